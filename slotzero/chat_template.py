@@ -1,0 +1,79 @@
+"""Chat templates: the small Jinja programs that models bring along to write a conversation as text.
+
+It does not know tokens. A template is foreign code, so it runs in a sandbox that can change
+nothing, and it finds the names that Hugging Face promises it: `raise_exception`, `tojson`,
+`strftime_now`, `break` and `continue` in loops, and `{% generation %}` blocks (which mark text for
+training and mean nothing here).
+
+The rule: whatever goes wrong in a template is the error of one request, never of the server.
+"""
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slotzero.errors import RequestError
+
+
+def render_chat(template: str, variables: Mapping[str, Any]) -> str:
+    try:
+        return _compiled(template).render(variables)
+    except Exception as error:  # a template can raise anything, from TypeError to RecursionError
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RequestError(
+            f"the model's chat template refuses these messages: {reason}; mend them or use --raw"
+        ) from None
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(template)
+
+
+class _GenerationBlock(Extension):
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter writes HTML escapes, which models have not seen in training."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

@@ -1,0 +1,75 @@
+"""The engine's settings. The field is the flag: names are vLLM's, help is the field's docstring.
+
+It holds what the user asked for and knows no device; `resolve` in worker.py turns None into what
+this machine and model allow.
+"""
+
+from dataclasses import dataclass
+
+from slotzero.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2"
+BACKENDS = ("auto", "eager", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    model: str = DEFAULT_MODEL
+    """A folder, a .gguf file, a hub id, tiny:FAMILY, or smollm2 (embedded)."""
+    load_format: str = "auto"
+    """auto, or dummy for random weights from config.json alone."""
+    dtype: str = "auto"
+    """Of weights and KV: auto is the checkpoint's on a GPU and float32 on a CPU."""
+    backend: str = "auto"
+    """How repeated passes run: cuda, cpu, eager, or auto for the best this machine has."""
+    enforce_eager: bool = False
+    """The same as --backend eager."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer, in tokens; default: what model and memory allow."""
+    max_num_seqs: int | None = None
+    """Most requests that run at once; default 256 on a GPU, 16 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of a step; longer prompts are prefilled in chunks."""
+    kv_cache_memory: int | None = None
+    """Bytes for KV pages (suffixes K, M, G); default: from free memory."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that the engine may use in all."""
+    page_size: int = 16
+    """Tokens in a KV page: a power of two."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
+    lazy_recording: bool = False
+    """Record a size when it is first needed rather than at start."""
+    seed: int = 0
+    """Of requests that bring no seed of their own, and of dummy weights."""
+    skip_tokenizer_init: bool = False
+    """Token ids in, token ids out."""
+    show_progress: bool = True
+    """Progress bars while loading and recording."""
+
+    def __post_init__(self) -> None:
+        for name, ok, rule in (
+            ("backend", self.backend in BACKENDS, f"is one of {', '.join(BACKENDS)}"),
+            ("dtype", self.dtype in DTYPES, f"is one of {', '.join(DTYPES)}"),
+            ("load_format", self.load_format in LOAD_FORMATS, "is auto or dummy"),
+            ("max_model_len", _positive(self.max_model_len), "is at least 1"),
+            ("max_num_seqs", _positive(self.max_num_seqs), "is at least 1"),
+            ("max_num_batched_tokens", _positive(self.max_num_batched_tokens), "is at least 1"),
+            ("kv_cache_memory", _positive(self.kv_cache_memory), "is a size in bytes"),
+            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "is in (0, 1]"),
+            ("page_size", _power_of_two(self.page_size), "is a power of two"),
+        ):
+            if not ok:
+                raise ConfigError(f"{name} {rule}, got {getattr(self, name)!r}")
+        if self.enforce_eager and self.backend not in ("auto", "eager"):
+            raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
+
+
+def _positive(value: int | None) -> bool:
+    return value is None or value >= 1
+
+
+def _power_of_two(value: int) -> bool:
+    return value >= 1 and value & (value - 1) == 0

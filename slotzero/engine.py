@@ -1,0 +1,178 @@
+"""The engine: `step` is plan, run, commit. It owns requests from their arrival to their last token.
+
+The step that was just launched is not waited for: the one before it is committed while it runs. So
+an answer that ends is noticed one step late, and the token computed meanwhile is thrown away.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from slotzero.config import EngineConfig
+from slotzero.errors import RequestError, TokenizerMissingError
+from slotzero.loading.source import open_checkpoint
+from slotzero.pools.pages import PagePool
+from slotzero.pools.slots import SlotPool
+from slotzero.progress import recording_bar, weights_bar
+from slotzero.request import FinishReason, Request, Status
+from slotzero.sampling.params import SamplingParams
+from slotzero.scheduler.scheduler import Scheduler, SchedulerConfig
+from slotzero.step import Step
+from slotzero.tokenizer import Tokenizer
+from slotzero.transcript import Transcript
+from slotzero.worker import Results, RowLogprobs, Worker
+
+IN_FLIGHT = 1  # steps launched and not yet committed, between two calls of `step`
+
+
+@dataclass
+class Answer:
+    """One request in the engine, with the text and the log probabilities of what it has so far."""
+
+    request: Request
+    transcript: Transcript | None
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status is Status.FINISHED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.request.finish_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.output_token_ids
+
+    @property
+    def text(self) -> str:
+        return self.transcript.text if self.transcript else ""
+
+
+class Engine:
+    def __init__(self, config: EngineConfig) -> None:
+        checkpoint = open_checkpoint(config.model, config.load_format)
+        self.tokenizer: Tokenizer | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = checkpoint.tokenizer()
+        with weights_bar(config.show_progress, checkpoint.name) as progress:
+            self.worker = Worker(config, checkpoint, progress)
+        self.limits = limits = self.worker.limits
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_model_len=limits.max_model_len,
+                page_size=limits.page_size,
+                enable_prefix_caching=limits.enable_prefix_caching,
+            ),
+            SlotPool(limits.max_num_seqs),
+            PagePool(limits.num_pages),
+            self.worker,
+        )
+        self.recording_seconds = 0.0
+        if not config.lazy_recording:
+            num_sizes = len(self.worker.decode.spec.ladder.sizes)
+            with recording_bar(config.show_progress, limits.backend, num_sizes) as seen:
+                self.recording_seconds = self.worker.record(seen)
+        self.num_steps = 0
+        self._seeds = random.Random(config.seed)
+        self._arrivals = 0
+        self._answers: dict[str, Answer] = {}
+        self._in_flight: deque[tuple[Step, Results]] = deque()
+
+    def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        """Queues one request (n is for the caller); raises RequestError, disturbing nobody."""
+        request = self.validate(request_id, prompt, params)
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self.scheduler.add(request)
+        transcript = None
+        if params.detokenize and self.tokenizer is not None:
+            transcript = Transcript(self.tokenizer, params)
+        answer = Answer(request, transcript)
+        self._answers[request_id] = answer
+        return answer
+
+    def cancel(self, request_id: str) -> None:
+        """At any moment; a request that is unknown or finished is left alone."""
+        answer = self._answers.pop(request_id, None)
+        if answer is not None:
+            self.scheduler.cancel(answer.request)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> list[Answer]:
+        """Plan and launch the next step, then commit the one before; -> answers that grew."""
+        step = self.scheduler.plan()
+        if step is not None:
+            self._in_flight.append((step, self.worker.run(step)))
+            self.num_steps += 1
+        if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
+            return self._commit(*self._in_flight.popleft())
+        return []
+
+    def check(self) -> None:
+        """Recounts every pool."""
+        self.scheduler.check()
+
+    def _commit(self, step: Step, results: Results) -> list[Answer]:
+        tokens = results.tokens()
+        grown = []
+        row_of = {row.request.id: i for i, row in enumerate(step.rows)}
+        for request in self.scheduler.commit(step, tokens):
+            answer = self._answers[request.id]
+            if request.params.logprobs is not None:
+                answer.logprobs.append(results.logprobs(row_of[request.id]))
+            self._extend_text(answer)
+            if answer.finished:
+                del self._answers[request.id]
+            grown.append(answer)
+        return grown
+
+    def _extend_text(self, answer: Answer) -> None:
+        if answer.transcript is None:
+            return
+        request = answer.request
+        ended_by_token = request.finish_reason == "stop"
+        stop = answer.transcript.push(request.output_token_ids[-1], hide=ended_by_token)
+        if stop is not None and len(request.output_token_ids) >= request.params.min_tokens:
+            self.scheduler.finish(request, "stop", stop)
+        if answer.finished:
+            answer.transcript.close()
+
+    def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """The request that `add` would queue, or a RequestError that names what is wrong."""
+        tokens, limit = list(prompt), self.limits.max_model_len
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token")
+        if len(tokens) >= limit:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens and the context holds {limit}, one of them "
+                "for the answer: shorten the prompt or raise --max-model-len"
+            )
+        vocab = self.worker.vocab_size
+        for what, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
+            bad = next((t for t in ids if not 0 <= t < vocab), None)
+            if bad is not None:
+                raise RequestError(f"{what}: token id {bad} is not in the vocabulary of {vocab}")
+        if params.stop and self.tokenizer is None:
+            raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
+        stop_ids = set(params.stop_token_ids) | (
+            set() if params.ignore_eos else set(self.eos_token_ids)
+        )
+        room = limit - len(tokens)
+        return Request(
+            id=request_id,
+            prompt_token_ids=tokens,
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            arrival=0,
+            stop_ids=frozenset(stop_ids),
+            max_len=len(tokens) + min(params.max_tokens or room, room),
+        )

@@ -1,0 +1,71 @@
+"""Every error that Slotzero raises on purpose, as one tree.
+
+    SlotzeroError
+    ├── InvalidInputError          the caller can mend it
+    │   ├── RequestError           one request: prompt, sampling parameters
+    │   ├── ConfigError            one setting of the engine or a flag
+    │   └── ModelError             the checkpoint
+    │       ├── ModelNotFoundError
+    │       ├── UnsupportedModelError
+    │       ├── CorruptCheckpointError
+    │       └── TokenizerMissingError
+    ├── CapacityError              this machine is too small for what was asked
+    ├── ContractError              a rule of a graph-visible tensor was broken
+    ├── RecordingError             a size could not be recorded
+    └── PoolError                  a slot or page was given back twice, or is not ours
+
+A message is one line: it names the thing and then the remedy. It does not know how it is shown;
+`exit_code` is what a command ends with.
+"""
+
+
+class SlotzeroError(Exception):
+    exit_code = 1
+
+
+class InvalidInputError(SlotzeroError):
+    exit_code = 2
+
+
+class RequestError(InvalidInputError):
+    pass
+
+
+class ConfigError(InvalidInputError):
+    pass
+
+
+class ModelError(InvalidInputError):
+    exit_code = 3
+
+
+class ModelNotFoundError(ModelError):
+    pass
+
+
+class UnsupportedModelError(ModelError):
+    pass
+
+
+class CorruptCheckpointError(ModelError):
+    pass
+
+
+class TokenizerMissingError(ModelError):
+    pass
+
+
+class CapacityError(SlotzeroError):
+    exit_code = 4
+
+
+class ContractError(SlotzeroError):
+    exit_code = 5
+
+
+class RecordingError(SlotzeroError):
+    exit_code = 5
+
+
+class PoolError(SlotzeroError):
+    exit_code = 5

@@ -1,0 +1,74 @@
+"""What it means to record: the contract of a backend, and the one that does not record at all.
+
+A step function is called as `function(pieces)`; it reads and writes registered tensors only. Where
+a piece of it repeats (a layer), it calls `pieces(fn, *tensors)` rather than `fn(*tensors)`, so that
+a compiling backend can compile `fn` once and reuse it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Pieces(ABC):
+    """Calls a pure function of tensors, as the backend sees fit."""
+
+    @abstractmethod
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any: ...
+
+
+StepFunction = Callable[[Pieces], None]
+
+
+class Recording(ABC):
+    num_bytes: int  # memory that this recording holds beyond the registered tensors
+
+    @abstractmethod
+    def replay(self) -> None: ...
+
+
+class Backend(ABC):
+    name: str
+
+    @abstractmethod
+    def record(self, function: StepFunction) -> Recording:
+        """Records one size. It may run the function, so published tensors must hold padding."""
+
+
+class PlainPieces(Pieces):
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        return function(*tensors)
+
+
+class EagerRecording(Recording):
+    num_bytes = 0
+
+    def __init__(self, function: StepFunction) -> None:
+        self._function = function
+
+    def replay(self) -> None:
+        self._function(PlainPieces())
+
+
+class EagerBackend(Backend):
+    """Runs the same padded function, kernel by kernel: the oracle of every other backend."""
+
+    name = "eager"
+
+    def record(self, function: StepFunction) -> Recording:
+        return EagerRecording(function)
+
+
+def backend_for(name: str, device: torch.device) -> Backend:
+    if name == "cuda":
+        from slotzero.graph.cuda import CudaBackend
+
+        return CudaBackend(device)
+    if name == "cpu":
+        from slotzero.graph.cpu import CpuBackend
+
+        return CpuBackend()
+    return EagerBackend()

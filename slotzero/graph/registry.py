@@ -1,0 +1,150 @@
+"""The registry of every tensor that a recorded graph can see, and the rules they keep.
+
+It allocates, pads, stamps and fingerprints. It does not know what a tensor means. Nothing a graph
+sees is allocated elsewhere; after `freeze` no tensor is added and no address may change.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from slotzero.errors import ContractError
+from slotzero.graph.transfer import HostRing
+
+# address, shape, stride, dtype
+Fingerprint = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+class Kind(Enum):
+    TABLE = "table"
+    PUBLISHED = "published"
+    DERIVED = "derived"
+    OUTPUT = "output"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    kind: Kind
+    tensor: Tensor
+    pad: int | None = None
+    reason: str = ""
+
+
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class Registry:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.step = 0
+        self._entries: dict[str, Entry] = {}
+        self._stamps: dict[str, int] = {}
+        self._rings: dict[str, HostRing] = {}
+        self._frozen = False
+
+    # One method per kind; there is no sixth.
+
+    def table(self, name: str, tensor: Tensor) -> Tensor:
+        """A pool hands its memory in: row 0 belongs to nobody."""
+        return self._add(Entry(name, Kind.TABLE, self._on_device(name, tensor)))
+
+    def published(
+        self, name: str, capacity: int, *, pad: int, reason: str, dtype: torch.dtype = torch.int32
+    ) -> Tensor:
+        if not reason:
+            raise ContractError(f"published tensor {name!r}: a pad value needs its reason")
+        tensor = torch.full((capacity,), pad, dtype=dtype, device=self.device)
+        self._rings[name] = HostRing(tensor)
+        return self._add(Entry(name, Kind.PUBLISHED, tensor, pad, reason))
+
+    def derived(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
+        return self._add(Entry(name, Kind.DERIVED, tensor))
+
+    def output(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
+        return self._add(Entry(name, Kind.OUTPUT, tensor))
+
+    def constant(self, name: str, tensor: Tensor) -> Tensor:
+        return self._add(Entry(name, Kind.CONSTANT, self._on_device(name, tensor)))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.entry(name).tensor
+
+    def entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise ContractError(f"tensor {name!r} is not registered")
+        return self._entries[name]
+
+    def entries(self) -> Iterable[Entry]:
+        return self._entries.values()
+
+    def freeze(self) -> None:
+        """From here on graphs are recorded: what they can see is complete."""
+        self._frozen = True
+
+    def begin_step(self) -> None:
+        """Every published tensor must be published again before the next replay."""
+        self.step += 1
+
+    def publish(self, name: str, values: Sequence[int]) -> None:
+        """Writes values and then the pad value to the end of the buffer, not of the size."""
+        entry = self.entry(name)
+        if entry.kind is not Kind.PUBLISHED or entry.pad is None:
+            raise ContractError(
+                f"tensor {name!r} is {entry.kind.value}: only published are published"
+            )
+        capacity = entry.tensor.shape[0]
+        if len(values) > capacity:
+            raise ContractError(f"published tensor {name!r}: {len(values)} values for {capacity}")
+        self._rings[name].upload(values, entry.pad)
+        self._stamps[name] = self.step
+
+    def check_stamps(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._stamps.get(name) != self.step:
+                raise ContractError(
+                    f"published tensor {name!r} was not published in step {self.step}: "
+                    "every replay needs its published tensors written in the same step"
+                )
+
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        return tuple([fingerprint(entry.tensor) for entry in self._entries.values()])
+
+    def check_fingerprints(self, recorded: tuple[Fingerprint, ...]) -> None:
+        current = self.fingerprints()
+        if current != recorded:
+            self._name_the_change(recorded, current)
+
+    def _name_the_change(
+        self, recorded: tuple[Fingerprint, ...], current: tuple[Fingerprint, ...]
+    ) -> None:
+        aspects = ("address", "shape", "stride", "dtype")
+        for entry, was, now in zip(self._entries.values(), recorded, current, strict=True):
+            for aspect, old, new in zip(aspects, was, now, strict=True):
+                if old != new:
+                    raise ContractError(
+                        f"{entry.kind.value} tensor {entry.name!r}: its {aspect} was {old} when "
+                        f"recorded and is {new} now; a registered tensor is never replaced"
+                    )
+
+    def _on_device(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.device.type != self.device.type:
+            raise ContractError(
+                f"tensor {name!r} is on {tensor.device}, graphs run on {self.device}"
+            )
+        return tensor
+
+    def _add(self, entry: Entry) -> Tensor:
+        if self._frozen:
+            raise ContractError(f"tensor {entry.name!r}: registered after the first recording")
+        if entry.name in self._entries:
+            raise ContractError(f"tensor {entry.name!r} is registered twice")
+        self._entries[entry.name] = entry
+        return entry.tensor

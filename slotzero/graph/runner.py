@@ -1,0 +1,137 @@
+"""The one class that records and replays; six runners are six specs.
+
+It knows keys, sizes and checks. What flows through a pass is in its spec's function.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from slotzero.errors import ContractError, RecordingError
+from slotzero.graph.backend import Backend, EagerBackend, Pieces, Recording
+from slotzero.graph.ladder import Ladder, Refusal
+from slotzero.graph.registry import Fingerprint, Kind, Registry
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """Which recording: planning picks it and running uses it, so they cannot disagree."""
+
+    runner: str
+    tokens: int
+    rows: int
+
+    def __str__(self) -> str:
+        shape = f"{self.rows}" if self.rows == self.tokens else f"{self.tokens}t x {self.rows}r"
+        return f"{self.runner}[{shape}]"
+
+
+@dataclass(frozen=True)
+class RunnerSpec:
+    name: str
+    ladder: Ladder  # over tokens
+    rows: Ladder | None  # over rows, where a row may hold many tokens; None: one token a row
+    published: tuple[str, ...]
+    function: Callable[[GraphKey, Pieces], None]
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one size came to be: its time and memory, or why it runs eagerly."""
+
+    key: GraphKey
+    backend: str
+    seconds: float
+    num_bytes: int
+    failure: str = ""
+
+
+@dataclass
+class Counts:
+    """What was run, for the benchmark and the metrics."""
+
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)  # by reason
+    real_tokens: int = 0
+    padded_tokens: int = 0
+
+
+class Runner:
+    def __init__(
+        self, spec: RunnerSpec, registry: Registry, backend: Backend, eager_reason: str = ""
+    ) -> None:
+        """`eager_reason` says why this runner is not recorded, where its backend is eager."""
+        for name in spec.published:
+            if registry.entry(name).kind is not Kind.PUBLISHED:
+                raise ContractError(f"runner {spec.name}: tensor {name!r} is not a published one")
+        self.spec = spec
+        self.counts = Counts()
+        self.records: dict[GraphKey, Record] = {}
+        self._registry = registry
+        self._backend = backend
+        self._eager = EagerBackend()
+        self._eager_reason = eager_reason
+        self._recordings: dict[GraphKey, Recording] = {}
+        self._fingerprints: dict[GraphKey, tuple[Fingerprint, ...]] = {}
+
+    def pick(self, num_tokens: int, num_rows: int) -> GraphKey | Refusal:
+        tokens = self.spec.ladder.pick(num_tokens)
+        rows = self.spec.rows.pick(num_rows) if self.spec.rows else tokens
+        if isinstance(tokens, Refusal):
+            return Refusal(f"runner {self.spec.name}: tokens: {tokens.reason}")
+        if isinstance(rows, Refusal):
+            return Refusal(f"runner {self.spec.name}: rows: {rows.reason}")
+        return GraphKey(self.spec.name, tokens, rows)
+
+    def all_keys(self) -> Iterable[GraphKey]:
+        """Largest first: smaller recordings then fit into the memory of larger ones."""
+        for tokens in reversed(self.spec.ladder.sizes):
+            for rows in reversed(self.spec.rows.sizes) if self.spec.rows else (tokens,):
+                yield GraphKey(self.spec.name, tokens, rows)
+
+    def record(self, key: GraphKey) -> Record:
+        """Records one size over an empty step; one that fails is served eagerly, and says so."""
+        self._registry.freeze()
+        self._registry.begin_step()
+        for name in self.spec.published:
+            self._registry.publish(name, ())
+        start = time.perf_counter()
+        backend, failure = self._backend, ""
+        try:
+            recording = backend.record(lambda pieces: self.spec.function(key, pieces))
+        except RecordingError as error:
+            backend, failure = self._eager, str(error)
+            recording = backend.record(lambda pieces: self.spec.function(key, pieces))
+        seconds = time.perf_counter() - start
+        record = Record(key, backend.name, seconds, recording.num_bytes, failure)
+        self.records[key] = record
+        self._recordings[key] = recording
+        self._fingerprints[key] = self._registry.fingerprints()
+        return record
+
+    def prepare(self, key: GraphKey) -> None:
+        """Records a size that was left for later; call it before publishing."""
+        if key not in self._recordings:
+            self.record(key)
+
+    def run(self, key: GraphKey, num_tokens: int) -> None:
+        """Replays over what was published in this step."""
+        if key.runner != self.spec.name:
+            raise ContractError(f"key {key} was dispatched to runner {self.spec.name}")
+        if num_tokens > key.tokens:
+            raise ContractError(f"key {key} was dispatched with {num_tokens} tokens")
+        if key not in self._recordings:
+            raise ContractError(f"key {key} was never recorded: prepare it before publishing")
+        self._registry.check_stamps(self.spec.published)
+        self._registry.check_fingerprints(self._fingerprints[key])
+        self._recordings[key].replay()
+        self._count(self.records[key], num_tokens)
+
+    def _count(self, record: Record, num_tokens: int) -> None:
+        self.counts.real_tokens += num_tokens
+        self.counts.padded_tokens += record.key.tokens - num_tokens
+        if record.backend != "eager":
+            self.counts.replays += 1
+        else:
+            self.counts.eager[record.failure or self._eager_reason or "eager backend"] += 1

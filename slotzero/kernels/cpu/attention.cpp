@@ -1,0 +1,165 @@
+// Paged attention and the KV store of the CPU, float32.
+//
+// A token is (slot, position). It reads positions [0, position] of its slot through the page table
+// and nothing else; a token of slot 0 writes no KV and gets zeros. Each token's arithmetic is the
+// same whether it comes alone (decode) or beside others of its prompt (prefill).
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
+constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
+
+const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
+const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
+
+float dot(const float* a, const float* b, int64_t n) {
+  Vec acc = {};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) acc += load(a + i) * load(b + i);
+  float sum = lane_sum(acc);
+  for (; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+void axpy(float* y, float a, const float* x, int64_t n) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) store(y + i, load(y + i) + load(x + i) * a);
+  for (; i < n; ++i) y[i] += a * x[i];
+}
+
+void scale(float* y, float a, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] *= a;
+}
+
+// One head of one token: running maximum, sum and weighted values of a softmax.
+struct Query {
+  const float* q;
+  float* out;
+  int32_t position;
+  float max, sum;
+};
+
+// Scores keys [first, first + count) of one page and folds them into the query's softmax.
+void fold(Query& query, const float* keys, const float* values, int32_t first, int count,
+          int64_t stride, int64_t head_dim, float softmax_scale) {
+  count = std::min<int>(count, query.position + 1 - first);
+  if (count <= 0) return;
+  float score[KEYS], max = query.max;
+  for (int j = 0; j < count; ++j) {
+    score[j] = dot(query.q, keys + j * stride, head_dim) * softmax_scale;
+    max = std::max(max, score[j]);
+  }
+  if (max > query.max) {
+    const float shrink = std::exp(query.max - max);
+    query.sum *= shrink;
+    scale(query.out, shrink, head_dim);
+    query.max = max;
+  }
+  for (int j = 0; j < count; ++j) {
+    const float p = std::exp(score[j] - query.max);
+    query.sum += p;
+    axpy(query.out, p, values + j * stride, head_dim);
+  }
+}
+
+// Runs of neighbouring tokens of one slot: [begin, end) in the token batch.
+struct Run {
+  int64_t begin, end;
+};
+
+std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
+  std::vector<Run> runs;
+  for (int64_t t = 0; t < num_tokens;) {
+    int64_t end = t + 1;
+    while (end < num_tokens && end - t < TOKENS && slots[end] == slots[t]) ++end;
+    runs.push_back({t, end});
+    t = end;
+  }
+  return runs;
+}
+
+// q [T, heads, D]; k_pages, v_pages [pages, page, kv_heads, D]; page_table [slots + 1, width]
+// -> [T, heads, D]
+Tensor attend(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor slots,
+              Tensor positions, double softmax_scale) {
+  const int64_t heads = q.size(1), head_dim = q.size(2);
+  const int64_t page = k_pages.size(1), kv_heads = k_pages.size(2);
+  const int64_t stride = kv_heads * head_dim, width = page_table.size(1);
+  const float *qp = floats(q), *kp = floats(k_pages), *vp = floats(v_pages);
+  const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
+  Tensor out = torch::stable::new_empty(q, {q.size(0), heads, head_dim});
+  auto* op = static_cast<float*>(out.data_ptr());
+  const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
+  const std::vector<Run> runs = runs_of(slot_of, q.size(0));
+  const int64_t items = static_cast<int64_t>(runs.size()) * heads;
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t item = 0; item < items; ++item) {
+    const Run run = runs[item / heads];
+    const int64_t head = item % heads, kv_head = head / (heads / kv_heads);
+    const int32_t slot = slot_of[run.begin];
+    Query queries[TOKENS];
+    const int n = static_cast<int>(run.end - run.begin);
+    int32_t last = -1;
+    for (int i = 0; i < n; ++i) {
+      const int64_t at = ((run.begin + i) * heads + head) * head_dim;
+      const int32_t position = slot ? position_of[run.begin + i] : -1;
+      queries[i] = {qp + at, op + at, position, -std::numeric_limits<float>::infinity(), 0.0f};
+      std::fill_n(op + at, head_dim, 0.0f);
+      last = std::max(last, position);
+    }
+    for (int32_t first = 0; first <= last; first += block) {
+      const int64_t page_id = table[slot * width + first / page];
+      const int64_t at = (page_id * page + first % page) * stride + kv_head * head_dim;
+      for (int i = 0; i < n; ++i)
+        fold(queries[i], kp + at, vp + at, first, block, stride, head_dim, softmax_scale);
+    }
+    for (int i = 0; i < n; ++i)
+      if (queries[i].position >= 0) scale(queries[i].out, 1.0f / queries[i].sum, head_dim);
+  }
+  return out;
+}
+
+// k, v [T, kv_heads, D] go to position `positions[t]` of slot `slots[t]`; slot 0 is dropped.
+void store_kv(Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor slots,
+              Tensor positions) {
+  const int64_t page = k_pages.size(1), row = k.size(1) * k.size(2), width = page_table.size(1);
+  const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
+  auto* kp = static_cast<float*>(k_pages.data_ptr());
+  auto* vp = static_cast<float*>(v_pages.data_ptr());
+  for (int64_t t = 0; t < k.size(0); ++t) {
+    if (slot_of[t] == 0) continue;
+    const int64_t page_id = table[slot_of[t] * width + position_of[t] / page];
+    const int64_t at = (page_id * page + position_of[t] % page) * row;
+    std::copy_n(floats(k) + t * row, row, kp + at);
+    std::copy_n(floats(v) + t * row, row, vp + at);
+  }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
+  m.def(
+      "attend(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor slots, "
+      "Tensor positions, float scale) -> Tensor");
+  m.def(
+      "store_kv(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
+      "Tensor slots, Tensor positions) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
+  m.impl("attend", TORCH_BOX(&attend));
+  m.impl("store_kv", TORCH_BOX(&store_kv));
+}

@@ -1,0 +1,88 @@
+"""The CPU's kernel set: the C++ library behind the contract, in float32.
+
+Every kernel treats each row by itself and in one order, so results do not depend on the batch.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.cpu import build
+from slotzero.sampling import fused
+from slotzero.sampling.tables import Sampled, SamplingTables
+
+FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
+
+
+class CpuKernels(Kernels):
+    name = "cpu"
+
+    def __init__(self) -> None:
+        build.load()
+        _register_shapes()
+
+    def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        return (-(-out_features // FEATURES), in_features, FEATURES)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        *lead, out_features, in_features = weight.shape
+        blocks = -(-out_features // FEATURES)
+        padded = F.pad(weight, (0, 0, 0, blocks * FEATURES - out_features))
+        return padded.view(*lead, blocks, FEATURES, in_features).transpose(-1, -2).contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        out: Tensor = torch.ops.slotzero.linear(x, weight, bias, out_features)
+        return out
+
+    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        return weight[tokens // FEATURES, :, tokens % FEATURES]
+
+    def store_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_table: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+    ) -> None:
+        torch.ops.slotzero.store_kv(k, v, k_pages, v_pages, page_table, slots, positions)
+
+    def attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_table: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        scale: float,
+    ) -> Tensor:
+        out: Tensor = torch.ops.slotzero.attend(
+            q, k_pages, v_pages, page_table, slots, positions, scale
+        )
+        return out
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
+    ) -> Sampled:
+        return fused.sample(logits, slots, positions, tables)
+
+
+def _register_shapes() -> None:
+    """Tells the compiler what each op returns; registering again replaces the same function."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+        return x.new_empty(x.shape[0], out_features)
+
+    def attend(q: Tensor, *_: object) -> Tensor:
+        return q.new_empty(q.shape)
+
+    def store_kv(*_: object) -> None:
+        return None
+
+    for function in (linear, attend, store_kv):
+        name = f"slotzero::{function.__name__}"
+        torch.library.register_fake(name, function)

@@ -1,0 +1,602 @@
+// Choosing the next token of each row on the CPU; slotzero/sampling/reference.py defines it.
+//
+// A row reads its logits, its slot's rows and its position, and nothing else. Every stage is linear
+// in the vocabulary and none sorts it:
+//
+// - A greedy row is one pass for the maximum and a search for its first place. The logits are
+//   copied only if a penalty, a bias or a ban changes some of them.
+// - Filters are floors. top-k and top-p both ask for the lowest value that has less than a budget
+//   of weight strictly above it, and `weighted_floor` finds it digit by digit.
+// - Noise costs two logarithms, so few are taken: a bound that needs none rules out nearly all.
+//
+// Do not build with -ffast-math: NaN and infinities mean something here. Products that must round
+// as torch rounds them are taken in double and cut to float, so that no compiler fuses them.
+
+#include "sample.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+
+namespace slotzero {
+namespace {
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr int64_t BLOCK = 256;  // a multiple of LANES
+
+typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+
+// ---- registers ----
+
+Vec max_of(Vec a, Vec b) { return a > b ? a : b; }
+
+// `value` where `kept`, else 0.
+Vec only_where(Ints kept, Vec value) { return (Vec)(kept & (Ints)value); }
+
+float lane_max(Vec v) {
+  float best = v[0];
+  UNROLL for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+bool any_lane(Ints mask) {
+  int32_t any = 0;
+  UNROLL for (int i = 0; i < LANES; ++i) any |= mask[i];
+  return any != 0;
+}
+
+Vec all_lanes(float value) { return Vec{} + value; }
+
+// The last, partial register of a row, filled up with -inf: it can neither win nor weigh.
+Vec load_tail(const float* x, int64_t count) {
+  float lanes[LANES];
+  for (int i = 0; i < LANES; ++i) lanes[i] = i < count ? x[i] : -INF;
+  return load(lanes);
+}
+
+template <class Visit>
+inline void each_register(const float* x, int64_t n, const Visit& visit) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) visit(i, load(x + i));
+  if (i < n) visit(i, load_tail(x + i, n - i));
+}
+
+// exp for x <= 0 within 2 units in the last place; 0 below e^-87.
+Vec exp_nonpositive(Vec x) {
+  const Vec round = all_lanes(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec clamped = max_of(x, all_lanes(-87.0f));
+  const Vec power = (clamped * 1.44269504f + round) - round;
+  const Vec r = (clamped - power * 0.693359375f) + power * 2.12194440e-4f;  // minus power * log 2
+  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints exponent = __builtin_convertvector(power, Ints) + 127;
+  return only_where(x > -87.0f, p * (Vec)(exponent << 23));
+}
+
+// ---- passes over a row ----
+
+// The maximum, or NaN if there is a NaN: finite exactly when the row has a distribution.
+float peak_of(const float* x, int64_t n) {
+  constexpr int APART = 4;  // maxima that do not wait for one another
+  Vec best[APART];
+  Ints bad[APART] = {};
+  UNROLL for (int j = 0; j < APART; ++j) best[j] = all_lanes(-INF);
+  int64_t i = 0;
+  const auto visit = [&](int j, Vec v) {
+    best[j] = max_of(v, best[j]);
+    bad[j] |= v != v;
+  };
+  for (; i + APART * LANES <= n; i += APART * LANES)
+    UNROLL for (int j = 0; j < APART; ++j) visit(j, load(x + i + j * LANES));
+  each_register(x + i, n - i, [&](int64_t, Vec v) { visit(0, v); });
+  const Vec highest = max_of(max_of(best[0], best[1]), max_of(best[2], best[3]));
+  const bool broken = any_lane(bad[0] | bad[1] | bad[2] | bad[3]);
+  return broken ? std::numeric_limits<float>::quiet_NaN() : lane_max(highest);
+}
+
+float max_of_block(const float* x, int64_t n) {
+  Vec best = all_lanes(-INF);
+  each_register(x, n, [&](int64_t, Vec v) { best = max_of(v, best); });
+  return lane_max(best);
+}
+
+int64_t first_equal(const float* x, int64_t n, float value) {
+  int64_t begin = 0;
+  for (; begin + BLOCK <= n; begin += BLOCK) {
+    Ints found = {};
+    for (int64_t i = begin; i < begin + BLOCK; i += LANES) found |= load(x + i) == value;
+    if (any_lane(found)) break;
+  }
+  return std::find(x + begin, x + n, value) - x;
+}
+
+double sum_exp(const float* x, int64_t n, float peak) {
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    Vec sum = {};
+    each_register(x + begin, std::min(BLOCK, n - begin),
+                  [&](int64_t, Vec v) { sum += exp_nonpositive(v - peak); });
+    total += lane_sum(sum);
+  }
+  return total;
+}
+
+// ---- memory that a thread keeps between rows ----
+
+struct Scratch {
+  int64_t capacity = 0;
+  std::vector<float> adjusted, scaled, kept, mass, member_mass;
+  std::vector<uint32_t> member_keys;
+  std::vector<int32_t> tally;  // zeros between rows
+
+  void fit(int64_t vocab) {
+    if (capacity >= vocab) return;
+    capacity = (vocab + BLOCK - 1) / BLOCK * BLOCK;  // whole blocks, so whole registers too
+    for (auto* floats : {&adjusted, &scaled, &kept, &mass, &member_mass}) floats->resize(capacity);
+    member_keys.resize(capacity);
+    tally.resize(capacity);
+  }
+};
+
+// ---- penalties, bias, ban ----
+
+struct Row {
+  const SampleTables& tables;
+  const float* logits;
+  int64_t vocab, slot, position;
+
+  bool in_vocab(int32_t id) const { return id >= 0 && id < vocab; }
+};
+
+bool has_penalty(const Row& row) {
+  const SampleTables& t = row.tables;
+  return t.repetition_penalty[row.slot] != 1.0f || t.presence_penalty[row.slot] != 0.0f ||
+         t.frequency_penalty[row.slot] != 0.0f;
+}
+
+bool has_bias(const Row& row) {
+  const int32_t* ids = row.tables.bias_ids + row.slot * row.tables.bias_width;
+  return std::any_of(ids, ids + row.tables.bias_width, [](int32_t id) { return id >= 0; });
+}
+
+bool has_ban(const Row& row) {
+  return row.position - row.tables.prompt_len[row.slot] < row.tables.min_tokens[row.slot];
+}
+
+// A token's tally is 1 for having been seen, plus 1 for each time in the output.
+void penalise(const Row& row, float* x, std::vector<int32_t>& tally) {
+  const SampleTables& t = row.tables;
+  const int32_t* tokens = t.tokens + row.slot * t.max_len;
+  const int64_t known = std::min(row.position, t.max_len);
+  const float repetition = t.repetition_penalty[row.slot];
+  for (int64_t i = 0; i < known; ++i) {
+    if (!row.in_vocab(tokens[i])) continue;
+    int32_t& seen = tally[tokens[i]];
+    seen = std::max(seen, 1) + (i >= t.prompt_len[row.slot]);
+  }
+  for (int64_t i = 0; i < known; ++i) {
+    if (!row.in_vocab(tokens[i]) || tally[tokens[i]] == 0) continue;
+    const int32_t uses = tally[tokens[i]] - 1;
+    float& logit = x[tokens[i]];
+    logit = logit > 0 ? logit / repetition : logit * repetition;
+    logit -= static_cast<float>(static_cast<double>(t.frequency_penalty[row.slot]) * uses);
+    logit -= uses > 0 ? t.presence_penalty[row.slot] : 0.0f;
+    tally[tokens[i]] = 0;
+  }
+}
+
+// The logits to choose from: those of the model, or a changed copy.
+const float* adjust(const Row& row, Scratch& scratch) {
+  const bool penalty = has_penalty(row), bias = has_bias(row), ban = has_ban(row);
+  if (!penalty && !bias && !ban) return row.logits;
+  const SampleTables& t = row.tables;
+  float* x = scratch.adjusted.data();
+  std::copy_n(row.logits, row.vocab, x);
+  if (penalty) penalise(row, x, scratch.tally);
+  for (int64_t j = 0; bias && j < t.bias_width; ++j) {
+    const int32_t id = t.bias_ids[row.slot * t.bias_width + j];
+    if (row.in_vocab(id)) x[id] += t.bias_values[row.slot * t.bias_width + j];
+  }
+  for (int64_t j = 0; ban && j < t.stop_width; ++j) {
+    const int32_t id = t.stop_ids[row.slot * t.stop_width + j];
+    if (row.in_vocab(id)) x[id] = -INF;
+  }
+  return x;
+}
+
+// ---- filters ----
+
+// Scaled logits are at most 0, so the bits of their magnitude order them: small is likely.
+inline uint32_t key_of(float scaled) { return std::bit_cast<uint32_t>(scaled) & 0x7fffffffu; }
+
+// The lowest of `values` that has less than `budget` of weight strictly above it. The 31-bit keys are
+// taken as digits of 9, 11 and 11 bits: add up the weight of each digit, walk to the one in which
+// the budget runs out, and go on with that digit's members alone.
+class WeightedFloor {
+ public:
+  WeightedFloor(double budget, Scratch& scratch)
+      : budget_(budget), keys_(scratch.member_keys.data()), masses_(scratch.member_mass.data()) {}
+
+  template <class Weight>
+  float find(const float* values, int64_t n, const Weight& weight) {
+    // Neighbours often share a digit; separate sums keep one from waiting for the other.
+    double sums[FIRST][APART] = {};
+    bool used[FIRST] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t digit = key_of(values[i]) >> 22;
+      sums[digit][i % APART] += weight(i);
+      used[digit] = true;
+    }
+    double totals[FIRST];
+    for (int digit = 0; digit < FIRST; ++digit) totals[digit] = sum(sums[digit]);
+    const uint32_t first = walk(totals, used, FIRST);
+    int64_t members = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      keys_[members] = key_of(values[i]);
+      masses_[members] = weight(i);
+      members += keys_[members] >> 22 == first;
+    }
+    members = narrow(members, 11);
+    narrow(members, 0);
+    return -std::bit_cast<float>(keys_[0]);
+  }
+
+ private:
+  static constexpr int FIRST = 512, REST = 2048, APART = 4;
+
+  static double sum(const double (&parts)[APART]) {
+    return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+  }
+
+  // The digit in which the budget runs out, or the last one used if rounding never lets it.
+  uint32_t walk(const double* totals, const bool* used, int digits) {
+    uint32_t last = 0;
+    for (int digit = 0; digit < digits; ++digit) {
+      if (!used[digit]) continue;
+      last = static_cast<uint32_t>(digit);
+      if (above_ + totals[digit] >= budget_) break;
+      above_ += totals[digit];
+    }
+    return last;
+  }
+
+  int64_t narrow(int64_t n, int shift) {
+    double totals[REST] = {};
+    bool used[REST] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t digit = (keys_[i] >> shift) & (REST - 1);
+      totals[digit] += masses_[i];
+      used[digit] = true;
+    }
+    const uint32_t digit = walk(totals, used, REST);
+    int64_t members = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      keys_[members] = keys_[i];
+      masses_[members] = masses_[i];
+      members += ((keys_[i] >> shift) & (REST - 1)) == digit;
+    }
+    return members;
+  }
+
+  double budget_, above_ = 0;
+  uint32_t* keys_;
+  float* masses_;
+};
+
+float top_k_floor(const float* scaled, int64_t n, int32_t top_k, Scratch& scratch) {
+  return WeightedFloor(top_k, scratch).find(scaled, n, [](int64_t) { return 1.0f; });
+}
+
+float top_p_floor(const float* scaled, int64_t n, float top_p, Scratch& scratch) {
+  float* mass = scratch.mass.data();
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    Vec sum = {};
+    each_register(scaled + begin, std::min(BLOCK, n - begin), [&](int64_t i, Vec v) {
+      const Vec weight = exp_nonpositive(v);
+      store(mass + begin + i, weight);
+      sum += weight;
+    });
+    total += lane_sum(sum);
+  }
+  const auto weight = [mass](int64_t i) { return mass[i]; };
+  return WeightedFloor(top_p * total, scratch).find(scaled, n, weight);
+}
+
+// Copies the values that are not below the floor; returns how many. A floor asks only for values.
+int64_t gather_kept(const float* scaled, int64_t n, float floor, float* kept) {
+  int64_t count = 0;
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    const int64_t end = std::min(begin + BLOCK, n);
+    if (max_of_block(scaled + begin, end - begin) < floor) continue;
+    for (int64_t i = begin; i < end; ++i) {
+      kept[count] = scaled[i];
+      count += scaled[i] >= floor;
+    }
+  }
+  return count;
+}
+
+float floor_of(const Row& row, const float* scaled, Scratch& scratch) {
+  const int32_t top_k = row.tables.top_k[row.slot];
+  const float top_p = row.tables.top_p[row.slot];
+  const float floor_m = std::log(row.tables.min_p[row.slot]);
+  int64_t n = row.vocab;
+  float floor = -INF;
+  if (top_k > 0 && top_k < n) {
+    floor = top_k_floor(scaled, n, top_k, scratch);
+    n = gather_kept(scaled, n, floor, scratch.kept.data());
+    scaled = scratch.kept.data();
+  }
+  if (top_p < 1.0f) floor = std::max(floor, top_p_floor(scaled, n, top_p, scratch));
+  return std::max(floor, floor_m);
+}
+
+// ---- noise; the integers are those of slotzero/sampling/noise.py ----
+
+constexpr float MAX_GUMBEL = 16.7f;  // the largest is 16.64
+
+template <class Word>  // one word or a register of them
+Word mix(Word word) {
+  word = (word ^ (word >> 16)) * 0x7feb352du;
+  word = (word ^ (word >> 15)) * 0x846ca68bu;
+  return word ^ (word >> 16);
+}
+
+struct Noise {
+  uint32_t low = 0x243f6a88u, high = 0x85a308d3u;
+
+  Noise(const int32_t* seed, int64_t position) {
+    for (const uint32_t word : {static_cast<uint32_t>(seed[0]), static_cast<uint32_t>(seed[1]),
+                                static_cast<uint32_t>(position)}) {
+      low = mix((low ^ word) + 0x9e3779b9u);
+      high = mix((high ^ word) + 0x9e3779b9u);
+    }
+  }
+
+  template <class Word>
+  Word cell(Word index) const {
+    return (mix(index + low) ^ high) >> 9;
+  }
+
+  float gumbel(uint32_t index) const {
+    const float uniform = (static_cast<float>(cell(index)) + 0.5f) * 0x1p-23f;
+    return -std::log(-std::log(uniform));
+  }
+
+  // At least gumbel(index): -log(-log u) <= -log(1 - u), and the bits of a float, read as an
+  // integer, are a lower bound of its logarithm in base 2.
+  Vec bound(Words index) const {
+    const Vec cells = __builtin_convertvector((Ints)cell(index), Vec);
+    const Vec rest = (8388608.0f - cells) - 0.5f;  // (1 - u) * 2^23
+    const Vec bits = __builtin_convertvector((Ints)rest, Vec);
+    return (150.0f - bits * 0x1p-23f) * 0.693147181f + 1e-3f;
+  }
+};
+
+Words indices_from(int64_t begin) {
+  Words index;
+  UNROLL for (int i = 0; i < LANES; ++i) index[i] = static_cast<uint32_t>(begin + i);
+  return index;
+}
+
+// The first place of the largest scaled logit plus noise, among those not below the floor.
+// `scaled` is whole blocks: past the vocabulary it holds -inf.
+int64_t noisy_argmax(const float* scaled, int64_t n, float floor, const Noise& noise) {
+  float best = -INF;
+  int64_t chosen = 0;
+  float bounds[BLOCK];
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    const float top = max_of_block(scaled + begin, BLOCK);
+    if (top < floor || top + MAX_GUMBEL <= best) continue;
+    Vec highest = all_lanes(-INF);
+    Words index = indices_from(begin);
+    for (int64_t i = 0; i < BLOCK; i += LANES, index += static_cast<uint32_t>(LANES)) {
+      const Vec value = load(scaled + begin + i), bound = value + noise.bound(index);
+      const Vec kept = value < floor ? all_lanes(-INF) : bound;
+      highest = max_of(kept, highest);
+      store(bounds + i, kept);
+    }
+    if (lane_max(highest) <= best) continue;
+    for (int64_t i = 0; i < BLOCK; ++i) {
+      if (bounds[i] <= best) continue;
+      const float noisy = scaled[begin + i] + noise.gumbel(static_cast<uint32_t>(begin + i));
+      if (noisy > best) best = noisy, chosen = begin + i;
+    }
+  }
+  return chosen;
+}
+
+// (x - peak) / temperature, filled up with -inf to a whole block.
+void scale_row(const float* x, int64_t n, float peak, float temperature, float* scaled) {
+  each_register(x, n, [&](int64_t i, Vec v) { store(scaled + i, (v - peak) / temperature); });
+  std::fill(scaled + n, scaled + (n + BLOCK - 1) / BLOCK * BLOCK, -INF);
+}
+
+int64_t choose(const Row& row, const float* x, float peak, Scratch& scratch) {
+  const float temperature = row.tables.temperature[row.slot];
+  if (!std::isfinite(peak)) return 0;
+  if (!(temperature > 0)) return first_equal(x, row.vocab, peak);
+  float* scaled = scratch.scaled.data();
+  scale_row(x, row.vocab, peak, temperature, scaled);
+  const Noise noise(row.tables.seed + row.slot * 2, row.position);
+  return noisy_argmax(scaled, row.vocab, floor_of(row, scaled, scratch), noise);
+}
+
+// ---- log probabilities ----
+
+// The ids of the `count` largest of x, largest first, the lower id first among equals.
+void largest(const float* x, int64_t n, int64_t count, int32_t* ids) {
+  int64_t filled = 0;
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    const int64_t end = std::min(begin + BLOCK, n);
+    if (filled == count && max_of_block(x + begin, end - begin) <= x[ids[count - 1]]) continue;
+    for (int64_t i = begin; i < end; ++i) {
+      if (filled == count && !(x[i] > x[ids[count - 1]])) continue;
+      int64_t place = filled < count ? filled++ : count - 1;
+      for (; place > 0 && x[i] > x[ids[place - 1]]; --place) ids[place] = ids[place - 1];
+      ids[place] = static_cast<int32_t>(i);
+    }
+  }
+}
+
+// `peak` is the maximum of the model's own logits; without one every answer is NaN.
+void report(const Row& row, float peak, int64_t chosen, int64_t count, float* logprob,
+            int32_t* top_ids, float* top_logprobs) {
+  count = std::min(count, row.vocab);
+  if (!std::isfinite(peak)) {
+    *logprob = std::numeric_limits<float>::quiet_NaN();
+    std::fill_n(top_logprobs, count, *logprob);
+    return;
+  }
+  const float log_sum = static_cast<float>(std::log(sum_exp(row.logits, row.vocab, peak)));
+  *logprob = (row.logits[chosen] - peak) - log_sum;
+  if (count == 0) return;
+  largest(row.logits, row.vocab, count, top_ids);
+  for (int64_t j = 0; j < count; ++j)
+    top_logprobs[j] = (row.logits[top_ids[j]] - peak) - log_sum;
+}
+
+}  // namespace
+
+void sample_row(const SampleArgs& args, int64_t index) {
+  static thread_local Scratch scratch;
+  int32_t* top_ids = args.top_ids_out + index * args.top_width;
+  float* top_logprobs = args.top_logprobs_out + index * args.top_width;
+  args.tokens_out[index] = 0;
+  args.logprobs_out[index] = 0;
+  std::fill_n(top_ids, args.top_width, 0);
+  std::fill_n(top_logprobs, args.top_width, 0.0f);
+  if (args.slots[index] == 0) return;
+  scratch.fit(args.vocab);
+  const Row row{args.tables, args.logits + index * args.vocab, args.vocab, args.slots[index],
+                args.positions[index]};
+  const float* x = adjust(row, scratch);
+  const float peak = peak_of(x, row.vocab);
+  const int64_t chosen = choose(row, x, peak, scratch);
+  args.tokens_out[index] = static_cast<int32_t>(chosen);
+  const int64_t wanted = std::min<int64_t>(args.tables.num_logprobs[row.slot], args.top_width);
+  if (wanted < 0) return;
+  const float raw_peak = x == row.logits ? peak : peak_of(row.logits, row.vocab);
+  report(row, raw_peak, chosen, wanted, args.logprobs_out + index, top_ids, top_logprobs);
+}
+
+void sample_rows(const SampleArgs& args) {
+#pragma omp parallel for schedule(dynamic, 1) if (args.rows > 1)
+  for (int64_t row = 0; row < args.rows; ++row) sample_row(args, row);
+}
+
+}  // namespace slotzero
+
+// ---- the torch operator ----
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void check(const Tensor& tensor, const char* name, ScalarType dtype,
+           std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "sample: ", name, " must be ",
+                  dtype == ScalarType::Float ? "float32" : "int32");
+  STD_TORCH_CHECK(tensor.is_contiguous(), "sample: ", name, " must be contiguous");
+  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
+  int64_t axis = 0;
+  for (const int64_t size : shape) {
+    fits = fits && tensor.size(axis) == size;
+    ++axis;
+  }
+  STD_TORCH_CHECK(fits, "sample: ", name, " has the wrong shape");
+}
+
+const float* floats(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  check(tensor, name, ScalarType::Float, shape);
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+const int32_t* ints(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  check(tensor, name, ScalarType::Int, shape);
+  return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature,
+            Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
+            Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len,
+            Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids,
+            Tensor bias_values, Tensor tokens_out, Tensor logprobs_out, Tensor top_ids_out,
+            Tensor top_logprobs_out) {
+  for (const Tensor* matrix : {&logits, &tokens, &stop_ids, &bias_ids, &top_ids_out})
+    STD_TORCH_CHECK(matrix->dim() == 2,
+                    "sample: logits, tokens, stop_ids, bias_ids and top_ids_out have 2 dimensions");
+  const int64_t rows = logits.size(0), vocab = logits.size(1), slots_all = tokens.size(0);
+  const int64_t max_len = tokens.size(1), top_width = top_ids_out.size(1);
+  const int64_t stop_width = stop_ids.size(1), bias_width = bias_ids.size(1);
+  STD_TORCH_CHECK(vocab > 0, "sample: logits must have a vocabulary");
+  const slotzero::SampleTables tables{
+      .tokens = ints(tokens, "tokens", {slots_all, max_len}),
+      .temperature = floats(temperature, "temperature", {slots_all}),
+      .top_k = ints(top_k, "top_k", {slots_all}),
+      .top_p = floats(top_p, "top_p", {slots_all}),
+      .min_p = floats(min_p, "min_p", {slots_all}),
+      .repetition_penalty = floats(repetition_penalty, "repetition_penalty", {slots_all}),
+      .presence_penalty = floats(presence_penalty, "presence_penalty", {slots_all}),
+      .frequency_penalty = floats(frequency_penalty, "frequency_penalty", {slots_all}),
+      .seed = ints(seed, "seed", {slots_all, 2}),
+      .prompt_len = ints(prompt_len, "prompt_len", {slots_all}),
+      .min_tokens = ints(min_tokens, "min_tokens", {slots_all}),
+      .num_logprobs = ints(num_logprobs, "num_logprobs", {slots_all}),
+      .stop_ids = ints(stop_ids, "stop_ids", {slots_all, stop_width}),
+      .bias_ids = ints(bias_ids, "bias_ids", {slots_all, bias_width}),
+      .bias_values = floats(bias_values, "bias_values", {slots_all, bias_width}),
+      .max_len = max_len,
+      .stop_width = stop_width,
+      .bias_width = bias_width,
+  };
+  check(tokens_out, "tokens_out", ScalarType::Int, {rows});
+  check(logprobs_out, "logprobs_out", ScalarType::Float, {rows});
+  check(top_ids_out, "top_ids_out", ScalarType::Int, {rows, top_width});
+  check(top_logprobs_out, "top_logprobs_out", ScalarType::Float, {rows, top_width});
+  const slotzero::SampleArgs args{
+      .logits = floats(logits, "logits", {rows, vocab}),
+      .slots = ints(slots, "slots", {rows}),
+      .positions = ints(positions, "positions", {rows}),
+      .tables = tables,
+      .tokens_out = static_cast<int32_t*>(tokens_out.mutable_data_ptr()),
+      .logprobs_out = static_cast<float*>(logprobs_out.mutable_data_ptr()),
+      .top_ids_out = static_cast<int32_t*>(top_ids_out.mutable_data_ptr()),
+      .top_logprobs_out = static_cast<float*>(top_logprobs_out.mutable_data_ptr()),
+      .rows = rows,
+      .vocab = vocab,
+      .top_width = top_width,
+  };
+  for (int64_t row = 0; row < rows; ++row)
+    STD_TORCH_CHECK(args.slots[row] >= 0 && args.slots[row] < slots_all, "sample: slots[", row,
+                    "] is ", args.slots[row], ", but the tables have ", slots_all, " rows");
+  slotzero::sample_rows(args);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
+  m.def(
+      "sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature, "
+      "Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
+      "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len, "
+      "Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids, "
+      "Tensor bias_values, Tensor(a!) tokens_out, Tensor(b!) logprobs_out, "
+      "Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) { m.impl("sample", TORCH_BOX(&sample)); }

@@ -1,0 +1,1 @@
+"""Triton kernels: CUDA's kernel set, and on the CPU through Triton's interpreter for tests."""

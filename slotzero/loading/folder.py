@@ -1,0 +1,130 @@
+"""A folder as Hugging Face writes it: config.json, safetensors (one file or an index), a tokenizer.
+
+It does not read weights until it is asked: opening looks at the header of each file, and `read`
+maps one tensor.
+
+The rule: all files are there and whole, and the index and the files agree, or opening fails and
+names the file. A download that was cut off is found in milliseconds, not after minutes of loading.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slotzero.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
+from slotzero.loading.checkpoint import Checkpoint
+from slotzero.loading.json_file import read_json, read_json_if_there, token_ids
+from slotzero.tokenizer import Tokenizer
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@final
+class FolderCheckpoint(Checkpoint):
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or path.resolve().name
+        self.config = folder_config(path)
+        self.eos_token_ids = folder_eos_token_ids(path)
+        self._path = path
+        self._refuse_quantised()
+        self._handles: dict[Path, Any] = {}
+        self._file_of = self._find_tensors()
+
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def read(self, name: str) -> torch.Tensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise CorruptCheckpointError(
+                f"{self._path} has no tensor {name}; download the folder again"
+            )
+        try:
+            tensor: torch.Tensor = self._handles[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise _broken(file, error) from None
+        return tensor
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._path)
+
+    def _refuse_quantised(self) -> None:
+        """Quantised tensors can have familiar names: they would load, and be wrong."""
+        quantisation = self.config.get("quantization_config")
+        if quantisation is not None:
+            method = dict(quantisation).get("quant_method", "unknown")
+            raise UnsupportedModelError(
+                f"{self._path} is quantised ({method}); use the unquantised folder or a GGUF file"
+            )
+
+    def _find_tensors(self) -> dict[str, Path]:
+        if (self._path / _INDEX).is_file():
+            return self._follow_index(self._path / _INDEX)
+        file = _single_file(self._path)
+        return dict.fromkeys(self._open(file), file)
+
+    def _follow_index(self, index: Path) -> dict[str, Path]:
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise CorruptCheckpointError(f"{index} has no weight_map; download it again")
+        stored = {file: self._open(self._path / file) for file in sorted(set(file_of.values()))}
+        for name, file in file_of.items():
+            if name not in stored[file]:
+                raise CorruptCheckpointError(
+                    f"{self._path / file} has no tensor {name}, though {index.name} says so; "
+                    "download both again"
+                )
+        return {name: self._path / file for name, file in file_of.items()}
+
+    def _open(self, file: Path) -> frozenset[str]:
+        if not file.is_file():
+            raise CorruptCheckpointError(f"{file} is missing; download it again")
+        try:
+            # Checks that the tensors end where the file ends; reads the header only.
+            self._handles[file] = safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _broken(file, error) from None
+        return frozenset(self._handles[file].keys())
+
+
+def folder_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").is_file():
+        found = sorted(file.name for file in path.glob("*.gguf"))
+        remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
+        raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
+    return read_json(path / "config.json")
+
+
+def folder_eos_token_ids(path: Path) -> tuple[int, ...]:
+    """generation_config.json knows more ends (of a turn, of a message) than config.json."""
+    generation = read_json_if_there(path / "generation_config.json").get("eos_token_id")
+    return token_ids(generation) or token_ids(folder_config(path).get("eos_token_id"))
+
+
+def _single_file(path: Path) -> Path:
+    files = sorted(path.glob("*.safetensors"))
+    if path / _SINGLE in files:
+        return path / _SINGLE
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CorruptCheckpointError(
+            f"{path / _INDEX} is missing, and there are {len(files)} safetensors files; "
+            "download it again"
+        )
+    if any(path.glob("*.bin")):
+        raise UnsupportedModelError(
+            f"{path} has its weights in *.bin files, which can run code; "
+            "convert them to safetensors"
+        )
+    raise CorruptCheckpointError(
+        f"{path / _SINGLE} is missing; download it, or use load format dummy"
+    )
+
+
+def _broken(file: Path, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{file} is broken or cut off ({error}); download it again")

@@ -1,0 +1,195 @@
+"""GGUF spelled as Hugging Face: tensor names, and a config made from metadata.
+
+It reads no tensor but one: Llama 3 files keep their rope scaling as `rope_freqs.weight`, the factor
+by which each frequency is divided, and no parameter. We compute those factors from the parameters
+that Llama 3.1 and later publish, and accept the file only when they agree.
+
+The rule: a tensor, an architecture or a scaling that we cannot spell is refused by its name.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
+from slotzero.loading.shapes import FAMILIES
+
+ROPE_FACTORS = "rope_freqs.weight"
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+)  # Mistral is written as llama: it is the same arithmetic
+
+_WHOLE_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def hugging_face_name(name: str) -> str:
+    if name in _WHOLE_MODEL:
+        return _WHOLE_MODEL[name]
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _IN_LAYER:
+        raise UnsupportedModelError(
+            f"GGUF tensor {name} is not supported; use a dense model of {', '.join(ARCHITECTURES)}"
+        )
+    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+
+
+def hugging_face_config(
+    metadata: Mapping[str, Any], names: Collection[str], vocab_size: int
+) -> dict[str, Any]:
+    """Without the scaling that `rope_freqs.weight` holds: that is `llama3_scaling`."""
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"GGUF architecture {arch!r} is not supported; use one of {', '.join(ARCHITECTURES)}"
+        )
+    fields = _Fields(metadata, arch)
+    fields.refuse_above("expert_count", 0)
+    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
+    head_dim = fields.size("attention.key_length", hidden // heads)
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if fields.size(key, head_dim) != head_dim:
+            raise UnsupportedModelError(f"{arch}.{key} is not the head size {head_dim}")
+    window = metadata.get(f"{arch}.attention.sliding_window")
+    model_type = "mistral" if arch == "llama" and window else arch
+    config = {
+        "model_type": model_type,
+        "architectures": [FAMILIES[model_type].architecture],
+        "hidden_size": hidden,
+        "intermediate_size": fields.size("feed_forward_length"),
+        "num_hidden_layers": fields.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "vocab_size": vocab_size,
+        "max_position_embeddings": fields.size("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(fields),
+        "tie_word_embeddings": "output.weight" not in names,
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    return config | ({"sliding_window": window} if window else {})
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """End of text, of a turn and of a message: each ends a generation."""
+    keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
+
+
+def llama3_scaling(factors: Sequence[float], rope_theta: float) -> dict[str, Any] | None:
+    """`factors` has one entry for each pair of a head; all ones is no scaling."""
+    if all(factor == 1.0 for factor in factors):
+        return None
+    scaling = {"rope_type": "llama3", "factor": float(round(max(factors))), **_LLAMA3}
+    expected = llama3_factors(scaling, rope_theta, len(factors))
+    if not all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-3), factors, expected)):
+        raise UnsupportedModelError(
+            f"{ROPE_FACTORS} is not the rope scaling of Llama 3; use a safetensors folder, "
+            "whose config.json says what it is"
+        )
+    return scaling
+
+
+def llama3_factors(scaling: Mapping[str, Any], rope_theta: float, num_pairs: int) -> list[float]:
+    """What each frequency is divided by: long waves by `factor`, short ones by 1, else between."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factors = []
+    for pair in range(num_pairs):
+        wave_len = 2 * math.pi * rope_theta ** (pair / num_pairs)
+        turns = scaling["original_max_position_embeddings"] / wave_len
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - kept) / scaling["factor"] + kept))
+    return factors
+
+
+def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
+    kind = fields.get("rope.scaling.type", "none")
+    linear_factor = fields.get("rope.scale_linear", 1.0)  # how files of 2023 say it
+    if kind == "none" and linear_factor != 1.0:
+        return {"rope_type": "linear", "factor": float(linear_factor)}
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{fields.arch}.rope.scaling.type {kind!r} is not supported; use none, linear or yarn"
+        )
+    scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
+    if kind == "yarn":
+        original = fields.get("rope.scaling.original_context_length", None)
+        optional = {
+            "original_max_position_embeddings": original,
+            "beta_fast": fields.get("rope.scaling.yarn_beta_fast", None),
+            "beta_slow": fields.get("rope.scaling.yarn_beta_slow", None),
+        }
+        scaling |= {key: value for key, value in optional.items() if value is not None}
+    return scaling
+
+
+class _Fields:
+    """The metadata below `<architecture>.`; a missing or broken entry is named."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
+        self.arch = arch
+        self._metadata = metadata
+
+    def get(self, key: str, default: Any) -> Any:
+        return self._metadata.get(f"{self.arch}.{key}", default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if not isinstance(value, int | float):
+            raise CorruptCheckpointError(
+                f"GGUF metadata {self.arch}.{key} is {value!r}; convert the file again"
+            )
+        return float(value)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, list) and len(set(value)) == 1:  # one entry for each layer
+            value = value[0]
+        if isinstance(value, list):
+            raise UnsupportedModelError(
+                f"{self.arch}.{key} differs by layer; use a model whose layers are alike"
+            )
+        if not isinstance(value, int) or value <= 0:
+            raise CorruptCheckpointError(
+                f"GGUF metadata {self.arch}.{key} is {value!r}; convert the file again"
+            )
+        return value
+
+    def refuse_above(self, key: str, limit: int) -> None:
+        if self.get(key, 0) > limit:
+            raise UnsupportedModelError(
+                f"{self.arch}.{key} is {self.get(key, 0)}; use a dense model"
+            )

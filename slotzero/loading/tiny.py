@@ -1,0 +1,75 @@
+"""Models of a few hundred kilobytes with random weights, for tests and first steps without a file.
+
+They do not speak: their text is noise, but the same noise every time. They read bytes, so any text
+is a prompt. The shapes are odd on purpose (nine heads over three, a head size that is not
+hidden / heads, a vocabulary that is no multiple of anything): code that assumes round sizes fails
+here first.
+
+The rule: weights are drawn wide (0.3, where real models start at 0.02), so that greedy outputs vary
+and a wrong cache or mask changes them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slotzero.errors import ModelNotFoundError
+from slotzero.loading.dummy import DummyCheckpoint
+from slotzero.loading.shapes import FAMILIES
+from slotzero.tokenizer import Tokenizer
+
+PREFIX = "tiny:"
+_COMMON = {
+    "hidden_act": "silu",
+    "vocab_size": 259,  # 256 bytes, <bos>, <eos>, <pad>
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.3,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+
+
+def _config(
+    model_type: str, layers: int, hidden: int, inner: int, heads: tuple[int, int, int], **more: Any
+) -> Mapping[str, Any]:
+    num_heads, num_kv_heads, head_dim = heads
+    return _COMMON | {
+        "model_type": model_type,
+        "architectures": [FAMILIES[model_type].architecture],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _config("llama", 2, 64, 176, (4, 2, 16)),
+    "smollm2": _config(
+        "llama", 3, 144, 200, (9, 3, 16), rope_theta=100000.0, tie_word_embeddings=True
+    ),
+    "mistral": _config("mistral", 2, 96, 160, (4, 1, 32), sliding_window=None),
+    "qwen2": _config("qwen2", 2, 112, 144, (7, 1, 16), tie_word_embeddings=True, rms_norm_eps=1e-6),
+    "qwen3": _config("qwen3", 3, 64, 136, (4, 2, 32), rms_norm_eps=1e-6, rope_theta=1000000.0),
+}
+
+
+def tiny_names() -> list[str]:
+    return [PREFIX + kind for kind in TINY_CONFIGS]
+
+
+def tiny_checkpoint(name: str) -> DummyCheckpoint:
+    config = TINY_CONFIGS.get(name.removeprefix(PREFIX))
+    if config is None:
+        raise ModelNotFoundError(f"no tiny model {name!r}; use one of {', '.join(tiny_names())}")
+    return DummyCheckpoint(
+        config,
+        name,
+        eos_token_ids=(config["eos_token_id"],),
+        make_tokenizer=Tokenizer.bytes_tokenizer,
+    )

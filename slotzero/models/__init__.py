@@ -1,0 +1,1 @@
+"""Models as functions of registered tensors: one decoder skeleton, told apart by data."""

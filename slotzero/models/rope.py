@@ -1,0 +1,173 @@
+"""Rotary position embedding: frequencies for each scaling rule, and the angles of a step.
+
+Angles are computed in the graph from positions, so there is no table to outgrow. Only `dynamic`
+scaling depends on more than the position: on the length of the request's own prompt.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slotzero.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    kind: str  # default, linear, dynamic, llama3, yarn
+    theta: float
+    head_dim: int
+    original_max_position: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Keys of one prompt then differ from keys of a longer one with the same beginning."""
+        return self.kind == "dynamic"
+
+
+_FIELDS: Mapping[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+        "mscale",
+        "mscale_all_dim",
+    },
+}
+
+
+def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError("rope field partial_rotary_factor is not implemented")
+    if kind not in _FIELDS:
+        raise UnsupportedModelError(
+            f"rope scaling {kind!r} is not implemented; implemented: {', '.join(_FIELDS)}"
+        )
+    unknown = {field for field in given if given[field] is not None} - _FIELDS[kind]
+    if unknown:
+        raise UnsupportedModelError(
+            f"rope scaling {kind!r}: field {', '.join(sorted(unknown))} is not implemented"
+        )
+    original = given.get("original_max_position_embeddings") or max_position
+    if kind == "dynamic":
+        original = max_position  # the base grows from here on, whatever the field says
+    factor = float(given.get("factor") or (max_position / original if kind == "yarn" else 1.0))
+    known = {
+        field: float(given[field])
+        for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        if given.get(field) is not None
+    }
+    return RopeConfig(
+        kind=kind,
+        theta=float(theta),
+        head_dim=head_dim,
+        original_max_position=int(original),
+        factor=factor,
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_attention_factor(given, factor) if kind == "yarn" else 1.0,
+        **known,
+    )
+
+
+def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+
+    def mscale(scale: float, weight: float = 1.0) -> float:
+        return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        return mscale(factor, given["mscale"]) / mscale(factor, given["mscale_all_dim"])
+    return mscale(factor)
+
+
+def frequencies(rope: RopeConfig) -> Tensor:
+    """Radians per position of each pair: [head_dim / 2], float32 on the CPU."""
+    exponent = torch.arange(0, rope.head_dim, 2, dtype=torch.int64).float() / rope.head_dim
+    plain = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, plain)
+    return plain
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / plain
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    span = rope.high_freq_factor - rope.low_freq_factor
+    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / span
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
+    between = (wavelength >= shortest) & (wavelength <= longest)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """A ramp over the pairs, from kept (fast rotations) to stretched (slow ones)."""
+
+    def pair_of(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return rope.head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    pairs = torch.arange(rope.head_dim // 2, dtype=torch.float32)
+    ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def angles(
+    rope: RopeConfig, frequency: Tensor, positions: Tensor, prompt_len: Tensor
+) -> tuple[Tensor, Tensor]:
+    """cos and sin for each token, [T, 1, head_dim / 2] in float32.
+
+    positions and prompt_len are [T]; prompt_len is that of each token's own request.
+    """
+    if rope.kind == "dynamic":
+        frequency = _dynamic(rope, positions, prompt_len)
+    theta = positions[:, None].float() * frequency
+    cos, sin = theta.cos() * rope.attention_factor, theta.sin() * rope.attention_factor
+    return cos[:, None], sin[:, None]
+
+
+def _dynamic(rope: RopeConfig, positions: Tensor, prompt_len: Tensor) -> Tensor:
+    """The base grows with the length seen: the whole prompt at first, then token by token."""
+    seen = torch.maximum(positions + 1, prompt_len).clamp_min(rope.original_max_position)
+    ratio = rope.factor * seen.float() / rope.original_max_position - (rope.factor - 1)
+    theta = rope.theta * ratio ** (rope.head_dim / (rope.head_dim - 2))  # [T]
+    exponent = torch.arange(0, rope.head_dim, 2, device=positions.device).float() / rope.head_dim
+    return 1.0 / theta[:, None] ** exponent
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); arithmetic in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

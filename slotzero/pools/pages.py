@@ -1,0 +1,76 @@
+"""The pool of pages: how many owners each page of KV has.
+
+It counts references and knows neither what a page holds nor who the owners are: requests and the
+prefix cache both are. The rule it keeps: page 0 is where padded rows look, so it is never handed
+out; every other page is free exactly when its count is 0.
+
+A page freed last is handed out first. Which page it is makes no difference to the device, the
+touched memory stays small, and a reader that held on to a freed page meets foreign data at once,
+in the first test, and not after the pool has gone round.
+"""
+
+from slotzero.errors import CapacityError, PoolError
+
+
+class PagePool:
+    """Pages 1 to num_pages - 1."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise CapacityError(f"{num_pages} pages: at least 1 is needed beside page 0")
+        self.num_pages = num_pages
+        # _free holds each page >= 1 with _references[page] == 0, once
+        self._free = list(range(num_pages - 1, 0, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def max_free(self) -> int:
+        """What num_free is when nobody owns anything."""
+        return self.num_pages - 1
+
+    def take(self, n: int) -> list[int]:
+        """n free pages, the caller being the one owner of each."""
+        if n > len(self._free):
+            raise PoolError(f"{n} pages were asked for, {len(self._free)} are free; evict first")
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more owner of a page that has one."""
+        self._require_owned(page, "shared")
+        self._references[page] += 1
+
+    def release(self, page: int) -> None:
+        """One owner fewer; without owners the page is free."""
+        self._require_owned(page, "released")
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.append(page)
+
+    def references(self, page: int) -> int:
+        self._require_ours(page)
+        return self._references[page]
+
+    def check(self) -> None:
+        if self._references[0] or 0 in self._free:
+            raise PoolError("page 0 left its reserve")
+        unowned = [page for page in range(1, self.num_pages) if self._references[page] == 0]
+        if sorted(self._free) != unowned:
+            raise PoolError(f"free pages are {sorted(self._free)}, a recount finds {unowned}")
+        if min(self._references) < 0:
+            raise PoolError(f"page {self._references.index(min(self._references))} has debts")
+
+    def _require_ours(self, page: int) -> None:
+        if not 1 <= page < self.num_pages:
+            raise PoolError(f"page {page} is not ours; we hand out 1 to {self.num_pages - 1}")
+
+    def _require_owned(self, page: int, verb: str) -> None:
+        self._require_ours(page)
+        if self._references[page] == 0:
+            raise PoolError(f"page {page} was {verb}, but it is free")

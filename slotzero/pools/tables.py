@@ -1,0 +1,103 @@
+"""The tables: one row of device state per slot, and the staged host writes that change them.
+
+All tables are views of one arena of 32-bit words, so the writes of a step, whatever tables they
+touch, are one upload and one kernel in stream order. Slot 0's row is written once, here, and never
+again. It does not know who owns a slot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slotzero.errors import ContractError
+from slotzero.graph import Registry
+from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, TableSpec
+
+_DTYPES = {"int32": (torch.int32, np.int32), "float32": (torch.float32, np.float32)}
+
+
+@dataclass(frozen=True)
+class _Place:
+    spec: TableSpec
+    base: int  # the first word of the table in the arena
+
+
+class SlotTables:
+    def __init__(
+        self, registry: Registry, num_slots: int, max_len: int, pages_per_slot: int
+    ) -> None:
+        self.num_slots = num_slots
+        specs = (
+            # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
+            TableSpec("tokens", max_len + 1, "int32", 0),
+            TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
+            TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
+            TableSpec("page_table", pages_per_slot, "int32", 0),
+            *SAMPLING_TABLES,
+        )
+        self._places: dict[str, _Place] = {}
+        words = 0
+        for spec in specs:
+            self._places[spec.name] = _Place(spec, words)
+            words += spec.width * (num_slots + 1)
+        self._arena = torch.zeros(words, dtype=torch.int32, device=registry.device)
+        self._views = {
+            name: registry.table(name, self._view(place)) for name, place in self._places.items()
+        }
+        for spec in specs:
+            self._views[spec.name].fill_(spec.neutral)
+        self._staged: list[tuple[np.ndarray, np.ndarray]] = []  # (word offsets, word values)
+        self._written: dict[int, dict[str, int]] = {}  # slot -> table -> words away from neutral
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    @property
+    def sampling(self) -> SamplingTables:
+        return SamplingTables(**{name: self._views[name] for name in SamplingTables._fields})
+
+    def stage(self, name: str, slot: int, values: Sequence[int | float], first: int = 0) -> None:
+        """Row `slot` of a table gets `values` from column `first` on, at the next `apply`."""
+        spec, base = self._places[name].spec, self._places[name].base
+        if not 1 <= slot <= self.num_slots:
+            raise ContractError(f"table {name!r}: slot {slot} is not one of 1 to {self.num_slots}")
+        if first + len(values) > spec.width:
+            raise ContractError(
+                f"table {name!r}: {len(values)} values at {first} for {spec.width} columns"
+            )
+        words = np.asarray(values, dtype=_DTYPES[spec.dtype][1]).view(np.int32)
+        offset = base + slot * spec.width + first
+        self._staged.append((np.arange(offset, offset + len(values)), words))
+        written = self._written.setdefault(slot, {})
+        written[name] = max(written.get(name, 0), first + len(values))
+
+    def reset(self, slot: int) -> None:
+        """Whatever was staged for this slot's last owner returns to neutral; tokens may stay."""
+        for name, width in self._written.pop(slot, {}).items():
+            if name != "tokens":
+                self.stage(name, slot, [self._places[name].spec.neutral] * width)
+        self._written.pop(slot, None)
+
+    def apply(self) -> None:
+        """One upload and one kernel; where a word was staged twice, the later value wins."""
+        if not self._staged:
+            return
+        offsets = np.concatenate([offsets for offsets, _ in self._staged])
+        values = np.concatenate([values for _, values in self._staged])
+        self._staged.clear()
+        _, last = np.unique(offsets[::-1], return_index=True)
+        last = len(offsets) - 1 - last
+        host = torch.from_numpy(np.stack([offsets[last], values[last]]))
+        if self._arena.is_cuda:
+            host = host.pin_memory()  # the allocator of pinned memory keeps it until the copy ends
+        words = host.to(self._arena.device, non_blocking=True)
+        self._arena.index_put_((words[0],), words[1].int())
+
+    def _view(self, place: _Place) -> Tensor:
+        spec, rows = place.spec, self.num_slots + 1
+        words = self._arena[place.base : place.base + rows * spec.width]
+        view = words.view(_DTYPES[spec.dtype][0])
+        return view if spec.width == 1 else view.view(rows, spec.width)

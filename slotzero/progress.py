@@ -1,0 +1,63 @@
+"""Progress bars on standard error, for work that takes longer than a breath."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from slotzero.graph.runner import Record
+
+
+@contextmanager
+def weights_bar(shown: bool, name: str) -> Iterator[Callable[[int, int], None]]:
+    with _bar(shown) as bar:
+        task = bar.add_task(f"loading {name}", total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def recording_bar(
+    shown: bool, backend: str, num_sizes: int
+) -> Iterator[Callable[["Record"], None]]:
+    with _bar(shown) as bar:
+        task = bar.add_task(f"recording on {backend}", total=num_sizes)
+
+        def seen(record: "Record") -> None:
+            bar.update(task, advance=1, description=f"recorded {record.key}")
+            if record.failure:
+                bar.console.print(
+                    f"{record.key} could not be recorded and runs eagerly: {record.failure}",
+                    markup=False,
+                )
+
+        yield seen
+
+
+@contextmanager
+def prompts_bar(shown: bool, num_prompts: int) -> Iterator[Callable[[int, int], None]]:
+    """Called with (answers finished, tokens made) as they grow."""
+    with _bar(shown) as bar:
+        task = bar.add_task("generating", total=num_prompts)
+        made = 0
+
+        def update(finished: int, tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            bar.update(task, advance=finished, description=f"generating, {made} tokens")
+
+        yield update
+
+
+def _bar(shown: bool) -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not shown)

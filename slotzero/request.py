@@ -1,0 +1,74 @@
+"""One request: what was asked, what was answered so far, and what it holds meanwhile.
+
+It does not know tensors, text or its neighbours. The scheduler is its only writer; the engine reads
+it. The rule it keeps is the order of its counts. With `tokens` = prompt, then output, then the
+samples that steps already launched will bring:
+
+    tokens[0 : num_cached)             KV found in the prefix cache at the last admission
+    tokens[0 : num_computed)           KV computed by launched steps, or found
+    tokens[0 : target)                 known at the last admission; the first sample follows them
+    tokens[0 : num_tokens)             committed: the host knows their ids
+    tokens[num_tokens : num_known)     in flight: only the device knows their ids
+
+While it runs, num_cached <= num_computed <= num_known <= max_len, and it is done on the device, if
+not yet on the host, when num_known == max_len.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slotzero.sampling.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    """Holds no slot and no pages. A preempted request may still have a sample in flight."""
+    RUNNING = enum.auto()
+    """Holds one slot, and pages for every position below num_computed."""
+    FINISHED = enum.auto()
+    """Holds nothing; tokens that arrive late are discarded."""
+
+
+@dataclass(slots=True, eq=False)  # two requests with equal fields are still two requests
+class Request:
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """Resolved: the sampler never sees None."""
+    arrival: int
+    """Its place in the queue; strictly growing, kept through preemption."""
+    stop_ids: frozenset[int]
+    """Resolved from end-of-sequence, ignore_eos and stop_token_ids."""
+    max_len: int
+    """Prompt plus max_tokens, clipped to the context."""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that was asked for and met; None for end-of-sequence."""
+
+    slot: int = 0
+    """0: none."""
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    target: int = 0
+    num_in_flight: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_known(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight

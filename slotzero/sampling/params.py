@@ -1,0 +1,122 @@
+"""How one request wants its tokens chosen. Pure data: it knows neither tensors nor slots.
+
+Field names and meanings follow vLLM's `SamplingParams`, so that a script ports by its import.
+A value that cannot be honoured is refused here, by name, before anything runs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from slotzero.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 32
+MAX_LOGIT_BIAS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    n: int = 1
+    """How many answers to one prompt; answer i is sampled with seed + i."""
+    temperature: float = 1.0
+    """0 is greedy; smaller is sharper."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens with this mass."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides (or multiplies, when negative) the logit of every token seen in prompt or output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token seen in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """The same request with the same seed gives the same tokens, whatever its neighbours."""
+    max_tokens: int | None = 16
+    """At most this many new tokens; None: as many as the context holds."""
+    min_tokens: int = 0
+    """End-of-sequence and stop ids cannot be chosen before this many new tokens."""
+    stop: str | Sequence[str] = ()
+    """Strings that end the answer; they are not part of it."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end the answer."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Log probability of each chosen token, and of this many most likely ones beside it."""
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "logit_bias", _token_keys(self.logit_bias or {}))
+        for name, ok, rule in self._rules():
+            if not ok:
+                raise RequestError(f"{name}={getattr(self, name)!r}: {rule}")
+
+    def _rules(self) -> tuple[tuple[str, bool, str], ...]:
+        finite = math.isfinite
+        return (
+            ("n", self.n >= 1, "must be at least 1"),
+            (
+                "temperature",
+                finite(self.temperature) and self.temperature >= 0,
+                "must be a finite number of at least 0 (0 is greedy)",
+            ),
+            ("top_k", self.top_k >= -1, "must be at least 1, or 0 or -1 to keep every token"),
+            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1 (1 keeps every token)"),
+            ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1 (0 keeps every token)"),
+            (
+                "repetition_penalty",
+                finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "must be a finite number above 0 (1 changes nothing)",
+            ),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
+            (
+                "logit_bias",
+                len(self.logit_bias) <= MAX_LOGIT_BIAS
+                and all(finite(v) for v in self.logit_bias.values()),
+                f"must hold at most {MAX_LOGIT_BIAS} token ids with finite values",
+            ),
+            (
+                "max_tokens",
+                self.max_tokens is None or self.max_tokens >= 1,
+                "must be at least 1, or None for as many as the context holds",
+            ),
+            (
+                "min_tokens",
+                0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
+                "must be at least 0 and at most max_tokens",
+            ),
+            ("stop", all(self.stop), "must not hold an empty string"),
+            (
+                "stop",
+                self.detokenize or not self.stop,
+                "stop strings need detokenize=True; use stop_token_ids",
+            ),
+            (
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_IDS // 2,
+                f"must hold at most {MAX_STOP_IDS // 2} ids",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"must be between 0 and {MAX_LOGPROBS}, or None",
+            ),
+        )
+
+
+def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:
+    try:
+        return MappingProxyType({int(token): float(value) for token, value in bias.items()})
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias={bias!r}: keys are token ids, values are numbers") from None

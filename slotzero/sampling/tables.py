@@ -1,0 +1,130 @@
+"""The sampling tables: what every request asks for, one row per slot.
+
+A step publishes slots only; how each of them wants its token chosen is read here, inside the
+recorded step. This file knows names, widths and neutral values. It does not allocate (the registry
+does), does not know logits, and imports torch for types alone.
+
+The rule: row 0 belongs to nobody and holds neutral values, and a row is always written whole, so
+nothing of an earlier owner of the slot survives in it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from slotzero.errors import RequestError
+from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_TINY = 2.0**-126
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    name: str
+    width: int
+    dtype: Literal["int32", "float32"]
+    neutral: int | float
+    """What row 0 and every unused column hold."""
+
+    def shape(self, slots: int) -> tuple[int, ...]:
+        return (slots + 1,) if self.width == 1 else (slots + 1, self.width)
+
+
+SAMPLING_TABLES = (
+    TableSpec("temperature", 1, "float32", 0.0),  # 0: greedy
+    TableSpec("top_k", 1, "int32", 0),  # 0: all
+    TableSpec("top_p", 1, "float32", 1.0),
+    TableSpec("min_p", 1, "float32", 0.0),
+    TableSpec("repetition_penalty", 1, "float32", 1.0),
+    TableSpec("presence_penalty", 1, "float32", 0.0),
+    TableSpec("frequency_penalty", 1, "float32", 0.0),
+    TableSpec("seed", 2, "int32", 0),  # low word, high word
+    TableSpec("prompt_len", 1, "int32", 0),
+    TableSpec("min_tokens", 1, "int32", 0),
+    TableSpec("num_logprobs", 1, "int32", -1),  # -1: none wanted
+    TableSpec("stop_ids", MAX_STOP_IDS, "int32", -1),
+    TableSpec("bias_ids", MAX_LOGIT_BIAS, "int32", -1),
+    TableSpec("bias_values", MAX_LOGIT_BIAS, "float32", 0.0),
+)
+
+
+class SamplingTables(NamedTuple):
+    """The tensors themselves: the token table, then `SAMPLING_TABLES` in order."""
+
+    tokens: "Tensor"  # [slots + 1, max_len] int32, by position
+    temperature: "Tensor"
+    top_k: "Tensor"
+    top_p: "Tensor"
+    min_p: "Tensor"
+    repetition_penalty: "Tensor"
+    presence_penalty: "Tensor"
+    frequency_penalty: "Tensor"
+    seed: "Tensor"  # [slots + 1, 2]
+    prompt_len: "Tensor"
+    min_tokens: "Tensor"
+    num_logprobs: "Tensor"
+    stop_ids: "Tensor"  # [slots + 1, MAX_STOP_IDS]
+    bias_ids: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
+    bias_values: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
+
+
+class Sampled(NamedTuple):
+    """What a step learns of each row; rows of slot 0 are zeros."""
+
+    tokens: "Tensor"  # [rows] int32
+    logprobs: "Tensor"  # [rows] float32
+    top_ids: "Tensor"  # [rows, MAX_LOGPROBS] int32, most likely first
+    top_logprobs: "Tensor"  # [rows, MAX_LOGPROBS] float32
+
+
+def encode(
+    params: SamplingParams, seed: int, prompt_len: int, stop_ids: Iterable[int]
+) -> dict[str, list[int] | list[float]]:
+    """The whole row of every sampling table for one request.
+
+    `seed` is the one to use (a request without one is given one by the caller), and `stop_ids` are
+    all ids that end the answer, end-of-sequence among them: they are what `min_tokens` holds back.
+    """
+    values: dict[str, list[int] | list[float]] = {
+        "temperature": [_float32(params.temperature)],
+        "top_k": [min(max(params.top_k, 0), INT32_MAX)],
+        "top_p": [params.top_p],
+        "min_p": [params.min_p],
+        "repetition_penalty": [max(_float32(params.repetition_penalty), FLOAT32_TINY)],
+        "presence_penalty": [params.presence_penalty],
+        "frequency_penalty": [params.frequency_penalty],
+        "seed": [_signed_word(seed), _signed_word(seed >> 32)],
+        "prompt_len": [prompt_len],
+        "min_tokens": [min(params.min_tokens, INT32_MAX)],
+        "num_logprobs": [-1 if params.logprobs is None else params.logprobs],
+        "stop_ids": _stop_row(stop_ids),
+        "bias_ids": list(params.logit_bias),
+        "bias_values": [_float32(value) for value in params.logit_bias.values()],
+    }
+    return {spec.name: _filled(spec, values[spec.name]) for spec in SAMPLING_TABLES}
+
+
+def _filled(spec: TableSpec, values: list[int] | list[float]) -> list[int] | list[float]:
+    return [*values, *[spec.neutral] * (spec.width - len(values))]
+
+
+def _stop_row(stop_ids: Iterable[int]) -> list[int]:
+    unique = list(dict.fromkeys(stop_ids))
+    if len(unique) > MAX_STOP_IDS:
+        raise RequestError(f"{len(unique)} stop ids: at most {MAX_STOP_IDS} fit, name fewer")
+    return unique
+
+
+def _float32(value: float) -> float:
+    # A double may be finite where its float32 is not, and infinity here would make NaN there.
+    return min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
+
+
+def _signed_word(value: int) -> int:
+    word = value & 0xFFFFFFFF
+    return word - 2**32 if word >= 2**31 else word

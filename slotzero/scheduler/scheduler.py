@@ -1,0 +1,269 @@
+"""The scheduler: which requests run in the next step, and what becomes of them after it.
+
+It knows requests, slots and pages, and neither tensors nor text. `plan` advances requests as if the
+step had run, because the engine launches every step it plans, in order, on one stream. `commit` may
+come one or more steps later. Until then a sampled token is in flight: it has a position, not yet an
+id. What `commit` frees, a launched step may still touch; that is safe, because the write that gives
+the slot or page to another is applied after it.
+
+The rules it keeps:
+
+- First come, first served: whoever runs arrived before whoever waits. The oldest always advances.
+- Pages for a whole prompt are taken at admission, so only decoding asks for more later. When none
+  are left, the youngest goes back to the head of the queue and is computed again.
+- A prompt is chunked only when it exhausts the step's tokens, and nobody is admitted behind it. So
+  at most one running request is short of its target, and it is the youngest: running in order of
+  arrival is decodes first, then that chunk, then newcomers.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
+from slotzero.pools.ledger import PageLedger
+from slotzero.pools.pages import PagePool
+from slotzero.pools.slots import SlotPool
+from slotzero.request import FinishReason, Request, Status
+from slotzero.step import Row, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    """How many requests may run at once."""
+    max_num_batched_tokens: int
+    """How many tokens one step may compute, at least max_num_seqs."""
+    max_model_len: int
+    """Prompt and output of one request together."""
+    page_size: int
+    """Tokens per page of KV."""
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:  # or a chunk could wait on decodes
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
+                f"max_num_seqs={self.max_num_seqs}, so that every running request advances"
+            )
+
+
+class SlotWriter(Protocol):
+    """Who writes table rows. Calls come in the order in which the device must see the writes, and
+    all that came before a step was planned must be applied before that step runs."""
+
+    def admitted(
+        self, request: Request, tokens: list[int], num_computed: int, pages: list[int]
+    ) -> None:
+        """`request.slot` now holds these tokens, this length, `request.target` and these pages."""
+
+    def pages_added(self, request: Request, first_index: int, pages: list[int]) -> None:
+        """Its page table goes on with these, from this index."""
+
+    def released(self, slot: int) -> None:
+        """The slot belongs to nobody: its row is to be neutral."""
+
+
+class Scheduler:
+    def __init__(
+        self, config: SchedulerConfig, slots: SlotPool, pages: PagePool, writer: SlotWriter
+    ) -> None:
+        self.config = config
+        self.slots = slots
+        self.ledger = PageLedger(pages, config.page_size, config.enable_prefix_caching)
+        self.writer = writer
+        self.num_preemptions = 0
+        # arrivals grow along _running, then along _waiting
+        self._running: dict[str, Request] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._last_arrival: int | None = None
+        needed = self.ledger.pages_for(config.max_model_len)
+        if needed > pages.max_free:
+            raise CapacityError(
+                f"max_model_len={config.max_model_len} needs {needed} pages of KV, "
+                f"there are {pages.max_free}; lower it or give more memory"
+            )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        prompt_len = len(request.prompt_token_ids)
+        if not 1 <= prompt_len < request.max_len <= self.config.max_model_len:
+            raise RequestError(
+                f"request {request.id}: a prompt of {prompt_len} tokens with max_len="
+                f"{request.max_len} does not fit max_model_len={self.config.max_model_len}"
+            )
+        if request.id in self._running or request.id in self._waiting:
+            raise RequestError(f"request {request.id}: this id is in use; choose another")
+        if self._last_arrival is not None and request.arrival <= self._last_arrival:
+            raise RequestError(
+                f"request {request.id}: arrival {request.arrival} is not after {self._last_arrival}"
+            )
+        self._last_arrival = request.arrival
+        self._waiting[request.id] = request
+
+    def plan(self) -> Step | None:
+        """Choose who runs next and advance them. None: nobody can, before a commit or an add."""
+        num_preemptions = self.num_preemptions
+        rows = self._continue_running()
+        if self.num_preemptions == num_preemptions:  # else the pages just freed are spoken for
+            self._admit_waiting(rows)
+        for row in rows:
+            # only now: a row must not read, in the same step, what another row writes
+            if row.start < row.request.target:
+                self.ledger.remember(row.request)
+        return Step(tuple(rows)) if rows else None
+
+    def commit(self, step: Step, sampled: Sequence[int]) -> list[Request]:
+        """Take the tokens of a step, one per row; says who got one. Rows that did not sample, and
+        rows whose request has ended since, are passed over."""
+        receivers: list[Request] = []
+        for row, token in zip(step.rows, sampled, strict=True):
+            if not row.samples:
+                continue
+            request = row.request
+            request.num_in_flight -= 1
+            if request.status is not Status.FINISHED:
+                request.output_token_ids.append(token)
+                self._finish_if_done(request, token)
+                receivers.append(request)
+        return receivers
+
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request, whatever it is doing. On an ended one only the reason changes: a stop
+        string in the last token allowed is a stop, not a length."""
+        if request.status is Status.RUNNING:
+            self._vacate(request)
+        elif request.status is Status.WAITING:
+            del self._waiting[request.id]
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+
+    def cancel(self, request: Request) -> None:
+        if request.status is not Status.FINISHED:
+            self.finish(request, "abort")
+
+    def check(self) -> None:
+        """Recount everything that is owned, and the order of the queues."""
+        running, waiting = list(self._running.values()), list(self._waiting.values())
+        self.slots.check()
+        self.ledger.check(running)
+        slots = {request.slot for request in running}
+        if len(slots) != len(running) or self.slots.num_free + len(slots) != self.slots.num_slots:
+            raise PoolError(f"{len(running)} run in {len(slots)} of {self.slots.num_slots} slots")
+        arrivals = [request.arrival for request in running + waiting]
+        if arrivals != sorted(arrivals):
+            raise PoolError("a request runs or waits before one that arrived earlier")
+        for request in running:
+            self._check_running(request, is_youngest=request is running[-1])
+        for request in waiting:
+            if request.slot or request.pages or request.status is not Status.WAITING:
+                raise PoolError(f"request {request.id} waits, yet holds a slot or pages")
+
+    def _continue_running(self) -> list[Row]:
+        rows: list[Row] = []
+        budget, page_size = self.config.max_num_batched_tokens, self.config.page_size
+        for request in list(self._running.values()):
+            num_known = request.num_known
+            if request.status is not Status.RUNNING or num_known == request.max_len:
+                continue  # preempted in this loop, or its last token is in flight
+            count = min(budget, num_known - request.num_computed)
+            num_tokens = request.num_computed + count
+            if num_tokens <= len(request.pages) * page_size or self._grow(request, num_tokens):
+                rows.append(_advance(request, count, samples=num_tokens == num_known))
+                budget -= count
+        return rows
+
+    def _admit_waiting(self, rows: list[Row]) -> None:
+        budget = self.config.max_num_batched_tokens - sum(row.count for row in rows)
+        while budget and self._waiting and self._has_seat():
+            request = next(iter(self._waiting.values()))
+            if not self._admit(request):
+                return
+            missing = request.target - request.num_computed
+            rows.append(_advance(request, min(budget, missing), samples=missing <= budget))
+            budget -= rows[-1].count
+
+    def _has_seat(self) -> bool:
+        return self.slots.num_free > 0 and len(self._running) < self.config.max_num_seqs
+
+    def _admit(self, request: Request) -> bool:
+        # a sample in flight is a token that the host cannot write to the new row yet. And one page
+        # is left for each who runs, or the newcomer would be thrown out at their next page
+        if request.num_in_flight or not self.ledger.admit(request, spare=len(self._running)):
+            return False
+        del self._waiting[request.id]
+        self._running[request.id] = request
+        request.status = Status.RUNNING
+        request.slot = self.slots.take()
+        request.target = request.num_tokens
+        self.writer.admitted(
+            request, request.all_token_ids, request.num_computed, list(request.pages)
+        )
+        return True
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Pages up to num_tokens, at the cost of the youngest; False if that is the request."""
+        num_pages = len(request.pages)
+        while not self.ledger.grow(request, num_tokens):
+            youngest = next(reversed(self._running.values()))
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        self.writer.pages_added(request, num_pages, request.pages[num_pages:])
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._vacate(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+
+    def _vacate(self, request: Request) -> None:
+        del self._running[request.id]
+        self.ledger.release(request)
+        self.slots.give_back(request.slot)
+        self.writer.released(request.slot)
+        request.slot = 0
+
+    def _finish_if_done(self, request: Request, token: int) -> None:
+        num_outputs = len(request.output_token_ids)
+        if token in request.stop_ids and num_outputs >= request.params.min_tokens:
+            asked_for = token in request.params.stop_token_ids
+            self.finish(request, "stop", token if asked_for else None)
+        elif request.num_tokens >= request.max_len:
+            self.finish(request, "length")
+
+    def _check_running(self, request: Request, *, is_youngest: bool) -> None:
+        if request.status is not Status.RUNNING or not self.slots.is_taken(request.slot):
+            raise PoolError(f"request {request.id} runs in slot {request.slot}, which is not its")
+        if not request.num_computed < request.num_known <= request.max_len:
+            raise PoolError(f"request {request.id} was planned past what is known or allowed")
+        if request.num_computed < request.target and not is_youngest:
+            raise PoolError(f"request {request.id} is short of its target, and not the youngest")
+
+
+def _advance(request: Request, count: int, *, samples: bool) -> Row:
+    start = request.num_computed
+    request.num_computed = start + count
+    request.num_in_flight += samples
+    return Row(request, request.slot, start, count, samples)

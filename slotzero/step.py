@@ -1,0 +1,45 @@
+"""One step: which requests run, from which position, for how many tokens.
+
+It is the whole message from planning to running, and the same list on every rank. It does not know
+buckets, graphs or tensors. The rule it keeps: a request is at most one row of a step.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from slotzero.request import Request
+
+
+class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster, hundreds a step
+    """Compute tokens[start : start + count) of the request in this slot."""
+
+    request: Request
+    slot: int
+    """Written down, because the request may have lost its slot when the step is committed."""
+    start: int
+    count: int  # type: ignore[assignment]  # tuple.count() is not missed
+    samples: bool
+    """Whether the last of these tokens is the last known one, so that a new one follows it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    rows: tuple[Row, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Every row feeds one token and samples the next: `tokens[slot, length]` is all it reads.
+
+        The last chunk of a prompt may be such a row. An earlier chunk of one token is not: to
+        sample there would overwrite a token of the prompt.
+        """
+        return all(row.count == 1 and row.samples for row in self.rows)

@@ -1,0 +1,258 @@
+"""The worker: everything on the device. It loads, records, keeps the tables and runs steps.
+
+The scheduler tells it, as its `SlotWriter`, whose row changes; the engine hands it a step and gets
+back results that arrive later. It does not know queues, text or who is finished.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from slotzero.config import EngineConfig
+from slotzero.errors import CapacityError, ConfigError
+from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
+from slotzero.graph.backend import EagerBackend, backend_for
+from slotzero.graph.runner import Record
+from slotzero.graph.transfer import Download
+from slotzero.kernels.contract import kernels_for
+from slotzero.loading.checkpoint import Checkpoint
+from slotzero.models.config import parse_config
+from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.rope import frequencies
+from slotzero.models.weights import Progress, load_weights, random_weights
+from slotzero.pools.budget import PageShape, count_pages, free_bytes
+from slotzero.pools.tables import SlotTables
+from slotzero.request import Request
+from slotzero.runners import passes
+from slotzero.sampling.tables import SAMPLING_TABLES, encode
+from slotzero.step import Step
+
+PREFILL_STEP = 16  # token sizes of an eager prefill: it costs nothing to have many
+PREFILL_REASON = "prefill is not recorded"
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    chosen: float
+    top_ids: list[int]
+    top_values: list[float]
+
+
+class Results:
+    """What a launched step will have sampled; reading waits for the device."""
+
+    def __init__(self, download: Download, num_rows: int) -> None:
+        self._download = download
+        self._num_rows = num_rows
+
+    def tokens(self) -> list[int]:
+        return self._download.wait()[0][: self._num_rows].tolist()
+
+    def logprobs(self, row: int) -> RowLogprobs:
+        _, chosen, ids, values = self._download.wait()
+        return RowLogprobs(chosen[row].item(), ids[row].tolist(), values[row].tolist())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this machine and model allow, once the settings left open are resolved."""
+
+    device: str
+    backend: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int  # page 0 included
+    page_size: int
+    enable_prefix_caching: bool
+
+
+class Worker:
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
+        device, backend = choose_backend(config)
+        model = parse_config(checkpoint.config)
+        dtype = choose_dtype(config.dtype, device, checkpoint.config)
+        self.registry = registry = Registry(device)
+        self.kernels = kernels_for(device)
+        if config.load_format == "dummy":
+            weights = random_weights(model, registry, self.kernels, dtype, config.seed)
+        else:
+            weights = load_weights(model, checkpoint, registry, self.kernels, dtype, progress)
+        frequency = registry.constant("rope_frequency", frequencies(model.rope).to(device))
+        decoder = Decoder(model, weights, frequency, self.kernels)
+        self.vocab_size = model.vocab_size
+        self.weight_bytes = sum(
+            e.tensor.numel() * e.tensor.dtype.itemsize
+            for e in registry.entries()
+            if e.name.startswith("weight.")
+        )
+        shape = PageShape(
+            model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, dtype
+        )
+        self.limits = limits = _resolve(config, device, backend, dtype, shape, model.max_position)
+        if model.rope.depends_on_prompt and limits.max_model_len > model.rope.original_max_position:
+            # keys then depend on the prompt's length: equal prefixes do not have equal keys
+            self.limits = limits = replace(limits, enable_prefix_caching=False)
+        pages_per_slot = -(-limits.max_model_len // config.page_size)
+        self.tables = SlotTables(
+            registry, limits.max_num_seqs, limits.max_model_len, pages_per_slot
+        )
+        kv = KvPages(_kv_pages(registry, shape, limits.num_pages), self.tables["page_table"])
+        rows = limits.max_num_seqs
+        step = passes.Passes(
+            registry, decoder, self.kernels, self.tables, kv, rows, limits.max_num_batched_tokens
+        )
+        row_ladder = Ladder.up_to(rows)
+        token_ladder = Ladder.multiples(PREFILL_STEP, limits.max_num_batched_tokens)
+        decode, prefill = step.decode_spec(row_ladder), step.prefill_spec(token_ladder, row_ladder)
+        self.decode = Runner(decode, registry, backend_for(backend, device))
+        self.prefill = Runner(prefill, registry, EagerBackend(), PREFILL_REASON)
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        return self.decode, self.prefill
+
+    def record(self, seen: Callable[[Record], None]) -> float:
+        """Records every size of every recorded runner, largest first; -> seconds."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for key in self.decode.all_keys():
+                seen(self.decode.record(key))
+        return time.perf_counter() - start
+
+    def run(self, step: Step) -> Results:
+        """Launches one step and returns before it has run, where the device allows."""
+        with torch.inference_mode():
+            runner, key = self._dispatch(step)
+            runner.prepare(key)
+            self.tables.apply()
+            self.registry.begin_step()
+            self.registry.publish(passes.SLOTS, [row.slot for row in step.rows])
+            if passes.COUNTS in runner.spec.published:
+                self.registry.publish(passes.COUNTS, [row.count for row in step.rows])
+            runner.run(key, step.num_tokens)
+            return self._download(step)
+
+    def _dispatch(self, step: Step) -> tuple[Runner, GraphKey]:
+        runner = self.decode if step.is_decode else self.prefill
+        key = runner.pick(step.num_tokens, step.num_rows)
+        if isinstance(key, Refusal):
+            raise CapacityError(f"a planned step has no size: {key.reason}")
+        return runner, key
+
+    def _download(self, step: Step) -> Results:
+        names = [passes.SAMPLED]
+        if any(row.request.params.logprobs is not None for row in step.rows):
+            names += [passes.LOGPROBS, passes.TOP_IDS, passes.TOP_LOGPROBS]
+        sources = [self.registry[name][: step.num_rows] for name in names]
+        return Results(Download(sources), step.num_rows)
+
+    # SlotWriter: in the order of these calls, before the step that was planned with them.
+
+    def admitted(
+        self, request: Request, tokens: list[int], num_computed: int, pages: list[int]
+    ) -> None:
+        stage, slot = self.tables.stage, request.slot
+        stage("tokens", slot, tokens)
+        stage("length", slot, [num_computed])
+        stage("target", slot, [request.target])
+        stage("page_table", slot, pages)
+        prompt_len = len(request.prompt_token_ids)
+        row = encode(request.params, request.seed, prompt_len, request.stop_ids)
+        for spec in SAMPLING_TABLES:
+            stage(spec.name, slot, _without_tail(row[spec.name], spec.neutral))
+
+    def pages_added(self, request: Request, first_index: int, pages: list[int]) -> None:
+        self.tables.stage("page_table", request.slot, pages, first_index)
+
+    def released(self, slot: int) -> None:
+        self.tables.reset(slot)
+
+
+def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:
+    wanted = "eager" if config.enforce_eager else config.backend
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("backend cuda: torch sees no CUDA device here; use --backend cpu")
+    device = torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+    if wanted == "auto":
+        wanted = "cuda" if has_cuda else "cpu"
+    if wanted == "cpu":
+        from slotzero.kernels.cpu.build import compiler
+
+        if compiler() is None:
+            if config.backend == "cpu":
+                raise ConfigError("backend cpu: compiling needs a C++ compiler; install g++")
+            wanted = "eager"
+    return device, wanted
+
+
+def choose_dtype(wanted: str, device: torch.device, config: object) -> torch.dtype:
+    if device.type == "cpu":
+        if wanted not in ("auto", "float32"):
+            raise ConfigError(f"dtype {wanted}: on a CPU only float32 is implemented")
+        return torch.float32
+    if wanted == "auto":
+        get = getattr(config, "get", lambda _: None)
+        wanted = str(get("dtype") or get("torch_dtype") or "bfloat16")
+    dtype = getattr(torch, wanted, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def _resolve(
+    config: EngineConfig,
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    shape: PageShape,
+    max_position: int,
+) -> Limits:
+    on_cpu = device.type == "cpu"
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is above the model's own limit of {max_position}"
+        )
+    rows = config.max_num_seqs or (16 if on_cpu else 256)
+    budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
+    pages, length = count_pages(shape, budget, rows, config.max_model_len, max_position)
+    tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
+    return Limits(
+        device=str(device),
+        backend=backend,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=length,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        num_pages=pages,
+        page_size=config.page_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _kv_pages(registry: Registry, shape: PageShape, num_pages: int) -> torch.Tensor:
+    size = (
+        shape.num_layers,
+        2,
+        num_pages,
+        shape.page_size,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
+    try:
+        pages = torch.zeros(size, dtype=shape.dtype, device=registry.device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise CapacityError(
+            f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
+        ) from error
+    return registry.table("kv_full", pages)
+
+
+def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:
+    """The row without the columns at its end that are neutral already."""
+    n = len(values)
+    while n and values[n - 1] == neutral:
+        n -= 1
+    return values[:n]
