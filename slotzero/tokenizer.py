@@ -88,7 +88,7 @@ class Tokenizer:
     @classmethod
     def bytes_tokenizer(cls) -> "Tokenizer":
         """One token for each byte (its id is the byte), then <bos> 256, <eos> 257, <pad> 258."""
-        backend = Backend(models.BPE(vocab=_byte_letters(), merges=[]))
+        backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens(
@@ -150,7 +150,7 @@ class Tokenizer:
 
 @final
 class Detokenizer:
-    """Token ids to text while they arrive. It does not know when that ends: the owner calls `flush`.
+    """Token ids to text while they arrive. It does not know when that ends: `flush` is called then.
 
     The rule: all texts of `push`, then `flush`, joined, are `decode` of all ids, and no text of
     `push` ends in half a character. Decoding everything again would cost more with each token, so a
@@ -206,7 +206,7 @@ def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {"default": stored} if stored else {}
 
 
-def _byte_letters() -> dict[str, int]:
+def byte_letters() -> dict[str, int]:
     """Byte-level BPE writes each byte as a letter: itself where that can be seen, else one of the
     letters from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}

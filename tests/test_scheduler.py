@@ -156,15 +156,16 @@ class World:
         can_advance = oldest is not None and oldest.num_known < oldest.max_len
         if oldest is not None and oldest.status is Status.WAITING and oldest.num_in_flight:
             can_advance = False  # it waits for the commit of its own sample
-        preempted = oldest.num_preemptions if oldest else 0
+        preemptions = {request: request.num_preemptions for request in self.alive}
         step = self.scheduler.plan()
         self.scheduler.check()
         if can_advance:
             assert step is not None
             assert step.rows[0].request is oldest, "the oldest did not advance"
-            assert oldest.num_preemptions == preempted
         if step is not None:
             self._inspect(step)
+            for row in step.rows:
+                assert row.request.num_preemptions == preemptions[row.request]
             self.pending.append((step, self.device.launch(step)))
         return step
 
@@ -198,9 +199,12 @@ class World:
         self.verify()
 
     def run_out(self) -> None:
-        while self.scheduler.has_work or self.pending:
+        for _ in range(5000):
+            if not (self.scheduler.has_work or self.pending):
+                return
             could_commit = bool(self.pending)
             assert self.turn() is not None or could_commit, "nothing runs and nothing will"
+        raise AssertionError("the work does not end")
 
     def verify(self) -> None:
         for request in self.requests:

@@ -36,8 +36,7 @@ class Kernels(ABC):
         self,
         k: Tensor,  # [T, kv_heads, head_dim]
         v: Tensor,
-        k_pages: Tensor,  # [pages, page_size, kv_heads, head_dim]
-        v_pages: Tensor,
+        kv_pages: Tensor,  # [2, pages, page_size, kv_heads, head_dim], keys then values
         page_table: Tensor,  # [slots + 1, pages_per_slot]
         slots: Tensor,  # [T]
         positions: Tensor,  # [T]
@@ -48,8 +47,7 @@ class Kernels(ABC):
     def attend(
         self,
         q: Tensor,  # [T, heads, head_dim]
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,

@@ -32,33 +32,33 @@ class ReferenceKernels(Kernels):
         self,
         k: Tensor,
         v: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
     ) -> None:
-        page_size = k_pages.shape[1]
+        page_size = kv_pages.shape[2]
         pages = page_table[slots, positions // page_size]
         offsets = positions % page_size
         real = slots > 0  # a data-dependent shape: this reference is for eager use only
-        k_pages[pages[real], offsets[real]] = k[real]
-        v_pages[pages[real], offsets[real]] = v[real]
+        kv_pages[0, pages[real], offsets[real]] = k[real]
+        kv_pages[1, pages[real], offsets[real]] = v[real]
 
     def attend(
         self,
         q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        group = q.shape[1] // k_pages.shape[2]
+        group = q.shape[1] // kv_pages.shape[3]
         rows = page_table[slots]  # [T, pages_per_slot]
-        k = k_pages[rows].flatten(1, 2).repeat_interleave(group, dim=2)  # [T, context, heads, D]
-        v = v_pages[rows].flatten(1, 2).repeat_interleave(group, dim=2)
+        k = (
+            kv_pages[0, rows].flatten(1, 2).repeat_interleave(group, dim=2)
+        )  # [T, context, heads, D]
+        v = kv_pages[1, rows].flatten(1, 2).repeat_interleave(group, dim=2)
         future = torch.arange(k.shape[1], device=q.device) > positions[:, None]
         scores = torch.einsum("thd,tchd->thc", q, k).float() * scale
         weights = scores.masked_fill(future[:, None], -torch.inf).softmax(-1).to(v.dtype)

@@ -48,7 +48,7 @@ class DummyCheckpoint(Checkpoint):
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(_tensor_seed(self._seed, name))
+        generator = torch.Generator().manual_seed(tensor_seed(self._seed, name))
         std = float(self.config.get("initializer_range") or _DEFAULT_STD)
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
@@ -56,7 +56,7 @@ class DummyCheckpoint(Checkpoint):
         return self._make_tokenizer()
 
 
-def _tensor_seed(seed: int, name: str) -> int:
+def tensor_seed(seed: int, name: str) -> int:
     """Python's own hash of a string differs from one process to the next, so this is not it."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

@@ -109,7 +109,7 @@ def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 def _dequantise(stored: Bytes, tensor: StoredTensor, path: Path) -> torch.Tensor:
     """Blocks are independent, so the tensor's rows do not matter here. The package works through
-    sixteen rows at a time; one long row that fits the cache is three times as fast."""
+    sixteen rows at a time; one long row that fits the cache is up to three times as fast."""
     dequantize, number_types = _gguf_package(path)
     block, number_type = BLOCK_TYPES[tensor.type_id], number_types(tensor.type_id)
     blocks = stored.reshape(-1, block.block_bytes)

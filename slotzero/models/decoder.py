@@ -46,10 +46,9 @@ class Decoder:
         hidden = self._kernels.embed(tokens.ids, self._weights.embedding)
         cos, sin = angles(self.config.rope, self._frequency, tokens.positions, tokens.prompt_len)
         for pages, weights in zip(kv.pages.unbind(0), self._layers, strict=True):
-            k_pages, v_pages = pages.unbind(0)
             hidden = pieces(
                 self._layer,
-                hidden, cos, sin, tokens.slots, tokens.positions, kv.page_table, k_pages, v_pages,
+                hidden, cos, sin, tokens.slots, tokens.positions, kv.page_table, pages,
                 *weights,
             )  # fmt: skip
         return hidden
@@ -68,8 +67,7 @@ class Decoder:
         slots: Tensor,
         positions: Tensor,
         page_table: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         input_norm: Tensor,
         qkv: Tensor,
         qkv_bias: Tensor | None,
@@ -94,10 +92,8 @@ class Decoder:
         if q_norm is not None and k_norm is not None:
             q, k = rms_norm(q, q_norm, c.norm_eps), rms_norm(k, k_norm, c.norm_eps)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self._kernels.store_kv(k, v.contiguous(), k_pages, v_pages, page_table, slots, positions)
-        attended = self._kernels.attend(
-            q, k_pages, v_pages, page_table, slots, positions, c.head_dim**-0.5
-        )
+        self._kernels.store_kv(k, v.contiguous(), kv_pages, page_table, slots, positions)
+        attended = self._kernels.attend(q, kv_pages, page_table, slots, positions, c.head_dim**-0.5)
         hidden = hidden + linear(attended.view(-1, q_size), out, out_bias, c.hidden_size)
 
         x = rms_norm(hidden, post_norm, c.norm_eps)

@@ -12,21 +12,22 @@ from slotzero.kernels.cpu.build import load
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
-load()
 
-
-@torch.library.register_fake("slotzero::sample")
-def _trace(*args: Tensor) -> None:
+def _trace(*_: Tensor) -> None:
     """Nothing to infer: the outputs are allocated by the caller."""
+
+
+load()
+torch.library.register_fake("slotzero::sample", _trace)
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Sampled:
     rows = logits.shape[0]
     sampled = Sampled(
         tokens=logits.new_empty(rows, dtype=torch.int32),
-        logprobs=logits.new_empty(rows),
+        logprobs=logits.new_empty(rows, dtype=torch.float32),
         top_ids=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.int32),
-        top_logprobs=logits.new_empty(rows, MAX_LOGPROBS),
+        top_logprobs=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.float32),
     )
     torch.ops.slotzero.sample(logits, slots, positions, *tables, *sampled)
     return sampled

@@ -77,8 +77,15 @@ def floor(scaled: Tensor, own: SamplingTables) -> Tensor:
     return torch.maximum(torch.maximum(floor_k[:, 0], floor_p), own.min_p.log())
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """torch's own adds 50,000 floats in float32 and is off by 7e-5; a double sum is not."""
+    shifted = logits - logits.amax(-1, keepdim=True)
+    total = shifted.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    return shifted - total.log().to(torch.float32)
+
+
 def _report(logits: Tensor, chosen: Tensor, num_wanted: Tensor) -> Sampled:
-    logprobs = logits.log_softmax(-1)
+    logprobs = log_softmax(logits)
     top = logits.sort(dim=-1, descending=True, stable=True).indices[:, :MAX_LOGPROBS]
     wanted = torch.arange(top.shape[-1], device=logits.device) < num_wanted[:, None]
     sound = logits.amax(-1, keepdim=True).isfinite()

@@ -92,14 +92,14 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
   return runs;
 }
 
-// q [T, heads, D]; k_pages, v_pages [pages, page, kv_heads, D]; page_table [slots + 1, width]
+// q [T, heads, D]; kv_pages [2, pages, page, kv_heads, D]; page_table [slots + 1, width]
 // -> [T, heads, D]
-Tensor attend(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor slots,
-              Tensor positions, double softmax_scale) {
+Tensor attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions,
+              double softmax_scale) {
   const int64_t heads = q.size(1), head_dim = q.size(2);
-  const int64_t page = k_pages.size(1), kv_heads = k_pages.size(2);
+  const int64_t page = kv_pages.size(2), kv_heads = kv_pages.size(3);
   const int64_t stride = kv_heads * head_dim, width = page_table.size(1);
-  const float *qp = floats(q), *kp = floats(k_pages), *vp = floats(v_pages);
+  const float *qp = floats(q), *kp = floats(kv_pages), *vp = kp + kv_pages.stride(0);
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   Tensor out = torch::stable::new_empty(q, {q.size(0), heads, head_dim});
   auto* op = static_cast<float*>(out.data_ptr());
@@ -134,12 +134,12 @@ Tensor attend(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tenso
 }
 
 // k, v [T, kv_heads, D] go to position `positions[t]` of slot `slots[t]`; slot 0 is dropped.
-void store_kv(Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor slots,
+void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slots,
               Tensor positions) {
-  const int64_t page = k_pages.size(1), row = k.size(1) * k.size(2), width = page_table.size(1);
+  const int64_t page = kv_pages.size(2), row = k.size(1) * k.size(2), width = page_table.size(1);
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
-  auto* kp = static_cast<float*>(k_pages.data_ptr());
-  auto* vp = static_cast<float*>(v_pages.data_ptr());
+  auto* kp = static_cast<float*>(kv_pages.data_ptr());
+  auto* vp = kp + kv_pages.stride(0);
   for (int64_t t = 0; t < k.size(0); ++t) {
     if (slot_of[t] == 0) continue;
     const int64_t page_id = table[slot_of[t] * width + position_of[t] / page];
@@ -153,11 +153,11 @@ void store_kv(Tensor k, Tensor v, Tensor k_pages, Tensor v_pages, Tensor page_ta
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
-      "attend(Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions, float scale) -> Tensor");
+      "attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions, "
+      "float scale) -> Tensor");
   m.def(
-      "store_kv(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor page_table, "
-      "Tensor slots, Tensor positions) -> ()");
+      "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "
+      "Tensor positions) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));

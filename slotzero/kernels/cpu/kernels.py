@@ -42,27 +42,23 @@ class CpuKernels(Kernels):
         self,
         k: Tensor,
         v: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
     ) -> None:
-        torch.ops.slotzero.store_kv(k, v, k_pages, v_pages, page_table, slots, positions)
+        torch.ops.slotzero.store_kv(k, v, kv_pages, page_table, slots, positions)
 
     def attend(
         self,
         q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        out: Tensor = torch.ops.slotzero.attend(
-            q, k_pages, v_pages, page_table, slots, positions, scale
-        )
+        out: Tensor = torch.ops.slotzero.attend(q, kv_pages, page_table, slots, positions, scale)
         return out
 
     def sample(

@@ -6,7 +6,7 @@
 // - A greedy row is one pass for the maximum and a search for its first place. The logits are
 //   copied only if a penalty, a bias or a ban changes some of them.
 // - Filters are floors. top-k and top-p both ask for the lowest value that has less than a budget
-//   of weight strictly above it, and `weighted_floor` finds it digit by digit.
+//   of weight strictly above it, and `WeightedFloor` finds it digit by digit.
 // - Noise costs two logarithms, so few are taken: a bound that needs none rules out nearly all.
 //
 // Do not build with -ffast-math: NaN and infinities mean something here. Products that must round
@@ -176,6 +176,9 @@ bool has_ban(const Row& row) {
   return row.position - row.tables.prompt_len[row.slot] < row.tables.min_tokens[row.slot];
 }
 
+// a * b as its own rounding: the compiler would fuse a float product with the sum that follows.
+float rounded_product(float a, float b) { return static_cast<float>(static_cast<double>(a) * b); }
+
 // A token's tally is 1 for having been seen, plus 1 for each time in the output.
 void penalise(const Row& row, float* x, std::vector<int32_t>& tally) {
   const SampleTables& t = row.tables;
@@ -191,8 +194,8 @@ void penalise(const Row& row, float* x, std::vector<int32_t>& tally) {
     if (!row.in_vocab(tokens[i]) || tally[tokens[i]] == 0) continue;
     const int32_t uses = tally[tokens[i]] - 1;
     float& logit = x[tokens[i]];
-    logit = logit > 0 ? logit / repetition : logit * repetition;
-    logit -= static_cast<float>(static_cast<double>(t.frequency_penalty[row.slot]) * uses);
+    logit = logit > 0 ? logit / repetition : rounded_product(logit, repetition);
+    logit -= rounded_product(t.frequency_penalty[row.slot], static_cast<float>(uses));
     logit -= uses > 0 ? t.presence_penalty[row.slot] : 0.0f;
     tally[tokens[i]] = 0;
   }
@@ -222,9 +225,9 @@ const float* adjust(const Row& row, Scratch& scratch) {
 // Scaled logits are at most 0, so the bits of their magnitude order them: small is likely.
 inline uint32_t key_of(float scaled) { return std::bit_cast<uint32_t>(scaled) & 0x7fffffffu; }
 
-// The lowest of `values` that has less than `budget` of weight strictly above it. The 31-bit keys are
-// taken as digits of 9, 11 and 11 bits: add up the weight of each digit, walk to the one in which
-// the budget runs out, and go on with that digit's members alone.
+// The lowest of `values` that has less than `budget` of weight strictly above it. The 31-bit keys
+// are taken as digits of 9, 11 and 11 bits: add up the weight of each digit, walk to the one in
+// which the budget runs out, and go on with that digit's members alone.
 class WeightedFloor {
  public:
   WeightedFloor(double budget, Scratch& scratch)

@@ -31,25 +31,23 @@ class TritonKernels(Kernels):
         self,
         k: Tensor,
         v: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
     ) -> None:
-        paged.store_kv(k.contiguous(), v, k_pages, v_pages, page_table, slots, positions)
+        paged.store_kv(k.contiguous(), v, kv_pages, page_table, slots, positions)
 
     def attend(
         self,
         q: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        return paged.attend(q.contiguous(), k_pages, v_pages, page_table, slots, positions, scale)
+        return paged.attend(q.contiguous(), kv_pages, page_table, slots, positions, scale)
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables

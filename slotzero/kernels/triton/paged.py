@@ -77,13 +77,13 @@ def _attend_kernel(
 def store_kv(
     k: Tensor,
     v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    kv_pages: Tensor,
     page_table: Tensor,
     slots: Tensor,
     positions: Tensor,
 ) -> None:
     row = k.shape[1] * k.shape[2]
+    k_pages, v_pages = kv_pages.unbind(0)
     _store_kernel[(k.shape[0],)](
         k, v, k_pages, v_pages, page_table, slots, positions, page_table.stride(0),
         PAGE=k_pages.shape[1], ROW=row, BLOCK=triton.next_power_of_2(row),
@@ -92,14 +92,14 @@ def store_kv(
 
 def attend(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    kv_pages: Tensor,
     page_table: Tensor,
     slots: Tensor,
     positions: Tensor,
     scale: float,
 ) -> Tensor:
     num_tokens, heads, dim = q.shape
+    k_pages, v_pages = kv_pages.unbind(0)
     kv_heads = k_pages.shape[2]
     out = torch.empty_like(q)
     _attend_kernel[(num_tokens, kv_heads)](

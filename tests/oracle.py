@@ -1,0 +1,136 @@
+"""Tiny random models built with transformers, saved to disk, and asked for what is right."""
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+ROPE = {"rope_theta": 10000.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture at one odd shape."""
+
+    model: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+FAMILIES = {
+    "llama": Family("Llama"),
+    "llama-bias": Family("Llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 97}),
+    "smollm2": Family(
+        "Llama",
+        {
+            "hidden_size": 144,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "vocab_size": 257,
+        },
+    ),
+    "mistral": Family(
+        "Mistral",
+        {"head_dim": 80, "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": None},
+    ),
+    "qwen2": Family(
+        "Qwen2",
+        {"head_dim": 96, "hidden_size": 192, "num_attention_heads": 2, "tie_word_embeddings": True},
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1013},
+    ),
+    "rope-linear": Family(
+        "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
+    ),
+    "rope-dynamic": Family(
+        "Llama",
+        {
+            "max_position_embeddings": 48,
+            "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0},
+        },
+    ),
+    "rope-llama3": Family(
+        "Llama",
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "rope-yarn": Family(
+        "Llama",
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    folder: Path
+    model: Any
+    rotary: Any
+    vocab_size: int
+
+    @property
+    def path(self) -> str:
+        return str(self.folder)
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], num_tokens: int = 64) -> tuple[list[int], torch.Tensor]:
+        """Greedy tokens of transformers with its KV cache, and the logits behind each."""
+        # transformers grows dynamic rope in place and keeps it: every request starts afresh here
+        self.model.model.rotary_emb = copy.deepcopy(self.rotary)
+        ids, cache, tokens, rows = torch.tensor([prompt]), None, [], []
+        for _ in range(num_tokens):
+            out = self.model(ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0, -1].float())
+            tokens.append(int(rows[-1].argmax()))
+            ids = torch.tensor([[tokens[-1]]])
+        return tokens, torch.stack(rows)
+
+
+def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Oracle:
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
+    model = getattr(transformers, f"{family.model}ForCausalLM")(config).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers starts them at zero, which would hide them
+            torch.nn.init.normal_(parameter, 0, 0.2)
+        elif "norm" in name:
+            torch.nn.init.normal_(parameter, 1, 0.1)
+    model.save_pretrained(folder)
+    return Oracle(folder, model, copy.deepcopy(model.model.rotary_emb), config.vocab_size)

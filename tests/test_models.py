@@ -1,0 +1,123 @@
+"""Every family gives what transformers gives: logits within 1e-4, greedy tokens identical."""
+
+import pytest
+import torch
+from conftest import GREEDY, Traced, prompts_of
+from oracle import FAMILIES
+
+from slotzero import SamplingParams
+
+LENGTHS = [1, 5, 16, 17, 33, 70, 2, 48, 15, 31, 64, 3, 9, 100, 20, 12, 40]  # 17 rows
+
+
+def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    tokens = traced.generate(prompts, params)
+    for prompt, got, request_id in zip(prompts, tokens, traced.request_ids, strict=True):
+        expected, logits = oracle.generate(prompt["prompt_token_ids"], num_tokens)
+        assert got == expected
+        # a preempted request samples nothing twice, so there is one row for each token
+        rows = torch.stack(traced.logits[request_id][:num_tokens])
+        assert (rows - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_transformers(oracles, family, backend):
+    oracle = oracles(family)
+    traced = Traced(oracle.path, backend=backend, max_num_seqs=4, enable_prefix_caching=False)
+    lengths = [60, 7, 33] if family.startswith("rope") else [1, 19, 40, 64]
+    expect_equal(traced, oracle, prompts_of(lengths, oracle.vocab_size))
+    assert (traced.engine.worker.decode.counts.replays > 0) == (backend == "cpu")
+    assert not any(r.failure for r in traced.engine.worker.decode.records.values())
+
+
+def test_every_batch_from_1_to_17(oracles):
+    oracle = oracles("smollm2")
+    traced = Traced(oracle.path, backend="eager", max_num_seqs=17)
+    for rows in range(1, 18):
+        prompts = prompts_of(LENGTHS[:rows], oracle.vocab_size, seed=rows)
+        expect_equal(traced, oracle, prompts, num_tokens=64 if rows in (1, 9, 17) else 8)
+
+
+def test_seventeen_rows_through_recorded_graphs(oracles):
+    oracle = oracles("qwen3")
+    traced = Traced(oracle.path, backend="cpu", max_num_seqs=17)
+    expect_equal(traced, oracle, prompts_of(LENGTHS, oracle.vocab_size))
+    assert {r.backend for r in traced.engine.worker.decode.records.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_chunked_prefill(oracles, backend):
+    oracle = oracles("qwen2")
+    traced = Traced(oracle.path, backend=backend, max_num_seqs=4, max_num_batched_tokens=13)
+    expect_equal(traced, oracle, prompts_of([100, 3, 57, 26], oracle.vocab_size))
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_preemption_by_a_tiny_kv_budget(oracles, backend):
+    oracle = oracles("llama")
+    page = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, page size, KV heads, head size, float32
+    traced = Traced(
+        oracle.path, backend=backend, max_num_seqs=4, max_model_len=120, kv_cache_memory=13 * page
+    )
+    expect_equal(traced, oracle, prompts_of([40, 30, 20, 50, 10, 44], oracle.vocab_size))
+    assert traced.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_prefix_cache_hits_change_nothing(oracles, backend):
+    oracle = oracles("mistral")
+    traced = Traced(oracle.path, backend=backend, max_num_seqs=4, max_num_batched_tokens=64)
+    shared = prompts_of([48], oracle.vocab_size)[0]["prompt_token_ids"]
+    tails = prompts_of([1, 9, 20, 33], oracle.vocab_size, seed=5)
+    prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+    for _ in range(2):
+        expect_equal(traced, oracle, prompts)
+    stats = traced.engine.scheduler.ledger.cache.stats
+    assert stats.num_hit_tokens > 48 * len(prompts)
+
+
+def test_dynamic_rope_does_not_share_prefixes(oracles):
+    """Its keys depend on the prompt's length, so equal beginnings are not equal keys."""
+    oracle = oracles("rope-dynamic")
+    traced = Traced(oracle.path, backend="eager", max_num_seqs=2)
+    assert not traced.engine.limits.enable_prefix_caching
+    shared = prompts_of([90], oracle.vocab_size)[0]["prompt_token_ids"]
+    for length in (50, 90, 70):
+        expect_equal(traced, oracle, [{"prompt_token_ids": shared[:length]}], num_tokens=20)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_history_leaves_no_trace(oracles, backend):
+    """The same batch after a bigger, hostile one: bit-identical logits."""
+    oracle = oracles("llama")
+    traced = Traced(
+        oracle.path, backend=backend, max_num_seqs=8, enable_prefix_caching=False,
+        max_num_batched_tokens=64,
+    )  # fmt: skip
+    batch = prompts_of([5, 30, 17], oracle.vocab_size, seed=3)
+    traced.generate(batch)
+    before = [torch.stack(traced.logits[i]) for i in traced.request_ids]
+    hostile = SamplingParams(
+        temperature=1.5, top_p=0.9, presence_penalty=2.0, frequency_penalty=2.0, seed=9,
+        logit_bias={3: 50.0, 4: -50.0}, max_tokens=90, ignore_eos=True, logprobs=20,
+        stop_token_ids=[5], min_tokens=80, repetition_penalty=1.7,
+    )  # fmt: skip
+    traced.generate(prompts_of([120] * 8, oracle.vocab_size, seed=4), hostile)
+    traced.generate(batch)
+    after = [torch.stack(traced.logits[i]) for i in traced.request_ids]
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(oracles):
+    """Eager CPU kernels treat each row by itself: alone or in company, the same bits."""
+    oracle = oracles("smollm2")
+    traced = Traced(oracle.path, backend="eager", max_num_seqs=8, enable_prefix_caching=False)
+    batch = prompts_of([5, 30, 17, 64, 2], oracle.vocab_size, seed=3)
+    traced.generate(batch, GREEDY)
+    together = [torch.stack(traced.logits[i]) for i in traced.request_ids]
+    for prompt, rows in zip(batch, together, strict=True):
+        traced.generate([prompt], GREEDY)
+        assert torch.equal(torch.stack(traced.logits[traced.request_ids[0]]), rows)

@@ -1,0 +1,686 @@
+"""Choosing the next token: the parameters, the plain definition, and the kernel held to it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from slotzero.errors import RequestError
+from slotzero.sampling import fused, noise, reference
+from slotzero.sampling.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
+from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
+
+INF = math.inf
+NAN = math.nan
+SAMPLERS = pytest.mark.parametrize("sample", [reference.sample, fused.sample], ids=["plain", "c++"])
+Sampler = Callable[[Tensor, Tensor, Tensor, SamplingTables], Sampled]
+
+
+@dataclass
+class Request:
+    params: SamplingParams = field(default_factory=SamplingParams)
+    seed: int = 0
+    tokens: Sequence[int] = ()
+    prompt_len: int = 0
+    stop_ids: Sequence[int] = ()
+
+
+def tables_of(requests: Sequence[Request], max_len: int = 8) -> SamplingTables:
+    """Request i lives in slot i + 1. The token table is poisoned past every request's tokens."""
+    slots = len(requests)
+    columns = {
+        spec.name: torch.full(spec.shape(slots), spec.neutral, dtype=getattr(torch, spec.dtype))
+        for spec in SAMPLING_TABLES
+    }
+    tokens = torch.full((slots + 1, max_len), 2**31 - 1, dtype=torch.int32)
+    for slot, request in enumerate(requests, start=1):
+        row = encode(request.params, request.seed, request.prompt_len, request.stop_ids)
+        for name, values in row.items():
+            columns[name][slot] = torch.tensor(values).view(columns[name][slot].shape)
+        tokens[slot, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
+    return SamplingTables(tokens=tokens, **columns)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def run(sample: Sampler, logits: Any, request: Request, position: int | None = None) -> Sampled:
+    """One request alone in slot 1."""
+    at = len(request.tokens) if position is None else position
+    max_len = max(8, len(request.tokens))
+    row = torch.as_tensor(logits, dtype=torch.float32)[None]
+    return sample(row, ints(1), ints(at), tables_of([request], max_len))
+
+
+def draws(
+    sample: Sampler, logits: Any, params: SamplingParams, count: int, seed: int = 7
+) -> Tensor:
+    """The tokens that one request would get at `count` positions, the logits being the same."""
+    rows = torch.as_tensor(logits, dtype=torch.float32).repeat(count, 1)
+    slots = torch.ones(count, dtype=torch.int32)
+    positions = torch.arange(count, dtype=torch.int32)
+    return sample(rows, slots, positions, tables_of([Request(params, seed)], 1)).tokens
+
+
+# ---- parameters ----
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "n": [0, -1],
+        "temperature": [-0.1, NAN, INF],
+        "top_k": [-2],
+        "top_p": [0.0, -0.5, 2.0, NAN],
+        "min_p": [-0.1, 1.1, NAN],
+        "repetition_penalty": [0.0, -1.0, INF, NAN],
+        "presence_penalty": [-2.1, 2.1, NAN],
+        "frequency_penalty": [-2.1, 2.1, NAN],
+        "logit_bias": [
+            {1: INF},
+            {1: NAN},
+            dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
+            {"x": 1.0},
+            {1: None},
+        ],
+        "max_tokens": [0, -1],
+        "min_tokens": [-1, 17],
+        "stop": ["", ["a", ""]],
+        "stop_token_ids": [list(range(MAX_STOP_IDS // 2 + 1))],
+        "logprobs": [-1, MAX_LOGPROBS + 1],
+    }.items(),
+)
+def test_a_bad_value_is_refused_by_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(RequestError, match=f"^{name}="):
+            SamplingParams(**{name: value})
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        SamplingParams(stop="end", detokenize=False)
+    SamplingParams(detokenize=False)
+
+
+def test_the_edges_are_accepted() -> None:
+    params = SamplingParams(
+        n=1,
+        temperature=0,
+        top_k=-1,
+        top_p=1.0,
+        min_p=1.0,
+        repetition_penalty=1e-3,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        logit_bias={"5": 1},  # type: ignore[dict-item]
+        max_tokens=1,
+        min_tokens=1,
+        stop="end",
+        stop_token_ids=list(range(MAX_STOP_IDS // 2)),
+        logprobs=MAX_LOGPROBS,
+    )
+    assert params.stop == ("end",)
+    assert params.logit_bias == {5: 1.0}
+    assert SamplingParams(max_tokens=None, min_tokens=10_000).min_tokens == 10_000
+
+
+# ---- tables ----
+
+
+def test_every_table_has_a_field_and_every_row_is_whole() -> None:
+    assert SamplingTables._fields == ("tokens", *(spec.name for spec in SAMPLING_TABLES))
+    row = encode(SamplingParams(logit_bias={3: 1.5}, top_k=-1), 5, 9, [2, 4, 2])
+    assert {name: len(values) for name, values in row.items()} == {
+        spec.name: spec.width for spec in SAMPLING_TABLES
+    }
+    assert row["stop_ids"][:3] == [2, 4, -1]
+    assert (row["bias_ids"][:2], row["bias_values"][:2]) == ([3, -1], [1.5, 0.0])
+    assert (row["top_k"], row["num_logprobs"], row["prompt_len"]) == ([0], [-1], [9])
+
+
+def test_a_greedy_row_without_wishes_is_the_neutral_row() -> None:
+    row = encode(SamplingParams(temperature=0), 0, 0, [])
+    assert row == {spec.name: [spec.neutral] * spec.width for spec in SAMPLING_TABLES}
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**32 - 1, 2**63 + 5, 2**64 - 1])
+def test_seed_words_fit_int32_and_give_the_seed_back(seed: int) -> None:
+    low, high = map(int, encode(SamplingParams(), seed, 0, [])["seed"])
+    assert all(-(2**31) <= word < 2**31 for word in (low, high))
+    assert (low % 2**32) + (high % 2**32) * 2**32 == seed % 2**64
+
+
+def test_values_beyond_the_table_types_stay_usable() -> None:
+    extreme = SamplingParams(
+        temperature=1e300,
+        repetition_penalty=1e-300,
+        logit_bias={1: -1e300},
+        top_k=2**40,
+        max_tokens=None,
+        min_tokens=2**40,
+    )
+    tables = tables_of([Request(extreme)])
+    floats = (tables.temperature, tables.repetition_penalty, tables.bias_values)
+    assert all(table.isfinite().all() for table in floats)
+    assert tables.repetition_penalty[1] > 0
+    assert tables.top_k[1] == tables.min_tokens[1] == 2**31 - 1
+
+
+def test_too_many_stop_ids_are_refused() -> None:
+    with pytest.raises(RequestError, match="33 stop ids"):
+        encode(SamplingParams(), 0, 0, range(MAX_STOP_IDS + 1))
+
+
+# ---- noise ----
+
+
+def mix_plainly(word: int) -> int:
+    word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+    word = (word ^ word >> 15) * 0x846CA68B % 2**32
+    return word ^ word >> 16
+
+
+def test_hash_is_the_plain_integer_one() -> None:
+    for low, high, position in [(0, 0, 0), (-1, 5, 1), (2**31 - 1, -(2**31), 40_000)]:
+        keys = [0x243F6A88, 0x85A308D3]
+        for word in (low, high, position):
+            keys = [mix_plainly(((key ^ word % 2**32) + 0x9E3779B9) % 2**32) for key in keys]
+        expected = [mix_plainly((i + keys[0]) % 2**32) ^ keys[1] for i in range(50)]
+        assert noise.hash_words(ints(low, high)[None], ints(position), 50).tolist() == [expected]
+
+
+def test_noise_looks_gumbel_and_unrelated_to_its_neighbours() -> None:
+    count = 400
+    seeds = torch.zeros(count, 2, dtype=torch.int32)
+    values = noise.gumbel(seeds, torch.arange(count, dtype=torch.int32), 1000)
+    assert values.isfinite().all()
+    assert values.mean().item() == pytest.approx(0.57722, abs=0.01)
+    assert values.var().item() == pytest.approx(math.pi**2 / 6, abs=0.02)
+    other_seeds = noise.gumbel(seeds + ints(1, 0), torch.arange(count, dtype=torch.int32), 1000)
+    high_words = noise.gumbel(seeds + ints(0, 1), torch.arange(count, dtype=torch.int32), 1000)
+    pairs = [
+        (values[1:], values[:-1]),  # the next position
+        (values[:, 1:], values[:, :-1]),  # the next token
+        (values, other_seeds),
+        (values, high_words),
+    ]
+    for a, b in pairs:
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.01
+
+
+def test_the_largest_noise_is_finite_and_below_the_bound_of_the_kernel() -> None:
+    uniform = torch.tensor([0.0, 2.0**23 - 1]).add(0.5) * 2.0**-23
+    extremes = -torch.log(-torch.log(uniform))
+    assert extremes.isfinite().all()
+    assert 16.6 < extremes[1] < 16.7
+
+
+# ---- the kernel against the definition ----
+
+
+def assert_same(fast: Sampled, slow: Sampled) -> None:
+    assert torch.equal(fast.tokens, slow.tokens)
+    assert torch.equal(fast.top_ids, slow.top_ids)
+    for a, b in ((fast.logprobs, slow.logprobs), (fast.top_logprobs, slow.top_logprobs)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def logits_of(style: str, rows: int, vocab: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    hits = torch.rand(rows, vocab, generator=generator)
+    match style:
+        case "ties":
+            return logits.round() + 0.0
+        case "equal":
+            return torch.zeros(rows, vocab)
+        case "huge":
+            return logits * 1e4
+        case "masked":
+            return logits.masked_fill(hits < 0.5, -INF)
+        case "all masked":
+            return torch.full((rows, vocab), -INF)
+        case "nan":
+            return logits.masked_fill(hits < 1.5 / vocab, NAN)
+        case "inf":
+            return logits.masked_fill(hits < 1.5 / vocab, INF)
+        case _:
+            return logits
+
+
+STYLES = ["normal", "ties", "equal", "huge", "masked", "all masked", "nan", "inf"]
+VOCABS = [1, 2, 3, 5, 16, 19, 20, 21, 255, 256, 257, 1000]
+
+
+@st.composite
+def requests(draw: st.DrawFn, vocab: int) -> Request:
+    # Ids past the vocabulary and below zero must be ignored, so some are.
+    ids = st.integers(-2, vocab + 1)
+    tokens = draw(st.lists(ids, max_size=12))
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0, 1e-30, 0.3, 1.0, 5.0, 1e30])),
+        top_k=draw(st.sampled_from([0, 0, 1, 2, 7, 40, 10**6])),
+        top_p=draw(st.sampled_from([1.0, 1e-6, 0.3, 0.9, 0.99])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.7])),
+        presence_penalty=draw(st.sampled_from([0.0, 0.37, -1.9])),
+        frequency_penalty=draw(st.sampled_from([0.0, 0.13, -0.71])),
+        logit_bias=draw(
+            st.dictionaries(ids.filter(lambda i: i >= 0), st.sampled_from([-100.0, 0.3, 4.0]))
+        ),
+        min_tokens=draw(st.integers(0, 8)),
+        logprobs=draw(st.sampled_from([None, 0, 1, 5, MAX_LOGPROBS])),
+    )
+    return Request(
+        params,
+        seed=draw(st.integers(-(2**63), 2**64 - 1)),
+        tokens=tokens,
+        prompt_len=draw(st.integers(0, len(tokens))),
+        stop_ids=draw(st.lists(ids, max_size=4)),
+    )
+
+
+@settings(
+    max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(data=st.data())
+def test_kernel_equals_definition(data: st.DataObject) -> None:
+    vocab = data.draw(st.sampled_from(VOCABS))
+    batch = data.draw(st.lists(requests(vocab), min_size=1, max_size=4))
+    slots = data.draw(st.lists(st.integers(0, len(batch)), min_size=1, max_size=6))
+    style, seed = data.draw(st.sampled_from(STYLES)), data.draw(st.integers(0, 1000))
+    logits = logits_of(style, len(slots), vocab, seed)
+    lengths = [len(batch[slot - 1].tokens) if slot else 3 for slot in slots]
+    args = (logits, ints(*slots), ints(*lengths), tables_of(batch, 12))
+    assert_same(fused.sample(*args), reference.sample(*args))
+
+
+@pytest.mark.parametrize("style", ["normal", "ties", "equal", "masked", "nan"])
+def test_kernel_equals_definition_at_a_real_vocabulary(style: str) -> None:
+    vocab = 50_257
+    choices: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 20},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 50, "logprobs": 3},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 0.999, "top_k": 30_000},
+        {"temperature": 1.3, "min_p": 0.02, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "presence_penalty": 0.5},
+    ]
+    tokens = torch.randint(0, vocab, (300,)).tolist()
+    batch = [
+        Request(SamplingParams(**choice), seed, tokens, 100) for seed, choice in enumerate(choices)
+    ]
+    slots = torch.arange(1, len(batch) + 1, dtype=torch.int32)
+    positions = torch.full_like(slots, 300)
+    args = (logits_of(style, len(batch), vocab, 3), slots, positions, tables_of(batch, 512))
+    assert_same(fused.sample(*args), reference.sample(*args))
+
+
+def test_many_draws_agree_token_by_token() -> None:
+    logits = logits_of("normal", 1, 300, 1)[0]
+    for choice in ({}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}):
+        params = SamplingParams(**choice)  # type: ignore[arg-type]
+        fast = draws(fused.sample, logits, params, 3000)
+        assert torch.equal(fast, draws(reference.sample, logits, params, 3000))
+        assert fast.unique().numel() > 5
+
+
+# ---- what is chosen ----
+
+
+@SAMPLERS
+def test_greedy_takes_the_first_of_the_best_and_ignores_filters(sample: Sampler) -> None:
+    params = SamplingParams(temperature=0, top_p=0.1, top_k=3, min_p=0.9)
+    for size in (4, 300, 1000):
+        logits = torch.zeros(size)
+        logits[[size // 2, size - 1]] = 2.0
+        assert run(sample, logits, Request(params)).tokens.item() == size // 2
+    assert run(sample, [-0.0, 0.0], Request(params)).tokens.item() == 0
+
+
+@SAMPLERS
+def test_draws_follow_the_softmax(sample: Sampler) -> None:
+    count, temperature = 40_000, 0.7
+    logits = torch.tensor([0.0, 1.0, -2.0, 0.5, 2.0, -INF, 0.3, 0.3, -1.0, 1.5])
+    exact = (logits / temperature).softmax(-1)
+    for seed in (1, 2**40):
+        tokens = draws(sample, logits, SamplingParams(temperature=temperature), count, seed)
+        counts = torch.bincount(tokens, minlength=10)
+        assert counts[5] == 0
+        expected = exact[exact > 0] * count
+        chi_square = ((counts[exact > 0] - expected) ** 2 / expected).sum().item()
+        assert chi_square < 30  # 8 degrees of freedom: beyond it once in 5,000
+
+
+def kept_plainly(scaled: list[float], params: SamplingParams) -> set[int]:
+    """Each filter in words: a token stays while less than the budget lies strictly above it."""
+    kept = set(range(len(scaled)))
+    if params.top_k > 0:
+        kept = {i for i in kept if sum(scaled[j] > scaled[i] for j in kept) < params.top_k}
+    if params.top_p < 1:
+        total = sum(math.exp(scaled[j]) for j in kept)
+        kept = {
+            i
+            for i in kept
+            if sum(math.exp(scaled[j]) for j in kept if scaled[j] > scaled[i])
+            < params.top_p * total
+        }
+    return {i for i in kept if math.exp(scaled[i]) >= params.min_p * (1 - 1e-6)}
+
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 999},
+    {"top_p": 1e-9},
+    {"top_p": 0.4},
+    {"top_p": 0.97},
+    {"min_p": 0.3},
+    {"min_p": 1.0},
+    {"top_k": 9, "top_p": 0.6},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.4},
+]
+
+
+@pytest.mark.parametrize("style", ["normal", "ties", "equal", "masked"])
+@pytest.mark.parametrize("choice", FILTERS, ids=str)
+def test_kept_set_is_the_plain_one(choice: dict[str, Any], style: str) -> None:
+    params = SamplingParams(**choice)
+    logits = logits_of(style, 1, 24, 11)[0] / 4  # flat enough that every kept token turns up
+    scaled = logits - logits.max()
+    expected = kept_plainly(scaled.tolist(), params)
+    possible = {i for i in expected if scaled[i] > -INF}
+    tables = tables_of([Request(params)])
+    own = SamplingTables(*(table[1:2] for table in tables))
+    kept = scaled >= reference.floor(scaled[None], own)
+    assert {i for i in kept.nonzero()[:, -1].tolist() if scaled[i] > -INF} == possible
+    assert set(draws(fused.sample, logits, params, 4000).tolist()) == possible
+
+
+def test_ties_at_the_edge_live_together() -> None:
+    logits = [3.0, 2.0, 2.0, 2.0, 1.0]
+    for choice in ({"top_k": 2}, {"top_p": 0.55}):
+        tokens = draws(fused.sample, logits, SamplingParams(**choice), 2000)  # type: ignore[arg-type]
+        assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
+# ---- penalties, bias, early endings ----
+
+
+def adjusted(logits: Tensor, request: Request) -> Tensor:
+    own = SamplingTables(*(table[1:2] for table in tables_of([request], 64)))
+    return reference.adjust(logits[None], ints(len(request.tokens)), own)[0]
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    logits = logits_of("normal", 1, 50, 2)[0]
+    tokens = torch.randint(0, 50, (30,)).tolist()
+    for penalty in (1.3, 0.6):
+        request = Request(SamplingParams(repetition_penalty=penalty), tokens=tokens, prompt_len=20)
+        theirs = processors.RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([tokens]), logits[None].clone()
+        )[0]
+        assert not torch.equal(theirs, logits)
+        torch.testing.assert_close(adjusted(logits, request), theirs, rtol=1e-6, atol=0)
+
+
+def test_penalties_bias_and_ban_are_the_plain_loop() -> None:
+    params = SamplingParams(
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        logit_bias={4: 2.5, 9: -1.0},
+        min_tokens=5,
+    )
+    tokens, prompt_len = [1, 2, 2, 3, 2, 3, 3, 9], 4
+    request = Request(params, tokens=tokens, prompt_len=prompt_len, stop_ids=[7, 0])
+    logits = logits_of("normal", 1, 10, 4)[0]
+    expected = []
+    for token, logit in enumerate(logits.tolist()):
+        uses = tokens[prompt_len:].count(token)
+        if token in tokens:
+            logit = logit / 1.5 if logit > 0 else logit * 1.5
+        logit -= -0.25 * uses + (0.5 if uses else 0.0)
+        logit += params.logit_bias.get(token, 0.0)
+        expected.append(-INF if token in (7, 0) else logit)
+    torch.testing.assert_close(adjusted(logits, request), torch.tensor(expected))
+
+
+@SAMPLERS
+def test_output_penalties_forgive_the_prompt(sample: Sampler) -> None:
+    params = SamplingParams(temperature=0, presence_penalty=2.0)
+    logits = [1.0, 0.5]
+    assert run(sample, logits, Request(params, tokens=[0, 0], prompt_len=2)).tokens.item() == 0
+    assert run(sample, logits, Request(params, tokens=[0, 0], prompt_len=1)).tokens.item() == 1
+
+
+@SAMPLERS
+def test_stop_ids_wait_for_min_tokens(sample: Sampler) -> None:
+    params = SamplingParams(temperature=0, min_tokens=2)
+    for num_new, expected in ((0, 1), (1, 1), (2, 3)):
+        request = Request(params, tokens=[5] * (3 + num_new), prompt_len=3, stop_ids=[3, 2])
+        assert run(sample, [0.0, 1.0, 2.0, 3.0], request).tokens.item() == expected
+
+
+@SAMPLERS
+def test_bias_can_force_and_forbid(sample: Sampler) -> None:
+    force = SamplingParams(logit_bias={2: 100.0})
+    forbid = SamplingParams(logit_bias={0: -100.0, 99: 100.0})  # 99 is no token here
+    assert set(draws(sample, [0.0] * 4, force, 200).tolist()) == {2}
+    assert set(draws(sample, [0.0] * 4, forbid, 200).tolist()) == {1, 2, 3}
+
+
+# ---- log probabilities ----
+
+
+@SAMPLERS
+def test_logprobs_report_the_model_not_the_filters(sample: Sampler) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0])
+    params = SamplingParams(temperature=0, logit_bias={4: 50.0}, logprobs=3)
+    result = run(sample, logits, Request(params))
+    exact = logits.log_softmax(-1)
+    assert result.tokens.item() == 4
+    torch.testing.assert_close(result.logprobs, exact[[4]])
+    assert result.top_ids[0].tolist() == [1, 3, 2] + [0] * (MAX_LOGPROBS - 3)
+    torch.testing.assert_close(result.top_logprobs[0, :3], exact[[1, 3, 2]])
+    assert not result.top_logprobs[0, 3:].any()
+
+
+@SAMPLERS
+def test_logprobs_are_exact_at_a_real_vocabulary(sample: Sampler) -> None:
+    logits = logits_of("ties", 1, 50_257, 3)[0]
+    params = SamplingParams(temperature=0, logprobs=MAX_LOGPROBS)
+    result = run(sample, logits, Request(params))
+    exact = logits.double().log_softmax(-1).float()
+    torch.testing.assert_close(result.logprobs[0], exact.max(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        result.top_logprobs[0], exact[result.top_ids[0].long()], rtol=0, atol=2e-6
+    )
+
+
+@SAMPLERS
+def test_logprobs_only_as_wanted(sample: Sampler) -> None:
+    logits = [1.0, 2.0, 0.0]
+    unwanted = run(sample, logits, Request(SamplingParams(temperature=0)))
+    chosen_only = run(sample, logits, Request(SamplingParams(temperature=0, logprobs=0)))
+    everything = run(sample, logits, Request(SamplingParams(temperature=0, logprobs=20)))
+    assert unwanted.logprobs.item() == 0
+    assert chosen_only.logprobs.item() == pytest.approx(-0.40760595)
+    for result in (unwanted, chosen_only):
+        assert not result.top_ids.any()
+        assert not result.top_logprobs.any()
+    assert everything.top_ids[0, :4].tolist() == [1, 0, 2, 0]
+    assert everything.top_logprobs[0, 2] < 0 == everything.top_logprobs[0, 3]
+
+
+# ---- padding, neighbours, broken rows ----
+
+
+def mixed_batch() -> tuple[Tensor, Tensor, Tensor, SamplingTables]:
+    choices: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "logprobs": 5},
+        {"temperature": 1.2, "repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    ]
+    batch = [Request(SamplingParams(**choice), 5, [1, 2, 3, 2], 2) for choice in choices]
+    logits = logits_of("normal", len(batch), 700, 9)
+    slots = torch.arange(1, len(batch) + 1, dtype=torch.int32)
+    return logits, slots, torch.full_like(slots, 4), tables_of(batch)
+
+
+def assert_equal_bits(a: Sampled, b: Sampled) -> None:
+    for name, left, right in zip(Sampled._fields, a, b, strict=True):
+        assert torch.equal(left, right), name
+
+
+@SAMPLERS
+def test_rows_of_slot_zero_are_zeros(sample: Sampler) -> None:
+    logits, slots, positions, tables = mixed_batch()
+    for value in (NAN, INF, -INF, 5.0):
+        padded = torch.cat([logits, torch.full((3, 700), value)])
+        nobody = torch.zeros(3, dtype=torch.int32)
+        hostile = torch.cat([positions, ints(0, 2**31 - 1, -5)])
+        result = sample(padded, torch.cat([slots, nobody]), hostile, tables)
+        assert all(not part[4:].any() for part in result)
+        real = Sampled(*(part[:4] for part in result))
+        assert_equal_bits(real, sample(logits, slots, positions, tables))
+
+
+@SAMPLERS
+def test_slot_zero_yields_zeros_even_if_its_row_is_poisoned(sample: Sampler) -> None:
+    logits, slots, positions, tables = mixed_batch()
+    for table in tables:
+        table[0] = 7
+    result = sample(logits, torch.zeros_like(slots), positions, tables)
+    assert all(not part.any() for part in result)
+
+
+@SAMPLERS
+def test_a_row_depends_on_no_other(sample: Sampler) -> None:
+    logits, slots, positions, tables = mixed_batch()
+    together = sample(logits, slots, positions, tables)
+    order = torch.tensor([2, 0, 3, 1])
+    shuffled = sample(logits[order], slots[order], positions[order], tables)
+    assert_equal_bits(Sampled(*(part[order] for part in together)), shuffled)
+    for row in range(4):
+        alone = sample(logits[[row]], slots[[row]], positions[[row]], tables)
+        assert_equal_bits(Sampled(*(part[[row]] for part in together)), alone)
+    broken = logits.clone()
+    broken[1] = NAN
+    survivors = [0, 2, 3]
+    beside = sample(broken, slots, positions, tables)
+    assert_equal_bits(
+        Sampled(*(part[survivors] for part in together)), Sampled(*(p[survivors] for p in beside))
+    )
+
+
+@SAMPLERS
+def test_tokens_past_the_position_count_for_nobody(sample: Sampler) -> None:
+    logits, slots, positions, tables = mixed_batch()
+    before = sample(logits, slots, positions, tables)
+    tables.tokens[:, 4:] = ints(2, 699, -7, 2**31 - 1)
+    assert_equal_bits(before, sample(logits, slots, positions, tables))
+    tables.tokens[:, :4] = 600  # and those before it do count: nothing is remembered
+    after = sample(logits.zero_(), slots, positions, tables)
+    tables.tokens[4, :4] = int(after.tokens[3])
+    assert sample(logits, slots, positions, tables).tokens[3] != 600
+
+
+@SAMPLERS
+@pytest.mark.parametrize(
+    "logits", [[NAN] * 5, [1.0, NAN, 9.0], [-INF] * 4, [0.0, INF, INF], [-INF, NAN]], ids=str
+)
+def test_a_broken_row_yields_token_zero_and_says_so(sample: Sampler, logits: list[float]) -> None:
+    for choice in ({"temperature": 0}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {}):
+        params = SamplingParams(logprobs=2, **choice)  # type: ignore[arg-type]
+        result = run(sample, logits, Request(params, seed=3))
+        assert result.tokens.item() == 0
+        assert result.logprobs.isnan().all()
+        assert not result.top_ids.any()
+        assert result.top_logprobs[0, :2].isnan().all()
+        assert not result.top_logprobs[0, 2:].any()
+
+
+@SAMPLERS
+def test_a_ban_on_everything_yields_token_zero(sample: Sampler) -> None:
+    request = Request(SamplingParams(min_tokens=1, logprobs=0), stop_ids=[0, 1])
+    result = run(sample, [1.0, 1.0], request)
+    assert result.tokens.item() == 0
+    assert result.logprobs.item() == pytest.approx(-math.log(2))
+
+
+@SAMPLERS
+def test_the_smallest_temperature_does_not_overflow(sample: Sampler) -> None:
+    for temperature in (1e-38, 1e-300):
+        tokens = draws(sample, [5.0, 9.0, 9.0, -9.0], SamplingParams(temperature=temperature), 50)
+        assert set(tokens.tolist()) <= {1, 2}
+
+
+# ---- seeds ----
+
+
+@SAMPLERS
+def test_seed_and_position_decide_and_nothing_else(sample: Sampler) -> None:
+    logits = torch.zeros(1, 5000)
+    seeds = [11, 11, 12, 11 + 2**32, -11]
+    tables = tables_of([Request(seed=seed) for seed in seeds])
+    at = [sample(logits, ints(slot), ints(3), tables).tokens.item() for slot in range(1, 6)]
+    assert at[0] == at[1]  # another slot, the same seed
+    assert len(set(at[1:])) == 4
+    positions = [sample(logits, ints(1), ints(p), tables).tokens.item() for p in range(20)]
+    assert positions[3] == at[0]
+    assert len(set(positions)) > 15
+
+
+# ---- recording ----
+
+
+@SAMPLERS
+def test_it_can_be_traced_without_reading_data(sample: Sampler) -> None:
+    logits, slots, positions, tables = mixed_batch()
+
+    def step(logits: Tensor, slots: Tensor, positions: Tensor, *columns: Tensor) -> Sampled:
+        return sample(logits, slots, positions, SamplingTables(*columns))
+
+    traced = make_fx(step, tracing_mode="fake")(logits, slots, positions, *tables)
+    expected = sample(logits, slots, positions, tables)
+    assert_equal_bits(Sampled(*traced(logits, slots, positions, *tables)), expected)
+    changed = sample(-logits, slots.flip(0), positions, tables)  # the trace holds no values
+    assert_equal_bits(Sampled(*traced(-logits, slots.flip(0), positions, *tables)), changed)
+
+
+def test_the_kernel_survives_torch_compile() -> None:
+    logits, slots, positions, tables = mixed_batch()
+    compiled = torch.compile(fused.sample, backend="aot_eager", fullgraph=True)
+    expected = fused.sample(logits, slots, positions, tables)
+    assert_equal_bits(compiled(logits, slots, positions, tables), expected)
+
+
+def test_the_kernel_refuses_by_name() -> None:
+    logits, slots, positions, tables = mixed_batch()
+    with pytest.raises(RuntimeError, match="slots must be int32"):
+        fused.sample(logits, slots.long(), positions, tables)
+    with pytest.raises(RuntimeError, match="logits must be float32"):
+        fused.sample(logits.double(), slots, positions, tables)
+    with pytest.raises(RuntimeError, match="logits must be contiguous"):
+        fused.sample(logits[:, ::2], slots, positions, tables)
+    with pytest.raises(RuntimeError, match="top_p has the wrong shape"):
+        fused.sample(logits, slots, positions, tables._replace(top_p=tables.top_p[1:]))
+    with pytest.raises(RuntimeError, match=r"slots\[0\] is 9"):
+        fused.sample(logits[:1], ints(9), positions[:1], tables)
