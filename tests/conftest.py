@@ -1,4 +1,4 @@
-"""Shared pieces of the tests: tiny random models with transformers as the oracle, and traced runs."""
+"""Shared pieces of the tests: tiny models with transformers as the oracle, traced runs."""
 
 import random
 from collections.abc import Callable

@@ -50,7 +50,12 @@ FAMILIES = {
     ),
     "mistral": Family(
         "Mistral",
-        {"head_dim": 80, "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": None},
+        {
+            "head_dim": 80,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "sliding_window": None,
+        },
     ),
     "qwen2": Family(
         "Qwen2",

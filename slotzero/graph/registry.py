@@ -97,9 +97,7 @@ class Registry:
         """Writes values and then the pad value to the end of the buffer, not of the size."""
         entry = self.entry(name)
         if entry.kind is not Kind.PUBLISHED or entry.pad is None:
-            raise ContractError(
-                f"tensor {name!r} is {entry.kind.value}: only published are published"
-            )
+            raise ContractError(f"{entry.kind.value} tensor {name!r} cannot be published")
         capacity = entry.tensor.shape[0]
         if len(values) > capacity:
             raise ContractError(f"published tensor {name!r}: {len(values)} values for {capacity}")
