@@ -60,4 +60,6 @@ def _bar(shown: bool) -> "Progress":
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
+    # in a log file a bar is only blank lines
+    shown = shown and console.is_terminal
     return Progress(*columns, console=console, transient=True, disable=not shown)

@@ -190,6 +190,10 @@ def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:
     return device, wanted
 
 
+def default_max_num_seqs(device: torch.device) -> int:
+    return 16 if device.type == "cpu" else 256
+
+
 def choose_dtype(wanted: str, device: torch.device, config: object) -> torch.dtype:
     if device.type == "cpu":
         if wanted not in ("auto", "float32"):
@@ -215,7 +219,7 @@ def _resolve(
         raise ConfigError(
             f"max_model_len={config.max_model_len} is above the model's own limit of {max_position}"
         )
-    rows = config.max_num_seqs or (16 if on_cpu else 256)
+    rows = config.max_num_seqs or default_max_num_seqs(device)
     budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
     pages, length = count_pages(shape, budget, rows, config.max_model_len, max_position)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)

@@ -70,6 +70,7 @@ class Device:
         self.staged.append(("admitted", request.slot, row))
 
     def pages_added(self, request: Request, first_index: int, pages) -> None:
+        assert pages
         self.staged.append(("pages", request.slot, first_index, pages))
 
     def released(self, slot: int) -> None:
@@ -344,7 +345,9 @@ def test_soak_meets_everything(caching: bool) -> None:
 def test_a_lone_request_prefills_then_decodes_ahead_of_its_commits() -> None:
     world = _world()
     request = world.add([1, 2, 3], max_tokens=3)
-    assert _shape(world.launch()) == [("r0", 0, 3, True)]
+    step = world.launch()
+    assert _shape(step) == [("r0", 0, 3, True)]
+    assert not step.is_decode
     assert (request.output_token_ids, request.num_in_flight, request.num_known) == ([], 1, 4)
     assert _shape(world.launch()) == [("r0", 3, 1, True)]
     assert _shape(world.launch()) == [("r0", 4, 1, True)]

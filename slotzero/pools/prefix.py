@@ -38,6 +38,7 @@ class _Node:
     parent: "_Node | None"
     children: dict[Key, "_Node"] = field(default_factory=dict)
     last_used: int = 0
+    """When someone last offered or released it; while someone owns it, it is in use anyway."""
     is_queued: bool = False
 
 
@@ -63,7 +64,6 @@ class PrefixCache:
 
     def match(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """The pages of the longest cached prefix of at most `limit` tokens, one reference each."""
-        self._clock += 1
         pages: list[int] = []
         node = self._root
         for key in self._keys(token_ids, limit // self.page_size):
@@ -71,7 +71,6 @@ class PrefixCache:
             if child is None:
                 break
             node = child
-            node.last_used = self._clock
             self._num_evictable -= self._is_idle(node)
             self.pool.share(node.page)
             pages.append(node.page)

@@ -173,8 +173,9 @@ class Scheduler:
         for request in running:
             self._check_running(request, is_youngest=request is running[-1])
         for request in waiting:
-            if request.slot or request.pages or request.status is not Status.WAITING:
-                raise PoolError(f"request {request.id} waits, yet holds a slot or pages")
+            holds = request.slot or request.pages or request.num_computed
+            if holds or request.status is not Status.WAITING:
+                raise PoolError(f"request {request.id} waits, yet holds a slot, pages or KV")
 
     def _continue_running(self) -> list[Row]:
         rows: list[Row] = []

@@ -3,6 +3,8 @@
 Every kernel treats each row by itself and in one order, so results do not depend on the batch.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -67,8 +69,9 @@ class CpuKernels(Kernels):
         return fused.sample(logits, slots, positions, tables)
 
 
+@functools.cache
 def _register_shapes() -> None:
-    """Tells the compiler what each op returns; registering again replaces the same function."""
+    """Tells the compiler what each op returns; once a process."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         return x.new_empty(x.shape[0], out_features)

@@ -1,0 +1,1 @@
+"""The command `slotzero`. Nothing here imports torch before a command needs it."""

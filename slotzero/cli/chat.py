@@ -1,0 +1,198 @@
+"""`slotzero chat`: a conversation with a model, turn by turn.
+
+At a terminal it edits lines, streams answers and lets Ctrl-C end an answer. With standard input from
+a file or pipe, each line is a turn and only answers are printed.
+
+The rule: the conversation holds only turns that were answered. What could not be answered (too
+long, refused by the template, interrupted before its first word) is said in one line and forgotten.
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from slotzero.cli import flags
+from slotzero.cli.main import print_error
+from slotzero.errors import RequestError
+from slotzero.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from slotzero.llm import LLM, StreamChunk
+
+DESCRIPTION = """\
+Talk with a model. /help in the conversation lists its commands.
+
+Ctrl-C ends an answer, Ctrl-D the conversation. Where standard input is not a terminal, each line of
+it is a turn."""
+HELP = """\
+/reset         forget the conversation
+/system TEXT   set the system message (without TEXT: remove it)
+/help          this list
+/exit          end, as Ctrl-D does; Ctrl-C ends an answer"""
+FULL = "the conversation no longer fits: {used} tokens, and the context holds {limit}; /reset it"
+FIELDS = tuple(name for name in flags.SAMPLING_FIELDS if name not in ("n", "logprobs"))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = flags.command_parser("chat", "[MODEL] [flags]", DESCRIPTION)
+    flags.add_model(made)
+    made.add_argument("--system", metavar="TEXT", help="the system message")
+    flags.add_sampling_flags(made, FIELDS, temperature=0.6, top_p=0.9, max_tokens=1024)
+    flags.add_engine_flags(made, max_num_seqs=1)
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    params = flags.sampling_params(args)
+    from slotzero.llm import LLM
+
+    llm = LLM(flags.chosen_model(args), **flags.engine_settings(args))
+    if llm.get_tokenizer().chat_template is None:
+        raise RequestError("this model has no chat template: use `slotzero generate --raw`")
+    conversation = Conversation(llm, params, args.system)
+    if not sys.stdin.isatty():
+        return _read_lines(conversation)
+    limits = llm.engine.limits
+    _say(f"{flags.chosen_model(args)} on {limits.backend}, {limits.max_model_len} tokens; /help")
+    return _read_terminal(conversation)
+
+
+class Conversation:
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._turns: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self._turns.clear()
+
+    def set_system(self, text: str) -> None:
+        self._system = text or None
+
+    def ask(self, text: str) -> "Iterator[StreamChunk]":
+        """Streams the answer; leaving the loop keeps what was said so far."""
+        turns = [*self._turns, {"role": "user", "content": text}]
+        chunks = self._llm.stream(self._prompt(turns), self._params)
+        answer = ""
+        try:
+            for chunk in chunks:
+                answer += chunk.text
+                yield chunk
+        finally:
+            chunks.close()  # type: ignore[attr-defined]  # a generator: this cancels the rest
+            if answer:
+                self._turns = [*turns, {"role": "assistant", "content": answer}]
+
+    def _prompt(self, turns: list[dict[str, str]]) -> dict[str, object]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        (prompt,) = self._llm.chat_prompts(system + turns)
+        assert isinstance(prompt, dict)
+        used, limit = len(prompt["prompt_token_ids"]), self._llm.engine.limits.max_model_len
+        if used >= limit:
+            raise RequestError(FULL.format(used=used, limit=limit))
+        return prompt
+
+
+def _read_lines(conversation: Conversation) -> int:
+    """-> the exit code of the last turn that failed, or 0"""
+    code = 0
+    for line in sys.stdin.buffer:
+        text = line.decode(errors="replace").strip()
+        if text.startswith("/"):
+            if _obey(conversation, text):
+                break
+        elif text:
+            try:
+                for chunk in conversation.ask(text):
+                    print(chunk.text, end="", flush=True)
+                print(flush=True)
+            except RequestError as error:
+                print_error(str(error))
+                code = error.exit_code
+    return code
+
+
+def _read_terminal(conversation: Conversation) -> int:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - from now on input() edits lines and knows earlier ones
+    while True:
+        try:
+            text = _input("> ").strip()
+        except EOFError:
+            _say("")
+            return 0
+        except KeyboardInterrupt:
+            _say("\nCtrl-D or /exit ends the conversation")
+            continue
+        if text.startswith("/"):
+            if _obey(conversation, text):
+                return 0
+        elif text:
+            _answer_at_terminal(conversation, text)
+
+
+def _input(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)  # answers go to a file; the prompt does not
+    return input()
+
+
+def _answer_at_terminal(conversation: Conversation, text: str) -> None:
+    last: StreamChunk | None = None
+    with _interrupts() as pressed, contextlib.closing(conversation.ask(text)) as chunks:  # type: ignore[type-var]
+        try:
+            for last in chunks:
+                print(last.text, end="", flush=True)
+                if pressed:
+                    break
+        except RequestError as error:
+            _say(str(error))
+            return
+    print(flush=True)
+    if last is not None and last.finish_reason == "length":
+        _say("(cut: --max-tokens or the context is used up)")
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects Ctrl-C rather than raising it: a step of the engine is not left half done. Pressed
+    again before anyone looked, it does raise."""
+    pressed: list[int] = []
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _obey(conversation: Conversation, text: str) -> bool:
+    """Runs a command; -> whether to end."""
+    name, _, rest = text.partition(" ")
+    match name:
+        case "/exit" | "/quit":
+            return True
+        case "/reset":
+            conversation.reset()
+        case "/system":
+            conversation.set_system(rest.strip())
+        case "/help":
+            _say(HELP)
+        case _:
+            _say(f"no command {name}; /help lists them")
+    return False
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

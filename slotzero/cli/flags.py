@@ -1,0 +1,209 @@
+"""Flags made from dataclasses: the field is the flag, and its docstring is the help.
+
+It does not know what a setting does. Names are vLLM's; where SGLang has another name for the same
+thing, that works too.
+
+The rule: a namespace holds only what was given, or what the command itself prefers; everything else
+is left to the dataclass, so a default is written down once.
+"""
+
+import argparse
+import ast
+import functools
+import inspect
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_args
+
+from slotzero.config import BACKENDS, DEFAULT_MODEL, DTYPES, LOAD_FORMATS, EngineConfig
+from slotzero.errors import ConfigError
+from slotzero.sampling.params import SamplingParams
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "max_model_len": ("--context-length",),
+    "max_num_seqs": ("--max-running-requests",),
+    "max_num_batched_tokens": ("--chunked-prefill-size",),
+    "gpu_memory_utilization": ("--mem-fraction-static",),
+    "page_size": ("--block-size",),
+    "seed": ("--random-seed",),
+}
+SWITCHES: Mapping[str, tuple[str, bool]] = {
+    "--disable-cuda-graph": ("enforce_eager", True),
+    "--disable-radix-cache": ("enable_prefix_caching", False),
+}
+CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "load_format": LOAD_FORMATS}
+ENGINE_FIELDS = tuple(
+    field.name
+    for field in fields(EngineConfig)
+    if field.name not in ("model", "skip_tokenizer_init")  # the positional, and for commands to say
+)
+SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "ignore_eos",
+    "logprobs",
+)
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def command_parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"slotzero {name}",
+        usage=f"slotzero {name} {usage}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--traceback", action="store_true", help="on an error, show where it was raised"
+    )
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    what = f"{field_docs(EngineConfig).get('model', '')} (default: {DEFAULT_MODEL})"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
+    parser.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help=what)
+
+
+def chosen_model(args: argparse.Namespace) -> str:
+    if None not in (args.model, args.model_flag) and args.model != args.model_flag:
+        raise ConfigError(f"two models, {args.model!r} and --model {args.model_flag!r}: drop one")
+    chosen = args.model_flag if args.model is None else args.model
+    return DEFAULT_MODEL if chosen is None else str(chosen)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, **preferred: Any) -> None:
+    """`preferred`: what this command would rather have than EngineConfig's defaults."""
+    group = parser.add_argument_group("engine")
+    _add_fields(group, EngineConfig, ENGINE_FIELDS, preferred)
+    for flag, (name, value) in SWITCHES.items():
+        group.add_argument(
+            flag,
+            dest=name,
+            action="store_const",
+            const=value,
+            default=argparse.SUPPRESS,
+            help=f"The same as {_flag(name) if value else _flag('no_' + name)}.",
+        )
+    parser.set_defaults(**preferred)
+
+
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, names: tuple[str, ...] = SAMPLING_FIELDS, **preferred: Any
+) -> None:
+    _add_fields(parser.add_argument_group("sampling"), SamplingParams, names, preferred)
+    parser.set_defaults(**preferred)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What EngineConfig and LLM take beside the model."""
+    return {name: value for name, value in vars(args).items() if name in ENGINE_FIELDS}
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """--seed is the seed of the engine and of every request."""
+    wanted = (*SAMPLING_FIELDS, "seed")
+    return SamplingParams(**{name: value for name, value in vars(args).items() if name in wanted})
+
+
+def fit_rows(settings: dict[str, Any], num_requests: int) -> dict[str, Any]:
+    """No more rows than requests, unless asked for: every size costs a recording."""
+    if "max_num_seqs" in settings:
+        return settings
+    from slotzero.worker import choose_backend, default_max_num_seqs
+
+    device, _ = choose_backend(EngineConfig(**settings))
+    rows = min(num_requests, default_max_num_seqs(device))
+    return settings | {"max_num_seqs": rows}
+
+
+@functools.cache
+def field_docs(owner: type) -> Mapping[str, str]:
+    """The strings below fields. Python does not keep them, so they are read from the source."""
+    try:
+        body = ast.parse(inspect.getsource(owner)).body[0]
+    except OSError:  # installed without sources: flags work, help is short
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def size(text: str) -> int:
+    """'512M' -> bytes"""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _add_fields(
+    group: argparse._ArgumentGroup,
+    owner: type,
+    names: tuple[str, ...],
+    preferred: Mapping[str, Any],
+) -> None:
+    by_name = {field.name: field for field in fields(owner)}
+    for name in names:
+        field = by_name[name]
+        doc = field_docs(owner).get(name, "")
+        default = preferred.get(name, field.default)
+        group.add_argument(
+            _flag(name),
+            *ALIASES.get(name, ()),
+            dest=name,
+            default=argparse.SUPPRESS,
+            help=(doc + _show_default(default)).strip().replace("%", "%%"),
+            **_how(field),
+        )
+
+
+def _how(field: Field[Any]) -> dict[str, Any]:
+    """What argparse must know to read this field."""
+    if field.type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if field.name == "stop":
+        return {"action": "append", "metavar": "TEXT"}
+    if field.name in CHOICES:
+        return {"choices": CHOICES[field.name]}
+    if field.name == "kv_cache_memory":
+        return {"type": size, "metavar": "BYTES"}
+    return {"type": _number_type(field.type), "metavar": "N"}
+
+
+def _number_type(annotation: Any) -> Any:
+    """int | None -> int"""
+    if isinstance(annotation, types.UnionType):
+        return next(kind for kind in get_args(annotation) if kind is not types.NoneType)
+    return annotation
+
+
+def _show_default(default: Any) -> str:
+    if isinstance(default, bool):
+        return f" (default: {'on' if default else 'off'})"
+    if default in (None, MISSING, ()):
+        return ""
+    return f" (default: {default})"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,108 @@
+"""Prompts as a user hands them over: an argument, a file of lines, standard input.
+
+It does not know tokens or models. The rule: one bad prompt does not spoil the others. It becomes an
+`Ask` that carries its error and its place, and whoever runs the asks reports it.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slotzero.errors import ConfigError
+
+Message = Mapping[str, Any]
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt: text, or a conversation, or what is wrong with it."""
+
+    place: str  # "line 3"; empty where there is only one
+    text: str | None = None
+    messages: Sequence[Message] | None = None
+    error: str = ""
+
+
+def from_arguments(texts: Sequence[str]) -> list[Ask]:
+    if list(texts) == [STDIN]:
+        return [_from_text("", _read_stdin())]
+    many = len(texts) > 1
+    return [
+        _from_text(f"prompt {i}" if many else "", text.encode("utf-8", "surrogateescape"))
+        for i, text in enumerate(texts, start=1)
+    ]
+
+
+def from_file(name: str) -> list[Ask]:
+    """One prompt a line; in a .jsonl file, one object a line."""
+    if name == STDIN:
+        return from_stdin()
+    try:
+        data = Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {name}: {error.strerror or error}") from None
+    return list(_from_lines(data, is_json=name.endswith(".jsonl"), name=name))
+
+
+def from_stdin() -> list[Ask]:
+    return list(_from_lines(_read_stdin(), is_json=False, name="standard input"))
+
+
+def _read_stdin() -> bytes:
+    return sys.stdin.buffer.read()
+
+
+def _from_lines(data: bytes, *, is_json: bool, name: str) -> Iterator[Ask]:
+    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    if lines[-1] == b"":  # the end of the last line, not one more
+        lines.pop()
+    if not lines:
+        raise ConfigError(f"{name} holds no prompt")
+    for number, line in enumerate(lines, start=1):
+        read = _from_json if is_json else _from_text
+        yield read(f"line {number}", line.removesuffix(b"\r"))
+
+
+def _from_text(place: str, data: bytes) -> Ask:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        return Ask(place, error=f"byte {error.start} is not UTF-8: convert the text")
+    if not text.strip():
+        return Ask(place, text=text, error="the prompt is empty")
+    return Ask(place, text=text)
+
+
+def _from_json(place: str, data: bytes) -> Ask:
+    try:
+        entry = json.loads(data)
+    except ValueError as error:  # bytes that are no text included
+        return Ask(place, error=f"this is not JSON ({error})")
+    if not isinstance(entry, dict) or len(entry) != 1 or not entry.keys() & {"prompt", "messages"}:
+        return Ask(place, error='a line is {"prompt": TEXT} or {"messages": [...]}')
+    if "prompt" in entry:
+        return _from_json_prompt(place, entry["prompt"])
+    messages = entry["messages"]
+    if not _is_conversation(messages):
+        return Ask(place, error="messages is a list of objects, each with a role and a content")
+    return Ask(place, messages=messages)
+
+
+def _from_json_prompt(place: str, prompt: object) -> Ask:
+    if not isinstance(prompt, str):
+        return Ask(place, error=f"prompt is a text, got {json.dumps(prompt)}")
+    if not prompt.strip():
+        return Ask(place, text=prompt, error="the prompt is empty")
+    return Ask(place, text=prompt)
+
+
+def _is_conversation(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages)
+    )

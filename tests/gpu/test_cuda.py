@@ -1,0 +1,144 @@
+"""CUDA graphs: recorded, replayed, and equal to eager to the bit. Run on a machine with a GPU."""
+
+import pytest
+import torch
+from conftest import Traced, prompts_of
+from oracle import FAMILIES
+from shadow import Shadow
+
+from slotzero import LLM, SamplingParams
+from slotzero.kernels.reference import ReferenceKernels
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SETTINGS = {"backend": "cuda", "dtype": "float32", "kv_cache_memory": 1 << 28}
+QUIET = {"skip_tokenizer_init": True, "show_progress": False}
+
+
+def expect_equal(traced: Traced, oracle, prompts) -> None:
+    tokens = traced.generate(prompts)
+    for prompt, got, request_id in zip(prompts, tokens, traced.request_ids, strict=True):
+        expected, logits = oracle.generate(prompt["prompt_token_ids"])
+        assert got == expected
+        assert (torch.stack(traced.logits[request_id]) - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_transformers(oracles, family):
+    oracle = oracles(family)
+    traced = Traced(oracle.path, **SETTINGS, max_num_seqs=4, enable_prefix_caching=False)
+    expect_equal(traced, oracle, prompts_of([60, 7, 33, 1], oracle.vocab_size))
+    assert traced.engine.worker.decode.counts.replays > 0
+    assert {r.backend for r in traced.engine.worker.decode.records.values()} == {"cuda"}
+
+
+def test_every_size_is_recorded_into_one_pool(oracles):
+    oracle = oracles("qwen3")
+    llm = LLM(oracle.path, **SETTINGS, max_num_seqs=100, **QUIET)
+    records = list(llm.engine.worker.decode.records.values())
+    assert [r.key.rows for r in records] == sorted((r.key.rows for r in records), reverse=True)
+    assert records[0].key.rows == 100 and records[-1].key.rows == 1
+    assert all(r.backend == "cuda" and not r.failure for r in records)
+    assert sum(r.num_bytes for r in records[1:]) <= max(records[0].num_bytes, 64 << 20)
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
+    oracle = oracles(family)
+    settings = {**SETTINGS, "dtype": dtype}
+    traced = Traced(oracle.path, **settings, max_num_seqs=5)
+    shadow = Shadow(traced.engine)
+    sampled = SamplingParams(
+        temperature=0.8, top_k=40, top_p=0.9, seed=7, logprobs=5, max_tokens=64, ignore_eos=True,
+        frequency_penalty=0.5,
+    )  # fmt: skip
+    traced.generate(prompts_of([5, 30, 17], oracle.vocab_size))
+    traced.generate(prompts_of([9, 21, 40, 2, 2], oracle.vocab_size), sampled)
+    assert shadow.num_compared >= 126
+    assert {name: d for name, d in shadow.differences.items() if d} == {}
+
+
+def test_history_leaves_no_trace(oracles):
+    oracle = oracles("llama")
+    traced = Traced(oracle.path, **SETTINGS, max_num_seqs=16, enable_prefix_caching=False)
+    batch = prompts_of([5, 30, 17], oracle.vocab_size, seed=3)
+    traced.generate(batch)
+    before = [torch.stack(traced.logits[i]) for i in traced.request_ids]
+    hostile = SamplingParams(temperature=1.5, max_tokens=90, ignore_eos=True, logit_bias={3: 9.0})
+    traced.generate(prompts_of([120] * 16, oracle.vocab_size, seed=4), hostile)
+    traced.generate(batch)
+    for request_id, rows in zip(traced.request_ids, before, strict=True):
+        assert torch.equal(torch.stack(traced.logits[request_id]), rows)
+
+
+def test_prefix_cache_hits_change_nothing(oracles):
+    oracle = oracles("mistral")
+    traced = Traced(oracle.path, **SETTINGS, max_num_seqs=4, max_num_batched_tokens=64)
+    shared = prompts_of([48], oracle.vocab_size)[0]["prompt_token_ids"]
+    tails = prompts_of([1, 9, 20, 33], oracle.vocab_size, seed=5)
+    prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+    for _ in range(2):
+        expect_equal(traced, oracle, prompts)
+    assert traced.engine.scheduler.ledger.cache.stats.num_hit_tokens > 48 * len(prompts)
+
+
+def test_preemption_and_chunked_prefill(oracles):
+    oracle = oracles("llama")
+    page = 2 * 2 * 16 * 2 * 16 * 4
+    settings = {**SETTINGS, "kv_cache_memory": 13 * page}
+    traced = Traced(
+        oracle.path, **settings, max_num_seqs=4, max_model_len=120, max_num_batched_tokens=24
+    )
+    expect_equal(traced, oracle, prompts_of([40, 30, 20, 50, 10, 44], oracle.vocab_size))
+    assert traced.engine.scheduler.num_preemptions > 0
+
+
+def test_same_seed_same_tokens_whatever_the_neighbours(oracles):
+    oracle = oracles("qwen2")
+    llm = LLM(oracle.path, **SETTINGS, max_num_seqs=8, **QUIET)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    prompt, *others = prompts_of([12, 30, 7, 55, 20], oracle.vocab_size)
+    alone = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    batch = llm.generate([*others, prompt], params, use_tqdm=False)[-1].outputs[0].token_ids
+    assert alone == batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"),
+    [(9, 3, 64, 16), (32, 8, 128, 16), (6, 1, 80, 32), (2, 2, 96, 1), (16, 2, 256, 64)],
+)
+def test_triton_attention_equals_its_reference(heads, kv_heads, dim, page, dtype):
+    from slotzero.kernels.triton.kernels import TritonKernels
+
+    device = "cuda"
+    per_slot = -(-1500 // page)
+    table = torch.zeros(5, per_slot, dtype=torch.int32, device=device)
+    table[1:] = 1 + torch.randperm(4 * per_slot, device=device).view(4, -1)
+    kv = torch.randn(2, 4 * per_slot + 1, page, kv_heads, dim, device=device, dtype=dtype)
+    slots = torch.tensor([1, 0, 2, 3, 4, 0], dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 0, 32, 699, 1499, 0], dtype=torch.int32, device=device)
+    q = torch.randn(6, heads, dim, device=device, dtype=dtype)
+    args = (q, kv, table, slots, positions, dim**-0.5)
+    got, expected = TritonKernels().attend(*args), ReferenceKernels().attend(*args)
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2  # the reference rounds weights to bfloat16
+    assert (got - expected).abs().max() < tolerance
+    assert got[slots == 0].abs().max() == 0
+
+
+def test_many_requests_leave_nothing_behind(oracles):
+    oracle = oracles("smollm2")
+    llm = LLM(oracle.path, **SETTINGS, max_num_seqs=32, **QUIET)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for round_ in range(5):
+        prompts = prompts_of([3 + i % 20 for i in range(100)], oracle.vocab_size, seed=round_)
+        llm.generate(prompts, params, use_tqdm=False)
+        if round_ == 1:
+            before = torch.cuda.memory_allocated()
+    llm.engine.check()
+    assert llm.engine.scheduler.slots.num_free == 32
+    assert torch.cuda.memory_allocated() <= before

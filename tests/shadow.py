@@ -1,0 +1,35 @@
+"""Runs every decode step twice from one state, replayed and eagerly, and compares all of it."""
+
+import torch
+
+from slotzero.engine import Engine
+from slotzero.graph import GraphKey, Kind
+from slotzero.graph.backend import EagerBackend
+
+
+class Shadow:
+    """`differences[tensor]` is the largest difference seen in any table or output."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.differences: dict[str, float] = {}
+        self.num_compared = 0
+        self._registry = engine.worker.registry
+        self._runner = engine.worker.decode
+        self._replay = self._runner.run
+        self._runner.run = self.run  # type: ignore[method-assign]
+
+    def run(self, key: GraphKey, num_tokens: int) -> None:
+        before = self._state()
+        self._replay(key, num_tokens)
+        replayed = self._state()
+        for name, tensor in before.items():
+            self._registry[name].copy_(tensor)
+        EagerBackend().record(lambda pieces: self._runner.spec.function(key, pieces)).replay()
+        for name, eager in self._state().items():
+            worst = (replayed[name].double() - eager.double()).abs().max().item()
+            self.differences[name] = max(self.differences.get(name, 0.0), worst)
+        self.num_compared += 1
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        kinds = (Kind.TABLE, Kind.OUTPUT, Kind.DERIVED)
+        return {e.name: e.tensor.clone() for e in self._registry.entries() if e.kind in kinds}
