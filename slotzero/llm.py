@@ -1,7 +1,7 @@
 """The offline front door, shaped like vLLM's `LLM`: a script ports by changing its import."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,7 +130,7 @@ class LLM:
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Chunks of all answers as they come; leaving the loop early cancels the rest."""
         answers = self._add(self._jobs(prompts, sampling_params))
         place = {

@@ -94,6 +94,15 @@ def test_eviction_takes_the_leaf_unused_for_longest() -> None:
     assert cache.stats.num_evicted_pages == 4
 
 
+def test_offering_a_duplicate_makes_the_cached_page_young() -> None:
+    cache = _cache()
+    (a,), (b,) = _seed(cache, [1, 1]), _seed(cache, [2, 2])
+    (twin,) = _seed(cache, [1, 1])
+    cache.evict(1)
+    assert cache.pages() == [a]
+    assert len({a, b, twin}) == 3
+
+
 def test_eviction_says_how_many() -> None:
     cache = _cache()
     _seed(cache, [1, 1, 2, 2, 3, 3])

@@ -38,13 +38,13 @@ class Request:
 
 
 def tables_of(requests: Sequence[Request], max_len: int = 8) -> SamplingTables:
-    """Request i lives in slot i + 1. The token table is poisoned past every request's tokens."""
+    """Request i lives in slot i + 1. Past a request's tokens the table holds token 0, as poison."""
     slots = len(requests)
     columns = {
         spec.name: torch.full(spec.shape(slots), spec.neutral, dtype=getattr(torch, spec.dtype))
         for spec in SAMPLING_TABLES
     }
-    tokens = torch.full((slots + 1, max_len), 2**31 - 1, dtype=torch.int32)
+    tokens = torch.zeros(slots + 1, max_len, dtype=torch.int32)
     for slot, request in enumerate(requests, start=1):
         row = encode(request.params, request.seed, request.prompt_len, request.stop_ids)
         for name, values in row.items():
@@ -591,15 +591,23 @@ def test_a_row_depends_on_no_other(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_tokens_past_the_position_count_for_nobody(sample: Sampler) -> None:
-    logits, slots, positions, tables = mixed_batch()
-    before = sample(logits, slots, positions, tables)
-    tables.tokens[:, 4:] = ints(2, 699, -7, 2**31 - 1)
-    assert_equal_bits(before, sample(logits, slots, positions, tables))
-    tables.tokens[:, :4] = 600  # and those before it do count: nothing is remembered
-    after = sample(logits.zero_(), slots, positions, tables)
-    tables.tokens[4, :4] = int(after.tokens[3])
-    assert sample(logits, slots, positions, tables).tokens[3] != 600
+def test_only_tokens_before_the_position_and_in_the_vocabulary_count(sample: Sampler) -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, presence_penalty=1.0)
+    logits = [1.0, 0.9, 0.8]
+    table = [1, 0, 0, -1, 3, 2**31 - 1]
+    for position, expected in ((0, 0), (1, 0), (2, 2)):
+        request = Request(params, tokens=table)
+        assert run(sample, logits, request, position).tokens.item() == expected
+    strangers = Request(params, tokens=[-1, -(2**31), 3, 2**31 - 1])
+    assert run(sample, logits, strangers).tokens.item() == 0
+
+
+@SAMPLERS
+def test_nothing_is_remembered_between_calls(sample: Sampler) -> None:
+    params = SamplingParams(temperature=0, repetition_penalty=2.0)
+    for token, expected in ((0, 1), (1, 0), (0, 1)):
+        request = Request(params, tokens=[token], prompt_len=1)
+        assert run(sample, [1.0, 0.9], request).tokens.item() == expected
 
 
 @SAMPLERS

@@ -1,7 +1,7 @@
 """`slotzero chat`: a conversation with a model, turn by turn.
 
-At a terminal it edits lines, streams answers and lets Ctrl-C end an answer. With standard input from
-a file or pipe, each line is a turn and only answers are printed.
+At a terminal it edits lines, streams answers and lets Ctrl-C end an answer. Where standard
+input is a file or a pipe, each line is a turn and only answers are printed.
 
 The rule: the conversation holds only turns that were answered. What could not be answered (too
 long, refused by the template, interrupted before its first word) is said in one line and forgotten.
@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made = flags.command_parser("chat", "[MODEL] [flags]", DESCRIPTION)
     flags.add_model(made)
     made.add_argument("--system", metavar="TEXT", help="the system message")
-    flags.add_sampling_flags(made, FIELDS, temperature=0.6, top_p=0.9, max_tokens=1024)
+    flags.add_sampling_flags(made, FIELDS, temperature=0.2, top_p=0.9, max_tokens=1024)
     flags.add_engine_flags(made, max_num_seqs=1)
     return made
 
@@ -74,7 +74,7 @@ class Conversation:
     def set_system(self, text: str) -> None:
         self._system = text or None
 
-    def ask(self, text: str) -> "Iterator[StreamChunk]":
+    def ask(self, text: str) -> "Generator[StreamChunk, None, None]":
         """Streams the answer; leaving the loop keeps what was said so far."""
         turns = [*self._turns, {"role": "user", "content": text}]
         chunks = self._llm.stream(self._prompt(turns), self._params)
@@ -84,7 +84,7 @@ class Conversation:
                 answer += chunk.text
                 yield chunk
         finally:
-            chunks.close()  # type: ignore[attr-defined]  # a generator: this cancels the rest
+            chunks.close()  # cancels the rest, where the loop was left early
             if answer:
                 self._turns = [*turns, {"role": "assistant", "content": answer}]
 
@@ -145,7 +145,7 @@ def _input(prompt: str) -> str:
 
 def _answer_at_terminal(conversation: Conversation, text: str) -> None:
     last: StreamChunk | None = None
-    with _interrupts() as pressed, contextlib.closing(conversation.ask(text)) as chunks:  # type: ignore[type-var]
+    with _interrupts() as pressed, contextlib.closing(conversation.ask(text)) as chunks:
         try:
             for last in chunks:
                 print(last.text, end="", flush=True)

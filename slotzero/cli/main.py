@@ -87,6 +87,6 @@ def _never_fail_on_odd_characters() -> None:
 
 
 def _silence_stdout() -> None:
-    """Python flushes standard output once more at exit; the reader is gone, so let it go nowhere."""
+    """Python flushes standard output once more at exit; the reader is gone, so it goes nowhere."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

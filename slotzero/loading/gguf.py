@@ -40,7 +40,7 @@ _NUMBERS_PER_STEP = 1 << 17
 class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or path.stem
-        self._path = path
+        self.path = path
         self._data = map_file(path)
         header = parse_header(self._data, path)
         self._metadata = header.metadata
@@ -59,7 +59,7 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
             raise CorruptCheckpointError(
-                f"{self._path} has no tensor {name}; download or convert it again"
+                f"{self.path} has no tensor {name}; download or convert it again"
             )
         tensor = self._unpack(self._tensors[name])
         rotated = _ROTATED.fullmatch(name)
@@ -75,7 +75,7 @@ class GgufCheckpoint(Checkpoint):
         num_files = self._metadata.get("split.count", 1)
         if num_files > 1:
             raise UnsupportedModelError(
-                f"{self._path} is one of {num_files} files; join them with "
+                f"{self.path} is one of {num_files} files; join them with "
                 "`llama-gguf-split --merge`"
             )
 
@@ -83,7 +83,7 @@ class GgufCheckpoint(Checkpoint):
         embedding = tensors.get("token_embd.weight")
         if embedding is None:
             raise CorruptCheckpointError(
-                f"{self._path} has no tensor token_embd.weight; download or convert it again"
+                f"{self.path} has no tensor token_embd.weight; download or convert it again"
             )
         config = hugging_face_config(self._metadata, tensors.keys(), embedding.shape[0])
         if ROPE_FACTORS in tensors:
@@ -98,7 +98,7 @@ class GgufCheckpoint(Checkpoint):
         if plain is not None:
             numbers = torch.from_numpy(stored.copy()).view(plain)
             return numbers.float().reshape(tensor.shape)
-        return _dequantise(stored, tensor, self._path)
+        return _dequantise(stored, tensor, self.path)
 
 
 def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

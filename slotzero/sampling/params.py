@@ -48,6 +48,7 @@ class SamplingParams:
     """Token ids that end the answer."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    """Go on past the end of the answer, to max_tokens."""
     logprobs: int | None = None
     """Log probability of each chosen token, and of this many most likely ones beside it."""
     skip_special_tokens: bool = True

