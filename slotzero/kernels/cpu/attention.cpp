@@ -5,7 +5,6 @@
 // same whether it comes alone (decode) or beside others of its prompt (prefill).
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -108,15 +107,13 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 }
 
 // q [T, heads, D]; kv_pages [2, pages, page, kv_heads, D]; page_table [slots + 1, width]
-// -> [T, heads, D]
-Tensor attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions,
-              double softmax_scale) {
+void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions,
+            double softmax_scale, Tensor out) {
   const int64_t heads = q.size(1), head_dim = q.size(2);
   const int64_t page = kv_pages.size(2), kv_heads = kv_pages.size(3);
   const int64_t stride = kv_heads * head_dim, width = page_table.size(1);
   const float *qp = floats(q), *kp = floats(kv_pages), *vp = kp + kv_pages.stride(0);
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
-  Tensor out = torch::stable::new_empty(q, {q.size(0), heads, head_dim});
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
   const std::vector<Run> runs = runs_of(slot_of, q.size(0));
@@ -148,7 +145,6 @@ Tensor attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor
     for (Query& query : queries)
       if (query.position >= 0) scale(query.out, 1.0f / query.sum, head_dim);
   }
-  return out;
 }
 
 // k, v [T, kv_heads, D] go to position `positions[t]` of slot `slots[t]`; slot 0 is dropped.
@@ -172,7 +168,7 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions, "
-      "float scale) -> Tensor");
+      "float scale, Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "
       "Tensor positions) -> ()");

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.cpu import build
-from slotzero.sampling import fused
+from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
@@ -34,7 +34,8 @@ class CpuKernels(Kernels):
         return padded.view(*lead, blocks, FEATURES, in_features).transpose(-1, -2).contiguous()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        out: Tensor = torch.ops.slotzero.linear(x, weight, bias, out_features)
+        out = x.new_empty(x.shape[0], out_features)
+        torch.ops.slotzero.linear.default(x, weight, bias, out)
         return out
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ class CpuKernels(Kernels):
         slots: Tensor,
         positions: Tensor,
     ) -> None:
-        torch.ops.slotzero.store_kv(k, v, kv_pages, page_table, slots, positions)
+        torch.ops.slotzero.store_kv.default(k, v, kv_pages, page_table, slots, positions)
 
     def attend(
         self,
@@ -60,28 +61,26 @@ class CpuKernels(Kernels):
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        out: Tensor = torch.ops.slotzero.attend(q, kv_pages, page_table, slots, positions, scale)
+        out = torch.empty_like(q)
+        torch.ops.slotzero.attend.default(q, kv_pages, page_table, slots, positions, scale, out)
         return out
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
     ) -> Sampled:
-        return fused.sample(logits, slots, positions, tables)
+        rows = logits.shape[0]
+        sampled = Sampled(
+            tokens=logits.new_empty(rows, dtype=torch.int32),
+            logprobs=logits.new_empty(rows),
+            top_ids=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.int32),
+            top_logprobs=logits.new_empty(rows, MAX_LOGPROBS),
+        )
+        torch.ops.slotzero.sample.default(logits, slots, positions, *tables, *sampled)
+        return sampled
 
 
 @functools.cache
 def _register_shapes() -> None:
-    """Tells the compiler what each op returns; once a process."""
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        return x.new_empty(x.shape[0], out_features)
-
-    def attend(q: Tensor, *_: object) -> Tensor:
-        return q.new_empty(q.shape)
-
-    def store_kv(*_: object) -> None:
-        return None
-
-    for function in (linear, attend, store_kv):
-        name = f"slotzero::{function.__name__}"
-        torch.library.register_fake(name, function)
+    """Every op writes into tensors that it is given, so the compiler has no shape to infer."""
+    for name in ("linear", "store_kv", "attend", "sample"):
+        torch.library.register_fake(f"slotzero::{name}", lambda *_: None)

@@ -5,7 +5,6 @@
 // one accumulator, whatever the number of rows: a row's result never depends on its neighbours.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -53,10 +52,9 @@ void block(const float* x, const float* w, const float* b, float* y, int64_t M, 
   }
 }
 
-// x [M, K], weight [ceil(N / 16), K, 16], bias [N] -> [M, N]
-Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_features) {
-  const int64_t M = x.size(0), K = x.size(1), N = out_features;
-  Tensor out = torch::stable::new_empty(x, {M, N});
+// x [M, K], weight [ceil(N / 16), K, 16], bias [N], out [M, N]
+void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
+  const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* wp = static_cast<const float*>(weight.data_ptr());
   const auto* bp = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;
@@ -71,12 +69,11 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, int64_t out_f
             std::min(FEATURES, N - n));
     }
   }
-  return out;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) { m.impl("linear", TORCH_BOX(&linear)); }
