@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from slotzero.config import EngineConfig
 from slotzero.errors import RequestError, TokenizerMissingError
+from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
 from slotzero.pools.pages import PagePool
 from slotzero.pools.slots import SlotPool
@@ -89,6 +90,8 @@ class Engine:
         request = self.validate(request_id, prompt, params)
         self._arrivals += 1
         request.arrival = self._arrivals
+        if params.seed is None:
+            request.seed = self._seeds.getrandbits(63)
         self.scheduler.add(request)
         transcript = None
         if params.detokenize and self.tokenizer is not None:
@@ -109,17 +112,27 @@ class Engine:
 
     def step(self) -> list[Answer]:
         """Plan and launch the next step, then commit the one before; -> answers that grew."""
-        step = self.scheduler.plan()
-        if step is not None:
-            self._in_flight.append((step, self.worker.run(step)))
-            self.num_steps += 1
-        if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
-            return self._commit(*self._in_flight.popleft())
-        return []
+        with uninterrupted():
+            step = self.scheduler.plan()
+            if step is not None:
+                self._in_flight.append((step, self._run(step)))
+                self.num_steps += 1
+            if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
+                return self._commit(*self._in_flight.popleft())
+            return []
 
     def check(self) -> None:
         """Recounts every pool."""
         self.scheduler.check()
+
+    def _run(self, step: Step) -> Results:
+        try:
+            return self.worker.run(step)
+        except BaseException:
+            self.scheduler.abandon(step)
+            for row in step.rows:
+                self._answers.pop(row.request.id, None)
+            raise
 
     def _commit(self, step: Step, results: Results) -> list[Answer]:
         tokens = results.tokens()
@@ -157,7 +170,11 @@ class Engine:
                 "for the answer: shorten the prompt or raise --max-model-len"
             )
         vocab = self.worker.vocab_size
-        for what, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
+        for what, ids in (
+            ("prompt", tokens),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
             bad = next((t for t in ids if not 0 <= t < vocab), None)
             if bad is not None:
                 raise RequestError(f"{what}: token id {bad} is not in the vocabulary of {vocab}")
@@ -171,7 +188,7 @@ class Engine:
             id=request_id,
             prompt_token_ids=tokens,
             params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=params.seed or 0,  # `add` draws one where none was given
             arrival=0,
             stop_ids=frozenset(stop_ids),
             max_len=len(tokens) + min(params.max_tokens or room, room),

@@ -72,6 +72,31 @@ class _Job:
     params: SamplingParams
 
 
+class _Streamed:
+    """An answer and how much of it was handed out."""
+
+    def __init__(self, answer: Answer, prompt_index: int, index: int) -> None:
+        self.answer = answer
+        self._place = (prompt_index, index)
+        self._num_characters = 0
+        self._num_tokens = 0
+        self.is_over = False
+
+    @property
+    def has_grown(self) -> bool:
+        return len(self.answer.token_ids) > self._num_tokens or self.answer.finished
+
+    def next_chunk(self) -> StreamChunk:
+        answer = self.answer
+        safe = answer.transcript.num_safe if answer.transcript else 0
+        text = answer.text[self._num_characters : safe]
+        tokens = answer.token_ids[self._num_tokens :]
+        self._num_characters += len(text)
+        self._num_tokens += len(tokens)
+        self.is_over = answer.finished
+        return StreamChunk(*self._place, text, tokens, answer.finish_reason)
+
+
 class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
         """`settings` are the fields of EngineConfig; an unknown one is refused by name."""
@@ -131,27 +156,23 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Generator[StreamChunk, None, None]:
-        """Chunks of all answers as they come; leaving the loop early cancels the rest."""
-        answers = self._add(self._jobs(prompts, sampling_params))
-        place = {
-            id(answer): (i, j)
-            for i, siblings in enumerate(answers)
-            for j, answer in enumerate(siblings)
-        }
-        shown = dict.fromkeys(place, (0, 0))  # characters and tokens handed out
-        try:
-            while place and self.engine.has_work:
-                for answer in self.engine.step():
-                    if id(answer) in place:
-                        yield _chunk(answer, place[id(answer)], shown)
-        finally:
-            for answer in itertools.chain.from_iterable(answers):
-                self.engine.cancel(answer.request.id)
-            self._drain()
+        """Chunks of all answers as they come; closing it early cancels the rest."""
+        return self._stream(self._jobs(prompts, sampling_params))
 
-    def _drain(self) -> None:
-        while self.engine.has_work:
-            self.engine.step()
+    def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
+        answers = [
+            _Streamed(answer, i, j)
+            for i, siblings in enumerate(self._add(jobs))
+            for j, answer in enumerate(siblings)
+        ]
+        try:
+            while answers:
+                self.engine.step()  # others may be in it, and others may step for us
+                yield from [s.next_chunk() for s in answers if s.has_grown]
+                answers = [s for s in answers if not s.is_over]
+        finally:
+            for streamed in answers:
+                self.engine.cancel(streamed.answer.request.id)
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
         if isinstance(prompts, str | Mapping):
@@ -241,18 +262,3 @@ class LLM:
 
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:
     return params if params.seed is None else replace(params, seed=params.seed + i)
-
-
-def _chunk(
-    answer: Answer, place: tuple[int, int], shown: dict[int, tuple[int, int]]
-) -> StreamChunk:
-    characters, tokens = shown[id(answer)]
-    safe = answer.transcript.num_safe if answer.transcript else 0
-    shown[id(answer)] = (max(safe, characters), len(answer.token_ids))
-    return StreamChunk(
-        prompt_index=place[0],
-        index=place[1],
-        text=answer.text[characters:safe],
-        token_ids=answer.token_ids[tokens:],
-        finish_reason=answer.finish_reason,
-    )

@@ -5,12 +5,13 @@ back results that arrive later. It does not know queues, text or who is finished
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from slotzero.config import EngineConfig
+from slotzero.config import DTYPES, EngineConfig
 from slotzero.errors import CapacityError, ConfigError
 from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
 from slotzero.graph.backend import EagerBackend, backend_for
@@ -194,16 +195,16 @@ def default_max_num_seqs(device: torch.device) -> int:
     return 16 if device.type == "cpu" else 256
 
 
-def choose_dtype(wanted: str, device: torch.device, config: object) -> torch.dtype:
+def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
     if device.type == "cpu":
         if wanted not in ("auto", "float32"):
             raise ConfigError(f"dtype {wanted}: on a CPU only float32 is implemented")
         return torch.float32
     if wanted == "auto":
-        get = getattr(config, "get", lambda _: None)
-        wanted = str(get("dtype") or get("torch_dtype") or "bfloat16")
-    dtype = getattr(torch, wanted, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        stored = config.get("dtype") or config.get("torch_dtype")
+        wanted = stored if stored in DTYPES else "bfloat16"
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
 
 
 def _resolve(

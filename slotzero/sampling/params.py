@@ -97,6 +97,11 @@ class SamplingParams:
                 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
                 "must be at least 0 and at most max_tokens",
             ),
+            (
+                "seed",
+                self.seed is None or -(2**63) <= self.seed < 2**63,
+                "must fit into 64 bits",
+            ),
             ("stop", all(self.stop), "must not hold an empty string"),
             (
                 "stop",

@@ -155,6 +155,13 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
+    def abandon(self, step: Step) -> None:
+        """A planned step could not be launched: its rows end, and nothing is found that it was to
+        compute."""
+        for row in step.rows:
+            self.cancel(row.request)
+        self.ledger.cache.clear()
+
     def cancel(self, request: Request) -> None:
         if request.status is not Status.FINISHED:
             self.finish(request, "abort")

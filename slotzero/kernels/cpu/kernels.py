@@ -71,9 +71,9 @@ class CpuKernels(Kernels):
         rows = logits.shape[0]
         sampled = Sampled(
             tokens=logits.new_empty(rows, dtype=torch.int32),
-            logprobs=logits.new_empty(rows),
+            logprobs=logits.new_empty(rows, dtype=torch.float32),
             top_ids=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.int32),
-            top_logprobs=logits.new_empty(rows, MAX_LOGPROBS),
+            top_logprobs=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.float32),
         )
         torch.ops.slotzero.sample.default(logits, slots, positions, *tables, *sampled)
         return sampled

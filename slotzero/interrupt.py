@@ -1,0 +1,23 @@
+"""Ctrl-C waits for the end of a step: half a step would leave pools and tables in disagreement."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds SIGINT back and delivers it at the end to whoever handled it before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are delivered to the main thread alone
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pending.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if pending:
+            signal.raise_signal(signal.SIGINT)
