@@ -9,10 +9,8 @@ long, refused by the template, interrupted before its first word) is said in one
 
 import argparse
 import contextlib
-import signal
 import sys
-from collections.abc import Generator, Iterator
-from types import FrameType
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from slotzero.cli import flags
@@ -145,36 +143,18 @@ def _input(prompt: str) -> str:
 
 def _answer_at_terminal(conversation: Conversation, text: str) -> None:
     last: StreamChunk | None = None
-    with _interrupts() as pressed, contextlib.closing(conversation.ask(text)) as chunks:
+    with contextlib.closing(conversation.ask(text)) as chunks:
         try:
             for last in chunks:
                 print(last.text, end="", flush=True)
-                if pressed:
-                    break
         except RequestError as error:
             _say(str(error))
             return
+        except KeyboardInterrupt:  # between two steps; what was said so far stays said
+            last = None
     print(flush=True)
     if last is not None and last.finish_reason == "length":
         _say("(cut: --max-tokens or the context is used up)")
-
-
-@contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collects Ctrl-C rather than raising it: a step of the engine is not left half done. Pressed
-    again before anyone looked, it does raise."""
-    pressed: list[int] = []
-
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _obey(conversation: Conversation, text: str) -> bool:

@@ -1,0 +1,73 @@
+import signal
+import threading
+
+import pytest
+from conftest import prompts_of
+
+from slotzero import LLM, SamplingParams
+from slotzero.interrupt import uninterrupted
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest of the step")
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_another_thread_is_left_alone():
+    seen = []
+
+    def work():
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+def test_an_interrupted_generate_leaves_a_usable_engine(oracles):
+    oracle = oracles("llama")
+    llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
+    prompts = prompts_of([20, 5, 9], oracle.vocab_size)
+    expected = llm.generate(prompts, use_tqdm=False)
+    run, calls = llm.engine.worker.run, []
+
+    def interrupting(step):
+        calls.append(step)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return run(step)
+
+    llm.engine.worker.run = interrupting
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, use_tqdm=False)
+    llm.engine.check()
+    again = llm.generate(prompts, use_tqdm=False)
+    assert len(expected) == len(again) == 3
+    llm.engine.check()
+
+
+def test_a_step_that_fails_leaves_no_false_prefix(oracles):
+    """Its prompt's pages were promised to the cache and never computed."""
+    oracle = oracles("llama")
+    llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
+    (prompt,) = prompts_of([60], oracle.vocab_size)
+    run = llm.engine.worker.run
+
+    def failing(step):
+        raise RuntimeError("the device is gone")
+
+    llm.engine.worker.run = failing
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        llm.generate(prompt, use_tqdm=False)
+    llm.engine.worker.run = run
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    assert output.outputs[0].token_ids == oracle.generate(prompt["prompt_token_ids"], 20)[0]
+    assert output.num_cached_tokens == 0
+    llm.engine.check()
