@@ -87,8 +87,9 @@ class Passes:
         """All layers, then sampling and write-back of every row that reached its target."""
         slots, new_length = self._slots[: key.rows], self._new_length[: key.rows]
         hidden = self._decoder.forward(self._tokens(key), self._kv, pieces)
+        hidden = hidden[self._last_token[: key.rows]].masked_fill((slots == 0)[:, None], 0)
         logits = self._logits[: key.rows]
-        logits.copy_(self._decoder.logits(hidden[self._last_token[: key.rows]]))
+        logits.copy_(self._decoder.logits(hidden))  # zeros for slot 0
         chosen = self._kernels.sample(logits, slots, new_length, self._tables.sampling)
         samples = (slots > 0) & (new_length >= self._tables["target"][slots])
         self._write_back(slots, new_length, chosen.tokens, samples)

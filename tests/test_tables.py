@@ -1,0 +1,215 @@
+"""The tables against a plain dict: staged words land where they belong, and nowhere else."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotzero.errors import ContractError
+from slotzero.graph import Registry
+from slotzero.pools.tables import SlotTables
+from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.tables import SAMPLING_TABLES, encode
+
+NUM_SLOTS, MAX_LEN, PAGES = 3, 7, 4
+WIDTHS = {"tokens": MAX_LEN + 1, "length": 1, "target": 1, "page_table": PAGES} | {
+    spec.name: spec.width for spec in SAMPLING_TABLES
+}
+NEUTRAL = dict.fromkeys(WIDTHS, 0) | {spec.name: spec.neutral for spec in SAMPLING_TABLES}
+FLOATS = {spec.name for spec in SAMPLING_TABLES if spec.dtype == "float32"}
+
+
+def make() -> SlotTables:
+    return SlotTables(Registry(torch.device("cpu")), NUM_SLOTS, MAX_LEN, PAGES)
+
+
+def rows_of(tables: SlotTables, name: str) -> list[list[int | float]]:
+    return tables[name].reshape(NUM_SLOTS + 1, WIDTHS[name]).tolist()
+
+
+def neutral_rows(name: str) -> list[list[int | float]]:
+    return [[NEUTRAL[name]] * WIDTHS[name] for _ in range(NUM_SLOTS + 1)]
+
+
+def test_every_row_starts_neutral() -> None:
+    tables = make()
+    for name in WIDTHS:
+        assert rows_of(tables, name) == neutral_rows(name), name
+        assert tables[name].dtype == (torch.float32 if name in FLOATS else torch.int32)
+        assert tables[name].dim() == (1 if WIDTHS[name] == 1 else 2)
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_value_lands_in_its_slot_and_column_alone(name: str) -> None:
+    for slot in range(1, NUM_SLOTS + 1):
+        for column in {0, WIDTHS[name] // 2, WIDTHS[name] - 1}:
+            tables = make()
+            tables.stage(name, slot, [5], column)
+            assert rows_of(tables, name) == neutral_rows(name)  # not before it is applied
+            tables.apply()
+            expected = {other: neutral_rows(other) for other in WIDTHS}
+            expected[name][slot][column] = 5
+            assert {other: rows_of(tables, other) for other in WIDTHS} == expected
+
+
+def test_the_later_value_wins() -> None:
+    tables = make()
+    tables.stage("page_table", 2, [1, 2, 3])
+    tables.stage("page_table", 2, [9, 8], first=1)
+    tables.stage("page_table", 2, [7], first=1)
+    tables.apply()
+    assert rows_of(tables, "page_table")[2] == [1, 7, 8, 0]
+
+
+def test_apply_is_done_once() -> None:
+    tables = make()
+    tables.stage("length", 1, [4])
+    tables.apply()
+    tables["length"][1] = 5  # as a step does
+    tables.apply()
+    assert tables["length"][1] == 5
+
+
+def test_floats_keep_every_bit_and_the_sign_of_zero() -> None:
+    values = np.array([-0.0, 1e-45, 3.4028235e38, -1 / 3], dtype=np.float32)
+    tables = make()
+    tables.stage("bias_values", 2, values.tolist())
+    tables.apply()
+    stored = tables["bias_values"][2, :4].numpy()
+    assert stored.tobytes() == values.tobytes()
+
+
+def test_a_row_of_a_request_arrives_whole() -> None:
+    tables = make()
+    params = SamplingParams(
+        temperature=0.7, top_k=5, top_p=0.5, min_p=0.25, repetition_penalty=1.5, seed=-1,
+        presence_penalty=-1, frequency_penalty=2, logit_bias={3: -2.5, 7: 1}, min_tokens=2,
+        stop_token_ids=[9], logprobs=4,
+    )  # fmt: skip
+    row = encode(params, -1, 3, [9, 2])
+    for name, values in row.items():
+        tables.stage(name, 2, values)
+    tables.apply()
+    for name, values in row.items():
+        assert rows_of(tables, name)[2] == np.float32(values).tolist(), name
+        assert rows_of(tables, name)[1] == neutral_rows(name)[1], name
+
+
+def test_reset_returns_everything_but_tokens() -> None:
+    tables = make()
+    for slot in (1, 2):
+        for name, width in WIDTHS.items():
+            tables.stage(name, slot, [3] * width)
+    tables.apply()
+    tables.reset(2)
+    tables.apply()
+    for name, width in WIDTHS.items():
+        assert rows_of(tables, name)[1] == [3] * width
+        expected = 3 if name == "tokens" else NEUTRAL[name]
+        assert rows_of(tables, name)[2] == [expected] * width
+
+
+def test_reset_before_apply_and_a_new_owner_after_it() -> None:
+    """All within one step: what the last owner staged is gone, what the next one staged is not."""
+    tables = make()
+    tables.stage("stop_ids", 1, [5, 6, 7])
+    tables.stage("top_p", 1, [0.5])
+    tables.reset(1)
+    tables.stage("stop_ids", 1, [8])
+    tables.apply()
+    assert rows_of(tables, "stop_ids")[1][:4] == [8, -1, -1, -1]
+    assert rows_of(tables, "top_p")[1] == [1]
+    tables.reset(1)
+    tables.apply()
+    assert rows_of(tables, "stop_ids") == neutral_rows("stop_ids")
+
+
+def test_reset_returns_what_a_step_wrote_in_a_staged_column() -> None:
+    tables = make()
+    tables.stage("length", 3, [2])
+    tables.apply()
+    tables["length"][3] += 4
+    tables.reset(3)
+    tables.apply()
+    assert tables["length"].tolist() == [0] * (NUM_SLOTS + 1)
+
+
+@pytest.mark.parametrize("slot", [0, -1, NUM_SLOTS + 1])
+def test_slot_zero_and_foreign_slots_are_refused(slot: int) -> None:
+    tables = make()
+    with pytest.raises(ContractError, match=rf"table 'target': slot {slot} is not one of 1 to 3"):
+        tables.stage("target", slot, [1])
+    tables.reset(slot)  # nobody wrote there, so there is nothing to undo
+    tables.apply()
+    assert all(rows_of(tables, name) == neutral_rows(name) for name in WIDTHS)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_values", "first"),
+    [("length", 2, 0), ("page_table", PAGES + 1, 0), ("page_table", 1, PAGES), ("tokens", 8, 1)],
+)
+def test_too_many_columns_are_refused(name: str, num_values: int, first: int) -> None:
+    tables = make()
+    message = rf"table '{name}': {num_values} values at {first} for {WIDTHS[name]} columns"
+    with pytest.raises(ContractError, match=message):
+        tables.stage(name, 1, [1] * num_values, first)
+    tables.apply()
+    assert all(rows_of(tables, name) == neutral_rows(name) for name in WIDTHS)
+
+
+def test_a_column_before_the_first_is_refused() -> None:
+    """From slot 1 it would be the last column of slot 0."""
+    tables = make()
+    with pytest.raises(ContractError, match="'page_table'"):
+        tables.stage("page_table", 1, [5], first=-1)
+    tables.apply()
+    assert rows_of(tables, "page_table") == neutral_rows("page_table")
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("stage"),
+            st.sampled_from(sorted(WIDTHS)),
+            st.integers(-1, NUM_SLOTS + 1),
+            st.integers(0, 9),
+            st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9),
+        ),
+        st.tuples(st.just("reset"), st.integers(1, NUM_SLOTS)),
+        st.tuples(st.just("apply")),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves=MOVES)
+def test_it_behaves_like_a_dict(moves: list[tuple]) -> None:
+    tables = make()
+    staged = {name: neutral_rows(name) for name in WIDTHS}
+    applied = copy.deepcopy(staged)
+    for move in [*moves, ("apply",)]:
+        match move:
+            case ("stage", name, slot, first, values):
+                if name in FLOATS:
+                    values = [float(np.float32(value / 7)) for value in values]
+                if 1 <= slot <= NUM_SLOTS and first + len(values) <= WIDTHS[name]:
+                    tables.stage(name, slot, values, first)
+                    staged[name][slot][first : first + len(values)] = values
+                else:
+                    with pytest.raises(ContractError):
+                        tables.stage(name, slot, values, first)
+            case ("reset", slot):
+                tables.reset(slot)
+                for name, width in WIDTHS.items():
+                    if name != "tokens":
+                        staged[name][slot] = [NEUTRAL[name]] * width
+            case ("apply",):
+                tables.apply()
+                applied = copy.deepcopy(staged)
+        for name in WIDTHS:
+            assert rows_of(tables, name) == applied[name]
+            assert rows_of(tables, name)[0] == neutral_rows(name)[0]
