@@ -147,7 +147,10 @@ def main() -> None:
     for state, seconds in startup.items():
         console.print(f"first answer, {state} compile cache: {seconds:.1f} s")
     result = {
-        "tokens_per_second": {n: {f"b{b}": round(r, 1) for b, r in v.items()} for n, v in best.items()},
+        "tokens_per_second": {
+            name: {f"b{batch}": round(rate, 1) for batch, rate in rates.items()}
+            for name, rates in best.items()
+        },
         "speedup_over_transformers": {
             f"b{b}": round(best["slotzero"][b] / best["transformers"][b], 2) for b in BATCHES
         },

@@ -17,7 +17,7 @@ from slotzero.pools.pages import PagePool
 from slotzero.pools.slots import SlotPool
 from slotzero.progress import recording_bar, weights_bar
 from slotzero.request import FinishReason, Request, Status
-from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
 from slotzero.scheduler.scheduler import Scheduler, SchedulerConfig
 from slotzero.step import Step
 from slotzero.tokenizer import Tokenizer
@@ -183,6 +183,11 @@ class Engine:
         stop_ids = set(params.stop_token_ids) | (
             set() if params.ignore_eos else set(self.eos_token_ids)
         )
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(stop_ids)} stop ids with the model's own: at most {MAX_STOP_IDS} fit, "
+                "name fewer stop_token_ids"
+            )
         room = limit - len(tokens)
         return Request(
             id=request_id,

@@ -1,4 +1,4 @@
-"""What a padded row may do: nothing. Whole steps over hostile memory, on eager and recorded graphs."""
+"""What a padded row may do: nothing. Whole steps over hostile memory, eager and recorded."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ void dots(const float* a, const float* b, int64_t stride, int64_t n, float* out)
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     const Vec av = load(a + i);
-    UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] += av * load(b + j * stride + i);
+    UNROLL for (int j = 0; j < BLOCK; ++j) acc[j] = fused(av, load(b + j * stride + i), acc[j]);
   }
   UNROLL for (int j = 0; j < BLOCK; ++j) out[j] = lane_sum(acc[j]);
   for (; i < n; ++i)
@@ -47,7 +47,7 @@ void add_weighted(float* y, const float* weight, const float* x, int64_t stride,
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
     Vec acc = load(y + i);
-    UNROLL for (int j = 0; j < BLOCK; ++j) acc += load(x + j * stride + i) * weight[j];
+    UNROLL for (int j = 0; j < BLOCK; ++j) acc = fused(load(x + j * stride + i), all(weight[j]), acc);
     store(y + i, acc);
   }
   for (; i < n; ++i)

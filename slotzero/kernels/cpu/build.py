@@ -20,7 +20,15 @@ import torch
 from slotzero.cache import cache_dir
 from slotzero.errors import CapacityError
 
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fPIC", "-fno-math-errno")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-fopenmp",
+    "-fPIC",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+)
 _HERE = Path(__file__).parent
 
 

@@ -30,8 +30,8 @@ void tile(const float* x, const float* w, const float* b, float* y, int64_t K, i
     Vec wv[VECS];
     UNROLL for (int j = 0; j < VECS; ++j) wv[j] = load(w + k * FEATURES + j * LANES);
     UNROLL for (int m = 0; m < M; ++m) {
-      const float xv = x[m * K + k];
-      UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] += wv[j] * xv;
+      const Vec xv = all(x[m * K + k]);
+      UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] = fused(wv[j], xv, acc[m][j]);
     }
   }
   for (int m = 0; m < M; ++m) {

@@ -1,10 +1,19 @@
 // One SIMD register of floats, whatever the machine calls it.
+//
+// Products are added by `fused` alone and the compiler contracts nothing (-ffp-contract=off): it
+// would fuse in one instance of a template and not in another, and a row's result would then
+// depend on how many rows came with it.
 #pragma once
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 constexpr int LANES = 16;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
 constexpr int LANES = 8;
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+constexpr int LANES = 4;
 #else
 constexpr int LANES = 4;
 #endif
@@ -17,6 +26,21 @@ typedef float UnalignedVec __attribute__((vector_size(LANES * sizeof(float)), al
 
 static inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
+static inline Vec all(float x) { return Vec{} + x; }
+
+// a * b + c
+static inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
 static inline float lane_sum(Vec v) {
   float sum = 0;
   UNROLL for (int i = 0; i < LANES; ++i) sum += v[i];
