@@ -16,8 +16,8 @@ from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedMode
 from slotzero.loading.gguf import GgufCheckpoint, halves_from_pairs
 from slotzero.loading.gguf_header import BLOCK_TYPES, map_file, parse_header
 from slotzero.loading.gguf_names import llama3_factors, llama3_scaling
-from slotzero.loading.shapes import expected_tensors
 from slotzero.loading.source import open_checkpoint
+from slotzero.models.params import expected_tensors
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCAB = 32, 64, 4, 2, 2, 40
 LAYER = {

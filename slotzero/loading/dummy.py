@@ -15,7 +15,7 @@ import torch
 
 from slotzero.errors import CorruptCheckpointError
 from slotzero.loading.checkpoint import Checkpoint
-from slotzero.loading.shapes import expected_tensors
+from slotzero.models.params import expected_tensors
 from slotzero.tokenizer import Tokenizer
 
 _DEFAULT_STD = 0.02

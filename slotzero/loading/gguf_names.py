@@ -13,14 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.loading.shapes import FAMILIES
+from slotzero.models.config import ARCHITECTURES
 
 ROPE_FACTORS = "rope_freqs.weight"
-ARCHITECTURES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-)  # Mistral is written as llama: it is the same arithmetic
+SUPPORTED = ("llama", "qwen2", "qwen3")
+# Mistral is written as llama: it is the same arithmetic
 
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -54,7 +51,7 @@ def hugging_face_name(name: str) -> str:
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _IN_LAYER:
         raise UnsupportedModelError(
-            f"GGUF tensor {name} is not supported; use a dense model of {', '.join(ARCHITECTURES)}"
+            f"GGUF tensor {name} is not supported; use a dense model of {', '.join(SUPPORTED)}"
         )
     return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
 
@@ -64,9 +61,9 @@ def hugging_face_config(
 ) -> dict[str, Any]:
     """Without the scaling that `rope_freqs.weight` holds: that is `llama3_scaling`."""
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if arch not in SUPPORTED:
         raise UnsupportedModelError(
-            f"GGUF architecture {arch!r} is not supported; use one of {', '.join(ARCHITECTURES)}"
+            f"GGUF architecture {arch!r} is not supported; use one of {', '.join(SUPPORTED)}"
         )
     fields = _Fields(metadata, arch)
     fields.refuse_above("expert_count", 0)
@@ -79,7 +76,7 @@ def hugging_face_config(
     model_type = "mistral" if arch == "llama" and window else arch
     config = {
         "model_type": model_type,
-        "architectures": [FAMILIES[model_type].architecture],
+        "architectures": [ARCHITECTURES[model_type]],
         "hidden_size": hidden,
         "intermediate_size": fields.size("feed_forward_length"),
         "num_hidden_layers": fields.size("block_count"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from slotzero.errors import ModelNotFoundError
 from slotzero.loading.dummy import DummyCheckpoint
-from slotzero.loading.shapes import FAMILIES
+from slotzero.models.config import ARCHITECTURES
 from slotzero.tokenizer import Tokenizer
 
 PREFIX = "tiny:"
@@ -36,7 +36,7 @@ def _config(
     num_heads, num_kv_heads, head_dim = heads
     return _COMMON | {
         "model_type": model_type,
-        "architectures": [FAMILIES[model_type].architecture],
+        "architectures": [ARCHITECTURES[model_type]],
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": inner,

@@ -48,6 +48,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True),
 }
 
+ARCHITECTURES: Mapping[str, str] = {f.model_type: name for name, f in FAMILIES.items()}
+
 # Fields that change results and that we do not implement, with the values that change nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -112,6 +114,11 @@ def _family(config: Mapping[str, Any]) -> Family:
     if family is None:
         raise UnsupportedModelError(
             f"architecture {architectures[0]!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    model_type = config.get("model_type", family.model_type)
+    if model_type != family.model_type:
+        raise UnsupportedModelError(
+            f"config field model_type={model_type!r} does not fit architecture {architectures[0]}"
         )
     return family
 

@@ -1,7 +1,7 @@
 """A decoder's weights: a few stacked tensors, [layers, ...], filled from a checkpoint.
 
 Stacking keeps the registry short, so that every replay can afford to check every fingerprint. It
-knows Hugging Face names and the kernels' packed layout; it does not know where a checkpoint lives.
+knows the kernels' packed layout; it does not know where a checkpoint lives.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,26 +15,12 @@ from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
+from slotzero.models.params import Param, params_of
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
 # Stored by some exporters and derived by us.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
-
-
-@dataclass(frozen=True)
-class Param:
-    """One stacked weight: the checkpoint's tensors that it joins, row upon row."""
-
-    name: str
-    sources: tuple[str, ...]
-    rows: tuple[int, ...]  # output features of each source; a vector has only these
-    columns: int | None = None  # input features; None for a vector
-    layers: int | None = None  # None: not a weight of a layer
-
-    @property
-    def out_features(self) -> int:
-        return sum(self.rows)
 
 
 @dataclass(frozen=True)
@@ -59,41 +45,6 @@ class DecoderWeights:
     head: Tensor  # the same tensor where embeddings are tied
     final_norm: Tensor  # [hidden]
     layers: tuple[LayerWeights, ...]
-
-
-def params_of(config: ModelConfig) -> list[Param]:
-    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_layers
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-    def matrix(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Param:
-        return Param(name, tuple(f"{m}.weight" for m in modules), rows, columns, layers)
-
-    def vector(name: str, source: tuple[str, ...], rows: tuple[int, ...]) -> Param:
-        return Param(name, source, rows, None, layers)
-
-    def bias(name: str, modules: tuple[str, ...], rows: tuple[int, ...]) -> Param:
-        return vector(name, tuple(f"{m}.bias" for m in modules), rows)
-
-    mlp = ("mlp.gate_proj", "mlp.up_proj")
-    norms = [vector(f"{n}_norm", (f"self_attn.{n}_norm.weight",), (config.head_dim,)) for n in "qk"]
-    head = [Param("head", ("lm_head.weight",), (config.vocab_size,), hidden)]
-    return [
-        Param("embedding", ("model.embed_tokens.weight",), (config.vocab_size,), hidden),
-        *([] if config.tied_embeddings else head),
-        Param("final_norm", ("model.norm.weight",), (hidden,)),
-        vector("input_norm", ("input_layernorm.weight",), (hidden,)),
-        matrix("qkv", attention, (q, kv, kv), hidden),
-        *([bias("qkv_bias", attention, (q, kv, kv))] if config.qkv_bias else []),
-        *(norms if config.qk_norm else []),
-        matrix("out", ("self_attn.o_proj",), (hidden,), q),
-        *([bias("out_bias", ("self_attn.o_proj",), (hidden,))] if config.out_bias else []),
-        vector("post_norm", ("post_attention_layernorm.weight",), (hidden,)),
-        matrix("gate_up", mlp, (inner, inner), hidden),
-        *([bias("gate_up_bias", mlp, (inner, inner))] if config.mlp_bias else []),
-        matrix("down", ("mlp.down_proj",), (hidden,), inner),
-        *([bias("down_bias", ("mlp.down_proj",), (hidden,))] if config.mlp_bias else []),
-    ]
 
 
 def load_weights(
@@ -151,16 +102,16 @@ def _allocate(
     return tensors
 
 
-def _places(param: Param, tensor: Tensor) -> Iterator[tuple[Tensor, list[str]]]:
+def _places(param: Param, tensor: Tensor) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
     if param.layers is None:
-        yield tensor, list(param.sources)
+        yield tensor, param.names(0)
         return
     for i in range(param.layers):
-        yield tensor[i], [f"model.layers.{i}.{source}" for source in param.sources]
+        yield tensor[i], param.names(i)
 
 
 def _read(
-    param: Param, names: list[str], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
+    param: Param, names: tuple[str, ...], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
 ) -> Tensor:
     parts = []
     for name, rows in zip(names, param.rows, strict=True):
@@ -178,12 +129,7 @@ def _read(
 
 def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
     """A tensor that we would not use changes results; one that is missing cannot be made up."""
-    expected = {
-        f"model.layers.{i}.{source}" if p.layers is not None else source
-        for p in params
-        for source in p.sources
-        for i in range(p.layers or 1)
-    }
+    expected = {name for p in params for i in range(p.layers or 1) for name in p.names(i)}
     names = set(checkpoint.names())
     missing = sorted(expected - names)
     if missing:
