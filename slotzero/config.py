@@ -1,9 +1,10 @@
 """The engine's settings. The field is the flag: names are vLLM's, help is the field's docstring.
 
-It holds what the user asked for and knows no device; `resolve` in worker.py turns None into what
-this machine and model allow.
+It holds what the user asked for and knows no device; the worker turns None into what this machine
+and model allow.
 """
 
+import os
 from dataclasses import dataclass
 
 from slotzero.errors import ConfigError
@@ -50,6 +51,7 @@ class EngineConfig:
     """Progress bars while loading and recording."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", os.fspath(self.model))
         for name, ok, rule in (
             ("backend", self.backend in BACKENDS, f"is one of {', '.join(BACKENDS)}"),
             ("dtype", self.dtype in DTYPES, f"is one of {', '.join(DTYPES)}"),
@@ -68,8 +70,8 @@ class EngineConfig:
 
 
 def _positive(value: int | None) -> bool:
-    return value is None or value >= 1
+    return value is None or (isinstance(value, int) and value >= 1)
 
 
 def _power_of_two(value: int) -> bool:
-    return value >= 1 and value & (value - 1) == 0
+    return isinstance(value, int) and value >= 1 and value & (value - 1) == 0

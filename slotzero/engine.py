@@ -4,7 +4,9 @@ The step that was just launched is not waited for: the one before it is committe
 an answer that ends is noticed one step late, and the token computed meanwhile is thrown away.
 """
 
+import operator
 import random
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,6 +54,12 @@ class Answer:
         return self.transcript.text if self.transcript else ""
 
 
+@dataclass
+class _Launch:
+    step: Step
+    results: Results | None = None  # None: the launch has not succeeded
+
+
 class Engine:
     def __init__(self, config: EngineConfig) -> None:
         checkpoint = open_checkpoint(config.model, config.load_format)
@@ -83,28 +91,32 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._answers: dict[str, Answer] = {}
-        self._in_flight: deque[tuple[Step, Results]] = deque()
+        self._in_flight: deque[_Launch] = deque()
+        self.lock = threading.RLock()
+        """Held by every call that changes requests; hold it to read answers while others step."""
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
         """Queues one request (n is for the caller); raises RequestError, disturbing nobody."""
         request = self.validate(request_id, prompt, params)
-        self._arrivals += 1
-        request.arrival = self._arrivals
-        if params.seed is None:
-            request.seed = self._seeds.getrandbits(63)
-        self.scheduler.add(request)
-        transcript = None
-        if params.detokenize and self.tokenizer is not None:
-            transcript = Transcript(self.tokenizer, params)
-        answer = Answer(request, transcript)
-        self._answers[request_id] = answer
-        return answer
+        with self.lock:
+            self._arrivals += 1
+            request.arrival = self._arrivals
+            if params.seed is None:
+                request.seed = self._seeds.getrandbits(63)
+            self.scheduler.add(request)
+            transcript = None
+            if params.detokenize and self.tokenizer is not None:
+                transcript = Transcript(self.tokenizer, params)
+            answer = Answer(request, transcript)
+            self._answers[request_id] = answer
+            return answer
 
     def cancel(self, request_id: str) -> None:
         """At any moment; a request that is unknown or finished is left alone."""
-        answer = self._answers.pop(request_id, None)
-        if answer is not None:
-            self.scheduler.cancel(answer.request)
+        with self.lock:
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                self.scheduler.cancel(answer.request)
 
     @property
     def has_work(self) -> bool:
@@ -112,56 +124,73 @@ class Engine:
 
     def step(self) -> list[Answer]:
         """Plan and launch the next step, then commit the one before; -> answers that grew."""
-        with uninterrupted():
-            step = self.scheduler.plan()
-            if step is not None:
-                self._in_flight.append((step, self._run(step)))
-                self.num_steps += 1
-            if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
-                return self._commit(*self._in_flight.popleft())
-            return []
+        with self.lock, uninterrupted():
+            try:
+                step = self.scheduler.plan()
+                if step is not None:
+                    self._launch(step)
+                if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
+                    return self._commit()
+                return []
+            except BaseException:
+                self._abandon()
+                raise
 
     def check(self) -> None:
         """Recounts every pool."""
         self.scheduler.check()
 
-    def _run(self, step: Step) -> Results:
-        try:
-            return self.worker.run(step)
-        except BaseException:
-            self.scheduler.abandon(step)
-            for row in step.rows:
-                self._answers.pop(row.request.id, None)
-            raise
+    def _launch(self, step: Step) -> None:
+        launch = _Launch(step)
+        self._in_flight.append(launch)  # first: a launch that fails is abandoned with the rest
+        launch.results = self.worker.run(step)
+        self.num_steps += 1
 
-    def _commit(self, step: Step, results: Results) -> list[Answer]:
-        tokens = results.tokens()
+    def _commit(self) -> list[Answer]:
+        launch = self._in_flight[0]
+        assert launch.results is not None
+        tokens = launch.results.tokens()
         grown = []
-        row_of = {row.request.id: i for i, row in enumerate(step.rows)}
-        for request in self.scheduler.commit(step, tokens):
+        row_of = {row.request.id: i for i, row in enumerate(launch.step.rows)}
+        for request in self.scheduler.commit(launch.step, tokens):
             answer = self._answers[request.id]
             if request.params.logprobs is not None:
-                answer.logprobs.append(results.logprobs(row_of[request.id]))
+                answer.logprobs.append(launch.results.logprobs(row_of[request.id]))
             self._extend_text(answer)
             if answer.finished:
                 del self._answers[request.id]
             grown.append(answer)
+        self._in_flight.popleft()
         return grown
+
+    def _abandon(self) -> None:
+        """A step failed: whoever runs ends; whoever waits goes on waiting."""
+        self.scheduler.abandon()
+        self._in_flight.clear()
+        self._answers = {i: answer for i, answer in self._answers.items() if not answer.finished}
 
     def _extend_text(self, answer: Answer) -> None:
         if answer.transcript is None:
             return
         request = answer.request
-        ended_by_token = request.finish_reason == "stop"
-        stop = answer.transcript.push(request.output_token_ids[-1], hide=ended_by_token)
-        if stop is not None and len(request.output_token_ids) >= request.params.min_tokens:
+        stop = answer.transcript.push(
+            request.output_token_ids[-1],
+            hide=request.finish_reason == "stop",  # it was a stop token
+            may_stop=len(request.output_token_ids) >= request.params.min_tokens,
+        )
+        if answer.finished and stop is None:
+            stop = answer.transcript.close()
+        if stop is not None:
             self.scheduler.finish(request, "stop", stop)
-        if answer.finished:
             answer.transcript.close()
 
     def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         """The request that `add` would queue, or a RequestError that names what is wrong."""
-        tokens, limit = list(prompt), self.limits.max_model_len
+        limit = self.limits.max_model_len
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError("the prompt holds something that is no token id") from None
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token")
         if len(tokens) >= limit:

@@ -12,9 +12,16 @@ from slotzero.progress import prompts_bar
 from slotzero.sampling.params import SamplingParams
 from slotzero.tokenizer import Tokenizer
 
-Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+Prompt = str | list[int] | Mapping[str, Any]  # a dict holds "prompt" or "prompt_token_ids"
 Params = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]
+# Settings of vLLM's that mean here what they always mean; any other value is refused by name.
+_MEANINGLESS = (
+    ("tensor_parallel_size", 1),
+    ("pipeline_parallel_size", 1),
+    ("trust_remote_code", False),
+    ("quantization", None),
+)
 Conversations = Sequence[Message] | Sequence[Sequence[Message]]
 
 
@@ -65,11 +72,11 @@ class StreamChunk:
 
 @dataclass(frozen=True)
 class _Job:
-    """One prompt: its text, its tokens, and what is asked of it."""
+    """One prompt: its text, its tokens, and what is asked of each of its n answers."""
 
     text: str | None
     tokens: list[int]
-    params: SamplingParams
+    siblings: list[SamplingParams]
 
 
 class _Streamed:
@@ -100,6 +107,7 @@ class _Streamed:
 class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
         """`settings` are the fields of EngineConfig; an unknown one is refused by name."""
+        settings = {k: v for k, v in settings.items() if (k, v) not in _MEANINGLESS}
         unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
         if unknown:
             known = ", ".join(EngineConfig.__dataclass_fields__)
@@ -118,7 +126,6 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
-        *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers in the order of the prompts. Nothing runs unless every prompt is valid."""
@@ -128,7 +135,6 @@ class LLM:
         self,
         messages: Conversations,
         sampling_params: Params = None,
-        *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
@@ -140,12 +146,19 @@ class LLM:
         self, messages: Conversations, *, add_generation_prompt: bool = True
     ) -> list[Prompt]:
         """Conversations as prompts; the template brings its own special tokens."""
-        if not messages:
-            raise RequestError("the conversation is empty: give at least one message")
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        if isinstance(messages, str):
+            raise RequestError("a conversation is a list of messages with role and content")
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
         for conversation in conversations:
+            if isinstance(conversation, str) or not all(
+                isinstance(message, Mapping) for message in conversation
+            ):
+                raise RequestError("a conversation is a list of messages with role and content")
+            if not conversation:
+                raise RequestError("the conversation is empty: give at least one message")
             text = tokenizer.apply_chat_template(
                 conversation, add_generation_prompt=add_generation_prompt
             )
@@ -160,65 +173,74 @@ class LLM:
         return self._stream(self._jobs(prompts, sampling_params))
 
     def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
-        answers = [
-            _Streamed(answer, i, j)
-            for i, siblings in enumerate(self._add(jobs))
-            for j, answer in enumerate(siblings)
-        ]
+        answers: list[list[Answer]] = []
         try:
-            while answers:
+            self._add(jobs, answers)
+            streamed = [
+                _Streamed(answer, i, j)
+                for i, siblings in enumerate(answers)
+                for j, answer in enumerate(siblings)
+            ]
+            while streamed:
                 self.engine.step()  # others may be in it, and others may step for us
-                yield from [s.next_chunk() for s in answers if s.has_grown]
-                answers = [s for s in answers if not s.is_over]
+                with self.engine.lock:
+                    chunks = [s.next_chunk() for s in streamed if s.has_grown]
+                streamed = [s for s in streamed if not s.is_over]
+                yield from chunks
         finally:
-            for streamed in answers:
-                self.engine.cancel(streamed.answer.request.id)
+            for answer in itertools.chain.from_iterable(answers):
+                self.engine.cancel(answer.request.id)
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
+        """Everything checked before anything is queued."""
+        if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+            given: Any = [prompts]
+        else:
+            given = prompts
+        if not isinstance(given, Sequence):
+            raise RequestError(f"prompts: a prompt or a list of them, not {type(given).__name__}")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts with {len(params)} sampling parameters")
-        return [
-            self._job(i, prompt, p)
-            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-        ]
+            params = [params or SamplingParams()] * len(given)
+        if len(params) != len(given):
+            raise RequestError(f"{len(given)} prompts with {len(params)} sampling parameters")
+        return [self._job(i, *both) for i, both in enumerate(zip(given, params, strict=True))]
 
     def _job(self, index: int, prompt: Prompt, params: SamplingParams) -> _Job:
         try:
-            text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-            tokens = None if isinstance(prompt, str) else prompt.get("prompt_token_ids")
+            text, tokens = _parts(prompt)
             if tokens is None:
-                if text is None:
-                    raise RequestError("give 'prompt' or 'prompt_token_ids'")
-                tokens = self.get_tokenizer().encode(text)
-            self.engine.validate("", tokens, params)
+                tokens = self.get_tokenizer().encode(text or "")
+            siblings = [_sibling(params, i) for i in range(params.n)]
+            request = self.engine.validate("", tokens, params)
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}") from None
-        return _Job(text, list(tokens), params)
+        return _Job(text, request.prompt_token_ids, siblings)
 
-    def _add(self, jobs: list[_Job]) -> list[list[Answer]]:
-        """n answers to each prompt; answer i of a seeded request has seed + i."""
-        return [
-            [
-                self.engine.add(f"{next(self._ids)}", job.tokens, _sibling(job.params, i))
-                for i in range(job.params.n)
-            ]
-            for job in jobs
-        ]
+    def _add(self, jobs: list[_Job], answers: list[list[Answer]]) -> None:
+        """n answers to each prompt, into `answers`, which the caller cancels if this fails."""
+        for job in jobs:
+            answers.append([])
+            for params in job.siblings:
+                request_id = f"{next(self._ids)}"
+                answers[-1].append(self.engine.add(request_id, job.tokens, params))
 
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
-        answers = self._add(jobs)
+        answers: list[list[Answer]] = []
+        num_answers = sum(len(job.siblings) for job in jobs)
         try:
-            with prompts_bar(show_progress and len(jobs) > 1, len(jobs)) as progress:
-                while self.engine.has_work:
-                    grown = self.engine.step()
-                    progress(sum(answer.finished for answer in grown), len(grown))
+            self._add(jobs, answers)
+            own = list(itertools.chain.from_iterable(answers))
+            with prompts_bar(show_progress and num_answers > 1, num_answers) as progress:
+                finished = made = 0
+                while finished < num_answers:
+                    self.engine.step()
+                    with self.engine.lock:
+                        now = sum(a.finished for a in own), sum(len(a.token_ids) for a in own)
+                    progress(now[0] - finished, now[1] - made)
+                    finished, made = now
         finally:
             for answer in itertools.chain.from_iterable(answers):
-                self.engine.cancel(answer.request.id)  # only what an interrupt left behind
+                self.engine.cancel(answer.request.id)  # only what an error left behind
         return [self._output(job, siblings) for job, siblings in zip(jobs, answers, strict=True)]
 
     def _output(self, job: _Job, siblings: list[Answer]) -> RequestOutput:
@@ -261,4 +283,29 @@ class LLM:
 
 
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:
-    return params if params.seed is None else replace(params, seed=params.seed + i)
+    """Answer i of a seeded request has seed + i, in 64 bits."""
+    if params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
+
+
+def _is_token_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def _parts(prompt: object) -> tuple[str | None, Sequence[int] | None]:
+    """-> (text, token ids), one of which may be missing"""
+    if isinstance(prompt, str):
+        return prompt, None
+    if _is_token_ids(prompt):
+        return None, prompt  # type: ignore[return-value]
+    if not isinstance(prompt, Mapping):
+        raise RequestError(f"a prompt is text, token ids or a dict, not {type(prompt).__name__}")
+    unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+    if unknown:
+        raise RequestError(f"{unknown[0]!r} is not supported in a prompt")
+    if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
+        raise RequestError("give 'prompt' or 'prompt_token_ids'")
+    if not isinstance(prompt.get("prompt") or "", str):
+        raise RequestError(f"'prompt' is text, not {type(prompt['prompt']).__name__}")
+    return prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -30,11 +30,6 @@ def recording_bar(
 
         def seen(record: "Record") -> None:
             bar.update(task, advance=1, description=f"recorded {record.key}")
-            if record.failure:
-                bar.console.print(
-                    f"{record.key} could not be recorded and runs eagerly: {record.failure}",
-                    markup=False,
-                )
 
         yield seen
 

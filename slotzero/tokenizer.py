@@ -120,8 +120,12 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
+        """The conversation as text; further arguments are for the template."""
+        if tokenize:
+            raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
         template = self._tool_template if tools and self._tool_template else self.chat_template
         if template is None:
             raise RequestError("this model has no chat template; use --raw or send a plain prompt")

@@ -16,6 +16,7 @@ class Transcript:
         self._include_stop = params.include_stop_str_in_output
         self._stopped = False
         self._closed = False
+        self._search_from = 0  # text before it came too early to stop anything
         self.text = ""
 
     @property
@@ -25,24 +26,31 @@ class Transcript:
         longest = max((self._held_back(stop) for stop in self._stops), default=0)
         return len(self.text) - longest
 
-    def push(self, token_id: int, *, hide: bool) -> str | None:
+    def push(self, token_id: int, *, hide: bool, may_stop: bool) -> str | None:
         """Adds a token; -> the stop string that it completed. A stop token may be hidden."""
         if hide and not self._include_stop:
             return None
         before = len(self.text)
         self.text += self._detokenizer.push(token_id)
+        if not may_stop:
+            self._search_from = len(self.text)
+            return None
         return self._cut(before)
 
-    def close(self) -> None:
-        """No more tokens: what was held back is text after all."""
-        if not self._closed:
-            self.text += "" if self._stopped else self._detokenizer.flush()
+    def close(self) -> str | None:
+        """No more tokens; -> the stop string that the last bytes completed."""
+        if self._closed or self._stopped:
             self._closed = True
+            return None
+        self._closed = True
+        before = len(self.text)
+        self.text += self._detokenizer.flush()
+        return self._cut(before)
 
     def _cut(self, before: int) -> str | None:
         found: tuple[int, str] | None = None
         for stop in self._stops:
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            at = self.text.find(stop, max(self._search_from, before - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = (at, stop)
         if found is None:
@@ -54,7 +62,7 @@ class Transcript:
 
     def _held_back(self, stop: str) -> int:
         """The longest end of the text that is a proper beginning of the stop string."""
-        for n in range(min(len(stop) - 1, len(self.text)), 0, -1):
+        for n in range(min(len(stop) - 1, len(self.text) - self._search_from), 0, -1):
             if self.text.endswith(stop[:n]):
                 return n
         return 0

@@ -4,6 +4,7 @@ The scheduler tells it, as its `SlotWriter`, whose row changes; the engine hands
 back results that arrive later. It does not know queues, text or who is finished.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -220,7 +221,9 @@ def _resolve(
         raise ConfigError(
             f"max_model_len={config.max_model_len} is above the model's own limit of {max_position}"
         )
-    rows = config.max_num_seqs or default_max_num_seqs(device)
+    rows = config.max_num_seqs or min(
+        default_max_num_seqs(device), config.max_num_batched_tokens or sys.maxsize
+    )
     budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
     pages, length = count_pages(shape, budget, rows, config.max_model_len, max_position)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)

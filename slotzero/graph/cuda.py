@@ -1,6 +1,8 @@
 """CUDA graphs: the whole step function, captured once per size into one shared memory pool."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,18 @@ from slotzero.errors import RecordingError
 from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction
 
 WARM_UPS = 2  # lazy initialisation (kernel builds, cuBLAS handles) happens before the capture
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection inside a capture may free device memory, which would end it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CudaRecording(Recording):
@@ -40,14 +54,12 @@ class CudaBackend(Backend):
             self._stream.synchronize()
             before = torch.cuda.memory_reserved(self._device)
             graph = torch.cuda.CUDAGraph()
-            gc.disable()  # a collection inside a capture may free device memory, which ends it
-            try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                    function(pieces)
-            finally:
-                gc.enable()
-        except (RuntimeError, torch.OutOfMemoryError) as error:
-            raise RecordingError(str(error).splitlines()[0]) from error
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                function(pieces)
+        except Exception as error:  # kernels are compiled here, and raise whatever they raise
+            first, *_ = str(error).splitlines() or [type(error).__name__]
+            raise RecordingError(first) from error
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._pool = self._pool or graph.pool()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return CudaRecording(graph, torch.cuda.memory_reserved(self._device) - before)

@@ -4,6 +4,7 @@ It knows keys, sizes and checks. What flows through a pass is in its spec's func
 """
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Runner:
             recording = backend.record(lambda pieces: self.spec.function(key, pieces))
         except RecordingError as error:
             backend, failure = self._eager, str(error)
+            warnings.warn(f"{key} could not be recorded and runs eagerly: {error}", stacklevel=2)
             recording = backend.record(lambda pieces: self.spec.function(key, pieces))
         seconds = time.perf_counter() - start
         record = Record(key, backend.name, seconds, recording.num_bytes, failure)

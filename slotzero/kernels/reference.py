@@ -1,7 +1,6 @@
 """The slow reference of every kernel, in plain torch: what the fast ones are tested against.
 
-It serves too, where a machine has no C++ compiler. It gathers a slot's whole page row, so its
-cost grows with the context limit rather than with the context.
+It serves too, slowly, where a machine has no C++ compiler.
 """
 
 import torch
@@ -53,18 +52,27 @@ class ReferenceKernels(Kernels):
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        group = q.shape[1] // kv_pages.shape[3]
-        rows = page_table[slots]  # [T, pages_per_slot]
-        k = (
-            kv_pages[0, rows].flatten(1, 2).repeat_interleave(group, dim=2)
-        )  # [T, context, heads, D]
-        v = kv_pages[1, rows].flatten(1, 2).repeat_interleave(group, dim=2)
-        future = torch.arange(k.shape[1], device=q.device) > positions[:, None]
-        scores = torch.einsum("thd,tchd->thc", q, k).float() * scale
-        weights = scores.masked_fill(future[:, None], -torch.inf).softmax(-1).to(v.dtype)
-        v = v.masked_fill(future[:, :, None, None], 0)  # 0 * NaN of an unwritten page is NaN
-        out = torch.einsum("thc,tchd->thd", weights, v)
-        return out.masked_fill((slots == 0)[:, None, None], 0)
+        # One token at a time keeps memory small; the host read is why this is for eager use only.
+        parts = [
+            self._attend_one(q[t], kv_pages, page_table[slots[t]], int(positions[t]), scale)
+            if slots[t] > 0
+            else torch.zeros_like(q[t])
+            for t in range(len(q))
+        ]
+        return torch.stack(parts)
+
+    def _attend_one(
+        self, q: Tensor, kv_pages: Tensor, pages: Tensor, position: int, scale: float
+    ) -> Tensor:
+        """q [heads, head_dim] over positions [0, position] of the slot with these pages"""
+        used = pages[: position // kv_pages.shape[2] + 1]
+        group = q.shape[0] // kv_pages.shape[3]
+        k, v = (
+            part[used].flatten(0, 1)[: position + 1].repeat_interleave(group, dim=1)
+            for part in kv_pages.unbind(0)
+        )  # [context, heads, head_dim]
+        weights = (torch.einsum("hd,chd->hc", q, k).float() * scale).softmax(-1).to(v.dtype)
+        return torch.einsum("hc,chd->hd", weights, v)
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables

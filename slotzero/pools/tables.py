@@ -35,7 +35,7 @@ class SlotTables:
             TableSpec("tokens", max_len + 1, "int32", 0),
             TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
             TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
-            TableSpec("page_table", pages_per_slot, "int32", 0),
+            TableSpec("page_table", pages_per_slot, "int32", 0, is_matrix=True),
             *SAMPLING_TABLES,
         )
         self._places: dict[str, _Place] = {}
@@ -64,7 +64,7 @@ class SlotTables:
         spec, base = self._places[name].spec, self._places[name].base
         if not 1 <= slot <= self.num_slots:
             raise ContractError(f"table {name!r}: slot {slot} is not one of 1 to {self.num_slots}")
-        if first + len(values) > spec.width:
+        if first < 0 or first + len(values) > spec.width:
             raise ContractError(
                 f"table {name!r}: {len(values)} values at {first} for {spec.width} columns"
             )
@@ -99,5 +99,4 @@ class SlotTables:
     def _view(self, place: _Place) -> Tensor:
         spec, rows = place.spec, self.num_slots + 1
         words = self._arena[place.base : place.base + rows * spec.width]
-        view = words.view(_DTYPES[spec.dtype][0])
-        return view if spec.width == 1 else view.view(rows, spec.width)
+        return words.view(_DTYPES[spec.dtype][0]).view(spec.shape(self.num_slots))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from slotzero.errors import RequestError
 
@@ -55,12 +56,19 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for name in _INTEGERS + _NUMBERS:
+            _check_number(name, getattr(self, name), integer=name in _INTEGERS)
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
+        if not all(isinstance(text, str) for text in stop):
+            raise RequestError(f"stop={_short(self.stop)}: must be a string or a list of strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _check_number("stop_token_ids", token, integer=True)
         object.__setattr__(self, "logit_bias", _token_keys(self.logit_bias or {}))
         for name, ok, rule in self._rules():
             if not ok:
-                raise RequestError(f"{name}={getattr(self, name)!r}: {rule}")
+                raise RequestError(f"{name}={_short(getattr(self, name))}: {rule}")
 
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         finite = math.isfinite
@@ -119,6 +127,30 @@ class SamplingParams:
                 f"must be between 0 and {MAX_LOGPROBS}, or None",
             ),
         )
+
+
+_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed")
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+
+
+def _check_number(name: str, value: object, *, integer: bool) -> None:
+    kinds = int if integer else (int, float)
+    may_be_none = name in ("max_tokens", "logprobs", "seed")
+    if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and may_be_none)):
+        raise RequestError(f"{name}={value!r}: must be {'an integer' if integer else 'a number'}")
+
+
+def _items(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
+    if values is not None and not isinstance(values, Sequence | set | frozenset):
+        raise RequestError(f"{name}={_short(values)}: must be a list")
+    return tuple(values or ())
+
+
+def _short(value: object) -> str:
+    shown = repr(dict(value)) if isinstance(value, Mapping) else repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
 
 
 def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:

@@ -30,9 +30,12 @@ class TableSpec:
     dtype: Literal["int32", "float32"]
     neutral: int | float
     """What row 0 and every unused column hold."""
+    is_matrix: bool = False
+    """Two axes even where the width, which may depend on the settings, is 1."""
 
     def shape(self, slots: int) -> tuple[int, ...]:
-        return (slots + 1,) if self.width == 1 else (slots + 1, self.width)
+        is_vector = self.width == 1 and not self.is_matrix
+        return (slots + 1,) if is_vector else (slots + 1, self.width)
 
 
 SAMPLING_TABLES = (

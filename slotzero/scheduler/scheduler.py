@@ -155,11 +155,12 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
 
-    def abandon(self, step: Step) -> None:
-        """A planned step could not be launched: its rows end, and nothing is found that it was to
-        compute."""
-        for row in step.rows:
-            self.cancel(row.request)
+    def abandon(self) -> None:
+        """A step failed. Whoever was planned ends, since nobody knows how far it came, and nothing
+        is found that it was to compute."""
+        for request in [*self._running.values(), *self._waiting.values()]:
+            if request.status is Status.RUNNING or request.num_in_flight:
+                self.cancel(request)
         self.ledger.cache.clear()
 
     def cancel(self, request: Request) -> None:

@@ -109,6 +109,8 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 // q [T, heads, D]; kv_pages [2, pages, page, kv_heads, D]; page_table [slots + 1, width]
 void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions,
             double softmax_scale, Tensor out) {
+  STD_TORCH_CHECK(q.is_contiguous() && out.is_contiguous() && page_table.is_contiguous(),
+                  "attend: q, out and page_table must be contiguous");
   const int64_t heads = q.size(1), head_dim = q.size(2);
   const int64_t page = kv_pages.size(2), kv_heads = kv_pages.size(3);
   const int64_t stride = kv_heads * head_dim, width = page_table.size(1);
@@ -150,6 +152,8 @@ void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor p
 // k, v [T, kv_heads, D] go to position `positions[t]` of slot `slots[t]`; slot 0 is dropped.
 void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slots,
               Tensor positions) {
+  STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && page_table.is_contiguous(),
+                  "store_kv: k, v and page_table must be contiguous");
   const int64_t page = kv_pages.size(2), row = k.size(1) * k.size(2), width = page_table.size(1);
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   auto* kp = static_cast<float*>(kv_pages.data_ptr());

@@ -54,7 +54,11 @@ void block(const float* x, const float* w, const float* b, float* y, int64_t M, 
 
 // x [M, K], weight [ceil(N / 16), K, 16], bias [N], out [M, N]
 void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
+  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && out.is_contiguous(),
+                  "linear: x, weight and out must be contiguous");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1);
+  STD_TORCH_CHECK(weight.size(1) == K && weight.size(0) * FEATURES >= N,
+                  "linear: the packed weight does not fit x and out");
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* wp = static_cast<const float*>(weight.data_ptr());
   const auto* bp = bias ? static_cast<const float*>(bias->data_ptr()) : nullptr;

@@ -1,0 +1,596 @@
+"""Bad input of every kind: one line that names the thing, the right error, and nobody disturbed."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slotzero import LLM, SamplingParams
+from slotzero.cli import main as cli
+from slotzero.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptCheckpointError,
+    ModelNotFoundError,
+    RequestError,
+    SlotzeroError,
+    TokenizerMissingError,
+    UnsupportedModelError,
+)
+from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.models.params import expected_tensors
+from slotzero.tokenizer import Tokenizer
+
+CONFIG = dict(TINY_CONFIGS["llama"])
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+NO_GPU = not torch.cuda.is_available()
+
+
+def make(model: str = "tiny:llama", **settings: Any) -> LLM:
+    return LLM(model, **{"backend": "eager", "show_progress": False, **settings})
+
+
+def drain(llm: LLM) -> None:
+    for _ in range(1000):  # a request that never ends must not hang the tests
+        llm.engine.step()
+        if not llm.engine.has_work:
+            break
+    assert not llm.engine.has_work
+    llm.engine.check()
+
+
+def refuse(error: type[SlotzeroError], names: list[str], call: Callable[[], object]) -> str:
+    """The call fails with just this class, in one line that holds these names."""
+    with pytest.raises(error) as info:
+        call()
+    message = str(info.value)
+    assert info.type is error
+    assert message.strip()
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
+    for name in names:
+        assert name in message
+    return message
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """-> exit code, standard output, standard error"""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        try:
+            code = cli.main(words)
+        except SystemExit as end:  # argparse
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def refused_by_command(run: Run, code: int, names: list[str], *words: str) -> None:
+    got, out, err = run("generate", *words, "--backend", "eager")
+    assert got == code != 0
+    assert out == ""
+    assert err.startswith("slotzero: error: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    for name in names:
+        assert name in err
+
+
+# Sampling parameters
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -3),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", -0.5),
+        ("top_p", 0.0),
+        ("top_p", 2.0),
+        ("top_p", math.nan),
+        ("min_p", 3.0),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("n", 0),
+        ("n", -1),
+        ("top_k", -2),
+        ("min_tokens", -1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", 9.0),
+        ("frequency_penalty", -9.0),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("stop", ""),
+    ],
+)
+def test_a_sampling_parameter(run: Run, field: str, value: Any) -> None:
+    message = refuse(RequestError, [field], lambda: SamplingParams(**{field: value}))
+    assert "must" in message  # the remedy
+    flag = "--" + field.replace("_", "-")
+    words = ["tiny:llama", "--prompt", "x", "--json", f"{flag}={value}"]
+    refused_by_command(run, 2, [field], *words)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"stop": ["x", ""]},
+        {"stop": "x", "detokenize": False},
+        {"stop_token_ids": list(range(17))},
+        {"logit_bias": dict.fromkeys(range(301), 1.0)},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": {"one": 1.0}},
+        {"min_tokens": 5, "max_tokens": 4},
+    ],
+)
+def test_a_sampling_parameter_that_has_no_flag(wanted: dict[str, Any]) -> None:
+    refuse(RequestError, [next(iter(wanted))], lambda: SamplingParams(**wanted))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("max_tokens", "many"),
+        ("max_tokens", 2.5),
+        ("n", 1.5),
+        ("top_k", "40"),
+        ("seed", "7"),
+        ("seed", 1.5),
+        ("stop", 3),
+        ("stop", [3]),
+        ("stop_token_ids", 3),
+        ("stop_token_ids", ["a"]),
+        ("logprobs", 1.5),
+    ],
+)
+def test_a_sampling_parameter_of_another_type(field: str, value: Any) -> None:
+    refuse(RequestError, [field], lambda: SamplingParams(**{field: value}))
+
+
+# Prompts, and what a request asks of this model
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return make(max_num_seqs=2, max_model_len=64)
+
+
+BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "longer than the context": ([5] * 65, {}, ["65 tokens", "64", "shorten"]),
+    "no room for an answer": ([5] * 64, {}, ["64 tokens", "shorten", "--max-model-len"]),
+    "empty": ([], {}, ["the prompt is empty", "at least one token"]),
+    "token id too large": ([1, 259], {}, ["prompt", "259"]),
+    "token id negative": ([1, -1], {}, ["prompt", "-1", "259"]),
+    "bias too large": ([1], {"logit_bias": {259: 1.0}}, ["logit_bias", "259"]),
+    "bias negative": ([1], {"logit_bias": {-4: 1.0}}, ["logit_bias", "-4", "259"]),
+    "stop id too large": ([1], {"stop_token_ids": [3, 999]}, ["stop_token_ids", "999", "259"]),
+    "stop id negative": ([1], {"stop_token_ids": [-7]}, ["stop_token_ids", "-7", "259"]),
+}
+
+
+@pytest.mark.parametrize("how", ["engine", "generate", "stream"])
+@pytest.mark.parametrize("what", BAD_REQUESTS)
+def test_a_bad_request_disturbs_nobody(llm: LLM, what: str, how: str) -> None:
+    """It comes while two run and two wait, with good ones beside it; none of its batch is added."""
+    tokens, wanted, names = BAD_REQUESTS[what]
+    prompts = [[7 + i] * (5 + i) for i in range(4)]
+    good = [{"prompt_token_ids": prompt} for prompt in prompts]
+    expected = [o.outputs[0].token_ids for o in llm.generate(good, GREEDY, use_tqdm=False)]
+
+    engine = llm.engine
+    answers = [engine.add(f"good {i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    for _ in range(3):
+        engine.step()
+    params = SamplingParams(**wanted)
+    bad = {"prompt_token_ids": tokens}
+    if how == "engine":
+        refuse(RequestError, names, lambda: engine.add("bad", tokens, params))
+    elif how == "generate":
+        names = ["prompt 1: ", *names]
+        both = [GREEDY, params]
+        refuse(RequestError, names, lambda: llm.generate([good[0], bad], both, use_tqdm=False))
+    else:
+        refuse(RequestError, names, lambda: next(llm.stream(bad, params)))
+    assert len(engine._answers) == 4
+    engine.check()
+    drain(llm)
+    assert [answer.token_ids for answer in answers] == expected
+    assert {answer.finish_reason for answer in answers} == {"length"}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        5,
+        None,
+        {"prompt": 5},
+        {"prompt": None},
+        {"text": "x"},
+        {"prompt_token_ids": "text"},
+        {"prompt_token_ids": 5},
+        {"prompt_token_ids": [1.5]},
+        {"prompt_token_ids": ["a"]},
+        {"prompt_token_ids": [None]},
+        {"prompt_token_ids": [[1]]},
+    ],
+)
+def test_a_prompt_of_another_type(llm: LLM, prompt: Any) -> None:
+    refuse(RequestError, ["prompt"], lambda: llm.generate(prompt, GREEDY, use_tqdm=False))
+    assert llm.engine._answers == {}
+
+
+def test_a_command_answers_the_good_prompts_beside_a_bad_one(run: Run) -> None:
+    words = ["--backend", "eager", "--max-tokens", "4", "--max-model-len", "64"]
+    code, out, err = run(
+        "generate", "tiny:llama", *words, "--prompt", "a", "--prompt", "x" * 80, "--prompt", ""
+    )
+    alone = run("generate", "tiny:llama", *words, "--prompt", "a")
+    assert code == 2
+    assert (alone[0], alone[1]) == (0, out)
+    lines = err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == ["prompt 2", "prompt 3"]
+    assert "shorten" in lines[0]
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    llm = make(skip_tokenizer_init=True, max_num_seqs=1)
+    prompt = {"prompt_token_ids": [1, 2]}
+    names = ["stop strings", "tokenizer", "stop_token_ids"]
+    stop = SamplingParams(stop="x")
+    refuse(TokenizerMissingError, names, lambda: llm.generate(prompt, stop))
+    names = ["tokenizer", "prompt_token_ids"]
+    refuse(TokenizerMissingError, names, lambda: llm.generate("text", GREEDY))
+    assert len(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 10
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "names"),
+    [
+        ({"kv_cache_memory": 1000}, CapacityError, ["KV", "--kv-cache-memory"]),
+        (
+            {"kv_cache_memory": 40000, "max_model_len": 100},
+            CapacityError,
+            ["100 tokens", "--kv-cache-memory", "--max-model-len", "at most 48"],
+        ),
+        ({"max_model_len": 513}, ConfigError, ["max_model_len=513", "512"]),
+        (
+            {"max_num_batched_tokens": 7, "max_num_seqs": 8},
+            ConfigError,
+            ["max_num_batched_tokens=7", "at least max_num_seqs=8"],
+        ),
+        ({"max_num_seqs": 0}, ConfigError, ["max_num_seqs", "at least 1"]),
+        ({"max_model_len": 0}, ConfigError, ["max_model_len", "at least 1"]),
+        ({"max_num_batched_tokens": -1}, ConfigError, ["max_num_batched_tokens", "at least 1"]),
+        ({"page_size": 3}, ConfigError, ["page_size", "power of two"]),
+        ({"page_size": 0}, ConfigError, ["page_size", "power of two"]),
+        ({"gpu_memory_utilization": 1.5}, ConfigError, ["gpu_memory_utilization", "(0, 1]"]),
+        ({"gpu_memory_utilization": math.nan}, ConfigError, ["gpu_memory_utilization"]),
+        pytest.param(
+            {"dtype": "float16"}, ConfigError, ["float16", "float32"],
+            marks=pytest.mark.skipif(not NO_GPU, reason="is allowed on a GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_setting(
+    run: Run, settings: dict[str, Any], error: type[SlotzeroError], names: list[str]
+) -> None:
+    refuse(error, names, lambda: make(**settings))
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    refused_by_command(run, error.exit_code, names, "tiny:llama", "--prompt", "x", *words)
+
+
+@pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there(run: Run) -> None:
+    names = ["backend cuda", "--backend cpu"]
+    refuse(ConfigError, names, lambda: make(backend="cuda"))
+    code, out, err = run("generate", "tiny:llama", "--prompt", "x", "--backend", "cuda")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("setting", ["backend", "dtype", "load_format"])
+def test_a_choice_that_does_not_exist(run: Run, setting: str) -> None:
+    refuse(ConfigError, [setting, "auto", "'fast'"], lambda: make(**{setting: "fast"}))
+    code, _, err = run("generate", "--prompt", "x", f"--{setting.replace('_', '-')}", "fast")
+    assert code == 2
+    assert "fast" in err
+    assert "Traceback" not in err
+
+
+def test_settings_that_contradict_or_do_not_exist() -> None:
+    refuse(ConfigError, ["enforce_eager", "cpu"], lambda: make(backend="cpu", enforce_eager=True))
+    refuse(ConfigError, ["'max_len'", "max_model_len"], lambda: make(max_len=3))
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) for name, shape in expected_tensors(CONFIG).items()}
+    save_file(tensors, folder / "model.safetensors")
+    tokenizer = Tokenizer.bytes_tokenizer()
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": tokenizer.chat_template, "bos_token": "<bos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    for file in whole.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_the_folder_that_is_damaged_below_works_as_it_is(run: Run, folder: Path) -> None:
+    assert make(str(folder)).generate("x", GREEDY, use_tqdm=False)[0].finished
+    words = ["--prompt", "x", "--backend", "eager", "--max-tokens", "3", "--no-show-progress"]
+    assert run("generate", str(folder), *words)[0] == 0
+
+
+def cut(kept: int | float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
+
+    return damage
+
+
+def config(**fields: Any) -> Callable[[Path], None]:
+    """None removes a field."""
+
+    def damage(folder: Path) -> None:
+        changed = {k: v for k, v in (CONFIG | fields).items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(changed))
+
+    return damage
+
+
+def mistral(**fields: Any) -> Callable[[Path], None]:
+    return config(model_type="mistral", architectures=["MistralForCausalLM"], **fields)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        change(stored)
+        save_file(stored, folder / "model.safetensors")
+
+    return damage
+
+
+def without(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).unlink()
+
+
+def text(file: str, content: str) -> Callable[[Path], int]:
+    return lambda folder: (folder / file).write_text(content)
+
+
+def rope(**fields: Any) -> Callable[[Path], None]:
+    return config(rope_scaling=fields)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+K_BIAS = "model.layers.0.self_attn.k_proj.bias"
+Corrupt, Unsupported = CorruptCheckpointError, UnsupportedModelError
+DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str]]] = {
+    "weights cut in half": (cut(0.5), Corrupt, ["model.safetensors", "cut off", "again"]),
+    "weights cut at the end": (cut(-1), Corrupt, ["model.safetensors", "cut off", "again"]),
+    "weights cut in the header": (cut(100), Corrupt, ["model.safetensors", "cut off", "again"]),
+    "weights empty": (cut(0), Corrupt, ["model.safetensors", "cut off", "again"]),
+    "weights missing": (without("model.safetensors"), Corrupt, ["model.safetensors", "download"]),
+    "config missing": (without("config.json"), ModelNotFoundError, ["config.json", "pass"]),
+    "config broken": (text("config.json", '{"a"\n:'), Corrupt, ["config.json"]),
+    "tokenizer missing": (
+        without("tokenizer.json"),
+        TokenizerMissingError,
+        ["tokenizer.json is missing", "download"],
+    ),
+    "tokenizer broken": (text("tokenizer.json", '{"a"\n:'), Corrupt, ["tokenizer.json", "again"]),
+    "architecture": (
+        config(architectures=["MambaForCausalLM"]),
+        Unsupported,
+        ["MambaForCausalLM", "supported: LlamaForCausalLM"],
+    ),
+    "no architecture": (
+        config(architectures=None, model_type="mamba"),
+        Unsupported,
+        ["architecture 'mamba'", "supported"],
+    ),
+    "sliding window": (mistral(sliding_window=128), Unsupported, ["sliding_window=128"]),
+    "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
+    "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
+    "rope field": (
+        rope(rope_type="linear", factor=2.0, mystery=1),
+        Unsupported,
+        ["linear", "mystery"],
+    ),
+    "activation": (config(hidden_act="gelu"), Unsupported, ["hidden_act='gelu'"]),
+    "quantised": (
+        config(quantization_config={"quant_method": "gptq"}),
+        Unsupported,
+        ["gptq", "use the unquantised"],
+    ),
+    "experts": (config(num_experts=8), Unsupported, ["num_experts=8"]),
+    "local experts": (config(num_local_experts=8), Unsupported, ["num_local_experts=8"]),
+    "layer types": (
+        config(layer_types=["full_attention", "sliding_attention"]),
+        Unsupported,
+        ["layer_types", "sliding_attention"],
+    ),
+    "soft cap": (config(final_logit_softcapping=30.0), Unsupported, ["final_logit_softcapping"]),
+    "a size missing": (config(hidden_size=None), Unsupported, ["hidden_size", "positive"]),
+    "a size negative": (config(num_hidden_layers=-1), Unsupported, ["num_hidden_layers=-1"]),
+    "a size of text": (config(vocab_size="259"), Unsupported, ["vocab_size='259'"]),
+    "heads": (config(num_key_value_heads=3), Unsupported, ["num_key_value_heads=3"]),
+    "a tensor missing": (tensors(lambda t: t.pop(UP)), Corrupt, [UP, "missing", "again"]),
+    "a layer missing": (
+        config(num_hidden_layers=3),
+        Corrupt,
+        ["model.layers.2.", "is missing (9 in all)"],
+    ),
+    "a tensor of another shape": (
+        tensors(lambda t: t.update({UP: torch.zeros(176, 63)})),
+        Corrupt,
+        [UP, "[176, 63]", "[176, 64]"],
+    ),
+    "a tensor transposed": (
+        tensors(lambda t: t.update({UP: t[UP].t().contiguous()})),
+        Corrupt,
+        [UP, "[64, 176]", "[176, 64]"],
+    ),
+    "a config of another size": (
+        config(intermediate_size=160),
+        Corrupt,
+        ["mlp.gate_proj.weight", "[176, 64]", "[160, 64]"],
+    ),
+    "an unknown tensor": (
+        tensors(lambda t: t.update({K_BIAS: torch.ones(32)})),
+        Unsupported,
+        [K_BIAS],
+    ),
+    "one layer too many": (
+        config(num_hidden_layers=1),
+        Unsupported,
+        ["model.layers.1.", "(9 such)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_or_foreign_folder(run: Run, folder: Path, what: str) -> None:
+    damage, error, names = DAMAGES[what]
+    damage(folder)
+    refuse(error, names, lambda: make(str(folder)))
+    refused_by_command(run, 3, names, str(folder), "--prompt", "x", "--no-show-progress")
+
+
+def test_a_window_longer_than_the_context_is_no_window(folder: Path) -> None:
+    """The refusal above is of the value, not of the field."""
+    mistral(sliding_window=512)(folder)
+    assert make(str(folder)).generate("x", GREEDY, use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    "model", ["no-such-model", "tiny:nothing", "no/such/folder", "missing.gguf"]
+)
+def test_a_model_that_is_not_there(run: Run, model: str) -> None:
+    refuse(ModelNotFoundError, [model, "tiny:llama"], lambda: make(model))
+    refused_by_command(run, 3, [model, "tiny:llama"], "--prompt", "x", "--model", model)
+
+
+def write_gguf(path: Path, arch: str = "llama") -> bytes:
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    shapes = {
+        "token_embd": (40, 32), "output_norm": (32,), "blk.0.attn_norm": (32,),
+        "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
+        "blk.0.attn_output": (32, 32), "blk.0.ffn_norm": (32,), "blk.0.ffn_gate": (64, 32),
+        "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_a_gguf_file_cut_anywhere(run: Run, tmp_path: Path) -> None:
+    data = write_gguf(tmp_path / "whole.gguf")
+    bare = make(str(tmp_path / "whole.gguf"), skip_tokenizer_init=True)
+    assert bare.generate({"prompt_token_ids": [1]}, GREEDY, use_tqdm=False)[0].finished
+    file = tmp_path / "cut.gguf"
+    for kept in (0, 3, 4, 20, 100, 400, 900, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:kept])
+        names = ["cut.gguf", "again"]
+        refuse(Corrupt, names, lambda: make(str(file), skip_tokenizer_init=True))
+    refused_by_command(run, 3, ["cut.gguf", "cut off", "again"], str(file), "--prompt", "x")
+
+
+def test_other_gguf_files(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "other.gguf"
+    write_gguf(file, arch="mamba")
+    refuse(Unsupported, ["mamba"], lambda: make(str(file), skip_tokenizer_init=True))
+    write_gguf(file)
+    refuse(TokenizerMissingError, ["tokenizer"], lambda: make(str(file)))
+    refused_by_command(run, 3, ["tokenizer"], str(file), "--prompt", "x")
+    file.write_bytes(b"PK\x03\x04" + bytes(1000))
+    refuse(Corrupt, ["other.gguf"], lambda: make(str(file)))
+
+
+def test_more_ends_than_fit_are_refused_before_anything_runs(folder: Path) -> None:
+    """A row of the table holds 32; sixteen are the request's, so sixteen are the model's."""
+    ends = list(range(20))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    def ask() -> None:
+        llm = make(str(folder), max_num_seqs=2)
+        good = llm.engine.add("good", [60], GREEDY)
+        try:
+            params = SamplingParams(stop_token_ids=list(range(30, 46)), max_tokens=4)
+            llm.generate({"prompt_token_ids": [1]}, params, use_tqdm=False)
+        finally:
+            drain(llm)
+            assert good.finish_reason == "length"
+
+    refuse(RequestError, ["36 stop ids", "32"], ask)
+
+
+# As a process
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["no-such-model", "--prompt", "x"], 3),
+        (["tiny:llama", "--prompt", "x", "--temperature", "nan"], 2),
+        (["tiny:llama", "--prompt", "x" * 600], 2),
+        (["tiny:llama", "--prompt", "x", "--kv-cache-memory", "1K"], 4),
+    ],
+)
+def test_a_process_ends_with_its_code_and_no_traceback(words: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "slotzero", "generate", *words, "--backend", "eager"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("slotzero: error: ")
+    assert done.stderr.count("\n") == 1
