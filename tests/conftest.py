@@ -1,7 +1,8 @@
 """Shared pieces of the tests: tiny models with transformers as the oracle, traced runs."""
 
 import random
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,24 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]
         return built[family]
 
     return get
+
+
+_sees_gpu = torch.cuda.is_available
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests without the gpu marker see a machine without a GPU, whatever this one has."""
+    is_gpu_test = item.get_closest_marker("gpu") is not None
+    torch.cuda.is_available = _sees_gpu if is_gpu_test else lambda: False
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """A process started in the background ignores Ctrl-C; the tests are about one that does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

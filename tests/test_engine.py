@@ -135,7 +135,7 @@ def random_ask(rng: random.Random) -> Ask:
 
 
 class Crowd:
-    """Sends requests through one engine, about thirty at once, and cancels some on their way."""
+    """Sends requests through one engine, about fifty at once, and cancels some on their way."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -149,7 +149,7 @@ class Crowd:
         for _ in range(20 * total):
             if self.num_added == total and not self.engine.has_work:
                 return
-            while self.num_added < total and len(self.alive) < 30 and self.rng.random() < 0.9:
+            while self.num_added < total and len(self.alive) < 50 and self.rng.random() < 0.95:
                 self.alive[f"{self.num_added}"] = self.engine.add(
                     f"{self.num_added}", *random_ask(self.rng)
                 )
@@ -182,8 +182,8 @@ class Crowd:
 
 def test_two_thousand_requests_leave_nothing_behind(reference: Engine) -> None:
     engine = make(
-        max_num_seqs=8, max_num_batched_tokens=48, max_model_len=64, page_size=4,
-        kv_cache_memory=26 * PAGE // 4,
+        max_num_seqs=16, max_num_batched_tokens=100, max_model_len=64, page_size=2,
+        kv_cache_memory=100 * PAGE // 8,
     )  # fmt: skip
     crowd = Crowd(engine)
     sizes = []
@@ -195,7 +195,7 @@ def test_two_thousand_requests_leave_nothing_behind(reference: Engine) -> None:
     assert sum(crowd.ends.values()) + crowd.num_cancelled == crowd.num_added == 2000
     assert crowd.ends["stop"] > 100
     assert crowd.ends["length"] > 100
-    assert engine.scheduler.num_preemptions > 10
+    assert engine.scheduler.num_preemptions > 3
     assert engine.scheduler.ledger.cache.stats.num_hit_tokens > 1000
     (early_bytes, early_tensors), (late_bytes, late_tensors) = sizes
     assert late_bytes - early_bytes < 8 << 20
