@@ -71,3 +71,48 @@ def test_a_step_that_fails_leaves_no_false_prefix(oracles):
     assert output.outputs[0].token_ids == oracle.generate(prompt["prompt_token_ids"], 20)[0]
     assert output.num_cached_tokens == 0
     llm.engine.check()
+
+
+def test_results_that_fail_to_arrive_leave_nobody_hanging(oracles):
+    oracle = oracles("llama")
+    llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
+    prompts = prompts_of([9, 20], oracle.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    stream = llm.stream(prompts[0], params)
+    next(stream)
+    commit = llm.engine.scheduler.commit
+
+    def failing(step, tokens):
+        raise RuntimeError("the copy is lost")
+
+    llm.engine.scheduler.commit = failing
+    with pytest.raises(RuntimeError, match="the copy is lost"):
+        llm.generate(prompts[1], params, use_tqdm=False)
+    llm.engine.scheduler.commit = commit
+    assert [chunk.finish_reason for chunk in stream] == ["abort"]
+    (output,) = llm.generate(prompts[1], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == oracle.generate(prompts[1]["prompt_token_ids"], 20)[0]
+    llm.engine.check()
+
+
+def test_threads_may_share_one_llm(oracles):
+    oracle = oracles("llama")
+    llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
+    prompts = prompts_of([9, 20, 5], oracle.vocab_size)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [oracle.generate(p["prompt_token_ids"], 12)[0] for p in prompts]
+    wrong = []
+
+    def work():
+        for _ in range(4):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            got = [output.outputs[0].token_ids for output in outputs]
+            wrong.extend(pair for pair in zip(got, expected, strict=True) if pair[0] != pair[1])
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    llm.engine.check()

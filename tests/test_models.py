@@ -121,3 +121,11 @@ def test_a_row_does_not_depend_on_its_neighbours(oracles):
     for prompt, rows in zip(batch, together, strict=True):
         traced.generate([prompt], GREEDY)
         assert torch.equal(torch.stack(traced.logits[traced.request_ids[0]]), rows)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_a_context_of_one_page(oracles, backend):
+    oracle = oracles("llama")
+    traced = Traced(oracle.path, backend=backend, max_num_seqs=2, max_model_len=16)
+    assert traced.engine.worker.tables["page_table"].shape == (3, 1)
+    expect_equal(traced, oracle, prompts_of([5, 3], oracle.vocab_size), num_tokens=11)
