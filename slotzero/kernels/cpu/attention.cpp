@@ -21,6 +21,7 @@ namespace {
 
 constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the KV
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
+constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
@@ -121,7 +122,9 @@ void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor p
   const std::vector<Run> runs = runs_of(slot_of, q.size(0));
   const int64_t group = heads / kv_heads;  // query heads that share a KV head
   const int64_t items = static_cast<int64_t>(runs.size()) * kv_heads;
-#pragma omp parallel for schedule(dynamic, 1)
+  int64_t work = 0;
+  for (int64_t t = 0; t < q.size(0); ++t) work += (position_of[t] + 1) * heads * head_dim;
+#pragma omp parallel for schedule(dynamic, 1) if (work > WORTH_THREADS)
   for (int64_t item = 0; item < items; ++item) {
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;

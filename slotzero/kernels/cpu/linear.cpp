@@ -21,6 +21,7 @@ constexpr int64_t FEATURES = 16;              // output features of one packed b
 constexpr int VECS = FEATURES / LANES;        // registers across a block
 constexpr int ROWS = 4;                       // rows of x in one register tile
 constexpr int64_t ROWS_IN_CACHE = 32;         // rows of x that stay in the first-level cache
+constexpr int64_t WORTH_THREADS = 1 << 16;    // products below which waking threads costs more
 
 template <int M>
 void tile(const float* x, const float* w, const float* b, float* y, int64_t K, int64_t N, int64_t n) {
@@ -34,7 +35,7 @@ void tile(const float* x, const float* w, const float* b, float* y, int64_t K, i
       UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] = fused(wv[j], xv, acc[m][j]);
     }
   }
-  for (int m = 0; m < M; ++m) {
+  UNROLL for (int m = 0; m < M; ++m) {  // unrolled, or the sums above would live in memory
     float out[FEATURES];
     UNROLL for (int j = 0; j < VECS; ++j) store(out + j * LANES, acc[m][j]);
     for (int64_t i = 0; i < n; ++i) y[m * N + i] = b ? out[i] + b[i] : out[i];
@@ -66,7 +67,7 @@ void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
   const int64_t blocks = (N + FEATURES - 1) / FEATURES;
   for (int64_t m = 0; m < M; m += ROWS_IN_CACHE) {
     const int64_t rows = std::min(ROWS_IN_CACHE, M - m);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows * K * N > WORTH_THREADS)
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t n = i * FEATURES;
       block(xp + m * K, wp + n * K, bp ? bp + n : nullptr, yp + m * N + n, rows, K, N,

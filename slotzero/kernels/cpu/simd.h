@@ -26,7 +26,17 @@ typedef float UnalignedVec __attribute__((vector_size(LANES * sizeof(float)), al
 
 static inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
 static inline void store(float* p, Vec v) { *reinterpret_cast<UnalignedVec*>(p) = v; }
-static inline Vec all(float x) { return Vec{} + x; }
+static inline Vec all(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_set1_ps(x);
+#elif defined(__ARM_NEON)
+  return vdupq_n_f32(x);
+#else
+  return Vec{x, x, x, x};
+#endif
+}
 
 // a * b + c
 static inline Vec fused(Vec a, Vec b, Vec c) {
