@@ -1,0 +1,107 @@
+// `torch.ops.slotzero.sample`: checks every tensor by name, then hands raw pointers to sample.cpp.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "sample.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+void check(const Tensor& tensor, const char* name, ScalarType dtype,
+           std::initializer_list<int64_t> shape) {
+  STD_TORCH_CHECK(tensor.scalar_type() == dtype, "sample: ", name, " must be ",
+                  dtype == ScalarType::Float ? "float32" : "int32");
+  STD_TORCH_CHECK(tensor.is_contiguous(), "sample: ", name, " must be contiguous");
+  bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
+  int64_t axis = 0;
+  for (const int64_t size : shape) {
+    fits = fits && tensor.size(axis) == size;
+    ++axis;
+  }
+  STD_TORCH_CHECK(fits, "sample: ", name, " has the wrong shape");
+}
+
+const float* floats(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  check(tensor, name, ScalarType::Float, shape);
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+const int32_t* ints(const Tensor& tensor, const char* name, std::initializer_list<int64_t> shape) {
+  check(tensor, name, ScalarType::Int, shape);
+  return static_cast<const int32_t*>(tensor.const_data_ptr());
+}
+
+void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature,
+            Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
+            Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len,
+            Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids,
+            Tensor bias_values, Tensor tokens_out, Tensor logprobs_out, Tensor top_ids_out,
+            Tensor top_logprobs_out) {
+  for (const Tensor* matrix : {&logits, &tokens, &stop_ids, &bias_ids, &top_ids_out})
+    STD_TORCH_CHECK(matrix->dim() == 2,
+                    "sample: logits, tokens, stop_ids, bias_ids and top_ids_out have 2 dimensions");
+  const int64_t rows = logits.size(0), vocab = logits.size(1), slots_all = tokens.size(0);
+  const int64_t max_len = tokens.size(1), top_width = top_ids_out.size(1);
+  const int64_t stop_width = stop_ids.size(1), bias_width = bias_ids.size(1);
+  STD_TORCH_CHECK(vocab > 0, "sample: logits must have a vocabulary");
+  const slotzero::SampleTables tables{
+      .tokens = ints(tokens, "tokens", {slots_all, max_len}),
+      .temperature = floats(temperature, "temperature", {slots_all}),
+      .top_k = ints(top_k, "top_k", {slots_all}),
+      .top_p = floats(top_p, "top_p", {slots_all}),
+      .min_p = floats(min_p, "min_p", {slots_all}),
+      .repetition_penalty = floats(repetition_penalty, "repetition_penalty", {slots_all}),
+      .presence_penalty = floats(presence_penalty, "presence_penalty", {slots_all}),
+      .frequency_penalty = floats(frequency_penalty, "frequency_penalty", {slots_all}),
+      .seed = ints(seed, "seed", {slots_all, 2}),
+      .prompt_len = ints(prompt_len, "prompt_len", {slots_all}),
+      .min_tokens = ints(min_tokens, "min_tokens", {slots_all}),
+      .num_logprobs = ints(num_logprobs, "num_logprobs", {slots_all}),
+      .stop_ids = ints(stop_ids, "stop_ids", {slots_all, stop_width}),
+      .bias_ids = ints(bias_ids, "bias_ids", {slots_all, bias_width}),
+      .bias_values = floats(bias_values, "bias_values", {slots_all, bias_width}),
+      .max_len = max_len,
+      .stop_width = stop_width,
+      .bias_width = bias_width,
+  };
+  check(tokens_out, "tokens_out", ScalarType::Int, {rows});
+  check(logprobs_out, "logprobs_out", ScalarType::Float, {rows});
+  check(top_ids_out, "top_ids_out", ScalarType::Int, {rows, top_width});
+  check(top_logprobs_out, "top_logprobs_out", ScalarType::Float, {rows, top_width});
+  const slotzero::SampleArgs args{
+      .logits = floats(logits, "logits", {rows, vocab}),
+      .slots = ints(slots, "slots", {rows}),
+      .positions = ints(positions, "positions", {rows}),
+      .tables = tables,
+      .tokens_out = static_cast<int32_t*>(tokens_out.mutable_data_ptr()),
+      .logprobs_out = static_cast<float*>(logprobs_out.mutable_data_ptr()),
+      .top_ids_out = static_cast<int32_t*>(top_ids_out.mutable_data_ptr()),
+      .top_logprobs_out = static_cast<float*>(top_logprobs_out.mutable_data_ptr()),
+      .rows = rows,
+      .vocab = vocab,
+      .top_width = top_width,
+  };
+  for (int64_t row = 0; row < rows; ++row)
+    STD_TORCH_CHECK(args.slots[row] >= 0 && args.slots[row] < slots_all, "sample: slots[", row,
+                    "] is ", args.slots[row], ", but the tables have ", slots_all, " rows");
+  slotzero::sample_rows(args);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
+  m.def(
+      "sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor temperature, "
+      "Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
+      "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len, "
+      "Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids, "
+      "Tensor bias_values, Tensor(a!) tokens_out, Tensor(b!) logprobs_out, "
+      "Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) { m.impl("sample", TORCH_BOX(&sample)); }
