@@ -118,9 +118,10 @@ class Scheduler:
 
     def plan(self) -> Step | None:
         """Choose who runs next and advance them. None: nobody can, before a commit or an add."""
+        num_preemptions = self.num_preemptions
         rows = self._continue_running()
-        # nobody preempted above comes back here: it needs what it gave up and the spare pages
-        self._admit_waiting(rows)
+        if self.num_preemptions == num_preemptions:  # else the pages just freed are spoken for
+            self._admit_waiting(rows)
         for row in rows:
             # only now: a row must not read, in the same step, what another row writes
             if row.start < row.request.target:
