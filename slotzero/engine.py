@@ -84,7 +84,7 @@ class Engine:
         )
         self.recording_seconds = 0.0
         if not config.lazy_recording:
-            num_sizes = len(self.worker.decode.spec.ladder.sizes)
+            num_sizes = len(self.worker.recorded_keys)
             with recording_bar(config.show_progress, limits.backend, num_sizes) as seen:
                 self.recording_seconds = self.worker.record(seen)
         self.num_steps = 0

@@ -17,7 +17,7 @@ from slotzero.errors import CapacityError, ConfigError
 from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
 from slotzero.graph.backend import EagerBackend, backend_for
 from slotzero.graph.runner import Record
-from slotzero.graph.transfer import Download
+from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.kernels.contract import kernels_for
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import parse_config
@@ -31,8 +31,13 @@ from slotzero.runners import passes
 from slotzero.sampling.tables import SAMPLING_TABLES, encode
 from slotzero.step import Step
 
-PREFILL_STEP = 16  # token sizes of an eager prefill: it costs nothing to have many
-PREFILL_REASON = "prefill is not recorded"
+RESULTS = (passes.SAMPLED, passes.LOGPROBS, passes.TOP_IDS, passes.TOP_LOGPROBS)
+MOST_RECORDED = 2048  # tokens of a recorded prefill; beyond, launches hide behind the work
+FEW_ROWS = 8  # a recorded prefill has rows for so many, or for all
+EAGER_STEP = {
+    "cpu": 16,
+    "cuda": 256,
+}  # token sizes of an eager prefill: it costs nothing to have many
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,56 @@ class Worker:
         kv = KvPages(_kv_pages(registry, shape, limits.num_pages), self.tables["page_table"])
         rows = limits.max_num_seqs
         step = passes.Passes(
-            registry, decoder, self.kernels, self.tables, kv, rows, limits.max_num_batched_tokens
+            registry,
+            decoder,
+            self.kernels,
+            self.tables,
+            kv,
+            rows,
+            limits.max_num_batched_tokens,
+            dtype,
         )
-        row_ladder = Ladder.up_to(rows)
-        token_ladder = Ladder.multiples(PREFILL_STEP, limits.max_num_batched_tokens)
-        decode, prefill = step.decode_spec(row_ladder), step.prefill_spec(token_ladder, row_ladder)
-        self.decode = Runner(decode, registry, backend_for(backend, device))
-        self.prefill = Runner(prefill, registry, EagerBackend(), PREFILL_REASON)
+        graphs = backend_for(backend, device)
+        tokens, row_ladder = limits.max_num_batched_tokens, Ladder.up_to(rows)
+        self.decode = Runner(step.decode_spec(row_ladder), registry, graphs)
+        prefills = []
+        if backend == "cuda":
+            recorded = Ladder.doubling(min(tokens, MOST_RECORDED))
+            few_or_all = Ladder(tuple(sorted({min(FEW_ROWS, rows), rows})))
+            spec = step.prefill_spec("prefill", recorded, few_or_all)
+            prefills.append(Runner(spec, registry, graphs))
+        sizes = Ladder.multiples(EAGER_STEP[device.type], tokens)
+        name, reason = "prefill", "prefill is not recorded"
+        if prefills:
+            name, reason = "long prefill", f"more than {MOST_RECORDED} tokens"
+        spec = step.prefill_spec(name, sizes, row_ladder)
+        prefills.append(Runner(spec, registry, EagerBackend(), reason))
+        self.prefills = tuple(prefills)
+        self._results = DownloadRing([registry[name] for name in RESULTS])
 
     @property
     def runners(self) -> tuple[Runner, ...]:
-        return self.decode, self.prefill
+        return self.decode, *self.prefills
+
+    @property
+    def recorded_keys(self) -> list[tuple[Runner, GraphKey]]:
+        """Every size that is recorded at the start, largest first."""
+        return [
+            (runner, key)
+            for runner in reversed(self.runners)
+            if runner.is_recorded
+            for key in runner.all_keys()
+        ]
 
     def record(self, seen: Callable[[Record], None]) -> float:
-        """Records every size of every recorded runner, largest first; -> seconds."""
+        """Records every size of every recorded runner; -> seconds."""
         start = time.perf_counter()
         with torch.inference_mode():
-            for key in self.decode.all_keys():
-                seen(self.decode.record(key))
+            with self.kernels.preparing():
+                for runner, key in self.recorded_keys if self.limits.backend == "cuda" else ():
+                    runner.rehearse(key)
+            for runner, key in self.recorded_keys:
+                seen(runner.record(key))
         return time.perf_counter() - start
 
     def run(self, step: Step) -> Results:
@@ -139,18 +176,18 @@ class Worker:
             return self._download(step)
 
     def _dispatch(self, step: Step) -> tuple[Runner, GraphKey]:
-        runner = self.decode if step.is_decode else self.prefill
-        key = runner.pick(step.num_tokens, step.num_rows)
-        if isinstance(key, Refusal):
-            raise CapacityError(f"a planned step has no size: {key.reason}")
-        return runner, key
+        reasons = []
+        for runner in (self.decode,) if step.is_decode else self.prefills:
+            key = runner.pick(step.num_tokens, step.num_rows)
+            if not isinstance(key, Refusal):
+                return runner, key
+            reasons.append(key.reason)
+        raise CapacityError(f"a planned step has no size: {'; '.join(reasons)}")
 
     def _download(self, step: Step) -> Results:
-        names = [passes.SAMPLED]
-        if any(row.request.params.logprobs is not None for row in step.rows):
-            names += [passes.LOGPROBS, passes.TOP_IDS, passes.TOP_LOGPROBS]
-        sources = [self.registry[name][: step.num_rows] for name in names]
-        return Results(Download(sources), step.num_rows)
+        wants_more = any(row.request.params.logprobs is not None for row in step.rows)
+        num_results = len(RESULTS) if wants_more else 1
+        return Results(self._results.download(num_results, step.num_rows), step.num_rows)
 
     # SlotWriter: in the order of these calls, before the step that was planned with them.
 

@@ -25,8 +25,25 @@ from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, e
 
 INF = math.inf
 NAN = math.nan
-FUSED = CpuKernels()
-SAMPLERS = pytest.mark.parametrize("sample", [reference.sample, FUSED.sample], ids=["plain", "c++"])
+
+
+KERNELS = CpuKernels()
+
+
+def fused(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Sampled:
+    """The C++ kernel, with its outputs poisoned before."""
+    rows = len(logits)
+    out = Sampled(
+        tokens=torch.full((rows,), -7, dtype=torch.int32),
+        logprobs=torch.full((rows,), NAN),
+        top_ids=torch.full((rows, MAX_LOGPROBS), -7, dtype=torch.int32),
+        top_logprobs=torch.full((rows, MAX_LOGPROBS), NAN),
+    )
+    KERNELS.sample(logits, slots, positions, tables, out)
+    return out
+
+
+SAMPLERS = pytest.mark.parametrize("sample", [reference.sample, fused], ids=["plain", "c++"])
 Sampler = Callable[[Tensor, Tensor, Tensor, SamplingTables], Sampled]
 
 
@@ -307,7 +324,7 @@ def test_kernel_equals_definition(data: st.DataObject) -> None:
     logits = logits_of(style, len(slots), vocab, seed)
     lengths = [len(batch[slot - 1].tokens) if slot else 3 for slot in slots]
     args = (logits, ints(*slots), ints(*lengths), tables_of(batch, 12))
-    assert_same(FUSED.sample(*args), reference.sample(*args))
+    assert_same(fused(*args), reference.sample(*args))
 
 
 @pytest.mark.parametrize("style", ["normal", "ties", "equal", "masked", "nan"])
@@ -329,14 +346,14 @@ def test_kernel_equals_definition_at_a_real_vocabulary(style: str) -> None:
     slots = torch.arange(1, len(batch) + 1, dtype=torch.int32)
     positions = torch.full_like(slots, 300)
     args = (logits_of(style, len(batch), vocab, 3), slots, positions, tables_of(batch, 512))
-    assert_same(FUSED.sample(*args), reference.sample(*args))
+    assert_same(fused(*args), reference.sample(*args))
 
 
 def test_many_draws_agree_token_by_token() -> None:
     logits = logits_of("normal", 1, 300, 1)[0]
     for choice in ({}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}):
         params = SamplingParams(**choice)  # type: ignore[arg-type]
-        fast = draws(FUSED.sample, logits, params, 3000)
+        fast = draws(fused, logits, params, 3000)
         assert torch.equal(fast, draws(reference.sample, logits, params, 3000))
         assert fast.unique().numel() > 5
 
@@ -410,13 +427,13 @@ def test_kept_set_is_the_plain_one(choice: dict[str, Any], style: str) -> None:
     own = SamplingTables(*(table[1:2] for table in tables))
     kept = scaled >= reference.floor(scaled[None], own)
     assert {i for i in kept.nonzero()[:, -1].tolist() if scaled[i] > -INF} == possible
-    assert set(draws(FUSED.sample, logits, params, 4000).tolist()) == possible
+    assert set(draws(fused, logits, params, 4000).tolist()) == possible
 
 
 def test_ties_at_the_edge_live_together() -> None:
     logits = [3.0, 2.0, 2.0, 2.0, 1.0]
     for choice in ({"top_k": 2}, {"top_p": 0.55}):
-        tokens = draws(FUSED.sample, logits, SamplingParams(**choice), 2000)  # type: ignore[arg-type]
+        tokens = draws(fused, logits, SamplingParams(**choice), 2000)  # type: ignore[arg-type]
         assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
@@ -685,20 +702,20 @@ def test_it_can_be_traced_without_reading_data(sample: Sampler) -> None:
 
 def test_the_kernel_survives_torch_compile() -> None:
     logits, slots, positions, tables = mixed_batch()
-    compiled = torch.compile(FUSED.sample, backend="aot_eager", fullgraph=True)
-    expected = FUSED.sample(logits, slots, positions, tables)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    expected = fused(logits, slots, positions, tables)
     assert_equal_bits(compiled(logits, slots, positions, tables), expected)
 
 
 def test_the_kernel_refuses_by_name() -> None:
     logits, slots, positions, tables = mixed_batch()
     with pytest.raises(RuntimeError, match="slots must be int32"):
-        FUSED.sample(logits, slots.long(), positions, tables)
+        fused(logits, slots.long(), positions, tables)
     with pytest.raises(RuntimeError, match="logits must be float32"):
-        FUSED.sample(logits.double(), slots, positions, tables)
+        fused(logits.double(), slots, positions, tables)
     with pytest.raises(RuntimeError, match="logits must be contiguous"):
-        FUSED.sample(logits[:, ::2], slots, positions, tables)
+        fused(logits[:, ::2], slots, positions, tables)
     with pytest.raises(RuntimeError, match="top_p has the wrong shape"):
-        FUSED.sample(logits, slots, positions, tables._replace(top_p=tables.top_p[1:]))
+        fused(logits, slots, positions, tables._replace(top_p=tables.top_p[1:]))
     with pytest.raises(RuntimeError, match=r"slots\[0\] is 9"):
-        FUSED.sample(logits[:1], ints(9), positions[:1], tables)
+        fused(logits[:1], ints(9), positions[:1], tables)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from slotzero.errors import RecordingError
+from slotzero.errors import CapacityError, RecordingError
 from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction
 
-WARM_UPS = 2  # lazy initialisation (kernel builds, cuBLAS handles) happens before the capture
+WARM_UPS = 1  # lazy initialisation (kernel builds, cuBLAS handles) happens before the capture
 
 
 @contextmanager
@@ -48,14 +48,22 @@ class CudaBackend(Backend):
         pieces = PlainPieces()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), _no_collection():
                 for _ in range(WARM_UPS):
                     function(pieces)
-            self._stream.synchronize()
-            before = torch.cuda.memory_reserved(self._device)
-            graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                function(pieces)
+                self._stream.synchronize()
+                before = torch.cuda.memory_reserved(self._device)
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool)
+                try:
+                    function(pieces)
+                finally:
+                    graph.capture_end()
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                "out of GPU memory while recording: lower --gpu-memory-utilization, --max-num-seqs "
+                "or --max-num-batched-tokens"
+            ) from error
         except Exception as error:  # kernels are compiled here, and raise whatever they raise
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise RecordingError(first) from error

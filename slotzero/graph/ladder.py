@@ -32,6 +32,13 @@ class Ladder:
         return cls((*(size for size in sizes if size < maximum), maximum))
 
     @classmethod
+    def doubling(cls, maximum: int) -> "Ladder":
+        """1, 2, 4, ... and from 32 on a size between each two: padding never doubles the work."""
+        powers = [1 << i for i in range(maximum.bit_length())]
+        sizes = sorted([*powers, *(size + size // 2 for size in powers if size >= 32)])
+        return cls((*(size for size in sizes if size < maximum), maximum))
+
+    @classmethod
     def multiples(cls, step: int, maximum: int) -> "Ladder":
         """step, 2 step, ... and `maximum`: for functions that cost nothing to record."""
         return cls((*range(step, maximum, step), maximum))

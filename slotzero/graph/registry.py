@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import ContractError
-from slotzero.graph.transfer import HostRing
+from slotzero.graph.transfer import UploadRing
 
 # address, shape, stride, dtype
 Fingerprint = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
@@ -45,7 +45,7 @@ class Registry:
         self.step = 0
         self._entries: dict[str, Entry] = {}
         self._stamps: dict[str, int] = {}
-        self._rings: dict[str, HostRing] = {}
+        self._rings: dict[str, UploadRing] = {}
         self._frozen = False
 
     # One method per kind; there is no sixth.
@@ -60,7 +60,7 @@ class Registry:
         if not reason:
             raise ContractError(f"published tensor {name!r}: a pad value needs its reason")
         tensor = torch.full((capacity,), pad, dtype=dtype, device=self.device)
-        self._rings[name] = HostRing(tensor)
+        self._rings[name] = UploadRing(tensor)
         return self._add(Entry(name, Kind.PUBLISHED, tensor, pad, reason))
 
     def derived(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph.backend import Backend, EagerBackend, Pieces, Recording
+from slotzero.graph.backend import Backend, EagerBackend, Pieces, PlainPieces, Recording
 from slotzero.graph.ladder import Ladder, Refusal
 from slotzero.graph.registry import Fingerprint, Kind, Registry
 
@@ -76,6 +76,10 @@ class Runner:
         self._recordings: dict[GraphKey, Recording] = {}
         self._fingerprints: dict[GraphKey, tuple[Fingerprint, ...]] = {}
 
+    @property
+    def is_recorded(self) -> bool:
+        return not self._eager_reason
+
     def pick(self, num_tokens: int, num_rows: int) -> GraphKey | Refusal:
         tokens = self.spec.ladder.pick(num_tokens)
         rows = self.spec.rows.pick(num_rows) if self.spec.rows else tokens
@@ -86,17 +90,26 @@ class Runner:
         return GraphKey(self.spec.name, tokens, rows)
 
     def all_keys(self) -> Iterable[GraphKey]:
-        """Largest first: smaller recordings then fit into the memory of larger ones."""
+        """Every key that `pick` can return, largest first: smaller recordings then fit into the
+        memory of larger ones. A row holds at least one token."""
         for tokens in reversed(self.spec.ladder.sizes):
-            for rows in reversed(self.spec.rows.sizes) if self.spec.rows else (tokens,):
-                yield GraphKey(self.spec.name, tokens, rows)
+            rows: tuple[int, ...] = (tokens,)
+            if self.spec.rows is not None:
+                sizes = self.spec.rows.sizes
+                smaller = (0, *sizes[:-1])
+                rows = tuple(n for n, last in zip(sizes, smaller, strict=True) if last < tokens)
+            for num_rows in reversed(rows):
+                yield GraphKey(self.spec.name, tokens, num_rows)
+
+    def rehearse(self, key: GraphKey) -> None:
+        """Runs one size over an empty step, so that whoever prepares for it has seen it."""
+        self._publish_nobody()
+        self.spec.function(key, PlainPieces())
 
     def record(self, key: GraphKey) -> Record:
         """Records one size over an empty step; one that fails is served eagerly, and says so."""
         self._registry.freeze()
-        self._registry.begin_step()
-        for name in self.spec.published:
-            self._registry.publish(name, ())
+        self._publish_nobody()
         start = time.perf_counter()
         backend, failure = self._backend, ""
         try:
@@ -129,6 +142,11 @@ class Runner:
         self._registry.check_fingerprints(self._fingerprints[key])
         self._recordings[key].replay()
         self._count(self.records[key], num_tokens)
+
+    def _publish_nobody(self) -> None:
+        self._registry.begin_step()
+        for name in self.spec.published:
+            self._registry.publish(name, ())
 
     def _count(self, record: Record, num_tokens: int) -> None:
         self.counts.real_tokens += num_tokens

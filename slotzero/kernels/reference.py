@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.contract import Kernels
+from slotzero.kernels.composed import ComposedKernels
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
-class ReferenceKernels(Kernels):
+class ReferenceKernels(ComposedKernels):
     name = "reference"
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
@@ -21,7 +21,7 @@ class ReferenceKernels(Kernels):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         return F.linear(x, weight, bias)
 
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -75,6 +75,13 @@ class ReferenceKernels(Kernels):
         return torch.einsum("hc,chd->hd", weights, v)
 
     def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
-    ) -> Sampled:
-        return reference.sample(logits, slots, positions, tables)
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        tables: SamplingTables,
+        out: Sampled,
+    ) -> None:
+        chosen = reference.sample(logits.float(), slots, positions, tables)
+        for target, values in zip(out, chosen, strict=True):
+            target.copy_(values)

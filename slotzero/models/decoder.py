@@ -6,24 +6,24 @@ sampling, and allocates nothing that outlives a step.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Kernels
+from slotzero.kernels.contract import Heads, Kernels, Normed, Rows, Tokens
 from slotzero.models.config import ModelConfig
-from slotzero.models.rope import angles, rotate
-from slotzero.models.weights import DecoderWeights
+from slotzero.models.rope import speeds
+from slotzero.models.weights import DecoderWeights, LayerWeights
+
+LAYER_WEIGHTS = [name for name in LayerWeights.__dataclass_fields__ if name != "input_norm"]
 
 
-class Tokens(NamedTuple):
-    """The tokens of a step, [T] each; padding is slot 0 at position 0."""
+class Batch(NamedTuple):
+    """What a step computes: its tokens, and where a row may hold many of them, its rows."""
 
-    ids: Tensor
-    slots: Tensor
-    positions: Tensor
-    prompt_len: Tensor
+    tokens: Tokens
+    ids: Tensor  # [slots + 1, max_len], by position
+    prompt_len: Tensor  # [slots + 1]
+    rows: Rows | None
 
 
 class KvPages(NamedTuple):
@@ -39,36 +39,48 @@ class Decoder:
         self._weights = weights
         self._frequency = frequency
         self._kernels = kernels
-        self._layers = [[getattr(w, f) for f in w.__dataclass_fields__] for w in weights.layers]
+        norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+        self._layers = [
+            [*(getattr(layer, name) for name in LAYER_WEIGHTS), next_norm]
+            for layer, next_norm in zip(weights.layers, norms, strict=True)
+        ]
+        self._heads = Heads(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            scale=config.head_dim**-0.5,
+        )
 
-    def forward(self, tokens: Tokens, kv: KvPages, pieces: Pieces) -> Tensor:
-        """-> [T, hidden], before the final norm; KV of every real token is stored on the way."""
-        hidden = self._kernels.embed(tokens.ids, self._weights.embedding)
-        cos, sin = angles(self.config.rope, self._frequency, tokens.positions, tokens.prompt_len)
-        for pages, weights in zip(kv.pages.unbind(0), self._layers, strict=True):
-            hidden = pieces(
-                self._layer,
-                hidden, cos, sin, tokens.slots, tokens.positions, kv.page_table, pages,
-                *weights,
-            )  # fmt: skip
-        return hidden
+    def forward(self, batch: Batch, kv: KvPages, pieces: Pieces) -> Normed:
+        """-> [T, hidden] under the final norm; KV of every real token is stored on the way."""
+        kernels, rope, weights = self._kernels, self.config.rope, self._weights
+        plan = kernels.plan(batch.tokens, batch.rows, self._heads)
+        speed = speeds(rope, self._frequency, *batch.tokens, batch.prompt_len)
+        residual, normed, cos, sin = kernels.open(
+            batch.tokens, batch.ids, weights.embedding, weights.layers[0].input_norm,
+            self.config.norm_eps, speed, rope.attention_factor,
+        )  # fmt: skip
+        for pages, layer in zip(kv.pages.unbind(0), self._layers, strict=True):
+            residual, *parts = pieces(
+                self._layer, residual, *normed, cos, sin, pages, kv.page_table, *layer, *plan
+            )
+            normed = Normed(*parts)
+        return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab] in float32"""
-        normed = rms_norm(hidden, self._weights.final_norm, self.config.norm_eps)
-        vocab = self.config.vocab_size
-        return self._kernels.linear(normed, self._weights.head, None, vocab).float()
+    def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
+        """[rows, hidden] -> [rows, vocab]; zeros for rows of slot 0"""
+        self._kernels.logits(normed, self.config.norm_eps, self._weights.head, slots, out)
 
     def _layer(
         self,
-        hidden: Tensor,
+        residual: Tensor,
+        x: Tensor,
+        squares: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        page_table: Tensor,
         kv_pages: Tensor,
-        input_norm: Tensor,
+        page_table: Tensor,
         qkv: Tensor,
         qkv_bias: Tensor | None,
         q_norm: Tensor | None,
@@ -80,29 +92,21 @@ class Decoder:
         gate_up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-    ) -> Tensor:
-        c, linear = self.config, self._kernels.linear
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-
-        x = rms_norm(hidden, input_norm, c.norm_eps)
-        joined = linear(x, qkv, qkv_bias, q_size + 2 * kv_size)
-        q = joined[:, :q_size].view(-1, c.num_heads, c.head_dim)
-        k = joined[:, q_size : q_size + kv_size].view(-1, c.num_kv_heads, c.head_dim)
-        v = joined[:, q_size + kv_size :].view(-1, c.num_kv_heads, c.head_dim)
-        if q_norm is not None and k_norm is not None:
-            q, k = rms_norm(q, q_norm, c.norm_eps), rms_norm(k, k_norm, c.norm_eps)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self._kernels.store_kv(k, v.contiguous(), kv_pages, page_table, slots, positions)
-        attended = self._kernels.attend(q, kv_pages, page_table, slots, positions, c.head_dim**-0.5)
-        hidden = hidden + linear(attended.view(-1, q_size), out, out_bias, c.hidden_size)
-
-        x = rms_norm(hidden, post_norm, c.norm_eps)
-        gate, up = linear(x, gate_up, gate_up_bias, 2 * c.intermediate_size).chunk(2, -1)
-        return hidden + linear(F.silu(gate) * up, down, down_bias, c.hidden_size)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32, rounded before the weight is applied, as the checkpoints were trained."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+        next_norm: Tensor,
+        *plan: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual, and it under this layer's norm -> the same under the next one's."""
+        kernels, heads, eps = self._kernels, self._heads, self.config.norm_eps
+        width = heads.q_size + 2 * heads.kv_size
+        joined = kernels.linear(Normed(x, squares), eps, qkv, qkv_bias, width)
+        attended = kernels.attention(
+            joined, q_norm, k_norm, cos, sin, kv_pages, page_table, plan, heads
+        )
+        residual, normed = kernels.linear_add_norm(
+            attended, out, out_bias, residual, post_norm, eps
+        )
+        gated = kernels.linear_gated(
+            normed, eps, gate_up, gate_up_bias, self.config.intermediate_size
+        )
+        residual, normed = kernels.linear_add_norm(gated, down, down_bias, residual, next_norm, eps)
+        return residual, *normed

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies for each scaling rule, and the angles of a step.
+"""Rotary position embedding: frequencies for each scaling rule.
 
 Angles are computed in the graph from positions, so there is no table to outgrow. Only `dynamic`
 scaling depends on more than the position: on the length of the request's own prompt.
@@ -150,18 +150,16 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
-def angles(
-    rope: RopeConfig, frequency: Tensor, positions: Tensor, prompt_len: Tensor
-) -> tuple[Tensor, Tensor]:
-    """cos and sin for each token, [T, 1, head_dim / 2] in float32.
+def speeds(
+    rope: RopeConfig, frequency: Tensor, slots: Tensor, positions: Tensor, prompt_len: Tensor
+) -> Tensor:
+    """Radians per position, [head_dim / 2]; where they depend on the token, [T, head_dim / 2].
 
-    positions and prompt_len are [T]; prompt_len is that of each token's own request.
+    slots and positions are [T], prompt_len is [slots + 1].
     """
     if rope.kind == "dynamic":
-        frequency = _dynamic(rope, positions, prompt_len)
-    theta = positions[:, None].float() * frequency
-    cos, sin = theta.cos() * rope.attention_factor, theta.sin() * rope.attention_factor
-    return cos[:, None], sin[:, None]
+        return _dynamic(rope, positions, prompt_len[slots])
+    return frequency
 
 
 def _dynamic(rope: RopeConfig, positions: Tensor, prompt_len: Tensor) -> Tensor:
@@ -171,9 +169,3 @@ def _dynamic(rope: RopeConfig, positions: Tensor, prompt_len: Tensor) -> Tensor:
     theta = rope.theta * ratio ** (rope.head_dim / (rope.head_dim - 2))  # [T]
     exponent = torch.arange(0, rope.head_dim, 2, device=positions.device).float() / rope.head_dim
     return 1.0 / theta[:, None] ** exponent
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); arithmetic in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.contract import Kernels
+from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu import build
-from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
 
-class CpuKernels(Kernels):
+class CpuKernels(ComposedKernels):
     name = "cpu"
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class CpuKernels(Kernels):
         padded = F.pad(weight, (0, 0, 0, blocks * FEATURES - out_features))
         return padded.view(*lead, blocks, FEATURES, in_features).transpose(-1, -2).contiguous()
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         out = x.new_empty(x.shape[0], out_features)
         torch.ops.slotzero.linear.default(x, weight, bias, out)
         return out
@@ -66,17 +65,14 @@ class CpuKernels(Kernels):
         return out
 
     def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
-    ) -> Sampled:
-        rows = logits.shape[0]
-        sampled = Sampled(
-            tokens=logits.new_empty(rows, dtype=torch.int32),
-            logprobs=logits.new_empty(rows, dtype=torch.float32),
-            top_ids=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.int32),
-            top_logprobs=logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.float32),
-        )
-        torch.ops.slotzero.sample.default(logits, slots, positions, *tables, *sampled)
-        return sampled
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        tables: SamplingTables,
+        out: Sampled,
+    ) -> None:
+        torch.ops.slotzero.sample.default(logits, slots, positions, *tables, *out)
 
 
 @functools.cache

@@ -1,19 +1,35 @@
-"""CUDA's kernel set: Triton where pages are involved, torch's own kernels for the rest.
+"""CUDA's kernel set: Triton for everything but products over many rows, which are cuBLAS's.
 
 Nothing here reads device memory from the host, so a whole step can be captured.
 """
 
-from torch import Tensor
-from torch.nn import functional as F
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
-from slotzero.kernels.contract import Kernels
-from slotzero.kernels.triton import paged
-from slotzero.sampling import reference
+import torch
+from torch import Tensor
+
+from slotzero.kernels.contract import Heads, Kernels, Normed, Opened, Plan, Rows, Tokens
+from slotzero.kernels.triton import decode, prefill
+from slotzero.kernels.triton import linear as few
+from slotzero.kernels.triton import sample as sampling
+from slotzero.kernels.triton.elementwise import add_norm, applied, gated
+from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
+from slotzero.kernels.triton.linear import MAX_ROWS, Tile, padded_rows, tiles_for
+from slotzero.kernels.triton.opening import open_step
+from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
+
+CUBLAS = "cublas"
+T = TypeVar("T")
 
 
 class TritonKernels(Kernels):
     name = "triton"
+
+    def __init__(self) -> None:
+        self._choices = Choices()
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         return (out_features, in_features)
@@ -21,35 +37,171 @@ class TritonKernels(Kernels):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        return F.linear(x, weight, bias)
+    def preparing(self) -> AbstractContextManager[None]:
+        return compiling_ahead()
 
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(tokens, weight)
+    def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
+        if rows is None:
+            return decode.plan(tokens.slots, tokens.positions, heads)
+        group = heads.num_heads // heads.num_kv_heads
+        (blocks,) = prefill.plan(
+            rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
+        )
+        return *tokens, blocks
 
-    def store_kv(
+    def open(
         self,
-        k: Tensor,
-        v: Tensor,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-    ) -> None:
-        paged.store_kv(k.contiguous(), v, kv_pages, page_table, slots, positions)
+        tokens: Tokens,
+        table: Tensor,
+        embedding: Tensor,
+        norm: Tensor,
+        eps: float,
+        frequency: Tensor,
+        factor: float,
+    ) -> Opened:
+        late = _is_few(len(tokens.slots), embedding.dtype)
+        return open_step(tokens, table, embedding, norm, eps, frequency, factor, late)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        scale: float,
+    def linear(
+        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
     ) -> Tensor:
-        return paged.attend(q.contiguous(), kv_pages, page_table, slots, positions, scale)
+        out = x.x.new_empty(len(x.x), out_features)
+
+        def run(tile: Tile | None, weight: Tensor) -> Tensor:
+            if tile is None:
+                return _product(applied(x, eps), weight, bias, out)
+            return few.linear(x, eps, weight, bias, out, tile)
+
+        return self._run("linear", x.x, weight, run)
+
+    def logits(self, x: Normed, eps: float, weight: Tensor, slots: Tensor, out: Tensor) -> None:
+        def run(tile: Tile | None, weight: Tensor) -> Tensor:
+            if tile is None:
+                rows = applied(x, eps).masked_fill((slots == 0)[:, None], 0)
+                return _product(rows, weight, None, out)
+            return few.linear(x, eps, weight, None, out, tile, slots=slots)
+
+        self._run("logits", x.x, weight, run)
+
+    def linear_gated(
+        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
+    ) -> Tensor:
+        def run(tile: Tile | None, weight: Tensor) -> Tensor:
+            if tile is None:
+                joined = x.x.new_empty(len(x.x), 2 * out_features)
+                return gated(_product(applied(x, eps), weight, bias, joined))
+            out = x.x.new_empty(len(x.x), out_features)
+            return few.linear(x, eps, weight, bias, out, tile, gated=True)
+
+        return self._run("gated", x.x, weight, run)
+
+    def linear_add_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Normed]:
+        def run(tile: Tile | None, weight: Tensor) -> Normed:
+            if tile is None:
+                delta = _product(x, weight, bias, torch.empty_like(residual))
+                return add_norm(residual, delta, norm, eps, late=_is_few(len(x), x.dtype))
+            return few.linear_add(x, weight, bias, residual, norm, tile)
+
+        return residual, self._run("add", x, weight, run, changes=residual)
+
+    def attention(
+        self,
+        joined: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv_pages: Tensor,
+        page_table: Tensor,
+        plan: Plan,
+        heads: Heads,
+    ) -> Tensor:
+        if len(plan) == len(decode.Shares._fields):
+            shares = decode.Shares(*plan)
+            return decode.attend(
+                joined, q_norm, k_norm, cos, sin, kv_pages, page_table, shares, heads
+            )
+        slots, positions, blocks = plan
+        q = prefill.rope_store(
+            joined, q_norm, k_norm, heads.norm_eps, cos, sin, kv_pages, page_table, slots,
+            positions, heads.num_heads, heads.num_kv_heads, heads.head_dim,
+        )  # fmt: skip
+        return prefill.attend(q, kv_pages, page_table, blocks, heads.scale).view(len(joined), -1)
 
     def sample(
-        self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
-    ) -> Sampled:
-        return reference.sample(logits, slots, positions, tables)
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        tables: SamplingTables,
+        out: Sampled,
+    ) -> None:
+        sampling.sample(logits, slots, positions, tables, out)
+
+    def advance(
+        self,
+        slots: Tensor,
+        new_length: Tensor,
+        target: Tensor,
+        length: Tensor,
+        tokens: Tensor,
+        sampled: Tensor,
+    ) -> None:
+        sampling.advance(slots, new_length, target, length, tokens, sampled)
+
+    def _run(
+        self,
+        kind: str,
+        x: Tensor,
+        weight: Tensor,
+        run: Callable[[Tile | None, Tensor], T],
+        changes: Tensor | None = None,
+    ) -> T:
+        """By our own kernel where it is the fastest, by cuBLAS (None) elsewhere.
+
+        `changes` is what a run reads and writes, to be put back after a trial.
+        """
+        if not _is_few(len(x), x.dtype):
+            return run(None, weight)
+        rows = len(x)
+        tiles = {str(tile): tile for tile in tiles_for(rows)}
+        if INTERPRETED:
+            return run(next(iter(tiles.values())), weight)
+        out, inner = weight.shape
+        card = torch.cuda.get_device_name(x.device)
+        key = f"{card}/{kind}/{out}x{inner}/{padded_rows(rows)}"
+        name = self._choices.known(key, (CUBLAS, *tiles))
+        if name is None and is_compiling():
+            for tile in tiles.values():
+                run(tile, weight)
+            return run(None, weight)
+        if name is None:
+            before = None if changes is None else changes.clone()
+            name = self._choices.find(
+                key, (CUBLAS, *tiles), weight, lambda name, w: run(tiles.get(name), w)
+            )
+            if changes is not None and before is not None:
+                changes.copy_(before)
+        return run(tiles.get(name), weight)
+
+
+def _is_few(rows: int, dtype: torch.dtype) -> bool:
+    """Whether rows may be multiplied by our kernels, and so whether norms are late.
+
+    A late norm multiplies rows that were not scaled yet: bfloat16 holds them, float16 may not.
+    """
+    return rows <= MAX_ROWS and dtype is torch.bfloat16
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)

@@ -1,0 +1,309 @@
+"""Paged attention of a decode step: one token a row, each with its own length.
+
+The grid of a size is fixed; how it is shared out is derived in the graph, once a step, by `plan`.
+A row's context is cut into chunks of one common size, chosen so that all chunks fit the grid, and
+one program takes one chunk of one KV head. Whoever finishes a row last merges its chunks, in order,
+so the result does not depend on who that was.
+
+The same program norms and rotates its query heads, and the one with the newest position its key,
+which it stores with the value and attends to without reading them back. Rows of slot 0 store
+nothing and get zeros. Pages hold what earlier steps wrote, so they are read before the wait.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.contract import Heads
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+
+LOG2E = tl.constexpr(1.4426950408889634)
+SMALLEST_CHUNK = 64
+CHUNKS_IN_GRID = 512  # programs that a small batch is spread over: four to each of 132 processors
+
+
+class Shares(NamedTuple):
+    """The plan: chunk i of the grid, [num_chunks] each, and what is needed to merge them."""
+
+    row: Tensor  # -1: nobody's
+    slot: Tensor
+    begin: Tensor  # its first position
+    end: Tensor  # one past its last position
+    first: Tensor  # the first chunk of its row
+    num: Tensor  # chunks of its row
+    done: Tensor  # [rows, kv_heads] programs that finished, zeroed by `plan`
+    partial: Tensor  # [num_chunks, heads, head_dim] float32
+    peak: Tensor  # [num_chunks, heads] float32
+    total: Tensor
+
+
+@triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare"])
+def _plan_kernel(
+    slots, positions, rows, row_of, slot_of, begin_of, end_of, first_of, count_of, done, num_done,
+    num_chunks, spare, SMALLEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program. Never launched to overlap: what follows it may read the plan at once."""
+    r = tl.arange(0, ROWS)
+    slot = tl.load(slots + r, mask=r < rows, other=0)
+    position = tl.load(positions + r, mask=r < rows, other=0)
+    length = tl.where(slot > 0, position + 1, 0)
+    share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0), spare).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(share, SMALLEST), 1) * SMALLEST
+    count = tl.where(r < rows, tl.maximum(tl.cdiv(length, chunk), 1), 0)
+    last = tl.cumsum(count, axis=0)
+    first = last - count
+    for i in range(tl.max(count, axis=0)):
+        mine = i < count
+        tl.store(row_of + first + i, r, mask=mine)
+        tl.store(slot_of + first + i, slot, mask=mine)
+        tl.store(begin_of + first + i, i * chunk, mask=mine)
+        tl.store(end_of + first + i, tl.minimum((i + 1) * chunk, length), mask=mine)
+        tl.store(first_of + first + i, first, mask=mine)
+        tl.store(count_of + first + i, count, mask=mine)
+    used = tl.sum(count, axis=0)
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, num_chunks, BLOCK):
+        unused = (start + lane >= used) & (start + lane < num_chunks)
+        tl.store(row_of + start + lane, -1, mask=unused)
+    for start in range(0, num_done, BLOCK):
+        tl.store(done + start + lane, 0, mask=start + lane < num_done)
+
+
+@triton.jit
+def _load_norm(norm, half, DIM: tl.constexpr):
+    """A norm's weight in two halves, [1, half] each"""
+    present = half < DIM // 2
+    a = tl.load(norm + half, mask=present, other=0.0).to(tl.float32)[None, :]
+    b = tl.load(norm + DIM // 2 + half, mask=present, other=0.0).to(tl.float32)[None, :]
+    return a, b
+
+
+@triton.jit
+def _norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads in two halves, [heads, half] each, rounded where composed.py rounds"""
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        scale = (1.0 / tl.sqrt_rn(square / DIM + eps))[:, None]
+        a = ((a * scale).to(dtype).to(tl.float32) * by_a).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * by_b).to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def _load_table(table, key, end, PAGE: tl.constexpr):
+    return tl.load(table + key // PAGE, mask=key < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _load_pages(
+    k_pages, v_pages, page, kv_head, key, end, half, dim,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros from `end` on."""
+    known = key < end
+    at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
+    key_at = k_pages + at[None, :] + half[:, None]
+    present = known[None, :] & (half < DIM // 2)[:, None]
+    a = tl.load(key_at, mask=present, other=0.0)
+    b = tl.load(key_at + DIM // 2, mask=present, other=0.0)
+    value_at = v_pages + at[:, None] + dim[None, :]
+    v = tl.load(value_at, mask=known[:, None] & (dim < DIM)[None, :], other=0.0)
+    return a, b, v
+
+
+@triton.jit
+def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc):
+    """One more tile of keys: the usual running softmax, in powers of two."""
+    score = tl.dot(qa, a, input_precision="ieee")
+    score = tl.dot(qb, b, score, input_precision="ieee") * scale
+    score = tl.where(known[None, :], score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
+    joined_stride, pages_stride, table_stride, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    kv_head, chunk = tl.program_id(0), tl.program_id(1)
+    row = tl.load(row_of + chunk)
+    if row < 0:
+        wait_for_writer(PDL)
+        return
+    slot = tl.load(slot_of + chunk).to(tl.int64)
+    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
+    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
+    is_last = chunk == first + count - 1
+    group_size: tl.constexpr = HEADS // KV_HEADS
+    g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    head = kv_head * group_size + g
+    k_pages, v_pages, table = kv_pages, kv_pages + pages_stride, page_table + slot * table_stride
+    stored = end - is_last.to(tl.int32)  # the newest position is not in the pages yet
+
+    # constants, and what earlier steps stored, can be on their way before the query is known
+    key = begin + tl.arange(0, KEYS)
+    page = _load_table(table, key, stored, PAGE)
+    if EARLY:
+        a, b, v = _load_pages(
+            k_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, PAGE
+        )
+    newest = tl.maximum(end - 1, 0)
+    new_page = tl.load(table + newest // PAGE).to(tl.int64)
+    place = ((new_page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * DIM
+    by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        by_ka, by_kb = _load_norm(k_norm, half, DIM)
+    wait_for_writer(PDL)
+
+    row64 = row.to(tl.int64)
+    turn = half[None, :] < DIM // 2
+    q_at = joined + row64 * joined_stride + head[:, None] * DIM + half[None, :]
+    q_inside = (g < group_size)[:, None] & turn
+    qa = tl.load(q_at, mask=q_inside, other=0.0)
+    qb = tl.load(q_at + DIM // 2, mask=q_inside, other=0.0)
+    k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
+    ka = tl.load(k_at + half[None, :], mask=turn, other=0.0)
+    kb = tl.load(k_at + DIM // 2 + half[None, :], mask=turn, other=0.0)
+    own_v = tl.load(k_at + KV_HEADS * DIM + dim, mask=dim < DIM, other=0.0)
+    angle = row64 * (DIM // 2) + half[None, :]
+    c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
+    inside = (g < group_size)[:, None] & (dim < DIM)[None, :]
+    out_at = out + (row64 * HEADS + head[:, None]) * DIM + dim[None, :]
+    if slot == 0:
+        tl.store(out_at, tl.zeros([GROUP, 2 * HALF], out.dtype.element_ty), mask=inside)
+        return
+
+    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    scale *= LOG2E
+    peak = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, 2 * HALF], tl.float32)
+    if is_last:
+        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+        tl.store(k_pages + place + half[None, :], ka, mask=turn)
+        tl.store(k_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
+        tl.store(v_pages + place + dim, own_v, mask=dim < DIM)
+        product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
+        peak = tl.sum(product, axis=1) * scale
+        total += 1.0
+        acc += own_v.to(tl.float32)[None, :]
+
+    begin_loop = begin
+    if EARLY:
+        begin_loop += KEYS
+        if begin < stored:
+            peak, total, acc = _attend_keys(qa, qb, a, b, v, key < stored, scale, peak, total, acc)
+    for start in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        if EARLY:  # the compiler runs it ahead, which a short loop likes better
+            page = _load_table(table, key, stored, PAGE)
+        a, b, v = _load_pages(
+            k_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, PAGE
+        )
+        if not EARLY:
+            page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+        peak, total, acc = _attend_keys(qa, qb, a, b, v, key < stored, scale, peak, total, acc)
+
+    if count == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        return
+
+    flat = chunk * HEADS + head
+    tl.store(partial + flat[:, None] * DIM + dim[None, :], acc, mask=inside)
+    tl.store(peak_of + flat, peak, mask=g < group_size)
+    tl.store(total_of + flat, total, mask=g < group_size)
+    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+    if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
+        tl.debug_barrier()
+        peak = tl.full([GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        acc = tl.zeros([GROUP, 2 * HALF], tl.float32)
+        for i in tl.range(first, first + count, loop_unroll_factor=4):
+            flat = i * HEADS + head
+            its_peak = tl.load(peak_of + flat, mask=g < group_size, other=0.0)
+            its_total = tl.load(total_of + flat, mask=g < group_size, other=1.0)
+            its_acc = tl.load(partial + flat[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+            new_peak = tl.maximum(peak, its_peak)
+            old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak)
+            total = total * old + its_total * new
+            acc = acc * old[:, None] + its_acc * new[:, None]
+            peak = new_peak
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
+    rows, kv_heads = len(slots), heads.num_kv_heads
+    # a row of average length is one chunk of a large batch, many of a small one
+    spare = max(rows, triton.cdiv(CHUNKS_IN_GRID, kv_heads) - rows)
+    num_chunks = rows + spare
+    ints = slots.new_empty(6, num_chunks)
+    floats = torch.empty(2, num_chunks, heads.num_heads, device=slots.device)
+    partial = torch.empty(num_chunks, heads.num_heads, heads.head_dim, device=slots.device)
+    done = slots.new_empty(rows, kv_heads)
+    peak, total = floats.unbind()
+    row, slot, begin, end, first, num = ints.unbind()
+    shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
+    launch(
+        _plan_kernel, (1,), slots, positions, rows, *shares[:7], rows * kv_heads, num_chunks, spare,
+        SMALLEST=SMALLEST_CHUNK, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+    )  # fmt: skip
+    return shares
+
+
+def attend(
+    joined: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    shares: Shares,
+    heads: Heads,
+) -> Tensor:
+    dim, kv_heads = heads.head_dim, heads.num_kv_heads
+    out = joined.new_empty(len(joined), heads.q_size)
+    keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim)
+    launch(
+        _decode_kernel, (kv_heads, len(shares.row)),
+        joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out, *shares,
+        joined.stride(0), kv_pages.stride(0), page_table.stride(0), heads.norm_eps, heads.scale,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=kv_pages.shape[2],
+        GROUP=max(16, triton.next_power_of_2(heads.num_heads // kv_heads)),
+        HALF=max(16, triton.next_power_of_2(dim // 2)), KEYS=keys, STAGES=stages,
+        EARLY=early, NORM=q_norm is not None, num_warps=warps, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def shape_for(rows: int, itemsize: int, dim: int) -> tuple[int, int, int, bool]:
+    """-> keys in a tile, warps, stages, whether to read a tile early; see benchmarks/h200.
+
+    A small batch wants short programs, a large one as many at once as fit. Float32 and large heads
+    have half the keys in the same memory.
+    """
+    small = 2 if itemsize * dim > 256 else 1
+    if rows <= 2:
+        return 64 // small, 4, 4, True
+    if rows <= 32:
+        return 64 // small, 2, 4, True
+    if rows <= 128:
+        return 64 // small, 2, 2, False
+    return 32 // small, 1, 2, False

@@ -1,0 +1,73 @@
+"""How kernels of this set are launched: compiled ahead in parallel, and overlapping one another.
+
+A kernel launched with `**overlap()` starts while the one before it still runs (programmatic
+dependent launch, where the card has it). Two rules make that safe, and every kernel that takes PDL
+keeps both: call `may_follow` first, so that the next one can start in turn; call `wait_for_writer`
+in every program before touching anything that an earlier kernel writes. Before it, only constants
+may be read, and what was written before the last kernel that took no part in this.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import functools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+_ahead: set[tuple[Any, ...]] | None = None  # while compiling ahead: what was asked for
+
+
+@triton.jit
+def may_follow(PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_writer(PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+
+
+@functools.cache
+def overlap() -> dict[str, Any]:
+    """Keywords of a launch: the kernel's PDL flag, and the launch attribute that goes with it."""
+    if INTERPRETED or torch.cuda.get_device_capability() < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    if _ahead is None:
+        kernel[grid](*args, **kwargs)
+        return
+    kinds = (a.dtype if isinstance(a, Tensor) else type(a) for a in args)
+    wanted = (kernel, *kinds, *kwargs.items())
+    if wanted not in _ahead:
+        _ahead.add(wanted)
+        kernel.warmup(*args, grid=grid, **kwargs)
+
+
+def is_compiling() -> bool:
+    return _ahead is not None
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside, launches only ask for their kernel; all are compiled, side by side, at the end."""
+    global _ahead
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        _ahead = set()
+        try:
+            yield
+        finally:
+            _ahead = None

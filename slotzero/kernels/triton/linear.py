@@ -1,0 +1,316 @@
+"""Matrix products over few rows (1 to 64), where the time is the time to read the weight.
+
+Each program owns a few output features and reads their weights once; the rows come from cache. What
+surrounds a product is fused into it: bias, SiLU-and-multiply, the residual, and both ends of
+RMSNorm. The program that adds to the residual multiplies by the next norm's weight and leaves the
+sum of its squares; the product that follows adds those up and scales its result, so that nobody
+waits for a norm. Where it fits, the first weights are requested before the wait for the rows.
+
+Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.contract import Normed
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+
+MAX_ROWS = 64
+SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
+VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of their own
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
+    side by side along the inner dimension, summed at the end, or loads run `stages` ahead."""
+
+    features: int
+    depth: int
+    slices: int
+    stages: int
+    num_warps: int
+
+    def __str__(self) -> str:
+        how = f"{self.slices} slices" if self.slices else f"{self.stages} stages"
+        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps"
+
+
+def padded_rows(rows: int) -> int:
+    """The rows that a kernel is compiled for: 1, 8, 16, 32 or 64."""
+    return 1 if rows == 1 else max(8, int(triton.next_power_of_2(rows)))
+
+
+def tiles_for(rows: int) -> list[Tile]:
+    """What is worth trying for that many rows; found on an H200, see benchmarks/h200."""
+    if rows == 1:
+        shapes = ((4, 1024, 4), (8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8))
+        return [Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes]
+    sliced = [(16, 64, 8, 4), (16, 128, 4, 4), (16, 128, 8, 8), (32, 64, 4, 4), (16, 256, 4, 4)]
+    staged = [(16, 256, 6, 4), (16, 256, 4, 2), (32, 256, 3, 4), (32, 128, 5, 4)]
+    if rows > SLICED_ROWS:
+        sliced = []
+    if rows > 16:
+        staged = [(16, 128, 6, 4), (16, 256, 4, 4), (32, 128, 5, 4), (64, 128, 4, 4)]
+    return [
+        *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
+        *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
+    ]
+
+
+@triton.jit
+def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=(k < INNER) & (n < num_out), other=0.0)
+
+
+@triton.jit
+def _ask(
+    squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS: tl.constexpr
+):  # fmt: skip
+    """What is needed at the end, requested at the beginning: the squares and the residual."""
+    parts = tl.zeros([1, 1], tl.float32)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS)[:, None]
+        known = (part < num_parts) & (m[None, :] < rows)
+        parts = tl.load(squares + part * rows + m[None, :], mask=known, other=0.0)
+    before = tl.zeros([1, 1], tl.float32)
+    if norm is not None:
+        at = m[:, None].to(tl.int64) * out_stride + n[None, :]
+        inside = (m[:, None] < rows) & (n[None, :] < num_out)
+        before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+    return parts, before
+
+
+@triton.jit
+def _finish(
+    result, second, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
+    num_out, out_stride, eps, INNER: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """result and second are [rows, features]. With a norm, out is the residual, and added to."""
+    row, feature = m[:, None], n[None, :]
+    inside = (row < rows) & (feature < num_out)
+    if PARTS > 0:
+        scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
+        result *= scale
+        second *= scale
+    if bias is not None:
+        result += tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+    if GATED:
+        if bias is not None:
+            value_bias = bias + num_out + feature
+            second += tl.load(value_bias, mask=feature < num_out, other=0.0).to(tl.float32)
+        result = result * tl.sigmoid(result) * second
+    if slots is not None:
+        result = tl.where(tl.load(slots + row, mask=row < rows, other=0) > 0, result, 0.0)
+    if norm is not None:
+        result += before
+    at = row.to(tl.int64) * out_stride + feature
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=inside)
+    if norm is not None:
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        by = tl.load(norm + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        tl.store(weighted + at, (wide * by).to(out.dtype.element_ty), mask=inside)
+        part = tl.program_id(0) * rows
+        tl.store(squares_out + part + m, tl.sum(wide * wide, axis=1), mask=m < rows)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _one_row_kernel(
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    rows, num_out, num_parts, x_stride, out_stride, eps,
+    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Plain multiply-adds."""
+    may_follow(PDL)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    m, k = tl.arange(0, 1), tl.arange(0, DEPTH)
+    at = weight + n[:, None].to(tl.int64) * INNER + k[None, :]
+    apart = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
+    w = _load_weight(at, k[None, :], n[:, None], num_out, INNER, EVEN)
+    w2 = w
+    if GATED:
+        w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
+    wait_for_writer(PDL)
+    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS)
+
+    acc = tl.zeros([FEATURES, DEPTH], tl.float32)
+    acc2 = acc
+    for first in range(0, INNER, DEPTH):
+        here, after = first + k, first + DEPTH + k
+        value = tl.load(x + here, mask=here < INNER, other=0.0).to(tl.float32)
+        ahead = (after[None, :] < INNER) & (n[:, None] < num_out)
+        next_w = tl.load(at + first + DEPTH, mask=ahead, other=0.0)
+        next_w2 = next_w
+        if GATED:
+            next_w2 = tl.load(at + apart + first + DEPTH, mask=ahead, other=0.0)
+        acc += w.to(tl.float32) * value[None, :]
+        if GATED:
+            acc2 += w2.to(tl.float32) * value[None, :]
+        w, w2 = next_w, next_w2
+    result = tl.sum(acc, axis=1)[None, :]
+    second = result
+    if GATED:
+        second = tl.sum(acc2, axis=1)[None, :]
+    _finish(
+        result, second, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
+        num_out, out_stride, eps, INNER, PARTS, GATED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _sliced_kernel(
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    rows, num_out, num_parts, x_stride, out_stride, eps,
+    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Matrix units, with slices of the inner dimension side by side, each for warps of its own."""
+    may_follow(PDL)
+    block: tl.constexpr = SLICES * DEPTH
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, SLICES)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]  # [slices, depth]
+    wk, wn = k[:, None, :], n[None, :, None]
+    at = weight + wn.to(tl.int64) * INNER + wk  # [slices, features, depth]
+    apart = num_out.to(tl.int64) * INNER
+    w = _load_weight(at, wk, wn, num_out, INNER, EVEN)
+    w2 = w
+    if GATED:
+        w2 = _load_weight(at + apart, wk, wn, num_out, INNER, EVEN)
+    wait_for_writer(PDL)
+    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS)
+
+    xk, xm = k[:, :, None], m[None, None, :]
+    x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
+    value = tl.load(x_at, mask=(xk < INNER) & (xm < rows), other=0.0)
+    acc = tl.zeros([SLICES, FEATURES, ROWS], tl.float32)
+    acc2 = acc
+    for first in range(0, INNER, block):
+        next_known = (first + block + xk < INNER) & (xm < rows)
+        next_value = tl.load(x_at + first + block, mask=next_known, other=0.0)
+        ahead = (first + block + wk < INNER) & (wn < num_out)
+        next_w = tl.load(at + first + block, mask=ahead, other=0.0)
+        next_w2 = next_w
+        if GATED:
+            next_w2 = tl.load(at + apart + first + block, mask=ahead, other=0.0)
+        acc = tl.dot(w, value, acc)
+        if GATED:
+            acc2 = tl.dot(w2, value, acc2)
+        w, w2, value = next_w, next_w2, next_value
+    result = tl.trans(tl.sum(acc, axis=0))  # [rows, features]
+    second = result
+    if GATED:
+        second = tl.trans(tl.sum(acc2, axis=0))
+    _finish(
+        result, second, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
+        num_out, out_stride, eps, INNER, PARTS, GATED,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _staged_kernel(
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    rows, num_out, num_parts, x_stride, out_stride, eps,
+    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
+    at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
+    apart = num_out.to(tl.int64) * INNER
+    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    acc2 = acc
+    wait_for_writer(PDL)
+    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS)
+
+    for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
+        known = (m < rows)[:, None]
+        if not EVEN:
+            known = known & (first + k < INNER)[None, :]
+        value = tl.load(x_at + first, mask=known, other=0.0)
+        w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
+        acc = tl.dot(value, w, acc)
+        if GATED:
+            w2_at = at + apart + first
+            w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
+            acc2 = tl.dot(value, w2, acc2)
+    _finish(
+        acc, acc2, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
+        num_out, out_stride, eps, INNER, PARTS, GATED,
+    )  # fmt: skip
+
+
+def linear(
+    x: Normed,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    *,
+    gated: bool = False,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """Rows under a norm times weight [features, inner] (gates and then values if gated) -> out;
+    with slots, rows of slot 0 get zeros."""
+    _launch(x, eps, weight, bias, out, tile, gated=gated, slots=slots)
+    return out
+
+
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, tile: Tile
+) -> Normed:
+    """Adds x times weight to the residual, in place -> the residual, about to be normed"""
+    parts = triton.cdiv(len(weight), tile.features)
+    squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
+    made = Normed(torch.empty_like(residual), squares)
+    _launch(Normed(x, None), 0.0, weight, bias, residual, tile, norm=norm, made=made)
+    return made
+
+
+def _launch(
+    x: Normed,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
+    *,
+    gated: bool = False,
+    slots: Tensor | None = None,
+    norm: Tensor | None = None,
+    made: Normed | None = None,
+) -> None:
+    rows, inner = x.x.shape
+    num_out = out.shape[1]
+    num_parts = 0 if x.squares is None else len(x.squares)
+    kernel, block, sizes = _one_row_kernel, tile.depth, {}
+    if tile.stages:
+        kernel, sizes = _staged_kernel, {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages}
+    elif rows > 1:
+        kernel, sizes = _sliced_kernel, {"ROWS": padded_rows(rows), "SLICES": tile.slices}
+        block *= tile.slices
+    weighted, squares_out = made or (None, None)
+    launch(
+        kernel, (triton.cdiv(num_out, tile.features),),
+        x.x, weight, bias, x.squares, slots, norm, out, weighted, squares_out,
+        rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps,
+        INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
+        EVEN=inner % block == 0 and num_out % tile.features == 0,
+        PARTS=triton.next_power_of_2(num_parts) if num_parts else 0, GATED=gated,
+        num_warps=tile.num_warps, **sizes, **overlap(),
+    )  # fmt: skip

@@ -1,0 +1,312 @@
+"""Prefill: norm, rotate and store a step's tokens, then paged causal flash attention over them.
+
+Rows are ragged: row r holds `counts[r]` tokens of `slots[r]` from position `starts[r]` on, so
+prompts, chunks over stored prefixes and single decode tokens share one step. Three kernels, whose
+grids follow from the padded sizes alone:
+
+- `rope_store` puts K and V of every token in its page; tokens of slot 0 store nothing.
+- `plan` cuts the rows into blocks of at most `block_tokens(group)` tokens, longest context first.
+  The blocks that are left over cover the padding tokens. Once per step; all layers share it.
+- `attend` gives each (block, KV head) a program. Its matrix tile holds every (token, head of the
+  group), so K and V are read once for a group. Blocks of padding write zeros.
+
+A token meets its keys in tiles that start at position 0, whatever its block: its bits do not
+depend on how its prompt was cut, nor on its neighbours. No key past its row's last is read.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+
+LOG2E = 1.4426950408889634
+BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
+HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
+PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against how many at a time
+
+
+class Tile(NamedTuple):
+    rows: int  # (token, head of the group) pairs of a program
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile(dim: int, group: int, dtype: torch.dtype) -> Tile:
+    """Tiles whose registers and shared memory fit an H200's multiprocessor without spilling.
+
+    Of 65536 registers and 227 KB. In 16 bits, 128 rows are two warpgroups; a thread then holds
+    dim / 2 accumulators, keys / 2 scores and keys / 4 registers of weights. Shared memory holds
+    the query tile, and keys and values of every stage.
+    """
+    width = max(16, triton.next_power_of_2(dim))
+    if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+        chosen = Tile(rows=32 if width <= 128 else 16, keys=32, warps=4, stages=2)
+    elif width <= 64:  # under 128 registers, 64 KB: two programs share a multiprocessor
+        chosen = Tile(rows=128, keys=64, warps=8, stages=3)
+    elif width == 128:  # 254 registers, 224 KB: one program, whose loads run two tiles ahead
+        chosen = Tile(rows=128, keys=128, warps=8, stages=3)
+    else:  # 255 registers, 192 KB
+        chosen = Tile(rows=128, keys=64, warps=8, stages=2)
+    return chosen._replace(rows=max(chosen.rows, triton.next_power_of_2(group)))
+
+
+def block_tokens(group: int) -> int:
+    return max(1, BLOCK_ROWS // group)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _rope_store_kernel(
+    joined, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
+    joined_stride, values_at, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
+    dim: tl.constexpr = 2 * HALF
+    parts: tl.constexpr = (all_heads + HEAD_BLOCK - 1) // HEAD_BLOCK
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    head = (tl.program_id(0) % parts * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
+    pair = tl.arange(0, HALF_BLOCK)[None, :]
+    paired = pair < HALF
+    is_q = head < HEADS
+    is_v = head >= HEADS + KV_HEADS
+    wait_for_writer(PDL)
+
+    slot = tl.load(slots + token).to(tl.int64)
+    position = tl.load(positions + token)
+    inside = (head < all_heads) & paired
+    source = joined + token * joined_stride + head * dim + pair
+    first_in = tl.load(source, mask=inside, other=0.0)  # [heads, pairs]
+    second_in = tl.load(source + HALF, mask=inside, other=0.0)
+    first, second = first_in.to(tl.float32), second_in.to(tl.float32)
+    if NORM:
+        square = tl.sum(first * first + second * second, axis=1) / dim
+        scale = tl.rsqrt(square + eps)[:, None]
+        q_first = tl.load(q_norm + pair, mask=paired, other=0.0).to(tl.float32)
+        q_second = tl.load(q_norm + HALF + pair, mask=paired, other=0.0).to(tl.float32)
+        k_first = tl.load(k_norm + pair, mask=paired, other=0.0).to(tl.float32)
+        k_second = tl.load(k_norm + HALF + pair, mask=paired, other=0.0).to(tl.float32)
+        first = (first * scale).to(first_in.dtype) * tl.where(is_q, q_first, k_first)
+        second = (second * scale).to(first_in.dtype) * tl.where(is_q, q_second, k_second)
+        first = first.to(first_in.dtype).to(tl.float32)
+        second = second.to(first_in.dtype).to(tl.float32)
+    c = tl.load(cos + token * HALF + pair, mask=paired, other=0.0)
+    s = tl.load(sin + token * HALF + pair, mask=paired, other=0.0)
+    first_out = tl.where(is_v, first_in, (first * c - second * s).to(first_in.dtype))
+    second_out = tl.where(is_v, second_in, (second * c + first * s).to(first_in.dtype))
+
+    target = q + token * (HEADS * dim) + head * dim + pair
+    tl.store(target, first_out, mask=is_q & paired)
+    tl.store(target + HALF, second_out, mask=is_q & paired)
+    if slot > 0:
+        page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
+        at = (page * PAGE + position % PAGE) * (KV_HEADS * dim)
+        # Heads count on from keys to values; a product, since a choice would hide the alignment.
+        side = is_v.to(tl.int64) * (values_at - KV_HEADS * dim)
+        target = kv_pages + at + side + (head - HEADS) * dim + pair
+        tl.store(target, first_out, mask=inside & (head >= HEADS))
+        tl.store(target + HALF, second_out, mask=inside & (head >= HEADS))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_blocks"])
+def _plan_kernel(
+    slots, counts, ends, starts, blocks, num_rows, num_tokens, num_blocks,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    wait_for_writer(PDL)
+
+    # In row order first: block b belongs to the row with begin <= b < begin + its blocks.
+    row = tl.zeros([BLOCKS], tl.int32)
+    begin = tl.zeros([BLOCKS], tl.int32)
+    used = 0
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        count = tl.load(counts + r, mask=r < num_rows, other=0)
+        parts = (count + TOKENS - 1) // TOKENS
+        past = used + tl.cumsum(parts, 0)  # [rows]: the block after each row's last
+        before = (past[None, :] <= block[:, None]) & (r < num_rows)[None, :]
+        row += tl.sum(before.to(tl.int32), axis=1)
+        begin = tl.maximum(begin, tl.max(tl.where(before, past[None, :], 0), axis=1))
+        used += tl.sum(parts, 0)
+    real = block < used
+    count = tl.load(counts + row, mask=real, other=0)
+    start = tl.load(starts + row, mask=real, other=0)
+    slot = tl.load(slots + row, mask=real, other=0)
+    end = tl.load(ends + row, mask=real, other=0)
+    offset = (block - begin) * TOKENS
+    size = tl.minimum(count - offset, TOKENS)
+    reach = start + offset + size  # keys of the block's last token
+
+    # Then by reach, longest first, ties in row order. Row r has one block per reach, in steps of
+    # TOKENS from its start, so how many of its blocks reach further is a division.
+    rank = tl.zeros([BLOCKS], tl.int32)
+    for first in range(0, num_rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        r_count = tl.load(counts + r, mask=r < num_rows, other=0)[None, :]
+        r_start = tl.load(starts + r, mask=r < num_rows, other=0)[None, :]
+        parts = (r_count + TOKENS - 1) // TOKENS
+        limit = reach[:, None] - (r[None, :] < row[:, None]).to(tl.int32)  # earlier rows win ties
+        shorter = tl.minimum(tl.maximum(limit - r_start, 0) // TOKENS, parts)
+        rank += tl.sum(tl.where(r_start + r_count > limit, parts - shorter, 0), axis=1)
+
+    last = tl.load(ends + num_rows - 1)
+    padding = last + (block - used) * TOKENS
+    place = tl.where(real, rank, block)
+    target = blocks + place * 4
+    kept = place < num_blocks
+    tl.store(target, tl.where(real, slot, 0), mask=kept)
+    tl.store(target + 1, tl.where(real, end - count + offset, padding), mask=kept)
+    left = tl.maximum(tl.minimum(num_tokens - padding, TOKENS), 0)
+    tl.store(target + 2, tl.where(real, size, left), mask=kept)
+    tl.store(target + 3, tl.where(real, start + offset, 0), mask=kept)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attend_kernel(
+    q, k_pages, v_pages, page_table, blocks, out, scale, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    kv_head = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS * TOKENS  # a small tile takes a block in parts
+    block = blocks + tl.program_id(1) * 4
+    group: tl.constexpr = HEADS // KV_HEADS
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_BLOCK)
+    offset = row // group  # of the token in the block
+    wait_for_writer(PDL)
+
+    size = tl.minimum(tl.load(block + 2) - part, TOKENS)
+    if size <= 0:
+        return
+    slot = tl.load(block).to(tl.int64)
+    token = tl.load(block + 1).to(tl.int64) + part
+    start = tl.load(block + 3) + part
+    length = tl.where(slot > 0, start + size, 0)
+    pages = page_table + slot * table_stride
+    key = tl.arange(0, KEYS)
+    page = tl.load(pages + key // PAGE, mask=key < length, other=0)
+    at = ((offset * HEADS + row % group) * DIM)[:, None] + dim[None, :]
+    inside = (offset < size)[:, None] & (dim < DIM)[None, :]
+    q += token * (HEADS * DIM) + kv_head * (group * DIM)
+    query = tl.load(q + at, mask=inside, other=0.0)  # [rows, dim]
+
+    k_pages += kv_head * DIM
+    v_pages += kv_head * DIM
+    acc = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    for first in tl.range(0, length, KEYS):
+        key = first + tl.arange(0, KEYS)
+        within = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
+        source = page.to(tl.int64) * (PAGE * KV_HEADS * DIM) + within * (KV_HEADS * DIM)
+        source = source[:, None] + dim[None, :]
+        present = (key < length)[:, None] & (dim < DIM)[None, :]
+        keys = tl.load(k_pages + source, mask=present, other=0.0)  # [keys, dim]
+        values = tl.load(v_pages + source, mask=present, other=0.0)
+        # The pages of the next tile are known one tile ahead, so that its loads can run ahead.
+        page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < length, other=0)
+        score = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        if first + KEYS > start + 1:  # the tile crosses the diagonal
+            score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, axis=1) * scale)
+        weight = tl.exp2(score * scale - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
+        best = new_best
+    out += token * (HEADS * DIM) + kv_head * (group * DIM)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+def rope_store(
+    joined: Tensor,  # [T, (heads + 2 * kv_heads) * dim]
+    q_norm: Tensor | None,  # [dim]
+    k_norm: Tensor | None,
+    eps: float,
+    cos: Tensor,  # [T, 1, dim / 2]
+    sin: Tensor,
+    kv_pages: Tensor,  # [2, pages, page_size, kv_heads, dim]
+    page_table: Tensor,  # [slots + 1, pages_per_slot]
+    slots: Tensor,  # [T]
+    positions: Tensor,  # [T]
+    heads: int,
+    kv_heads: int,
+    dim: int,
+) -> Tensor:
+    """-> q [T, heads, dim], normed and rotated; K (likewise) and V are in their pages."""
+    num_tokens = joined.shape[0]
+    q = torch.empty(num_tokens, heads, dim, dtype=joined.dtype, device=joined.device)
+    parts = triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM)
+    launch(
+        _rope_store_kernel, (num_tokens * parts,),
+        joined, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
+        joined.stride(0), kv_pages.stride(0), page_table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=kv_pages.shape[2],
+        NORM=q_norm is not None, HEAD_BLOCK=HEADS_PER_PROGRAM,
+        HALF_BLOCK=triton.next_power_of_2(dim // 2), **overlap(),
+    )  # fmt: skip
+    return q
+
+
+def plan(
+    slots: Tensor,  # [R], like the next three
+    counts: Tensor,
+    ends: Tensor,
+    starts: Tensor,
+    num_tokens: int,
+    group: int,  # heads per KV head
+) -> tuple[Tensor]:
+    """-> [blocks, 4] int32: slot, first token, number of tokens, first position of each block.
+
+    Rows need at most ceil(T / size) + R blocks, and what they leave is enough for the padding.
+    """
+    size = block_tokens(group)
+    num_blocks = triton.cdiv(num_tokens, size) + len(slots)
+    blocks = torch.empty(num_blocks, 4, dtype=torch.int32, device=slots.device)
+    launch(
+        _plan_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),),
+        slots, counts, ends, starts, blocks, len(slots), num_tokens, num_blocks,
+        TOKENS=size, BLOCKS=PLAN_BLOCKS, ROWS=PLAN_ROWS, **overlap(),
+    )  # fmt: skip
+    return (blocks,)
+
+
+def attend(
+    q: Tensor,  # [T, heads, dim]
+    kv_pages: Tensor,
+    page_table: Tensor,
+    blocks: Tensor,  # from plan
+    scale: float,
+) -> Tensor:
+    """Each token attends to positions [0, its own] of its slot; padding gets zeros."""
+    _, heads, dim = q.shape
+    k_pages, v_pages = kv_pages.unbind(0)
+    kv_heads = k_pages.shape[2]
+    group = heads // kv_heads
+    chosen = tile(dim, group, q.dtype)
+    parts = triton.cdiv(block_tokens(group), chosen.rows // group)
+    out = torch.empty_like(q)
+    launch(
+        _attend_kernel, (kv_heads * parts, len(blocks)),
+        q, k_pages, v_pages, page_table, blocks, out, scale * LOG2E, page_table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=k_pages.shape[1],
+        TOKENS=chosen.rows // group, PARTS=parts, ROWS=chosen.rows,
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)), KEYS=chosen.keys,
+        PRECISION="ieee" if q.dtype == torch.float32 else None,
+        num_warps=chosen.warps, num_stages=chosen.stages, **overlap(),
+    )  # fmt: skip
+    return out

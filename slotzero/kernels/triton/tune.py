@@ -1,0 +1,86 @@
+"""Which way to multiply is fastest for a shape: tried once per machine and remembered on disk.
+
+A choice is asked for by name. What this machine has tried before is in the cache folder; what we
+have tried on cards we know comes with the package; anything else is timed on first use, over copies
+of the weight that together exceed the cache of the card, as a chain in a graph, as it will run.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slotzero.cache import cache_dir
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+COLD_BYTES = 256 << 20  # several times the cache of a card
+LEAST_CALLS, MOST_COPIES = 8, 64
+REPEATS = 5
+
+Run = Callable[[str, Tensor], object]  # a candidate, over a copy of the weight
+
+
+class Choices:
+    """Names of candidates by key, e.g. {"NVIDIA H200/bfloat16/gated/3072x1024/8": "16x64x4"}."""
+
+    def __init__(self) -> None:
+        self._file = cache_dir() / "tuned.json"
+        self._shipped, self._tried = _read(SHIPPED), _read(self._file)
+
+    def known(self, key: str, candidates: Sequence[str]) -> str | None:
+        name = self._tried.get(key) or self._shipped.get(key)
+        return name if name in candidates else None
+
+    def find(self, key: str, candidates: Sequence[str], weight: Tensor, run: Run) -> str:
+        """Times them all; not inside a capture."""
+        copies = -(-COLD_BYTES // (weight.numel() * weight.itemsize))
+        weights = [weight, *(weight.clone() for _ in range(min(copies, MOST_COPIES) - 1))]
+        calls = [weights[i % len(weights)] for i in range(max(len(weights), LEAST_CALLS))]
+        seconds = {name: _seconds(partial(run, name), calls) for name in candidates}
+        best = min(seconds, key=seconds.__getitem__)
+        self._remember(key, best)
+        return best
+
+    def _remember(self, key: str, name: str) -> None:
+        self._tried[key] = name
+        with contextlib.suppress(OSError):  # a folder that cannot be written: tried again next time
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._file.parent, suffix=".json", delete=False
+            ) as draft:
+                json.dump(self._tried, draft, indent=1, sort_keys=True)
+            os.replace(draft.name, self._file)
+
+
+def _read(file: Path) -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        known: dict[str, str] = json.loads(file.read_text())
+        return known
+    return {}
+
+
+def _seconds(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    try:
+        run(weights[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for weight in weights:
+                run(weight)
+    except Exception:  # a tile that this card cannot hold
+        return float("inf")
+    times: list[float] = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return min(times)

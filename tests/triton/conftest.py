@@ -1,0 +1,31 @@
+"""Kernel tests that run on a GPU as they are, and on a CPU through Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+"""The interpreter's matrix product takes the bits of a bfloat16 for an integer."""
+
+if not INTERPRETED and not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]  # tests/test_triton.py runs them in a process of its own
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture
+def half() -> torch.dtype:
+    return HALF
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not INTERPRETED:
+        for item in items:
+            if "tests/triton/" in str(item.path):
+                item.add_marker(pytest.mark.gpu)
