@@ -21,7 +21,7 @@ from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.kernels.contract import kernels_for
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import parse_config
-from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.decoder import Decoder, KvPages, heads_of
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import Progress, load_weights, random_weights
 from slotzero.pools.budget import PageShape, count_pages, free_bytes
@@ -32,7 +32,7 @@ from slotzero.sampling.tables import SAMPLING_TABLES, encode
 from slotzero.step import Step
 
 RESULTS = (passes.SAMPLED, passes.LOGPROBS, passes.TOP_IDS, passes.TOP_LOGPROBS)
-MOST_RECORDED = 2048  # tokens of a recorded prefill; beyond, launches hide behind the work
+MOST_RECORDED = 8192  # tokens of a recorded prefill; beyond, launches hide behind the work
 FEW_ROWS = 8  # a recorded prefill has rows for so many, or for all
 EAGER_STEP = {
     "cpu": 16,
@@ -84,6 +84,7 @@ class Worker:
         dtype = choose_dtype(config.dtype, device, checkpoint.config)
         self.registry = registry = Registry(device)
         self.kernels = kernels_for(device)
+        self.kernels.refuse(heads_of(model))
         if config.load_format == "dummy":
             weights = random_weights(model, registry, self.kernels, dtype, config.seed)
         else:
@@ -172,7 +173,13 @@ class Worker:
             self.registry.publish(passes.SLOTS, [row.slot for row in step.rows])
             if passes.COUNTS in runner.spec.published:
                 self.registry.publish(passes.COUNTS, [row.count for row in step.rows])
-            runner.run(key, step.num_tokens)
+            try:
+                runner.run(key, step.num_tokens)
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"out of GPU memory in a step of {step.num_tokens} tokens: lower "
+                    "--max-num-batched-tokens or --gpu-memory-utilization"
+                ) from error
             return self._download(step)
 
     def _dispatch(self, step: Step) -> tuple[Runner, GraphKey]:

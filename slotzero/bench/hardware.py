@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from slotzero.bench.clock import wait
+
 # Vector units that decide how fast the CPU kernels are.
 CPU_FEATURES = (
     "avx2",
@@ -105,16 +107,11 @@ def _read(data: torch.Tensor, times: int) -> None:
 
 
 def _seconds(function: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     function()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _cpuinfo() -> str:

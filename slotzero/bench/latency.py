@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from slotzero.bench.report import Report, make_report
+from slotzero.bench.report import make_report
 from slotzero.bench.session import Session
+from slotzero.bench.sheets import Report
 from slotzero.bench.workloads import WorkloadSpec
 
 

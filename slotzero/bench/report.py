@@ -4,43 +4,34 @@ It does not measure. The rule: the last line of standard output is the JSON, and
 nothing that is not in it.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from slotzero.bench import hardware
+from slotzero.bench.profile import profile_rows
 from slotzero.bench.session import Session
+from slotzero.bench.sheets import Report, Sheet, print_sheets, rounded
 from slotzero.bench.timeline import Timeline
 from slotzero.bench.workloads import Workload
-
-Report = dict[str, Any]
 
 
 def make_report(
     benchmark: str, name: str, session: Session, workload: Workload, runs: Sequence[Timeline]
 ) -> Report:
     """`runs` are passes over the same workload."""
-    limits, counts = session.engine.limits, session.counts()
+    counts = session.counts()
     seconds = sum(run.seconds for run in runs)
     num_tokens = sum(run.num_tokens for run in runs)
     num_bytes = sum(session.bytes_read(workload, run.num_steps) for run in runs)
     return {
-        "benchmark": benchmark,
-        "model": session.model,
+        **setting(benchmark, session),
         "workload": name,
-        "backend": limits.backend,
-        "device": limits.device,
-        "hardware": session.hardware,
-        "kernels": session.engine.worker.kernels.name,
-        "dtype": limits.dtype,
-        "max_num_seqs": limits.max_num_seqs,
         "requests": len(workload.prompts) * len(runs),
         "input_tokens": sum(map(len, workload.prompts)) * len(runs),
         "output_tokens": num_tokens,
-        "seconds": _rounded(seconds),
+        "seconds": rounded(seconds),
         "steps": sum(run.num_steps for run in runs),
-        "tokens_per_second": _rounded(num_tokens / seconds),
+        "tokens_per_second": rounded(num_tokens / seconds),
         "time_to_first_token": summary([t for run in runs for t in run.first_tokens()]),
         "time_per_token": summary([t for run in runs for t in run.gaps()]),
         "request_latency": summary([t for run in runs for t in run.last_tokens()]),
@@ -51,11 +42,26 @@ def make_report(
         "replays": sum(c.replays for c in counts.values()),
         "eager_fallbacks": dict(sum((c.eager for c in counts.values()), Counter[str]())),
         "preemptions": session.num_preemptions,
-        "share_of_bandwidth_limit": _rounded(num_bytes / seconds / session.read_bandwidth),
-        "read_bandwidth_gb_per_second": _rounded(session.read_bandwidth / 1e9),
+        "share_of_bandwidth_limit": rounded(num_bytes / seconds / session.read_bandwidth),
+    }
+
+
+def setting(benchmark: str, session: Session) -> Report:
+    """What every report begins with: who was measured, and where."""
+    limits = session.engine.limits
+    return {
+        "benchmark": benchmark,
+        "model": session.model,
+        "backend": limits.backend,
+        "device": limits.device,
+        "hardware": session.hardware,
+        "kernels": session.engine.worker.kernels.name,
+        "dtype": limits.dtype,
+        "max_num_seqs": limits.max_num_seqs,
+        "read_bandwidth_gb_per_second": rounded(session.read_bandwidth / 1e9),
         "startup_seconds": {
-            "load": _rounded(session.load_seconds),
-            "record": _rounded(session.record_seconds),
+            "load": rounded(session.load_seconds),
+            "record": rounded(session.record_seconds),
         },
         "versions": hardware.versions(),
     }
@@ -70,33 +76,34 @@ def summary(seconds: Sequence[float]) -> Mapping[str, float | None]:
     p50, p99 = np.percentile(seconds, [50, 99])
     mean = sum(seconds) / len(seconds)
     return {
-        name: _rounded(1000 * float(value))
+        name: rounded(1000 * float(value))
         for name, value in (("mean", mean), ("p50", p50), ("p99", p99))
     }
 
 
 def print_report(report: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{report['benchmark']} of {report['model']}, workload {report['workload']}"
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows(report):
-        table.add_row(name, value)
-    Console(highlight=False, markup=False).print(table)
-    print(json.dumps(report, ensure_ascii=False), flush=True)
+    workload = f"workload {report['workload']}"
+    print_sheets(report, [Sheet(f"{title(report)}, {workload}", rows(report))])
 
 
-def rows(report: Report) -> list[tuple[str, str]]:
-    waste = ", ".join(f"{runner} {share:.1%}" for runner, share in report["padding_waste"].items())
-    eager = ", ".join(f"{count} ({why})" for why, count in report["eager_fallbacks"].items())
+def title(report: Report) -> str:
+    return f"{report['benchmark']} of {report['model']}"
+
+
+def setting_rows(report: Report) -> list[tuple[str, str]]:
     startup, device = report["startup_seconds"], report["device"]
     return [
         ("hardware", f"{report['hardware']} ({device}, {report['dtype']})"),
         ("backend", f"{report['backend']}, {report['kernels']} kernels"),
         ("start-up", f"load {startup['load']:.1f} s, record {startup['record']:.1f} s"),
+    ]
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    waste = ", ".join(f"{runner} {share:.1%}" for runner, share in report["padding_waste"].items())
+    eager = ", ".join(f"{count} ({why})" for why, count in report["eager_fallbacks"].items())
+    return [
+        *setting_rows(report),
         ("requests", f"{report['requests']}, at most {report['max_num_seqs']} at once"),
         ("tokens", f"{report['input_tokens']} in, {report['output_tokens']} out"),
         ("output", f"{report['tokens_per_second']:,.1f} tokens/s over {report['seconds']:.2f} s"),
@@ -112,6 +119,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
             f"{report['share_of_bandwidth_limit']:.1%} of "
             f"{report['read_bandwidth_gb_per_second']:,.1f} GB/s",
         ),
+        *profile_rows(report.get("profile")),
     ]
 
 
@@ -121,8 +129,4 @@ def _milliseconds(values: Mapping[str, float | None]) -> str:
 
 
 def _share(part: int, whole: int) -> float:
-    return _rounded(part / whole) if whole else 0.0
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
+    return rounded(part / whole) if whole else 0.0

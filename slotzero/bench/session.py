@@ -70,16 +70,18 @@ class Session:
     def bytes_read(self, workload: Workload, num_steps: int) -> int:
         """What no implementation can avoid reading: all weights once a step, and for every token
         after the first the KV of all tokens before it."""
-        worker = self.engine.worker
-        kv = worker.registry["kv_full"]  # [layers, 2, pages, page_size, kv_heads, head_dim]
-        kv_bytes_per_token = kv.numel() * kv.dtype.itemsize // (kv.shape[2] * kv.shape[3])
         kv_tokens = sum(
             _sum_of_range(len(prompt) + 1, len(prompt) + output_len)
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
         )
-        return num_steps * self._step_weight_bytes() + kv_tokens * kv_bytes_per_token
+        return num_steps * self._weight_bytes() + kv_tokens * self._kv_bytes_per_token()
 
-    def _step_weight_bytes(self) -> int:
+    def least_seconds(self, num_kv_tokens: int) -> float:
+        """Of one step that reads all weights once and so much KV, at the measured bandwidth."""
+        num_bytes = self._weight_bytes() + num_kv_tokens * self._kv_bytes_per_token()
+        return num_bytes / self.read_bandwidth
+
+    def _weight_bytes(self) -> int:
         """Without an embedding that is not also the head: of that, a step reads a few rows."""
         worker = self.engine.worker
         sizes = {
@@ -87,6 +89,11 @@ class Session:
         }
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
         return worker.weight_bytes - unread
+
+    def _kv_bytes_per_token(self) -> int:
+        kv = self.engine.worker.registry["kv_full"]
+        # [layers, 2, pages, page_size, kv_heads, head_dim]
+        return kv.numel() * kv.dtype.itemsize // (kv.shape[2] * kv.shape[3])
 
     def _counts(self) -> dict[str, Counts]:
         return {runner.spec.name: deepcopy(runner.counts) for runner in self.engine.worker.runners}

@@ -46,6 +46,9 @@ class ComposedKernels(Kernels):
     ) -> Tensor:
         """Each token attends to positions [0, its own] of its slot; slot 0 gets zeros."""
 
+    def refuse(self, heads: Heads) -> None:
+        """Any shape will do."""
+
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         return tokens
 

@@ -83,6 +83,10 @@ class Kernels(ABC):
         return nullcontext()
 
     @abstractmethod
+    def refuse(self, heads: Heads) -> None:
+        """Raises UnsupportedModelError where no kernel of this set can attend in this shape."""
+
+    @abstractmethod
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """The shape in which a weight [out_features, in_features] is stored."""
 

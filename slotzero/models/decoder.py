@@ -31,6 +31,16 @@ class KvPages(NamedTuple):
     page_table: Tensor  # [slots + 1, pages_per_slot]
 
 
+def heads_of(config: ModelConfig) -> Heads:
+    return Heads(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        norm_eps=config.norm_eps,
+        scale=config.head_dim**-0.5,
+    )
+
+
 class Decoder:
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, frequency: Tensor, kernels: Kernels
@@ -44,13 +54,7 @@ class Decoder:
             [*(getattr(layer, name) for name in LAYER_WEIGHTS), next_norm]
             for layer, next_norm in zip(weights.layers, norms, strict=True)
         ]
-        self._heads = Heads(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm_eps=config.norm_eps,
-            scale=config.head_dim**-0.5,
-        )
+        self._heads = heads_of(config)
 
     def forward(self, batch: Batch, kv: KvPages, pieces: Pieces) -> Normed:
         """-> [T, hidden] under the final norm; KV of every real token is stored on the way."""

@@ -122,7 +122,7 @@ def _read(
                 f"{checkpoint.name}: tensor {name} has shape {list(part.shape)}, "
                 f"its config asks for {list(expected)}"
             )
-        parts.append(part.to(target.device, target.dtype))
+        parts.append(part.to(target.device).to(target.dtype))  # converted where it is fast
     joined = torch.cat(parts) if len(parts) > 1 else parts[0]
     return joined if param.columns is None else kernels.pack(joined)
 

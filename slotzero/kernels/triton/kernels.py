@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.contract import Heads, Kernels, Normed, Opened, Plan, Rows, Tokens
 from slotzero.kernels.triton import decode, prefill
 from slotzero.kernels.triton import linear as few
@@ -22,6 +23,7 @@ from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 CUBLAS = "cublas"
+MAX_HEAD_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
 T = TypeVar("T")
 
 
@@ -30,6 +32,17 @@ class TritonKernels(Kernels):
 
     def __init__(self) -> None:
         self._choices = Choices()
+
+    def refuse(self, heads: Heads) -> None:
+        for name, value, most in (
+            ("head_dim", heads.head_dim, MAX_HEAD_DIM),
+            ("query heads for each KV head", heads.num_heads // heads.num_kv_heads, MAX_GROUP),
+        ):
+            if value > most:
+                raise UnsupportedModelError(
+                    f"{name}: {value}, and the attention kernels for CUDA hold at most {most}; "
+                    "run the model with --backend cpu"
+                )
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         return (out_features, in_features)

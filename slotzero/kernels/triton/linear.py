@@ -42,8 +42,8 @@ class Tile:
 
 
 def padded_rows(rows: int) -> int:
-    """The rows that a kernel is compiled for: 1, 8, 16, 32 or 64."""
-    return 1 if rows == 1 else max(8, int(triton.next_power_of_2(rows)))
+    """The rows that a kernel is compiled for; few sizes, because each is compiled at the start."""
+    return next(size for size in (1, 8, 16, MAX_ROWS) if rows <= size)
 
 
 def tiles_for(rows: int) -> list[Tile]:
@@ -72,14 +72,16 @@ def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _ask(
-    squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS: tl.constexpr
+    squares, norm, out, m, n, rows, num_out, num_parts, out_stride,
+    PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What is needed at the end, requested at the beginning: the squares and the residual."""
-    parts = tl.zeros([1, 1], tl.float32)
-    if PARTS > 0:
-        part = tl.arange(0, PARTS)[:, None]
-        known = (part < num_parts) & (m[None, :] < rows)
-        parts = tl.load(squares + part * rows + m[None, :], mask=known, other=0.0)
+    parts = tl.zeros([PARTS, ROWS], tl.float32)
+    if squares is not None:
+        for first in range(0, num_parts, PARTS):
+            part = first + tl.arange(0, PARTS)[:, None]
+            known = (part < num_parts) & (m[None, :] < rows)
+            parts += tl.load(squares + part * rows + m[None, :], mask=known, other=0.0)
     before = tl.zeros([1, 1], tl.float32)
     if norm is not None:
         at = m[:, None].to(tl.int64) * out_stride + n[None, :]
@@ -90,13 +92,13 @@ def _ask(
 
 @triton.jit
 def _finish(
-    result, second, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
-    num_out, out_stride, eps, INNER: tl.constexpr, PARTS: tl.constexpr, GATED: tl.constexpr,
+    result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m, n,
+    rows, num_out, out_stride, eps, INNER: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """result and second are [rows, features]. With a norm, out is the residual, and added to."""
     row, feature = m[:, None], n[None, :]
     inside = (row < rows) & (feature < num_out)
-    if PARTS > 0:
+    if squares is not None:
         scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
         result *= scale
         second *= scale
@@ -140,7 +142,7 @@ def _one_row_kernel(
     if GATED:
         w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
     wait_for_writer(PDL)
-    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS)
+    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1)
 
     acc = tl.zeros([FEATURES, DEPTH], tl.float32)
     acc2 = acc
@@ -161,8 +163,8 @@ def _one_row_kernel(
     if GATED:
         second = tl.sum(acc2, axis=1)[None, :]
     _finish(
-        result, second, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
-        num_out, out_stride, eps, INNER, PARTS, GATED,
+        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
+        n, rows, num_out, out_stride, eps, INNER, GATED,
     )  # fmt: skip
 
 
@@ -188,7 +190,9 @@ def _sliced_kernel(
     if GATED:
         w2 = _load_weight(at + apart, wk, wn, num_out, INNER, EVEN)
     wait_for_writer(PDL)
-    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS)
+    parts, before = _ask(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
 
     xk, xm = k[:, :, None], m[None, None, :]
     x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
@@ -212,8 +216,8 @@ def _sliced_kernel(
     if GATED:
         second = tl.trans(tl.sum(acc2, axis=0))
     _finish(
-        result, second, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
-        num_out, out_stride, eps, INNER, PARTS, GATED,
+        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
+        n, rows, num_out, out_stride, eps, INNER, GATED,
     )  # fmt: skip
 
 
@@ -235,7 +239,9 @@ def _staged_kernel(
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
     wait_for_writer(PDL)
-    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS)
+    parts, before = _ask(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
 
     for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
         known = (m < rows)[:, None]
@@ -249,8 +255,8 @@ def _staged_kernel(
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = tl.dot(value, w2, acc2)
     _finish(
-        acc, acc2, parts, before, bias, slots, norm, out, weighted, squares_out, m, n, rows,
-        num_out, out_stride, eps, INNER, PARTS, GATED,
+        acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
+        n, rows, num_out, out_stride, eps, INNER, GATED,
     )  # fmt: skip
 
 
@@ -311,6 +317,6 @@ def _launch(
         rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
-        PARTS=triton.next_power_of_2(num_parts) if num_parts else 0, GATED=gated,
+        PARTS=64 if rows > 1 else 1024, GATED=gated,
         num_warps=tile.num_warps, **sizes, **overlap(),
     )  # fmt: skip

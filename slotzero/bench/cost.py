@@ -1,0 +1,118 @@
+"""What a decode step costs, against the batch and against the context, beside what it must cost.
+
+The bandwidth model says: all weights once, and the KV of every row, at the measured bandwidth. It
+does not know kernels, so what lies between the two is ours to win.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from slotzero.bench.graphs import host_and_replay
+from slotzero.bench.plot import Panel, Series, draw
+from slotzero.bench.report import setting, setting_rows, title
+from slotzero.bench.rows import refusal, standing
+from slotzero.bench.session import Session
+from slotzero.bench.sheets import Report, Sheet, rounded
+from slotzero.errors import CapacityError
+from slotzero.graph import Refusal
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CONTEXTS = (128, 512, 2048, 8192, 32768, 65536)
+CONTEXT_BATCHES = (1, 8, 64)
+
+Place = tuple[int, int]  # rows, context of each
+
+
+def run_cost(model: str, settings: Mapping[str, Any], context: int, repeats: int) -> Report:
+    session = Session(model, settings)
+    limits = session.engine.limits
+    contexts = [c for c in CONTEXTS if c + 2 <= limits.max_model_len]  # the next token, and a last
+    places = {
+        "against_batch": [(rows, context) for rows in BATCHES if rows <= limits.max_num_seqs],
+        "against_context": [
+            (rows, c) for rows in CONTEXT_BATCHES if rows <= limits.max_num_seqs for c in contexts
+        ],
+    }
+    report = setting("cost", session) | {"context": context, "repeats": repeats}
+    left_out: dict[Place, str] = {}
+    for name, wanted in places.items():
+        reasons = {place: _refusal(session, *place) for place in wanted}
+        left_out |= {place: no.reason for place, no in reasons.items() if no is not None}
+        report[name] = [
+            _measure(session, *place, repeats) for place, no in reasons.items() if no is None
+        ]
+    if not report["against_batch"]:
+        raise CapacityError(left_out[1, context])
+    return report | {
+        "left_out": [{"rows": r, "context": c, "reason": why} for (r, c), why in left_out.items()]
+    }
+
+
+def sheets(report: Report) -> list[Sheet]:
+    bandwidth = f"{report['read_bandwidth_gb_per_second']:,.1f} GB/s"
+    header = ("rows", "context", "measured ms", "bandwidth ms", "measured / bandwidth")
+    shown = [Sheet(title(report), [*setting_rows(report), ("bandwidth", bandwidth)])]
+    for name in ("against_batch", "against_context"):
+        lines = [
+            (
+                str(point["rows"]),
+                f"{point['context']:,}",
+                f"{point['ms']:.3f}",
+                f"{point['bandwidth_ms']:.3f}",
+                f"{point['ms'] / point['bandwidth_ms']:.2f}",
+            )
+            for point in report[name]
+        ]
+        shown.append(Sheet(f"a decode step {name.replace('_', ' the ')}", lines, header))
+    if report["left_out"]:
+        shown.append(Sheet("left out", [_why(place) for place in report["left_out"]]))
+    return shown
+
+
+def write_plot(report: Report, path: Path) -> None:
+    points = report["against_context"]
+    by_context = [
+        _series(f"batch {rows}", [point for point in points if point["rows"] == rows], "context")
+        for rows in dict.fromkeys(point["rows"] for point in points)
+    ]
+    by_batch = _series("", report["against_batch"], "rows")
+    panels = [Panel(f"batch, each row with {report['context']} tokens stored", [by_batch])]
+    if by_context:
+        panels.append(Panel("tokens stored in each row", by_context))
+    shown = "one decode step: points as measured, lines as the bandwidth allows"
+    path.write_text(draw(f"{report['model']}, {report['hardware']}, {shown}", "ms", panels))
+
+
+def _refusal(session: Session, rows: int, context: int) -> Refusal | None:
+    key = session.engine.worker.decode.pick(rows, rows)
+    return key if isinstance(key, Refusal) else refusal(session.engine, key, context)
+
+
+def _measure(session: Session, rows: int, context: int, repeats: int) -> Mapping[str, Any]:
+    """Every power of two below max_num_seqs is a size, so no row is padding."""
+    engine = session.engine
+    decode = engine.worker.decode
+    key = decode.pick(rows, rows)
+    assert not isinstance(key, Refusal)
+    with standing(engine, decode, key, context) as stood:
+        _, seconds = host_and_replay(session, stood, repeats)
+    least = session.least_seconds(rows * context)
+    return {
+        "rows": rows,
+        "context": context,
+        "ms": rounded(1000 * seconds),
+        "bandwidth_ms": rounded(1000 * least),
+    }
+
+
+def _series(name: str, points: Iterable[Mapping[str, Any]], x: str) -> Series:
+    return Series(
+        name,
+        [(point[x], point["ms"]) for point in points],
+        [(point[x], point["bandwidth_ms"]) for point in points],
+    )
+
+
+def _why(place: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{place['rows']} x {place['context']:,}", place["reason"]

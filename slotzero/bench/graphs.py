@@ -1,0 +1,133 @@
+"""What each recording costs and brings: the time and memory to make it, and a step replayed, eager,
+and as the host issues it.
+
+It measures one size at a time, full of real rows that stand still. The rule: all three times are of
+the same function over the same rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slotzero.bench.clock import device_seconds, host_seconds, wait
+from slotzero.bench.report import setting, setting_rows, title
+from slotzero.bench.rows import StandingRows, refusal, standing
+from slotzero.bench.session import Session
+from slotzero.bench.sheets import Report, Sheet, rounded
+from slotzero.errors import CapacityError, ConfigError
+from slotzero.graph import GraphKey, Refusal, Runner
+from slotzero.pools.budget import show
+from slotzero.worker import Worker
+
+DECODE_SIZES = (1, 8, 64, 256)  # of these, those that are recorded
+PREFILL_SIZES = (64, 512, 2048)
+
+Recorded = tuple[Runner, GraphKey]
+
+
+def run_graphs(
+    model: str,
+    settings: Mapping[str, Any],
+    sizes: Sequence[int],
+    all_sizes: bool,
+    context: int,
+    repeats: int,
+) -> Report:
+    session = Session(model, settings)
+    keys = choose_keys(session.engine.worker, sizes, all_sizes)
+    for _, key in keys:  # all of them, before the first is measured
+        reason = refusal(session.engine, key, context)
+        if reason is not None:
+            raise CapacityError(reason.reason)
+    graphs = [_measure(session, runner, key, context, repeats) for runner, key in keys]
+    report = setting("graphs", session)
+    return report | {"context": context, "repeats": repeats, "graphs": graphs}
+
+
+def choose_keys(
+    worker: Worker, sizes: Sequence[int] = (), all_sizes: bool = False
+) -> list[Recorded]:
+    """Decode before prefill, small before large; without a choice, a few of each."""
+    every = sorted(
+        worker.recorded_keys,
+        key=lambda pair: (pair[0] is not worker.decode, pair[1].tokens, pair[1].rows),
+    )
+    if all_sizes:
+        return every
+    decode = {key.rows: (runner, key) for runner, key in every if runner is worker.decode}
+    for size in sizes:
+        if size not in decode:
+            raise ConfigError(f"--sizes {size}: {_why_not(worker.decode, size)}")
+    if sizes:
+        return [decode[size] for size in sizes]
+    chosen = [decode[size] for size in DECODE_SIZES if size in decode]
+    prefill = [pair for pair in every if pair[0] is not worker.decode]
+    for tokens in PREFILL_SIZES:
+        chosen += [pair for pair in prefill if pair[1].tokens == tokens][:1]  # with the fewest rows
+    return chosen
+
+
+def host_and_replay(session: Session, rows: StandingRows, repeats: int) -> tuple[float, float]:
+    """Seconds of the host to issue one step, and of the device to replay it."""
+    device = session.engine.worker.registry.device
+
+    def settle() -> None:
+        rows.rewind()
+        wait(device)  # so that no call finds the device's queue full
+
+    host = host_seconds(rows.issue, settle, repeats)
+    lead = 2 * repeats * host
+    return host, device_seconds(rows.replay, rows.rewind, repeats, device, lead)
+
+
+def sheets(report: Report) -> list[Sheet]:
+    bandwidth = f"{report['read_bandwidth_gb_per_second']:,.1f} GB/s"
+    lines = [
+        (
+            graph["key"] + (" (eager)" if graph["failure"] else ""),
+            f"{graph['record_seconds']:.2f}",
+            show(graph["bytes"]),
+            f"{graph['replay_ms']:.3f}",
+            f"{graph['eager_ms']:.3f}",
+            f"{graph['host_ms']:.3f}",
+            f"{graph['share_of_bandwidth_limit']:.1%}",
+        )
+        for graph in report["graphs"]
+    ]
+    header = ("recording", "record s", "held", "replay ms", "eager ms", "host ms", "of limit")
+    stored = f"{report['context']} tokens stored in each row, median of {report['repeats']}"
+    return [
+        Sheet(title(report), [*setting_rows(report), ("bandwidth", bandwidth), ("rows", stored)]),
+        Sheet("", lines, header),
+    ]
+
+
+def _why_not(decode: Runner, size: int) -> str:
+    picked = decode.spec.ladder.pick(size)
+    if isinstance(picked, Refusal):
+        return f"{picked.reason}: raise --max-num-seqs"
+    return f"decode is not recorded at it, {size} rows run in size {picked}: choose that"
+
+
+def _measure(
+    session: Session, runner: Runner, key: GraphKey, context: int, repeats: int
+) -> Mapping[str, Any]:
+    device = session.engine.worker.registry.device
+    with standing(session.engine, runner, key, context) as rows:
+        host, replay = host_and_replay(session, rows, repeats)
+        eager = device_seconds(rows.eager, rows.rewind, repeats, device)
+        least = session.least_seconds(rows.step.num_rows * context)
+    record = runner.records[key]
+    return {
+        "key": str(key),
+        "runner": key.runner,
+        "tokens": key.tokens,
+        "rows": key.rows,
+        "recorded_by": record.backend,
+        "failure": record.failure,
+        "record_seconds": rounded(record.seconds),
+        "bytes": record.num_bytes,
+        "replay_ms": rounded(1000 * replay),
+        "eager_ms": rounded(1000 * eager),
+        "host_ms": rounded(1000 * host),
+        "share_of_bandwidth_limit": rounded(least / replay),
+    }

@@ -1,0 +1,143 @@
+"""A short stretch of decoding under torch's profiler: how long the device waits between steps, and
+which kernels it spends its time in.
+
+It reads device events alone, from the trace that the profiler writes. The rule: every row of the
+batch decodes in every step of the stretch, so nothing of prefill or of a dwindling batch is in it.
+"""
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slotzero.bench.intervals import busy_and_gaps
+from slotzero.bench.sheets import Report, rounded
+from slotzero.bench.workloads import Workload
+from slotzero.engine import Engine
+from slotzero.errors import CapacityError
+from slotzero.sampling.params import SamplingParams
+
+NUM_STEPS = 64
+NUM_COSTLIEST = 10
+_SETTLING_STEPS = 8  # decoded before the stretch, in the profiler's own warm-up
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    """A kernel or a copy, on any stream; nanoseconds."""
+
+    name: str
+    start: int
+    end: int
+
+
+def profile_decode(engine: Engine, workload: Workload) -> Report:
+    """Of the first requests of the workload, as many as run at once."""
+    prompts = workload.prompts[: engine.limits.max_num_seqs]
+    try:
+        with decoding(engine, prompts):
+            _traced(engine, _SETTLING_STEPS)  # a process's first trace starts the tracer itself
+            events = _traced(engine, NUM_STEPS)
+        return {"steps": NUM_STEPS, "rows": len(prompts), **summarize(events, NUM_STEPS)}
+    except CapacityError as error:  # what was measured before is worth keeping
+        return {"failure": str(error)}
+
+
+def summarize(events: Sequence[DeviceEvent], num_steps: int) -> Report:
+    if not events:
+        raise CapacityError("the profiler saw no kernels: is another one attached?")
+    busy, gaps = busy_and_gaps((event.start, event.end) for event in events)
+    idle = sum(end - start for start, end in gaps)
+    times: defaultdict[str, list[int]] = defaultdict(list)
+    for event in events:
+        times[event.name].append(event.end - event.start)
+    costliest = sorted(times.items(), key=lambda item: -sum(item[1]))[:NUM_COSTLIEST]
+    return {
+        "span_ms": rounded((busy + idle) / 1e6),
+        "busy_ms": rounded(busy / 1e6),
+        "idle_share": rounded(idle / (busy + idle)),
+        "longest_gap_ms": rounded(max((end - start for start, end in gaps), default=0) / 1e6),
+        "events_per_step": rounded(len(events) / num_steps),
+        "kernels": [
+            {
+                "name": name,
+                "ms_per_step": rounded(sum(spent) / num_steps / 1e6),
+                "count_per_step": rounded(len(spent) / num_steps),
+            }
+            for name, spent in costliest
+        ],
+    }
+
+
+def profile_rows(profile: Report | None) -> list[tuple[str, str]]:
+    if profile is None:
+        return []
+    if "failure" in profile:
+        return [("profile", profile["failure"])]
+    shown = [
+        f"{kernel['ms_per_step']:.4f} ms a step, {kernel['count_per_step']:g} times: "
+        f"{kernel['name'][:48]}"
+        for kernel in profile["kernels"]
+    ]
+    span = f"{profile['span_ms']:.2f} ms, {profile['steps']} steps of {profile['rows']} rows"
+    gap = f"longest gap {profile['longest_gap_ms']:.3f} ms"
+    return [
+        ("device idle", f"{profile['idle_share']:.1%} of {span}; {gap}"),
+        ("costliest", "\n".join(shown)),
+    ]
+
+
+@contextmanager
+def decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Inside, every prompt is a row that decodes; afterwards, all are gone."""
+    names = [f"profile-{i}" for i in range(len(prompts))]
+    try:
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add(name, prompt, _ENDLESS)
+        num_chunks = sum(map(len, prompts)) // engine.limits.max_num_batched_tokens + 1
+        for _ in range(num_chunks + _SETTLING_STEPS):
+            if len(engine.step()) == len(prompts):
+                break
+        yield
+        if engine.scheduler.num_running < len(prompts):
+            raise CapacityError(
+                f"{len(prompts)} requests do not run at once for {NUM_STEPS} steps: lower "
+                "--max-num-seqs, or raise --kv-cache-memory or --max-model-len"
+            )
+    finally:
+        for name in names:
+            engine.cancel(name)
+        while engine.has_work:
+            engine.step()
+
+
+def read_trace(path: Path) -> list[DeviceEvent]:
+    """The device's part of a trace in Chrome's format, which counts in microseconds."""
+    return [
+        DeviceEvent(
+            e["name"], round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])
+        )
+        for e in json.loads(path.read_text())["traceEvents"]
+        if e.get("cat") in _DEVICE_CATEGORIES
+    ]
+
+
+def _traced(engine: Engine, num_steps: int) -> list[DeviceEvent]:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_steps):
+            engine.step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)

@@ -1,0 +1,43 @@
+"""Tables to read, and then the one line of JSON that holds all they show and more.
+
+It knows words and columns. It does not know what they mean.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table; without a header, its first column names the lines."""
+
+    title: str
+    lines: Sequence[Sequence[str]]
+    header: Sequence[str] = ()
+
+
+def print_sheets(report: Report, sheets: Sequence[Sheet]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    for sheet in sheets:
+        table = Table(title=sheet.title, title_justify="left", show_header=bool(sheet.header))
+        for i, name in enumerate(sheet.header):
+            table.add_column(name, justify="right" if i else "left", no_wrap=True)
+        if not sheet.header:
+            table.add_column(style="bold", no_wrap=True)
+            table.add_column(overflow="fold")
+        for line in sheet.lines:
+            table.add_row(*line)
+        console.print(table)
+    print(json.dumps(report, ensure_ascii=False), flush=True)
+
+
+def rounded(value: float) -> float:
+    """To five digits: more were never measured."""
+    return float(f"{value:.5g}")
