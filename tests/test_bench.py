@@ -2,19 +2,36 @@
 
 import json
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slotzero.bench import hardware
+from slotzero.bench import hardware, profile
+from slotzero.bench.clock import WARM_UPS, device_seconds, host_seconds
+from slotzero.bench.graphs import choose_keys
+from slotzero.bench.intervals import busy_and_gaps
+from slotzero.bench.plot import Panel, Series, draw
 from slotzero.bench.report import summary
+from slotzero.bench.rows import refusal, standing
 from slotzero.bench.session import Session
 from slotzero.bench.timeline import Timeline
 from slotzero.bench.workloads import WORKLOADS, fixed, fixed_spec, mixed
 from slotzero.cli import bench as command
 from slotzero.cli.main import main
+from slotzero.config import EngineConfig
+from slotzero.engine import Engine
+from slotzero.errors import CapacityError, ContractError
+from slotzero.graph import GraphKey
+from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.tables import SAMPLING_TABLES
 
 TINY = ["tiny:llama", "--backend", "eager"]
+QWEN = ["tiny:qwen3", "--backend", "eager"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 KEYS = {
     "model",
     "workload",
@@ -129,6 +146,15 @@ def test_latency_ends_in_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["throughput", *TINY, "--workload", "b8", "--input-len", "3"], "--workload"),
         (["throughput", *TINY, "--repeats", "3"], "--repeats"),
         (["latency", *TINY, "--workload", "b8"], "--workload"),
+        (["throughput", *TINY, "--workload", "b1", "--profile"], "--profile"),
+        (["latency", *TINY, "--profile"], "--profile"),
+        (["graphs", *QWEN, "--input-len", "3"], "--input-len"),
+        (["graphs", *QWEN, "--sizes", "1", "--all-sizes"], "--all-sizes"),
+        (["graphs", *QWEN, "--sizes", "1,3"], "3 rows run in size 4"),
+        (["graphs", *QWEN, "--sizes", "99"], "--max-num-seqs"),
+        (["cost", *QWEN, "--sizes", "1"], "--sizes"),
+        (["cost", *QWEN, "--plot", "cost.png"], ".svg"),
+        (["cost", *QWEN, "--plot", "/no/such/folder/cost.svg"], "--plot"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
@@ -142,7 +168,26 @@ def test_what_cannot_be_measured_is_one_line(
     assert names in captured.err
 
 
-@pytest.mark.parametrize("words", [["speed"], [], ["throughput", "--input-len", "0"]])
+@pytest.mark.parametrize(
+    ("words", "remedies"),
+    [
+        (["graphs", "--context", "511"], ["--context", "--max-model-len"]),
+        (["graphs", "--kv-cache-memory", "1M", "--sizes", "16"], ["400 KV pages", "--context"]),
+        (["cost", "--context", "511"], ["--context", "--max-model-len"]),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_with_the_remedy(
+    capsys: pytest.CaptureFixture[str], words: list[str], remedies: list[str]
+) -> None:
+    assert main(["bench", words[0], *QWEN, *words[1:]]) == 4
+    shown = capsys.readouterr().err
+    assert all(remedy in shown for remedy in remedies)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["speed"], [], ["throughput", "--input-len", "0"], ["graphs", "--sizes", "1,x"]],
+)
 def test_bad_flags_are_refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words])
@@ -184,6 +229,357 @@ def test_counts_start_after_the_warm_up() -> None:
     session.measure(workload)
     assert session.counts()["prefill"].real_tokens == 20
     assert session.counts()["decode"].real_tokens == 6
+
+
+# Rows that stand still
+
+
+def make_engine(**settings: object) -> Engine:
+    settings = {"backend": "eager", "max_num_seqs": 8, **settings}
+    model = "tiny:qwen3"
+    return Engine(
+        EngineConfig(model=model, skip_tokenizer_init=True, show_progress=False, **settings)
+    )
+
+
+def generate(engine: Engine, num_prompts: int = 3) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompts = fixed(num_prompts, 40, 12, vocab_size=259).prompts
+    answers = [engine.add(f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    while engine.has_work:
+        engine.step()
+    return [answer.token_ids for answer in answers]
+
+
+def assert_neutral(engine: Engine) -> None:
+    tables = engine.worker.tables
+    for name in ("length", "target", "page_table"):
+        assert tables[name].abs().max() == 0, name
+    for spec in SAMPLING_TABLES:
+        assert (tables[spec.name] == spec.neutral).all(), spec.name
+
+
+def test_rows_stand_in_real_slots_and_come_back() -> None:
+    engine = make_engine()
+    worker = engine.worker
+    key = GraphKey("decode", 4, 4)
+    with standing(engine, worker.decode, key, context=100) as rows:
+        assert [row.slot for row in rows.step.rows] == [1, 2, 3, 4]
+        assert worker.tables["length"].tolist() == [0, 101, 101, 101, 101, 0, 0, 0, 0]
+        rows.rewind()
+        assert worker.tables["length"].tolist() == [0, 100, 100, 100, 100, 0, 0, 0, 0]
+        pages = worker.tables["page_table"][1:5, :7]  # 101 tokens in pages of 16
+        assert len(pages.unique()) == 4 * 7 and 0 not in pages
+        rows.replay()
+        rows.rewind()
+        rows.eager()
+        assert worker.tables["length"].tolist() == [0, 101, 101, 101, 101, 0, 0, 0, 0]
+        stored = worker.registry["kv_full"][:, :, pages.flatten().long()]
+        assert stored.isfinite().all() and stored.abs().max() > 0
+    assert worker.decode.counts.padded_tokens == 0
+    assert worker.registry["kv_full"][:, :, 0].abs().max() == 0
+
+
+def test_replay_and_eager_see_the_same_rows() -> None:
+    engine = make_engine(backend="cpu", max_num_seqs=2, lazy_recording=True)
+    worker = engine.worker
+    with standing(engine, worker.decode, GraphKey("decode", 2, 2), context=50) as rows:
+        rows.rewind()
+        rows.replay()
+        replayed = worker.registry["logits"].clone()
+        rows.rewind()
+        rows.eager()
+        assert replayed.abs().max() > 0
+        assert (worker.registry["logits"] - replayed).abs().max() < 1e-4
+    assert worker.decode.records[GraphKey("decode", 2, 2)].backend == "cpu"
+
+
+@pytest.mark.parametrize(("tokens", "num_rows"), [(64, 8), (16, 1), (16, 8)])
+def test_prefill_rows_are_chunks(tokens: int, num_rows: int) -> None:
+    engine = make_engine()
+    runner = engine.worker.prefills[0]
+    key = runner.pick(tokens, num_rows)
+    assert isinstance(key, GraphKey)
+    with standing(engine, runner, key, context=30) as rows:
+        assert rows.step.num_tokens == tokens
+        assert not rows.step.is_decode
+        assert runner.counts.real_tokens == tokens and runner.counts.padded_tokens == 0
+        lengths = [30 + row.count for row in rows.step.rows]
+        assert engine.worker.tables["length"].tolist()[1 : num_rows + 1] == lengths
+    assert_neutral(engine)
+    engine.check()
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_the_engine_is_as_it_was(enable_prefix_caching: bool) -> None:
+    engine = make_engine(enable_prefix_caching=enable_prefix_caching)
+    before = generate(engine)
+    num_cached = engine.scheduler.ledger.cache.num_pages
+    assert bool(num_cached) is enable_prefix_caching
+    for rows in (8, 2):
+        key = GraphKey("decode", rows, rows)
+        with standing(engine, engine.worker.decode, key, context=200) as stood:
+            stood.rewind()
+            stood.replay()
+    engine.check()
+    assert_neutral(engine)
+    assert engine.scheduler.ledger.cache.num_pages == num_cached
+    assert generate(engine) == before
+
+
+def test_rows_that_fail_are_taken_away() -> None:
+    engine = make_engine()
+    decode = engine.worker.decode
+    with pytest.raises(ZeroDivisionError), standing(engine, decode, GraphKey("decode", 8, 8), 20):
+        raise ZeroDivisionError
+    engine.check()
+    assert_neutral(engine)
+
+
+def test_rows_do_not_stand_among_requests() -> None:
+    engine = make_engine()
+    engine.add("busy", [1, 2, 3], SamplingParams(max_tokens=3))
+    with pytest.raises(ContractError, match="let it finish"):
+        refusal(engine, GraphKey("decode", 1, 1), 20)
+
+
+# Graphs
+
+
+def test_graphs_end_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--context", "60", "--repeats", "2", "--max-num-seqs", "9"]
+    report = run(capsys, "graphs", *QWEN, *words)
+    assert (report["benchmark"], report["context"], report["repeats"]) == ("graphs", 60, 2)
+    assert [graph["key"] for graph in report["graphs"]] == ["decode[1]", "decode[8]"]
+    for graph in report["graphs"]:
+        assert min(graph["replay_ms"], graph["eager_ms"], graph["host_ms"]) > 0
+        assert 0 < graph["share_of_bandwidth_limit"] < 1
+        assert (graph["recorded_by"], graph["failure"], graph["bytes"]) == ("eager", "", 0)
+
+
+def test_graphs_of_a_compiled_size(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--backend", "cpu", "--context", "60", "--repeats", "2", "--max-num-seqs", "1"]
+    report = run(capsys, "graphs", "tiny:qwen3", *words)
+    (graph,) = report["graphs"]
+    assert (graph["key"], graph["recorded_by"]) == ("decode[1]", "cpu")
+    assert graph["record_seconds"] > 0
+
+
+def test_sizes_are_chosen() -> None:
+    worker = make_engine(max_num_seqs=70, lazy_recording=True).worker
+    assert [key.rows for _, key in choose_keys(worker)] == [1, 8, 64]
+    assert [key.rows for _, key in choose_keys(worker, sizes=(2, 70))] == [2, 70]
+    assert [key.rows for _, key in choose_keys(worker, all_sizes=True)][:5] == [1, 2, 4, 8, 16]
+    assert len(choose_keys(worker, all_sizes=True)) == len(worker.recorded_keys)
+
+
+def test_the_limit_is_counted_by_hand() -> None:
+    session = Session("tiny:qwen3", {"backend": "eager", "show_progress": False})
+    worker = session.engine.worker
+    weights = worker.weight_bytes - worker.registry["weight.embedding"].numel() * 4
+    kv_bytes = 100 * (3 * 2 * 2 * 32 * 4)  # 3 layers of K and V, 2 heads of 32 floats
+    expected = (weights + kv_bytes) / session.read_bandwidth
+    assert session.least_seconds(100) == pytest.approx(expected)
+
+
+def test_the_median_of_timed_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves by what a call takes, and by a second in what is not timed."""
+    costs = [90.0] * WARM_UPS + [5.0, 1.0, 30.0]
+    now = 0.0
+
+    def call() -> None:
+        nonlocal now
+        now += costs.pop(0)
+
+    def before() -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr("slotzero.bench.clock.time.perf_counter", lambda: now)
+    assert host_seconds(call, before, repeats=3) == 5.0
+    assert not costs
+
+
+def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that runs everything in order; only what is between two events counts."""
+    costs = [90.0] * WARM_UPS + [5.0, 1.0, 30.0]
+    log: list[str] = []
+    now = 0.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1000 * (end.at - self.at)
+
+    def call() -> None:
+        nonlocal now
+        log.append("call")
+        now += costs.pop(0)
+
+    def before() -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(f"sleep {cycles}"))
+    seconds = device_seconds(call, before, 3, torch.device("cuda"), lead=0.25)
+    assert seconds == 5.0
+    warm_ups = ["call"] * WARM_UPS
+    assert log == [*warm_ups, "wait", "sleep 500000000", "call", "call", "call", "wait"]
+
+
+# Cost
+
+
+def test_cost_ends_in_json_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "cost.svg"
+    words = ["--max-num-seqs", "8", "--repeats", "1", "--context", "60", "--plot", str(plot)]
+    # 24 KiB a page, so 63 pages: not the 72 that 8 rows of 129 tokens need
+    report = run(capsys, "cost", *QWEN, *words, "--kv-cache-memory", "1536K")
+    assert [(p["rows"], p["context"]) for p in report["against_batch"]] == [
+        (1, 60), (2, 60), (4, 60), (8, 60),
+    ]  # fmt: skip
+    assert [(p["rows"], p["context"]) for p in report["against_context"]] == [(1, 128)]
+    assert [(p["rows"], p["context"]) for p in report["left_out"]] == [(8, 128)]
+    assert "--kv-cache-memory" in report["left_out"][0]["reason"]
+    assert all(p["ms"] > p["bandwidth_ms"] > 0 for p in report["against_batch"])
+    circles = ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}circle")
+    assert len(list(circles)) == 5
+
+
+def test_a_plot_puts_points_where_they_belong() -> None:
+    points = [(1, 0.5), (16, 2.0), (256, 8.0)]
+    panel = Panel("a < b", [Series("one", points, points), Series("two", points[:1], points[:1])])
+    root = ElementTree.fromstring(draw("a title", "ms", [panel, panel]))
+    tag = "{http://www.w3.org/2000/svg}"
+    circles = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in root.iter(f"{tag}circle")]
+    assert len(circles) == 2 * 4
+    (x0, y0), (x1, y1), (x2, y2) = circles[:3]
+    assert (x1 - x0, y0 - y1) == pytest.approx((x2 - x1, y1 - y2), abs=0.2)  # equal factors
+    assert x0 < x1 and y0 > y1
+    words = [text.text for text in root.iter(f"{tag}text")]
+    assert {"a title", "ms", "a < b", "one", "two", "16", "0.5", "10"} <= set(words)
+    lines = [line.get("points", "") for line in root.iter(f"{tag}polyline")]
+    assert lines[0] == " ".join(f"{x},{y}" for x, y in circles[:3])
+
+
+# The profile
+
+
+def test_overlaps_are_busy_once() -> None:
+    assert busy_and_gaps([]) == (0, [])
+    assert busy_and_gaps([(5, 9)]) == (4, [])
+    assert busy_and_gaps([(8, 12), (0, 5), (3, 6), (4, 5), (20, 20)]) == (10, [(6, 8), (12, 20)])
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=12))
+def test_busy_time_is_what_a_recount_finds(drawn: list[tuple[int, int]]) -> None:
+    intervals = [(start, start + length) for start, length in drawn]
+    busy, gaps = busy_and_gaps(intervals)
+    first, last = min(start for start, _ in intervals), max(end for _, end in intervals)
+    covered = [any(a <= t < b for a, b in intervals) for t in range(first, last)]
+    assert busy == sum(covered)
+    in_gaps = {t for start, end in gaps for t in range(start, end)}
+    assert in_gaps == {
+        t for t, is_busy in zip(range(first, last), covered, strict=True) if not is_busy
+    }
+    assert busy + sum(end - start for start, end in gaps) == last - first
+    assert gaps == sorted(gaps)
+
+
+def test_a_trace_is_summed_up(tmp_path: Path) -> None:
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 0, "tid": 7}
+
+    path = tmp_path / "trace.json"
+    events = [
+        event("cuda_runtime", "cudaGraphLaunch", 0.0, 900.0),
+        event("gpu_user_annotation", "ProfilerStep#1", 0.0, 900.0),
+        event("kernel", "linear", 1000000000000.0, 0.3),  # of a step before the stretch
+        event("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)", 1e12 + 0.3, 0.2),
+        event("kernel", "linear", 1000000000000.5, 4.0),
+        event("kernel", "attend", 1000000000003.5, 2.0),  # begins before linear has ended
+        event("gpu_memcpy", "Memcpy DtoH", 1000000000007.5, 1.0),
+        event("kernel", "linear", 1000000000009.5, 0.5),
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+    traced = profile.read_trace(path)
+    assert len(traced) == 6
+    report = profile.summarize(profile.after_mark(traced), num_steps=2)
+    # busy for 5 + 1 + 0.5 of 9.5 microseconds
+    assert (report["span_ms"], report["busy_ms"]) == (0.0095, 0.0065)
+    assert report["idle_share"] == pytest.approx(3 / 9.5, rel=1e-4)
+    assert report["longest_gap_ms"] == 0.002
+    assert report["events_per_step"] == 2
+    linear, *others = report["kernels"]
+    assert linear == {"name": "linear", "ms_per_step": 0.00225, "count_per_step": 1.0}
+    assert [kernel["name"] for kernel in others] == ["attend", "Memcpy DtoH"]
+    shown = dict(profile.profile_rows({"steps": 2, "rows": 4, **report}))
+    assert "31.6% of 2 steps of 4 rows, 0.005 ms each" in shown["device idle"]
+    assert shown["costliest"].startswith("0.0022 ms a step, 1 times: linear\n")
+
+
+def test_a_trace_without_kernels_says_so() -> None:
+    assert profile.after_mark([profile.DeviceEvent("linear", 1, 2)]) == []
+    with pytest.raises(CapacityError, match="no kernels"):
+        profile.summarize([], num_steps=2)
+
+
+def test_every_row_decodes_in_the_stretch() -> None:
+    engine = make_engine(max_num_batched_tokens=32)  # so that prompts come in chunks
+    prompts = fixed(5, 40, 1, vocab_size=259).prompts
+    with profile.decoding(engine, prompts):
+        assert [len(engine.step()) for _ in range(profile.NUM_STEPS)] == [5] * profile.NUM_STEPS
+    assert engine.scheduler.num_preemptions == 0
+    assert not engine.has_work
+    engine.check()
+    generate(engine)
+
+
+def test_a_stretch_without_room_is_refused() -> None:
+    engine = make_engine(max_model_len=64)
+    prompts = fixed(2, 40, 1, vocab_size=259).prompts
+    with (
+        pytest.raises(CapacityError, match="--max-model-len"),
+        profile.decoding(engine, prompts),
+    ):
+        for _ in range(profile.NUM_STEPS):
+            engine.step()
+    assert not engine.has_work
+    engine.check()
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_graphs_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kv-cache-memory", "64M", "--max-num-seqs", "8", "--context", "60"]
+    report = run(capsys, "graphs", "tiny:qwen3", "--backend", "cuda", *words)
+    runners = [graph["runner"] for graph in report["graphs"]]
+    assert runners == ["decode"] * 2 + ["prefill"] * 3
+    assert all(graph["recorded_by"] == "cuda" for graph in report["graphs"])
+    assert all(graph["replay_ms"] < graph["eager_ms"] for graph in report["graphs"])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_profile_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--profile", "--num-prompts", "4", "--input-len", "9", "--output-len", "20"]
+    report = run(capsys, "throughput", "tiny:qwen3", "--backend", "cuda", *words)
+    profile = report["profile"]
+    assert (profile["steps"], profile["rows"]) == (64, 4), profile
+    assert 0 <= profile["idle_share"] < 1
+    assert profile["busy_ms"] <= profile["span_ms"]
+    assert 1 <= len(profile["kernels"]) <= 10
 
 
 # The machine

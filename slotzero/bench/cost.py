@@ -81,7 +81,8 @@ def write_plot(report: Report, path: Path) -> None:
     if by_context:
         panels.append(Panel("tokens stored in each row", by_context))
     shown = "one decode step: points as measured, lines as the bandwidth allows"
-    path.write_text(draw(f"{report['model']}, {report['hardware']}, {shown}", "ms", panels))
+    model = Path(report["model"]).name
+    path.write_text(draw(f"{model}, {report['hardware']}, {shown}", "ms", panels))
 
 
 def _refusal(session: Session, rows: int, context: int) -> Refusal | None:
