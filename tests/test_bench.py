@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -530,6 +531,24 @@ def test_a_trace_without_kernels_says_so() -> None:
     assert profile.after_mark([profile.DeviceEvent("linear", 1, 2)]) == []
     with pytest.raises(CapacityError, match="no kernels"):
         profile.summarize([], num_steps=2)
+
+
+def test_a_profile_is_of_the_steps_after_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the CPU's operators stand in for kernels, and a rare one for the mark."""
+    cpu = SimpleNamespace(CUDA=torch.profiler.ProfilerActivity.CPU)
+    monkeypatch.setattr(torch.profiler, "ProfilerActivity", cpu)
+    monkeypatch.setattr(profile, "_DEVICE_CATEGORIES", ("cpu_op",))
+    monkeypatch.setattr(profile, "_MARK", "aten::erfinv")
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: torch.erfinv(torch.zeros(1)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    engine = make_engine()
+    report = profile.profile_decode(engine, fixed(4, 10, 1, vocab_size=259))
+    assert (report["steps"], report["rows"]) == (64, 4)
+    assert 0 < report["busy_ms"] <= report["span_ms"]
+    assert 0 <= report["idle_share"] < 1
+    counts = {kernel["name"]: kernel["count_per_step"] for kernel in report["kernels"]}
+    assert counts["slotzero::attend"] == 3  # one in each layer, in each step
+    assert not engine.has_work
 
 
 def test_every_row_decodes_in_the_stretch() -> None:

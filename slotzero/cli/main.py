@@ -21,7 +21,7 @@ from slotzero.errors import SlotzeroError
 COMMANDS = {
     "chat": "talk with a model",
     "generate": "answer prompts from an argument, a file or standard input",
-    "bench": "measure throughput or latency on this machine",
+    "bench": "measure throughput, latency, graphs or cost on this machine",
     "doctor": "show what this machine has and what would be used",
 }
 INTERRUPTED = 128 + 2  # as a shell reports the signals SIGINT and SIGPIPE
