@@ -6,7 +6,8 @@ back results that arrive later. It does not know queues, text or who is finished
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,28 +159,26 @@ class Worker:
         with torch.inference_mode():
             with self.kernels.preparing():
                 for runner, key in self.recorded_keys if self.limits.backend == "cuda" else ():
-                    runner.rehearse(key)
+                    with _explained(f"preparing {key}"):
+                        runner.rehearse(key)
             for runner, key in self.recorded_keys:
-                seen(runner.record(key))
+                with _explained(f"recording {key}"):
+                    seen(runner.record(key))
         return time.perf_counter() - start
 
     def run(self, step: Step) -> Results:
         """Launches one step and returns before it has run, where the device allows."""
         with torch.inference_mode():
             runner, key = self._dispatch(step)
-            runner.prepare(key)
+            with _explained(f"recording {key}"):
+                runner.prepare(key)
             self.tables.apply()
             self.registry.begin_step()
             self.registry.publish(passes.SLOTS, [row.slot for row in step.rows])
             if passes.COUNTS in runner.spec.published:
                 self.registry.publish(passes.COUNTS, [row.count for row in step.rows])
-            try:
+            with _explained(f"running {key}"):
                 runner.run(key, step.num_tokens)
-            except torch.OutOfMemoryError as error:
-                raise CapacityError(
-                    f"out of GPU memory in a step of {step.num_tokens} tokens: lower "
-                    "--max-num-batched-tokens or --gpu-memory-utilization"
-                ) from error
             return self._download(step)
 
     def _dispatch(self, step: Step) -> tuple[Runner, GraphKey]:
@@ -216,6 +215,17 @@ class Worker:
 
     def released(self, slot: int) -> None:
         self.tables.reset(slot)
+
+
+@contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"out of GPU memory while {doing}: lower --gpu-memory-utilization, "
+            "--max-num-batched-tokens or --max-num-seqs"
+        ) from error
 
 
 def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:

@@ -1,4 +1,4 @@
-"""Shared pieces of the tests: tiny models with transformers as the oracle, traced runs."""
+"""Fixtures of all tests: tiny models with transformers as the oracle, and what a test may see."""
 
 import random
 import signal
@@ -8,10 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import FAMILIES, Oracle, build
-
-from slotzero import LLM, SamplingParams
-from slotzero.step import Step
-from slotzero.worker import Results
 
 
 @pytest.fixture(scope="session")
@@ -50,41 +46,3 @@ def _interruptible() -> Iterator[None]:
 def _seeded() -> None:
     random.seed(0)
     torch.manual_seed(0)
-
-
-def prompts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[dict[str, list[int]]]:
-    rng = random.Random(seed)
-    return [{"prompt_token_ids": [rng.randrange(vocab) for _ in range(n)]} for n in lengths]
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-
-
-class Traced:
-    """An LLM whose logits are kept: `logits[request id]` is one row per sampled token."""
-
-    def __init__(self, model: str, **settings: object) -> None:
-        settings = {"skip_tokenizer_init": True, "show_progress": False, **settings}
-        self.llm = LLM(model, lazy_recording=True, **settings)
-        self.engine = self.llm.engine
-        self.logits: dict[str, list[torch.Tensor]] = {}
-        worker = self.engine.worker
-        run = worker.run
-
-        def traced(step: Step) -> Results:
-            results = run(step)
-            logits = worker.registry["logits"][: step.num_rows].cpu()
-            for row, values in zip(step.rows, logits, strict=True):
-                if row.samples:
-                    self.logits.setdefault(row.request.id, []).append(values.clone())
-            return results
-
-        worker.run = traced  # type: ignore[method-assign]
-
-    def generate(self, prompts: list, params: SamplingParams = GREEDY) -> list[list[int]]:
-        """-> token ids by prompt; `self.logits` then holds this batch's rows, by request id."""
-        self.logits.clear()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        self.request_ids = [output.request_id for output in outputs]
-        self.engine.check()
-        return [output.outputs[0].token_ids for output in outputs]

@@ -1,10 +1,15 @@
-"""Runs every decode step twice from one state, replayed and eagerly, and compares all of it."""
+"""Runs every recorded step twice from one state, replayed and eagerly, and compares all of it."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from slotzero.engine import Engine
-from slotzero.graph import GraphKey, Kind
+from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.backend import EagerBackend
+
+Replay = Callable[[GraphKey, int], None]
 
 
 class Shadow:
@@ -14,17 +19,17 @@ class Shadow:
         self.differences: dict[str, float] = {}
         self.num_compared = 0
         self._registry = engine.worker.registry
-        self._runner = engine.worker.decode
-        self._replay = self._runner.run
-        self._runner.run = self.run  # type: ignore[method-assign]
+        for runner in engine.worker.runners:
+            if runner.is_recorded:
+                runner.run = partial(self.run, runner, runner.run)  # type: ignore[method-assign]
 
-    def run(self, key: GraphKey, num_tokens: int) -> None:
+    def run(self, runner: Runner, replay: Replay, key: GraphKey, num_tokens: int) -> None:
         before = self._state()
-        self._replay(key, num_tokens)
+        replay(key, num_tokens)
         replayed = self._state()
         for name, tensor in before.items():
             self._registry[name].copy_(tensor)
-        EagerBackend().record(lambda pieces: self._runner.spec.function(key, pieces)).replay()
+        EagerBackend().record(lambda pieces: runner.spec.function(key, pieces)).replay()
         for name, eager in self._state().items():
             worst = (replayed[name].double() - eager.double()).abs().max().item()
             self.differences[name] = max(self.differences.get(name, 0.0), worst)

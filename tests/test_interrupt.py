@@ -2,7 +2,7 @@ import signal
 import threading
 
 import pytest
-from conftest import prompts_of
+from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.interrupt import uninterrupted

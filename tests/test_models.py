@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import GREEDY, Traced, prompts_of
 from oracle import FAMILIES
+from traced import GREEDY, Traced, prompts_of
 
 from slotzero import SamplingParams
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Traced, prompts_of
+from traced import Traced, prompts_of
 
 from slotzero.graph import Kind
 from slotzero.sampling.tables import SAMPLING_TABLES

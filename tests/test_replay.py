@@ -1,7 +1,7 @@
 """Replay against eager on the same padded buffers, on the CPU backend."""
 
-from conftest import GREEDY, Traced, prompts_of
 from shadow import Shadow
+from traced import GREEDY, Traced, prompts_of
 
 # Inductor fuses norm, rope and activation, and sums a norm in another order than eager torch does;
 # everything that is no floating-point arithmetic of a layer must be equal to the bit.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotzero.errors import CapacityError, RecordingError
+from slotzero.errors import RecordingError
 from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction
 
 WARM_UPS = 1  # lazy initialisation (kernel builds, cuBLAS handles) happens before the capture
@@ -59,11 +59,8 @@ class CudaBackend(Backend):
                     function(pieces)
                 finally:
                     graph.capture_end()
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                "out of GPU memory while recording: lower --gpu-memory-utilization, --max-num-seqs "
-                "or --max-num-batched-tokens"
-            ) from error
+        except torch.OutOfMemoryError:
+            raise  # eagerly it would not fit either
         except Exception as error:  # kernels are compiled here, and raise whatever they raise
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise RecordingError(first) from error

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import Traced, prompts_of
 from oracle import FAMILIES
 from shadow import Shadow
+from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
 

@@ -56,14 +56,18 @@ class Case:
         )
         return out, pages
 
-    def run(self):
-        pages, joined = (t.to(self.device, self.dtype) for t in (self.kv, self.joined))
+    def run(self, num_layers=1):
+        """Of the last of some equal layers, which share one plan."""
+        joined = self.joined.to(self.device, self.dtype)
         norms = [None if n is None else n.to(self.device, self.dtype) for n in self.norms]
         slots, positions = (t.to(self.device) for t in self.tokens)
         shares = decode.plan(slots, positions, self.heads)
         cos, sin, table = (t.to(self.device) for t in (self.cos, self.sin, self.table))
-        out = decode.attend(joined, *norms, cos, sin, pages, table, shares, self.heads)
-        return out.cpu().float(), pages.cpu().float()
+        for _ in range(num_layers):
+            pages = self.kv.to(self.device, self.dtype, copy=True)
+            out = decode.attend(joined, *norms, cos, sin, pages, table, shares, self.heads)
+            last, out = out.cpu().float(), out.fill_(torch.nan)  # what is freed is hostile
+        return last, pages.cpu().float()
 
 
 def same_pages(got, expected, atol):
@@ -93,6 +97,13 @@ def test_16_bits(device, half, shape):
 def test_any_share_of_the_grid(device, lengths):
     case = Case((4, 2, 16, 16), lengths, device)
     (out, pages), (expected, expected_pages) = case.run(), case.expected()
+    assert torch.allclose(out, expected, atol=1e-5)
+    same_pages(pages, expected_pages, 1e-5)
+
+
+def test_every_layer_of_a_step_uses_one_plan(device):
+    case = Case((4, 2, 16, 16), [700, 65, 3], device)
+    (out, pages), (expected, expected_pages) = case.run(num_layers=3), case.expected()
     assert torch.allclose(out, expected, atol=1e-5)
     same_pages(pages, expected_pages, 1e-5)
 

@@ -35,7 +35,7 @@ class Shares(NamedTuple):
     end: Tensor  # one past its last position
     first: Tensor  # the first chunk of its row
     num: Tensor  # chunks of its row
-    done: Tensor  # [rows, kv_heads] programs that finished, zeroed by `plan`
+    done: Tensor  # [rows, kv_heads] programs that finished; 0 between layers
     partial: Tensor  # [num_chunks, heads, head_dim] float32
     peak: Tensor  # [num_chunks, heads] float32
     total: Tensor
@@ -231,6 +231,7 @@ def _decode_kernel(
     tl.store(total_of + flat, total, mask=g < group_size)
     tl.debug_barrier()  # all of the program's writes, then the count that makes them known
     if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
+        tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
         tl.debug_barrier()
         peak = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)

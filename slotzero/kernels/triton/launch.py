@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-_ahead: set[tuple[Any, ...]] | None = None  # while compiling ahead: what was asked for
+# While compiling ahead: what was asked for. Other threads launch as ever.
+_ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("_ahead", default=None)
 
 
 @triton.jit
@@ -46,28 +48,40 @@ def overlap() -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True}
 
 
+@functools.cache
+def shared_memory() -> int:
+    """Bytes that one program may have on this card."""
+    if INTERPRETED:
+        return 227 << 10
+    device = triton.runtime.driver.active
+    return int(device.utils.get_device_properties(device.get_current_device())["max_shared_mem"])
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    if _ahead is None:
+    asked = _ahead.get()
+    if asked is None:
         kernel[grid](*args, **kwargs)
         return
     kinds = (a.dtype if isinstance(a, Tensor) else type(a) for a in args)
     wanted = (kernel, *kinds, *kwargs.items())
-    if wanted not in _ahead:
-        _ahead.add(wanted)
+    if wanted not in asked:
+        asked.add(wanted)
         kernel.warmup(*args, grid=grid, **kwargs)
 
 
 def is_compiling() -> bool:
-    return _ahead is not None
+    return _ahead.get() is not None
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside, launches only ask for their kernel; all are compiled, side by side, at the end."""
-    global _ahead
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
-        _ahead = set()
+    """Inside, launches only ask for their kernel; all are compiled, side by side, at the end.
+
+    One that does not compile is left for its first launch, where its error is expected.
+    """
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        before = _ahead.set(set())
         try:
             yield
         finally:
-            _ahead = None
+            _ahead.reset(before)

@@ -22,7 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
 
 LOG2E = 1.4426950408889634
 BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
@@ -36,24 +42,35 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
+    def num_bytes(self, width: int, dtype: torch.dtype) -> int:
+        """Of shared memory, at most: queries, and keys and values of every stage."""
+        return (self.rows + 2 * self.keys * self.stages) * width * dtype.itemsize
 
-def tile(dim: int, group: int, dtype: torch.dtype) -> Tile:
-    """Tiles whose registers and shared memory fit an H200's multiprocessor without spilling.
 
-    Of 65536 registers and 227 KB. In 16 bits, 128 rows are two warpgroups; a thread then holds
-    dim / 2 accumulators, keys / 2 scores and keys / 4 registers of weights. Shared memory holds
-    the query tile, and keys and values of every stage.
+def tile(dim: int, group: int, dtype: torch.dtype, memory: int) -> Tile:
+    """A tile whose registers and shared memory fit a multiprocessor without spilling.
+
+    Tuned for an H200: 65536 registers and 227 KB. In 16 bits, 128 rows are two warpgroups; a thread
+    then holds dim / 2 accumulators, keys / 2 scores and keys / 4 registers of weights. Shared
+    memory holds the query tile, and keys and values of every stage. A card with less of it
+    (`memory`, in bytes) gets fewer stages, and then fewer keys.
     """
     width = max(16, triton.next_power_of_2(dim))
     if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         chosen = Tile(rows=32 if width <= 128 else 16, keys=32, warps=4, stages=2)
-    elif width <= 64:  # under 128 registers, 64 KB: two programs share a multiprocessor
+    elif width <= 64:  # 121 registers, 64 KB: two programs share a multiprocessor
         chosen = Tile(rows=128, keys=64, warps=8, stages=3)
-    elif width == 128:  # 254 registers, 224 KB: one program, whose loads run two tiles ahead
+    elif width == 128:  # 250 registers, 224 KB: one program, whose loads run two tiles ahead
         chosen = Tile(rows=128, keys=128, warps=8, stages=3)
     else:  # 255 registers, 192 KB
         chosen = Tile(rows=128, keys=64, warps=8, stages=2)
-    return chosen._replace(rows=max(chosen.rows, triton.next_power_of_2(group)))
+    chosen = chosen._replace(rows=max(chosen.rows, triton.next_power_of_2(group)))
+    while chosen.num_bytes(width, dtype) > memory and chosen.keys > 16:
+        if chosen.stages > 2:
+            chosen = chosen._replace(stages=2)
+        else:
+            chosen = chosen._replace(keys=chosen.keys // 2)
+    return chosen
 
 
 def block_tokens(group: int) -> int:
@@ -297,7 +314,7 @@ def attend(
     k_pages, v_pages = kv_pages.unbind(0)
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
-    chosen = tile(dim, group, q.dtype)
+    chosen = tile(dim, group, q.dtype, shared_memory())
     parts = triton.cdiv(block_tokens(group), chosen.rows // group)
     out = torch.empty_like(q)
     launch(

@@ -6,6 +6,7 @@ of the weight that together exceed the cache of the card, as a chain in a graph,
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -14,9 +15,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import triton
 from torch import Tensor
 
 from slotzero.cache import cache_dir
+from slotzero.kernels.triton import linear
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 COLD_BYTES = 256 << 20  # several times the cache of a card
@@ -30,7 +33,7 @@ class Choices:
     """Names of candidates by key, e.g. {"NVIDIA H200/bfloat16/gated/3072x1024/8": "16x64x4"}."""
 
     def __init__(self) -> None:
-        self._file = cache_dir() / "tuned.json"
+        self._file = cache_dir() / f"tuned-{_version()}.json"
         self._shipped, self._tried = _read(SHIPPED), _read(self._file)
 
     def known(self, key: str, candidates: Sequence[str]) -> str | None:
@@ -58,10 +61,17 @@ class Choices:
             os.replace(draft.name, self._file)
 
 
+def _version() -> str:
+    """A choice is forgotten when the kernels or their compiler change."""
+    source = Path(linear.__file__).read_bytes() + triton.__version__.encode()
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
 def _read(file: Path) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError):
-        known: dict[str, str] = json.loads(file.read_text())
-        return known
+        known = json.loads(file.read_text())
+        if isinstance(known, dict):
+            return known
     return {}
 
 
@@ -73,6 +83,8 @@ def _seconds(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
         with torch.cuda.graph(graph):
             for weight in weights:
                 run(weight)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the tile
     except Exception:  # a tile that this card cannot hold
         return float("inf")
     times: list[float] = []
