@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slotzero.kernels.triton import sample as fused
+from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.sampling import reference
 from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
@@ -516,7 +517,7 @@ def test_advance(rows: int, device: torch.device) -> None:
         if slot > 0:
             expected[1][slot] = new
     there = [t.to(device) for t in (slots, new_length, target, length, tokens, sampled)]
-    fused.advance(*there)
+    advance(*there)
     for name, result, plain in zip(
         ("sampled", "length", "tokens"), (there[5], there[3], there[4]), expected, strict=True
     ):

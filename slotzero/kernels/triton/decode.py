@@ -131,14 +131,42 @@ def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc):
     return new_peak, total, acc
 
 
+@triton.jit
+def _merge(
+    partial, peak_of, total_of, out, kv_head, first, count, dim,
+    HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """All chunks of a row, in order, into its heads of one KV head"""
+    g = tl.arange(0, MERGED)
+    real = g < GROUP_SIZE
+    head = kv_head * GROUP_SIZE + g
+    inside = real[:, None] & (dim < DIM)[None, :]
+    peak = tl.full([MERGED], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
+    acc = tl.zeros([MERGED, WIDTH], tl.float32)
+    for i in tl.range(first, first + count, loop_unroll_factor=8):
+        at = i * HEADS + head
+        its_peak = tl.load(peak_of + at, mask=real, other=0.0)
+        its_total = tl.load(total_of + at, mask=real, other=1.0)
+        its_acc = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        new_peak = tl.maximum(peak, its_peak)
+        old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak)
+        total = total * old + its_total * new
+        acc = acc * old[:, None] + its_acc * new[:, None]
+        peak = new_peak
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + head[:, None] * DIM + dim[None, :], result, mask=inside)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     joined_stride, pages_stride, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, MERGED: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     kv_head, chunk = tl.program_id(0), tl.program_id(1)
@@ -233,20 +261,10 @@ def _decode_kernel(
     if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
         tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
         tl.debug_barrier()
-        peak = tl.full([GROUP], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP], tl.float32)
-        acc = tl.zeros([GROUP, 2 * HALF], tl.float32)
-        for i in tl.range(first, first + count, loop_unroll_factor=4):
-            flat = i * HEADS + head
-            its_peak = tl.load(peak_of + flat, mask=g < group_size, other=0.0)
-            its_total = tl.load(total_of + flat, mask=g < group_size, other=1.0)
-            its_acc = tl.load(partial + flat[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-            new_peak = tl.maximum(peak, its_peak)
-            old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak)
-            total = total * old + its_total * new
-            acc = acc * old[:, None] + its_acc * new[:, None]
-            peak = new_peak
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        _merge(
+            partial, peak_of, total_of, out + row64 * HEADS * DIM, kv_head, first, count, dim,
+            HEADS, DIM, group_size, MERGED, 2 * HALF,
+        )  # fmt: skip
 
 
 def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
@@ -281,13 +299,14 @@ def attend(
 ) -> Tensor:
     dim, kv_heads = heads.head_dim, heads.num_kv_heads
     out = joined.new_empty(len(joined), heads.q_size)
+    group = triton.next_power_of_2(heads.num_heads // kv_heads)
     keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim)
     launch(
         _decode_kernel, (kv_heads, len(shares.row)),
         joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out, *shares,
         joined.stride(0), kv_pages.stride(0), page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=kv_pages.shape[2],
-        GROUP=max(16, triton.next_power_of_2(heads.num_heads // kv_heads)),
+        GROUP=max(16, group), MERGED=group,
         HALF=max(16, triton.next_power_of_2(dim // 2)), KEYS=keys, STAGES=stages,
         EARLY=early, NORM=q_norm is not None, num_warps=warps, **overlap(),
     )  # fmt: skip

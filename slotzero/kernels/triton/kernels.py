@@ -14,11 +14,12 @@ from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.contract import Heads, Kernels, Normed, Opened, Plan, Rows, Tokens
 from slotzero.kernels.triton import decode, prefill
 from slotzero.kernels.triton import linear as few
-from slotzero.kernels.triton import sample as sampling
+from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import add_norm, applied, gated
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.linear import MAX_ROWS, Tile, padded_rows, tiles_for
 from slotzero.kernels.triton.opening import open_step
+from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -157,7 +158,7 @@ class TritonKernels(Kernels):
         tables: SamplingTables,
         out: Sampled,
     ) -> None:
-        sampling.sample(logits, slots, positions, tables, out)
+        sample(logits, slots, positions, tables, out)
 
     def advance(
         self,
@@ -168,7 +169,7 @@ class TritonKernels(Kernels):
         tokens: Tensor,
         sampled: Tensor,
     ) -> None:
-        sampling.advance(slots, new_length, target, length, tokens, sampled)
+        advance(slots, new_length, target, length, tokens, sampled)
 
     def _run(
         self,

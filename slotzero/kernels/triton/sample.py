@@ -6,8 +6,7 @@ A row costs what it asks for: who asks for less leaves each kernel early. No ker
   bias or a ban changes are written down in float32; whoever owns a chunk counts the tokens that
   fall into it. Filtered rows also get the highest logit of every 64, and rows with log
   probabilities the sum and the top of the logits as they came.
-- `_floor_kernel`, a program per row. Filters are floors: the lowest value with less than a budget
-  of weight above it. The k highest values lie in the k highest groups of 64, so few are read.
+- `floor_kernel` of floors.py, a program per row: the lowest value that its filters leave.
 - `_choose_kernel`, a few programs per row. Exact noise costs two logarithms in double, so only
   those get it whose cheap upper bound beats the best so far. Who finishes a row last reports it; a
   greedy row has but one program, which only reports.
@@ -26,13 +25,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.triton.floors import floor_kernel
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.noise import MAX_GUMBEL, cell_of, gumbel, gumbel_bound, noise_key
+from slotzero.kernels.triton.packed import (
+    BROKEN,
+    CHUNK,
+    GROUP,
+    GROUPS,
+    INF,
+    NOBODY,
+    is_finite,
+    mass_of,
+    pack,
+    place_of,
+    read_logits,
+    scaled_logit,
+    value_of,
+)
 from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
-GROUP = tl.constexpr(64)
-GROUPS = tl.constexpr(64)  # in a chunk
-CHUNK = tl.constexpr(64 * 64)
 HISTORY = tl.constexpr(2048)  # tokens counted at a time
 MAX_BIAS = tl.constexpr(MAX_LOGIT_BIAS)
 BIAS_LANES = tl.constexpr(triton.next_power_of_2(MAX_LOGIT_BIAS))
@@ -41,14 +54,8 @@ MAX_TOP = tl.constexpr(MAX_LOGPROBS)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
 CHOOSERS = 2112  # programs that choosing is spread over: 16 to each of 132 processors
 
-INF = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
-SIGNLESS = tl.constexpr(0x7FFFFFFF)
 IN_PROMPT = tl.constexpr(1 << 30)
-LAST_KEY = tl.constexpr(0x7F800000)  # of -inf
-NOBODY = tl.constexpr(-2139095041 << 32)  # packed: -inf, behind every place
-BROKEN = tl.constexpr(0x7FFFFFFF << 32)  # packed: NaN
-MAX_GUMBEL = tl.constexpr(16.7)  # the largest is 16.64
 
 
 class Scratch(NamedTuple):
@@ -65,49 +72,6 @@ class Scratch(NamedTuple):
     changed: Tensor  # [rows] int32: 0 where the logits are used as they came
     floor: Tensor  # [rows] float32: the lowest scaled logit that may be chosen
     arrived: Tensor  # [rows] int32: choosers that are done
-
-
-# ---- values and places ----
-
-
-@triton.jit
-def _pack(value, place):
-    """NaN counts as the highest value of all, and the two zeros as one."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    order = tl.where(value == value, bits ^ ((bits >> 31) & SIGNLESS), SIGNLESS)
-    return (order.to(tl.int64) << 32) | (place ^ SIGNLESS).to(tl.int64)
-
-
-@triton.jit
-def _value(packed):
-    order = (packed >> 32).to(tl.int32)
-    return (order ^ ((order >> 31) & SIGNLESS)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _place(packed):
-    return (packed & SIGNLESS).to(tl.int32) ^ SIGNLESS
-
-
-@triton.jit
-def _is_finite(x):
-    return tl.abs(x) < INF
-
-
-@triton.jit
-def _read(logits, adjusted, changed, vocab, index):
-    """The logits to choose from; -inf past the vocabulary."""
-    num_made = tl.where(changed != 0, vocab, 0)
-    made = tl.load(adjusted + index, mask=index < num_made, other=-INF)
-    came = tl.load(logits + index, mask=index < vocab - num_made, other=-INF)
-    return tl.where(changed != 0, made, came.to(tl.float32))
-
-
-@triton.jit
-def _mass(x, peak, temperature):
-    """The sum of exp((x - peak) / temperature) over a chunk."""
-    peak = tl.where(peak == -INF, 0.0, peak)
-    return tl.sum(tl.sum(tl.exp((x - peak) / temperature), axis=1).to(tl.float64))
 
 
 # ---- penalties, bias, ban ----
@@ -198,14 +162,14 @@ def _scan_kernel(
         tl.store(scratch.changed + row, changed)
         tl.store(scratch.arrived + row, 0)
     if num_top >= 0:
-        left = tl.max(tl.where(inside, _pack(x, index), NOBODY), axis=1)  # [GROUPS]
-        tl.store(scratch.raw_mass + at, _mass(x, _value(tl.max(left)), 1.0))
+        left = tl.max(tl.where(inside, pack(x, index), NOBODY), axis=1)  # [GROUPS]
+        tl.store(scratch.raw_mass + at, mass_of(x, value_of(tl.max(left)), 1.0))
         for i in range(tl.maximum(num_top, 1)):
             top = tl.max(left)
             tl.store(scratch.raw_top + at * MAX_TOP + i, top)
-            its_group = tl.minimum(_place(top), vocab - 1) // GROUP
+            its_group = tl.minimum(place_of(top), vocab - 1) // GROUP
             near = its_group * GROUP + lane
-            packed = _pack(tl.load(logits + near, mask=near < vocab).to(tl.float32), near)
+            packed = pack(tl.load(logits + near, mask=near < vocab).to(tl.float32), near)
             packed = tl.where((near < vocab) & (packed < top), packed, NOBODY)
             left = tl.where(chunk * GROUPS + group == its_group, tl.max(packed), left)
         x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # not held so long
@@ -216,173 +180,14 @@ def _scan_kernel(
     # where two infinities make a NaN, the higher one has broken the row anyway.
     total = tl.sum(x * 2.0**-16)
     highest = tl.max(x, axis=1)  # [GROUPS]
-    near = chunk * CHUNK + _place(tl.max(_pack(highest, group))) * GROUP + lane
-    packed = _pack(_read(logits, adjusted, changed, vocab, near), near)
+    near = chunk * CHUNK + place_of(tl.max(pack(highest, group))) * GROUP + lane
+    packed = pack(read_logits(logits, adjusted, changed, vocab, near), near)
     best = tl.max(tl.where(near < vocab, packed, NOBODY))
     best = tl.where(total == total, best, BROKEN)
     tl.store(scratch.best + at, best)
     if is_filtered & (temperature > 0):
         tl.store(scratch.groups + at * GROUPS + group, highest)
-        tl.store(scratch.mass + at, _mass(x, _value(best), temperature))
-
-
-# ---- floors ----
-
-
-@triton.jit
-def _scaled(row, index):
-    """(logit - peak) / temperature, at most 0, rounded as the reference rounds it."""
-    logits, adjusted, changed, vocab, peak, temperature = row
-    return tl.div_rn(_read(logits, adjusted, changed, vocab, index) - peak, temperature)
-
-
-@triton.jit
-def _key(scaled):
-    """The bits of the magnitude, which order what is at most 0: small is likely."""
-    return scaled.to(tl.int32, bitcast=True) & SIGNLESS
-
-
-@triton.jit
-def _list_groups(keys, lane, num_groups, num_wanted, listed):
-    """Lists the groups that reach an edge: `num_wanted`, ties and at most as many more; or all."""
-    low = 0 * num_wanted
-    edge = low + LAST_KEY
-    num_members = num_groups
-    while (low < edge) & (num_members > 2 * num_wanted):
-        mid = low + (edge - low + 1) // 2
-        num_above = tl.sum((keys < mid).to(tl.int32))
-        if num_above < num_wanted:
-            low = tl.min(tl.where(keys < mid, LAST_KEY, keys))
-        else:
-            edge = tl.max(tl.where(keys < mid, keys, 0))
-            num_members = num_above
-    member = (lane < num_groups) & (keys <= edge)
-    count = tl.cumsum(member.to(tl.int32), axis=0)
-    tl.debug_barrier()  # every thread is done with an earlier list
-    tl.store(listed + count - 1, lane, mask=member)
-    tl.debug_barrier()
-    return edge, tl.max(count)
-
-
-@triton.jit
-def _split(mid, listed, num_listed, row, BY_MASS: tl.constexpr):
-    """Of listed values: the weight of those above `mid`, the last key above, the first not above.
-
-    A value weighs 1, or by mass exp(scaled logit).
-    """
-    group, lane = tl.arange(0, GROUPS), tl.arange(0, GROUP)
-    weight = tl.zeros((GROUPS, GROUP), tl.float64)
-    above = tl.zeros((GROUPS, GROUP), tl.int32)
-    below = above + LAST_KEY
-    for first in range(0, num_listed, GROUPS):
-        at = tl.load(listed + first + group, mask=first + group < num_listed, other=1 << 24)
-        scaled = _scaled(row, (at * GROUP)[:, None] + lane[None, :])
-        key = _key(scaled)
-        share = tl.exp(scaled) if BY_MASS else 1.0
-        weight += tl.where(key < mid, share, 0.0).to(tl.float64)
-        above = tl.maximum(above, tl.where(key < mid, key, 0))
-        below = tl.minimum(below, tl.where(key < mid, LAST_KEY, key))
-    return tl.sum(weight), tl.max(above), tl.min(below)
-
-
-@triton.jit
-def _find_floor(budget, high, listed, num_listed, row, BY_MASS: tl.constexpr):
-    """The lowest listed value with less than `budget` of weight above it, as a key up to `high`."""
-    low = 0 * high
-    while low < high:
-        mid = low + (high - low + 1) // 2
-        weight, above, below = _split(mid, listed, num_listed, row, BY_MASS)
-        if weight < budget:
-            low = below
-        else:
-            high = above
-    return low
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _floor_kernel(
-    logits, slots, tables, scratch, vocab, stride, chunks,
-    CHUNKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    may_follow(PDL)
-    r = tl.program_id(0).to(tl.int64)
-    wait_for_writer(PDL)
-    slot = tl.load(slots + r).to(tl.int64)
-    temperature = tl.load(tables.temperature + slot)
-    if (slot > 0) & (temperature > 0):
-        top_k = tl.load(tables.top_k + slot)
-        top_p = tl.load(tables.top_p + slot).to(tl.float64)
-        floor = tl.log(tl.load(tables.min_p + slot).to(tl.float64)).to(tl.float32)
-        by_k = (top_k > 0) & (top_k < vocab)
-        chunk = tl.arange(0, CHUNKS)
-        best = tl.load(scratch.best + r * chunks + chunk, mask=chunk < chunks, other=NOBODY)
-        peak = _value(tl.max(best))
-        if (by_k | (top_p < 1)) & _is_finite(peak):
-            adjusted = scratch.adjusted + r * chunks * CHUNK
-            changed = tl.load(scratch.changed + r)
-            row = (logits + r * stride, adjusted, changed, vocab, peak, temperature)
-            num_groups = chunks * GROUPS
-            lane = tl.arange(0, CHUNKS * GROUPS)
-            groups = scratch.groups + r * num_groups + lane
-            highest = tl.load(groups, mask=lane < num_groups, other=-INF)
-            keys = _key(tl.div_rn(highest - peak, temperature))
-            mass = tl.load(scratch.mass + r * chunks + chunk, mask=chunk < chunks, other=0.0)
-            total = tl.sum(mass * tl.exp(((_value(best) - peak) / temperature).to(tl.float64)))
-            listed = scratch.listed + r * num_groups
-            num_wanted = tl.where(by_k, top_k, GROUPS)
-            edge, num_listed, is_enough = LAST_KEY, 0, False
-            while not is_enough:  # a top-p alone may ask for more groups than it got
-                edge, num_listed = _list_groups(keys, lane, num_groups, num_wanted, listed)
-                if by_k:
-                    edge = _find_floor(top_k.to(tl.float64), edge, listed, num_listed, row, False)
-                reached = _split(edge + 1, listed, num_listed, row, True)[0]
-                total = tl.where(by_k, reached, total)
-                is_enough = by_k | (edge == LAST_KEY) | (reached >= top_p * total)
-                num_wanted *= 8
-            if top_p < 1:
-                edge = _find_floor(top_p * total, edge, listed, num_listed, row, True)
-            floor = tl.maximum(floor, -edge.to(tl.float32, bitcast=True))
-        tl.store(scratch.floor + r, floor)
-
-
-# ---- noise; the integers are those of sampling/noise.py ----
-
-
-@triton.jit
-def _mix(word):
-    word = (word ^ (word >> 16)) * 0x7FEB352D
-    word = (word ^ (word >> 15)) * 0x846CA68B
-    return word ^ (word >> 16)
-
-
-@triton.jit
-def _noise_key(start, seed, position):
-    key = tl.full((), start, tl.uint32)
-    key = _mix((key ^ tl.load(seed).to(tl.uint32)) + 0x9E3779B9)
-    key = _mix((key ^ tl.load(seed + 1).to(tl.uint32)) + 0x9E3779B9)
-    return _mix((key ^ position.to(tl.uint32)) + 0x9E3779B9)
-
-
-@triton.jit
-def _cell(index, noise):
-    low, high = noise
-    return ((_mix(index.to(tl.uint32) + low) ^ high) >> 9).to(tl.int32)
-
-
-@triton.jit
-def _gumbel(cell):
-    """Each logarithm is rounded to float32, as the reference rounds it."""
-    uniform = (cell.to(tl.float32) + 0.5) * 2.0**-23
-    inner = tl.log(uniform.to(tl.float64)).to(tl.float32)
-    return -tl.log(-inner.to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
-def _gumbel_bound(cell):
-    """-log(-log u) <= -log(1 - u), and the bits of a float, read as an integer, are a lower bound
-    of its logarithm in base 2."""
-    rest = (2.0 - (cell | 0x3F800000).to(tl.float32, bitcast=True)) - 2.0**-24  # 1 - u
-    return (127.0 - rest.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23) * 0.6931472 + 1e-3
+        tl.store(scratch.mass + at, mass_of(x, value_of(best), temperature))
 
 
 # ---- the choice and the report ----
@@ -391,8 +196,8 @@ def _gumbel_bound(cell):
 @triton.jit
 def _with_noise(index, row, noise, floor):
     """One token, packed; nobody if it is below the floor."""
-    scaled = _scaled(row, index)
-    return tl.where(scaled >= floor, _pack(scaled + _gumbel(_cell(index, noise)), index), NOBODY)
+    scaled = scaled_logit(row, index)
+    return tl.where(scaled >= floor, pack(scaled + gumbel(cell_of(index, noise)), index), NOBODY)
 
 
 @triton.jit
@@ -400,18 +205,18 @@ def _choose(winner, chunk, top, row, noise, floor):
     """The highest with noise, packed, of `winner` and a chunk whose highest logit is `top`."""
     logits, adjusted, changed, vocab, peak, temperature = row
     ceiling = tl.div_rn(top - peak, temperature)
-    if (ceiling >= floor) & (ceiling + MAX_GUMBEL >= _value(winner)):
+    if (ceiling >= floor) & (ceiling + MAX_GUMBEL >= value_of(winner)):
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         # Not a division, and never below it.
         scale = (1 - 2.0**-20) / tl.maximum(temperature, 2.0**-126)
-        scaled = (_read(logits, adjusted, changed, vocab, index) - peak) * scale
-        bound = scaled + _gumbel_bound(_cell(index, noise))
+        scaled = (read_logits(logits, adjusted, changed, vocab, index) - peak) * scale
+        bound = scaled + gumbel_bound(cell_of(index, noise))
         bound = tl.where(scaled >= floor, bound, -INF)
-        if tl.max(bound) >= _value(winner):
-            left = _pack(bound, index)
+        if tl.max(bound) >= value_of(winner):
+            left = pack(bound, index)
             likeliest = tl.max(left)
-            while _value(likeliest) >= _value(winner):
-                winner = tl.maximum(winner, _with_noise(_place(likeliest), row, noise, floor))
+            while value_of(likeliest) >= value_of(winner):
+                winner = tl.maximum(winner, _with_noise(place_of(likeliest), row, noise, floor))
                 left = tl.where(left == likeliest, NOBODY, left)
                 likeliest = tl.max(left)
     return winner
@@ -427,10 +232,10 @@ def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.c
     if num_top >= 0:
         at = r * chunks + chunk
         best = tl.load(scratch.raw_top + at * MAX_TOP, mask=chunk < chunks, other=NOBODY)
-        peak = _value(tl.max(best))
+        peak = value_of(tl.max(best))
         mass = tl.load(scratch.raw_mass + at, mask=chunk < chunks, other=0.0)
-        total = tl.sum(mass * tl.exp((_value(best) - peak).to(tl.float64)))
-        log_total = tl.where(_is_finite(peak), tl.log(total).to(tl.float32), NAN)
+        total = tl.sum(mass * tl.exp((value_of(best) - peak).to(tl.float64)))
+        log_total = tl.where(is_finite(peak), tl.log(total).to(tl.float32), NAN)
         logprob = (tl.load(logits + token).to(tl.float32) - peak) - log_total
         wanted = (lane < num_top)[None, :] & (chunk < chunks)[:, None]
         left = scratch.raw_top + (at * MAX_TOP)[:, None] + lane[None, :]
@@ -441,9 +246,9 @@ def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.c
             found = tl.where(lane == i, top, found)
             left = tl.where(left == top, NOBODY, left)
         num_found = tl.minimum(num_top, vocab)
-        num_ids = tl.where(_is_finite(peak), num_found, 0)
-        top_ids = tl.where(lane < num_ids, _place(found), 0)
-        top_logprobs = tl.where(lane < num_found, (_value(found) - peak) - log_total, 0.0)
+        num_ids = tl.where(is_finite(peak), num_found, 0)
+        top_ids = tl.where(lane < num_ids, place_of(found), 0)
+        top_logprobs = tl.where(lane < num_found, (value_of(found) - peak) - log_total, 0.0)
     tl.store(out.tokens + r, token)
     tl.store(out.logprobs + r, logprob)
     tl.store(out.top_ids + r * MAX_TOP + lane, top_ids, mask=lane < MAX_TOP)
@@ -468,26 +273,26 @@ def _choose_kernel(
         best = scratch.best + r * chunks
         chunk = tl.arange(0, CHUNKS)
         highest = tl.max(tl.load(best + chunk, mask=chunk < chunks, other=NOBODY))
-        peak = _value(highest)
-        token = tl.where(_is_finite(peak), _place(highest), 0)
-        if (temperature > 0) & _is_finite(peak):
+        peak = value_of(highest)
+        token = tl.where(is_finite(peak), place_of(highest), 0)
+        if (temperature > 0) & is_finite(peak):
             adjusted = scratch.adjusted + r * chunks * CHUNK
             changed = tl.load(scratch.changed + r)
             row = (logits, adjusted, changed, vocab, peak, temperature)
             seed = tables.seed + slot * 2
             position = tl.load(positions + r)
-            low = _noise_key(0x243F6A88, seed, position)
-            noise = (low, _noise_key(0x85A308D3, seed, position))
+            low = noise_key(0x243F6A88, seed, position)
+            noise = (low, noise_key(0x85A308D3, seed, position))
             floor = tl.load(scratch.floor + r)
             winner = _with_noise(token, row, noise, floor)
             for i in range(part, chunks, choosers):
-                winner = _choose(winner, i, _value(tl.load(best + i)), row, noise, floor)
+                winner = _choose(winner, i, value_of(tl.load(best + i)), row, noise, floor)
             tl.store(scratch.noisy + r * choosers + part, winner)
             tl.debug_barrier()
             is_last = tl.atomic_add(scratch.arrived + r, 1) == choosers - 1
             if is_last:
                 noisy = scratch.noisy + r * choosers + chunk
-                token = _place(tl.max(tl.load(noisy, mask=chunk < choosers, other=NOBODY)))
+                token = place_of(tl.max(tl.load(noisy, mask=chunk < choosers, other=NOBODY)))
                 token = tl.where(token < vocab, token, 0)
     if is_last:
         _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS)
@@ -509,7 +314,7 @@ def sample(
         num_warps=4, maxnreg=80, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     launch(
-        _floor_kernel,
+        floor_kernel,
         (rows,),
         logits,
         slots,
@@ -547,42 +352,3 @@ def _scratch(rows: int, chunks: int, choosers: int, device: torch.device) -> Scr
         floor=empty(torch.float32),
         arrived=empty(torch.int32),
     )
-
-
-# ---- closing the loop ----
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _advance_kernel(
-    slots, new_length, target, length, tokens, sampled, rows, token_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    may_follow(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wait_for_writer(PDL)
-    slot = tl.load(slots + row, mask=row < rows, other=0).to(tl.int64)
-    is_real = slot > 0
-    new = tl.load(new_length + row, mask=is_real, other=0)
-    samples = is_real & (new >= tl.load(target + slot, mask=is_real, other=0))
-    token = tl.load(sampled + row, mask=samples, other=0)
-    tl.store(sampled + row, token, mask=row < rows)
-    tl.store(tokens + slot * token_stride + new, token, mask=samples)
-    tl.store(length + slot, new, mask=is_real)
-
-
-def advance(
-    slots: Tensor,
-    new_length: Tensor,
-    target: Tensor,
-    length: Tensor,
-    tokens: Tensor,
-    sampled: Tensor,
-) -> None:
-    """Each slot's length becomes new_length, and where that has reached the target, the sampled
-    token is written there; elsewhere it becomes 0. Slot 0 writes to no table."""
-    rows, block = slots.shape[0], 128
-    launch(
-        _advance_kernel, (triton.cdiv(rows, block),),
-        slots, new_length, target, length, tokens, sampled, rows, tokens.stride(0),
-        BLOCK=block, num_warps=1, **overlap(),
-    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""The memory of tuned choices: what ships is valid, and a bad file is no obstacle."""
+
+import json
+
+import pytest
+
+from slotzero.kernels.triton import tune
+from slotzero.kernels.triton.kernels import CUBLAS
+from slotzero.kernels.triton.linear import padded_rows, tiles_for
+
+
+def test_what_ships_names_tiles_that_exist():
+    shipped = json.loads(tune.SHIPPED.read_text())
+    assert shipped
+    for key, name in shipped.items():
+        rows = int(key.rsplit("/", 1)[1])
+        assert padded_rows(rows) == rows, key
+        assert name in {CUBLAS, *map(str, tiles_for(rows))}, key
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"key": 3}', "{", "\x00"])
+def test_a_file_that_makes_no_sense_is_as_good_as_none(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
+    tune.Choices()._file.write_text(content)
+    assert tune.Choices().known("key", ["a"]) is None
+
+
+def test_a_choice_is_remembered_and_forgotten_with_its_candidate(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
+    monkeypatch.setattr(tune, "_seconds", lambda run, weights: run(weights[0]))
+    seconds = {"slow": 3.0, "fast": 1.0, "other": 2.0}
+    weight = pytest.importorskip("torch").zeros(4, 4)
+    found = tune.Choices().find("key", list(seconds), weight, lambda name, _: seconds[name])
+    assert found == "fast"
+    assert tune.Choices().known("key", ["slow", "fast"]) == "fast"
+    assert tune.Choices().known("key", ["slow"]) is None
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("SLOTZERO_CACHE", str(blocked / "cache"))
+    monkeypatch.setattr(tune, "_seconds", lambda run, weights: run(weights[0]))
+    choices = tune.Choices()
+    weight = pytest.importorskip("torch").zeros(4, 4)
+    assert (
+        choices.find("key", ["a", "b"], weight, lambda name, _: {"a": 1.0, "b": 2.0}[name]) == "a"
+    )
+    assert choices.known("key", ["a"]) == "a"
