@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph import Backend, GraphKey, Kind, Ladder, Refusal, Registry, Runner, RunnerSpec
 from slotzero.graph.backend import EagerBackend, backend_for
+from slotzero.graph.transfer import DEPTH, DownloadRing
 
 CPU = torch.device("cpu")
 
@@ -196,3 +199,35 @@ def test_a_size_that_fails_is_served_eagerly_and_says_so():
 def test_padding_is_counted(toy):
     toy.step([1, 2, 3])
     assert (toy.runner.counts.real_tokens, toy.runner.counts.padded_tokens) == (3, 1)
+
+
+@given(
+    tokens=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
+    rows=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
+)
+def test_what_is_recorded_is_what_can_be_picked(tokens, rows):
+    ladders = Ladder(tuple(sorted(tokens))), Ladder(tuple(sorted(rows)))
+    registry = Registry(torch.device("cpu"))
+    runner = Runner(
+        RunnerSpec("any", *ladders, (), lambda key, pieces: None), registry, EagerBackend()
+    )
+    picked = {
+        runner.pick(num_tokens, num_rows)
+        for num_tokens in range(1, max(tokens) + 1)
+        for num_rows in range(1, min(num_tokens, max(rows)) + 1)  # a row holds a token or more
+    }
+    assert picked == set(runner.all_keys())
+
+
+def test_results_come_back_in_order_and_are_not_kept_for_ever():
+    source = torch.zeros(5, dtype=torch.int32)
+    ring = DownloadRing([source, source])
+    downloads = []
+    for step in range(DEPTH + 1):
+        source.fill_(step)
+        downloads.append(ring.download(1, 3))
+    for step, download in enumerate(downloads[1:], start=1):
+        (values,) = download.wait()
+        assert values.tolist() == [step] * 3
+    with pytest.raises(ContractError, match="too late"):
+        downloads[0].wait()

@@ -23,6 +23,14 @@ def test_any_maximum_is_a_size_and_padding_stays_bounded(maximum):
     assert all(ladder.pick(n) <= max(2 * n, n + 4) for n in range(1, maximum + 1))
 
 
+@given(maximum=st.integers(1, 10000))
+def test_doubling_never_doubles_the_work(maximum):
+    ladder = Ladder.doubling(maximum)
+    assert ladder.maximum == maximum
+    assert all(ladder.pick(n) < 2 * n for n in range(1, maximum + 1))
+    assert len(ladder.sizes) <= 2 * maximum.bit_length() + 1
+
+
 @given(step=st.integers(1, 64), maximum=st.integers(1, 4096))
 def test_multiples_waste_less_than_a_step(step, maximum):
     ladder = Ladder.multiples(step, maximum)

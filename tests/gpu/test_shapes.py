@@ -1,0 +1,64 @@
+"""Real shapes in bfloat16 against transformers on the same GPU: logits within bfloat16's own noise.
+
+Two layers of each model are enough: every product, norm and attention has its real shape.
+"""
+
+import pytest
+import torch
+from oracle import Family, build
+from traced import Traced, prompts_of
+
+from slotzero import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+COMMON = {"num_hidden_layers": 2, "max_position_embeddings": 4096, "vocab_size": 32000}
+QWEN3 = Family(
+    "Qwen3",
+    {**COMMON, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+     "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02,
+     "tie_word_embeddings": True},
+)  # fmt: skip
+LLAMA = Family(
+    "Llama",
+    {**COMMON, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+     "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02},
+)  # fmt: skip
+NUM_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@torch.no_grad()
+def logits_of(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """What transformers thinks at the place of each answered token."""
+    ids = torch.tensor([prompt + answer], device="cuda")
+    return model(ids).logits[0, len(prompt) - 1 : -1].float()
+
+
+@pytest.mark.parametrize("family", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+def test_logits_are_within_the_noise_of_bfloat16(tmp_path, family):
+    """One prompt and then 1, 7, 14, 50 and 100 rows: every kind of product, cut contexts or not."""
+    oracle = build(family, tmp_path, torch.bfloat16)
+    narrow, exact = (
+        oracle.model.cuda(),
+        build(family, tmp_path, torch.bfloat16).model.cuda().float(),
+    )
+    traced = Traced(
+        oracle.path, backend="cuda", dtype="bfloat16", kv_cache_memory=4 << 30, max_num_seqs=100,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    for num_rows in (1, 7, 14, 50, 100):
+        lengths = [3 + 41 * i % 700 for i in range(num_rows)]
+        prompts = prompts_of(lengths, oracle.vocab_size, seed=num_rows)
+        answers = traced.generate(prompts, GREEDY)
+        for i in range(0, num_rows, max(1, num_rows // 5)):
+            prompt, ours = prompts[i]["prompt_token_ids"], traced.logits[traced.request_ids[i]]
+            right = logits_of(exact, prompt, answers[i])
+            theirs = (logits_of(narrow, prompt, answers[i]) - right).norm() / right.norm()
+            error = (torch.stack(ours).float().cuda() - right).norm() / right.norm()
+            assert error < 1.5 * theirs + 1e-3, (num_rows, lengths[i], float(error), float(theirs))
+    prefill = traced.engine.worker.prefills[0]
+    assert prefill.is_recorded and prefill.counts.replays > 0
