@@ -186,7 +186,7 @@ class TritonKernels(Kernels):
         if not _is_few(len(x), x.dtype):
             return run(None, weight)
         rows = len(x)
-        tiles = {str(tile): tile for tile in tiles_for(rows)}
+        tiles = {str(tile): tile for tile in tiles_for(rows, adds=kind == "add")}
         if INTERPRETED:
             return run(next(iter(tiles.values())), weight)
         out, inner = weight.shape
