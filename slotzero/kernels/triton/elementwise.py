@@ -71,8 +71,10 @@ def _gated_kernel(joined, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
-    """Adds delta, [rows, size] or several such, to the residual, in place, and norms it; if late, the
-    scale is left to others."""
+    """Adds delta, [rows, size] or several such, to the residual, in place, and norms it.
+
+    If late, the scale is left to others.
+    """
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     out = torch.empty_like(residual)

@@ -32,7 +32,7 @@ class TritonKernels(Kernels):
     name = "triton"
 
     def __init__(self) -> None:
-        self._choices = Choices()
+        self.choices = Choices()
 
     def refuse(self, heads: Heads) -> None:
         for name, value, most in (
@@ -171,6 +171,11 @@ class TritonKernels(Kernels):
     ) -> None:
         advance(slots, new_length, target, length, tokens, sampled)
 
+    def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
+        """Of a choice: what may make another tile the fastest."""
+        card = torch.cuda.get_device_name()
+        return f"{card}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
+
     def _run(
         self,
         kind: str,
@@ -189,17 +194,16 @@ class TritonKernels(Kernels):
         tiles = {str(tile): tile for tile in tiles_for(rows, adds=kind == "add")}
         if INTERPRETED:
             return run(next(iter(tiles.values())), weight)
-        out, inner = weight.shape
-        card = torch.cuda.get_device_name(x.device)
-        key = f"{card}/{kind}/{out}x{inner}/{padded_rows(rows)}"
-        name = self._choices.known(key, (CUBLAS, *tiles))
+        out_features, in_features = weight.shape
+        key = self.key(kind, out_features, in_features, rows)
+        name = self.choices.known(key, (CUBLAS, *tiles))
         if name is None and is_compiling():
             for tile in tiles.values():
                 run(tile, weight)
             return run(None, weight)
         if name is None:
             before = None if changes is None else changes.clone()
-            name = self._choices.find(
+            name = self.choices.find(
                 key, (CUBLAS, *tiles), weight, lambda name, w: run(tiles.get(name), w)
             )
             if changes is not None and before is not None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,10 @@ class Choices:
     def known(self, key: str, candidates: Sequence[str]) -> str | None:
         name = self._tried.get(key) or self._shipped.get(key)
         return name if name in candidates else None
+
+    def choose(self, names: Mapping[str, str]) -> None:
+        """From here on in this process, whatever was found before."""
+        self._tried.update(names)
 
     def find(self, key: str, candidates: Sequence[str], weight: Tensor, run: Run) -> str:
         """Times them all; not inside a capture."""
