@@ -134,10 +134,15 @@ def test_config_and_names_are_those_of_hugging_face(model: Path) -> None:
     assert checkpoint.config["model_type"] == "llama"
     assert checkpoint.config["architectures"] == ["LlamaForCausalLM"]
     assert checkpoint.config["head_dim"] == HIDDEN // HEADS
+    assert checkpoint.config["dtype"] == "float32"
     assert checkpoint.config["rms_norm_eps"] == pytest.approx(1e-5)
     assert checkpoint.config["tie_word_embeddings"] is True
     expected = expected_tensors(checkpoint.config)
     assert {name: tuple(checkpoint.read(name).shape) for name in checkpoint.names()} == expected
+
+
+def test_a_quantised_file_is_for_float16() -> None:
+    assert open_checkpoint("smollm2").config["dtype"] == "float16"
 
 
 def llama_cpp_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

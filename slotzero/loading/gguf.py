@@ -90,6 +90,8 @@ class GgufCheckpoint(Checkpoint):
             factors = self._unpack(tensors[ROPE_FACTORS]).tolist()
             scaling = llama3_scaling(factors, config["rope_theta"])
             config["rope_scaling"] = scaling or config["rope_scaling"]
+        stored = _PLAIN.get(BLOCK_TYPES[embedding.type_id].name, torch.float16)
+        config["dtype"] = str(stored).removeprefix("torch.")  # quantised blocks have float16 scales
         return config
 
     def _unpack(self, tensor: StoredTensor) -> torch.Tensor:
