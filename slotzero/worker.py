@@ -124,18 +124,20 @@ class Worker:
         graphs = backend_for(backend, device)
         tokens, row_ladder = limits.max_num_batched_tokens, Ladder.up_to(rows)
         self.decode = Runner(step.decode_spec(row_ladder), registry, graphs)
+        eager_sizes = Ladder.multiples(EAGER_STEP[device.type], tokens), row_ladder
         prefills = []
         if backend == "cuda":
             recorded = Ladder.doubling(min(tokens, MOST_RECORDED))
             few_or_all = Ladder(tuple(sorted({min(FEW_ROWS, rows), rows})))
             spec = step.prefill_spec("prefill", recorded, few_or_all)
             prefills.append(Runner(spec, registry, graphs))
-        sizes = Ladder.multiples(EAGER_STEP[device.type], tokens)
-        name, reason = "prefill", "prefill is not recorded"
-        if prefills:
-            name, reason = "long prefill", f"more than {MOST_RECORDED} tokens"
-        spec = step.prefill_spec(name, sizes, row_ladder)
-        prefills.append(Runner(spec, registry, EagerBackend(), reason))
+            if tokens > MOST_RECORDED:
+                reason = f"more than {MOST_RECORDED} tokens"
+                spec = step.prefill_spec("long prefill", *eager_sizes)
+                prefills.append(Runner(spec, registry, EagerBackend(), reason))
+        else:
+            spec = step.prefill_spec("prefill", *eager_sizes)
+            prefills.append(Runner(spec, registry, EagerBackend(), "prefill is not recorded"))
         self.prefills = tuple(prefills)
         self._results = DownloadRing([registry[name] for name in RESULTS])
 
@@ -157,14 +159,16 @@ class Worker:
         """Records every size of every recorded runner; -> seconds."""
         start = time.perf_counter()
         with torch.inference_mode():
-            with self.kernels.preparing():
-                for runner, key in self.recorded_keys if self.limits.backend == "cuda" else ():
-                    with _explained(f"preparing {key}"):
-                        runner.rehearse(key)
+            self.kernels.prepare(self._rehearse)
             for runner, key in self.recorded_keys:
                 with _explained(f"recording {key}"):
                     seen(runner.record(key))
         return time.perf_counter() - start
+
+    def _rehearse(self) -> None:
+        for runner, key in self.recorded_keys:
+            with _explained(f"preparing {key}"):
+                runner.rehearse(key)
 
     def run(self, step: Step) -> Results:
         """Launches one step and returns before it has run, where the device allows."""

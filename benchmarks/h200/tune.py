@@ -60,15 +60,15 @@ def tune(engine: Engine, rows: int, known: dict[str, str]) -> dict[str, str]:
     kernels, registry = engine.worker.kernels, engine.worker.registry
     assert isinstance(kernels, TritonKernels)
     head = "head" if any(e.name == "weight.head" for e in registry.entries()) else "embedding"
-    names = {}
+    keys = []
     for product, kind in (*PRODUCTS, (head, "logits")):
         weight = registry[f"weight.{product}"]
         out, inner = weight.shape[-2:]
-        names[kernels.key(kind, out, inner, rows)] = kind
-    chosen = {key: known.get(key, CUBLAS) for key in names}
-    compile_all(engine, rows, names)
-    for key, kind in names.items():
-        candidates = [CUBLAS, *map(str, tiles_for(rows, adds=kind == "add"))]
+        keys.append(kernels.key(kind, out, inner, rows))
+    chosen = {key: known.get(key, CUBLAS) for key in keys}
+    compile_all(engine, rows, keys)
+    candidates = [CUBLAS, *map(str, tiles_for(rows))]
+    for key in keys:
         seconds = {name: step_seconds(engine, rows, {**chosen, key: name}) for name in candidates}
         ranked = sorted(seconds, key=seconds.__getitem__)
         chosen[key] = ranked[0]
@@ -77,12 +77,12 @@ def tune(engine: Engine, rows: int, known: dict[str, str]) -> dict[str, str]:
     return chosen
 
 
-def compile_all(engine: Engine, rows: int, names: dict[str, str]) -> None:
+def compile_all(engine: Engine, rows: int, keys: list[str]) -> None:
     """Side by side: products without a choice ask for all their tiles."""
     worker = engine.worker
-    worker.kernels.choices.choose(dict.fromkeys(names, "unknown"))
-    with torch.inference_mode(), worker.kernels.preparing():
-        worker.decode.rehearse(worker.decode.pick(rows, rows))
+    worker.kernels.choices.choose(dict.fromkeys(keys, "unknown"))
+    with torch.inference_mode():
+        worker.kernels.prepare(lambda: worker.decode.rehearse(worker.decode.pick(rows, rows)))
 
 
 def step_seconds(engine: Engine, rows: int, choices: dict[str, str]) -> float:

@@ -5,6 +5,7 @@ and leaves it to a compiler to fuse the rest.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ class ComposedKernels(Kernels):
         scale: float,
     ) -> Tensor:
         """Each token attends to positions [0, its own] of its slot; slot 0 gets zeros."""
+
+    def prepare(self, rehearse: Callable[[], None]) -> None:
+        """Nothing here is compiled at its first use."""
 
     def refuse(self, heads: Heads) -> None:
         """Any shape will do."""

@@ -7,7 +7,7 @@ written down in composed.py, in plain torch.
 """
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,9 +78,10 @@ class Heads:
 class Kernels(ABC):
     name: str
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """Steps run inside may compute nonsense; those run after it do not wait for compilers."""
-        return nullcontext()
+    @abstractmethod
+    def prepare(self, rehearse: Callable[[], None]) -> None:
+        """What `rehearse` runs will run again, and should not wait for a compiler then. It may be
+        run now, over empty steps, and compute nonsense."""
 
     @abstractmethod
     def refuse(self, heads: Heads) -> None:

@@ -3,8 +3,8 @@
 Nothing here reads device memory from the host, so a whole step can be captured.
 """
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -51,8 +51,9 @@ class TritonKernels(Kernels):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def preparing(self) -> AbstractContextManager[None]:
-        return compiling_ahead()
+    def prepare(self, rehearse: Callable[[], None]) -> None:
+        with compiling_ahead():
+            rehearse()
 
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         if rows is None:
@@ -191,9 +192,9 @@ class TritonKernels(Kernels):
         if not _is_few(len(x), x.dtype):
             return run(None, weight)
         rows = len(x)
-        tiles = {str(tile): tile for tile in tiles_for(rows, adds=kind == "add")}
         if INTERPRETED:
-            return run(next(iter(tiles.values())), weight)
+            return run(tiles_for(rows)[0], weight)
+        tiles = _named_tiles(rows)
         out_features, in_features = weight.shape
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, (CUBLAS, *tiles))
@@ -209,6 +210,11 @@ class TritonKernels(Kernels):
             if changes is not None and before is not None:
                 changes.copy_(before)
         return run(tiles.get(name), weight)
+
+
+@functools.cache
+def _named_tiles(rows: int) -> dict[str, Tile]:
+    return {str(tile): tile for tile in tiles_for(rows)}
 
 
 def _is_few(rows: int, dtype: torch.dtype) -> bool:

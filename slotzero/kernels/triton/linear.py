@@ -10,6 +10,7 @@ Sums run in one fixed order per tile: results do not depend on neighbours or on 
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.contract import Normed
-from slotzero.kernels.triton.elementwise import add_norm
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
 MAX_ROWS = 64
@@ -29,20 +29,17 @@ VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of thei
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
-    side by side along the inner dimension, summed at the end, or loads run `stages` ahead. With
-    several `shares`, the inner dimension is split over programs; another kernel adds them up."""
+    side by side along the inner dimension, summed at the end, or loads run `stages` ahead."""
 
     features: int
     depth: int
     slices: int
     stages: int
     num_warps: int
-    shares: int = 1
 
     def __str__(self) -> str:
         how = f"{self.slices} slices" if self.slices else f"{self.stages} stages"
-        shares = f", {self.shares} shares" if self.shares > 1 else ""
-        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
+        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps"
 
 
 def padded_rows(rows: int) -> int:
@@ -50,25 +47,22 @@ def padded_rows(rows: int) -> int:
     return next(size for size in (1, 8, 16, MAX_ROWS) if rows <= size)
 
 
-def tiles_for(rows: int, adds: bool) -> list[Tile]:
-    """What is worth trying for that many rows, as found on an H200. A product that is added to the
-    residual has few features, so its inner dimension may be shared out."""
+@functools.cache
+def tiles_for(rows: int) -> tuple[Tile, ...]:
+    """What is worth trying for that many rows; found on an H200, see benchmarks/h200."""
     if rows == 1:
         shapes = ((4, 1024, 4), (8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8))
-        return [Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes]
+        return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
     sliced = [(16, 64, 8, 4), (16, 128, 4, 4), (16, 128, 8, 8), (32, 64, 4, 4), (16, 256, 4, 4)]
     staged = [(16, 256, 6, 4), (16, 256, 4, 2), (32, 256, 3, 4), (32, 128, 5, 4)]
     if rows > SLICED_ROWS:
         sliced = []
-    shared = [(32, 256, 3, 4, 2), (32, 256, 3, 4, 4), (64, 128, 4, 4, 4)]
     if rows > 16:
         staged = [(16, 128, 6, 4), (16, 256, 4, 4), (32, 128, 5, 4), (64, 128, 4, 4)]
-        shared = [(64, 128, 4, 4, 2), (64, 128, 4, 4, 4), (128, 64, 4, 8, 4)]
-    return [
+    return (
         *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
         *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
-        *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
-    ]
+    )
 
 
 @triton.jit
@@ -268,39 +262,6 @@ def _staged_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING[:1])
-def _shared_kernel(
-    x, weight, bias, out, rows, num_out, x_stride,
-    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One share of the inner dimension, in float32, into out [shares, rows, features]."""
-    may_follow(PDL)
-    share = tl.program_id(1)
-    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
-    m = tl.arange(0, ROWS)
-    k = tl.arange(0, DEPTH)
-    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
-    at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
-    acc = tl.zeros([ROWS, FEATURES], tl.float32)
-    wait_for_writer(PDL)
-
-    end = tl.minimum((share + 1) * SHARE, INNER)
-    for first in tl.range(share * SHARE, end, DEPTH, num_stages=STAGES):
-        known = (m < rows)[:, None]
-        if not EVEN:
-            known = known & (first + k < INNER)[None, :]
-        value = tl.load(x_at + first, mask=known, other=0.0)
-        w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = tl.dot(value, w, acc)
-    row, feature = m[:, None], n[None, :]
-    if bias is not None:
-        added = tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-        acc += tl.where(share == 0, added, 0.0)
-    out_at = out + (share * rows + row).to(tl.int64) * num_out + feature
-    tl.store(out_at, acc, mask=(row < rows) & (feature < num_out))
-
-
 def linear(
     x: Normed,
     eps: float,
@@ -322,30 +283,11 @@ def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, tile: Tile
 ) -> Normed:
     """Adds x times weight to the residual, in place -> the residual, about to be normed"""
-    if tile.shares > 1:
-        return add_norm(residual, _in_shares(x, weight, bias, tile), norm, 0.0, late=True)
     parts = triton.cdiv(len(weight), tile.features)
     squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
     made = Normed(torch.empty_like(residual), squares)
     _launch(Normed(x, None), 0.0, weight, bias, residual, tile, norm=norm, made=made)
     return made
-
-
-def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """[shares, rows, features] in float32, to be added up"""
-    rows, inner = x.shape
-    num_out = len(weight)
-    out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(inner, tile.depth)
-    launch(
-        _shared_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
-        x, weight, bias, out, rows, num_out, x.stride(0),
-        INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
-        EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
-        SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
-        STAGES=tile.stages, ROWS=max(16, padded_rows(rows)), num_warps=tile.num_warps, **overlap(),
-    )  # fmt: skip
-    return out
 
 
 def _launch(

@@ -30,19 +30,22 @@ Run = Callable[[str, Tensor], object]  # a candidate, over a copy of the weight
 
 
 class Choices:
-    """Names of candidates by key, e.g. {"NVIDIA H200/bfloat16/gated/3072x1024/8": "16x64x4"}."""
+    """Names of candidates by key, as in tuned.json."""
 
     def __init__(self) -> None:
         self._file = cache_dir() / f"tuned-{_version()}.json"
         self._shipped, self._tried = _read(SHIPPED), _read(self._file)
+        self._chosen: dict[str, str] = {}
 
     def known(self, key: str, candidates: Sequence[str]) -> str | None:
-        name = self._tried.get(key) or self._shipped.get(key)
-        return name if name in candidates else None
+        for names in (self._chosen, self._tried, self._shipped):
+            if key in names:
+                return names[key] if names[key] in candidates else None
+        return None
 
     def choose(self, names: Mapping[str, str]) -> None:
-        """From here on in this process, whatever was found before."""
-        self._tried.update(names)
+        """From here on in this process, whatever was found before; nothing is remembered."""
+        self._chosen.update(names)
 
     def find(self, key: str, candidates: Sequence[str], weight: Tensor, run: Run) -> str:
         """Times them all; not inside a capture."""
