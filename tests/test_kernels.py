@@ -7,19 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shapes import SHAPES
 
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
-SHAPES = [  # heads, KV heads, head size, page size
-    (9, 3, 64, 16),
-    (4, 4, 16, 4),
-    (6, 1, 80, 32),
-    (2, 2, 96, 1),
-    (8, 2, 128, 16),
-    (5, 5, 6, 8),
-]
 
 
 class Pages:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked import ints, tables_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -54,26 +55,6 @@ class Request:
     tokens: Sequence[int] = ()
     prompt_len: int = 0
     stop_ids: Sequence[int] = ()
-
-
-def tables_of(requests: Sequence[Request], max_len: int = 8) -> SamplingTables:
-    """Request i lives in slot i + 1. Past a request's tokens the table holds token 0, as poison."""
-    slots = len(requests)
-    columns = {
-        spec.name: torch.full(spec.shape(slots), spec.neutral, dtype=getattr(torch, spec.dtype))
-        for spec in SAMPLING_TABLES
-    }
-    tokens = torch.zeros(slots + 1, max_len, dtype=torch.int32)
-    for slot, request in enumerate(requests, start=1):
-        row = encode(request.params, request.seed, request.prompt_len, request.stop_ids)
-        for name, values in row.items():
-            columns[name][slot] = torch.tensor(values).view(columns[name][slot].shape)
-        tokens[slot, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
-    return SamplingTables(tokens=tokens, **columns)
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def run(sample: Sampler, logits: Any, request: Request, position: int | None = None) -> Sampled:

@@ -2,22 +2,14 @@
 
 import pytest
 import torch
+from shapes import SHAPES as ODD
 
 from slotzero.kernels.contract import Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import decode
 
 REFERENCE = ReferenceKernels()
-SHAPES = [  # heads, KV heads, head size, page size
-    (9, 3, 64, 16),
-    (4, 4, 16, 4),
-    (6, 1, 80, 32),
-    (2, 2, 96, 1),
-    (8, 2, 128, 16),
-    (5, 5, 6, 8),
-    (4, 1, 256, 16),
-    (32, 1, 32, 16),
-]
+SHAPES = [*ODD, (4, 1, 256, 16), (32, 1, 32, 16)]
 LENGTHS = [1, 7, 33, 16, 17, 150]
 
 

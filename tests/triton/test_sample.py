@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked import ints, tables_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,7 +17,7 @@ from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.sampling import reference
 from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
-from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
+from slotzero.sampling.tables import Sampled, SamplingTables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 INF, NAN = math.inf, math.nan
@@ -34,27 +35,6 @@ class Request:
 
 def asks(tokens: Sequence[int] = (), prompt_len: int = 0, **choice: Any) -> Request:
     return Request(SamplingParams(**choice), 5, tokens, prompt_len)
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def tables_of(requests: Sequence[Request], max_len: int = 8) -> SamplingTables:
-    """Request i lives in slot i + 1. Past a request's tokens the table holds token 0, as poison."""
-    columns = {
-        spec.name: torch.full(
-            spec.shape(len(requests)), spec.neutral, dtype=getattr(torch, spec.dtype)
-        )
-        for spec in SAMPLING_TABLES
-    }
-    tokens = torch.zeros(len(requests) + 1, max_len, dtype=torch.int32)
-    for slot, request in enumerate(requests, start=1):
-        row = encode(request.params, request.seed, request.prompt_len, request.stop_ids)
-        for name, values in row.items():
-            columns[name][slot] = torch.tensor(values).view(columns[name][slot].shape)
-        tokens[slot, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
-    return SamplingTables(tokens=tokens, **columns)
 
 
 def run(
