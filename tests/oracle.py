@@ -131,8 +131,9 @@ class Oracle:
 def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Oracle:
     torch.manual_seed(1)
     config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
-    model = getattr(transformers, f"{family.model}ForCausalLM")(config).to(dtype).eval()
+    model = getattr(transformers, f"{family.model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype)  # buffers, rope's frequencies, stay float32
         if name.endswith("bias"):  # transformers starts them at zero, which would hide them
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:

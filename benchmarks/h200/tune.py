@@ -67,10 +67,12 @@ def tune(engine: Engine, rows: int, known: dict[str, str]) -> dict[str, str]:
         keys.append(kernels.key(kind, out, inner, rows))
     chosen = {key: known.get(key, CUBLAS) for key in keys}
     compile_all(engine, rows, keys)
-    candidates = [CUBLAS, *map(str, tiles_for(rows))]
     for key in keys:
+        candidates = [CUBLAS, *map(str, tiles_for(rows, adds="/add/" in key))]
         seconds = {name: step_seconds(engine, rows, {**chosen, key: name}) for name in candidates}
         ranked = sorted(seconds, key=seconds.__getitem__)
+        if seconds[ranked[0]] == float("inf"):
+            raise RuntimeError(f"{key}: nothing could be timed")
         chosen[key] = ranked[0]
         shown = "; ".join(f"{1000 * seconds[name]:.4f} {name}" for name in ranked[:4])
         print(f"{key}: {shown}", flush=True)

@@ -1,7 +1,7 @@
 """CUDA graphs: the whole step function, captured once per size into one shared memory pool."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,14 +35,17 @@ class CudaRecording(Recording):
 
 
 class CudaBackend(Backend):
-    """Sizes never replay at once and keep nothing in the pool, so all of them share it."""
+    """Sizes never replay at once and keep nothing in the pool, so all of them share it.
+
+    The pool is that of a graph which stays: no graph can be captured into one whose last is gone.
+    """
 
     name = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None  # the handle of the first graph's memory
+        self._anchor = self._capture(lambda: torch.zeros(1, device=device), pool=None)
 
     def record(self, function: StepFunction) -> Recording:
         pieces = PlainPieces()
@@ -53,12 +56,7 @@ class CudaBackend(Backend):
                     function(pieces)
                 self._stream.synchronize()
                 before = torch.cuda.memory_reserved(self._device)
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(pool=self._pool)
-                try:
-                    function(pieces)
-                finally:
-                    graph.capture_end()
+                graph = self._capture(lambda: function(pieces), self._anchor.pool())
         except torch.OutOfMemoryError:
             raise  # eagerly it would not fit either
         except Exception as error:  # kernels are compiled here, and raise whatever they raise
@@ -66,5 +64,14 @@ class CudaBackend(Backend):
             raise RecordingError(first) from error
         finally:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        self._pool = self._pool or graph.pool()
         return CudaRecording(graph, torch.cuda.memory_reserved(self._device) - before)
+
+    def _capture(self, function: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=pool)
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        return graph

@@ -7,6 +7,8 @@ from shadow import Shadow
 from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
+from slotzero.errors import RecordingError
+from slotzero.graph.cuda import CudaBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +44,26 @@ def test_every_size_is_recorded_into_one_pool(oracles):
     assert records[0].key.rows == 100 and records[-1].key.rows == 1
     assert all(r.backend == "cuda" and not r.failure for r in records)
     assert sum(r.num_bytes for r in records[1:]) <= max(records[0].num_bytes, 64 << 20)
+
+
+def test_a_failed_recording_spoils_no_other():
+    backend = CudaBackend(torch.device("cuda"))
+    value = torch.zeros(1, device="cuda")
+
+    def adds(_):
+        value.add_(1)
+
+    def asks(_):  # works eagerly, and is refused inside a capture
+        value.item()
+
+    backend.record(adds)  # and dropped: no recording is left
+    with pytest.raises(RecordingError):
+        backend.record(asks)
+    recording = backend.record(adds)
+    value.zero_()
+    recording.replay()
+    recording.replay()
+    assert value.item() == 2
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen3"])

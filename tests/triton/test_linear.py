@@ -39,7 +39,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_linear_after_a_late_norm(device, half, rows, shape):
     x, weight, bias, norm = made(rows, *shape, device, half)
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    for tile in tiles_for(rows):
+    for tile in tiles_for(rows, adds=False):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
         linear(late(x, norm, 5), EPS, weight, bias, out, tile, gated=False)
         assert close(out, expected), tile
@@ -52,7 +52,7 @@ def test_gated(device, half, rows, shape):
     size = shape[0] // 2
     joined = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
     expected = F.silu(joined[:, :size]) * joined[:, size:]
-    for tile in tiles_for(rows):
+    for tile in tiles_for(rows, adds=False):
         out = torch.full((rows, size), torch.nan, device=device).to(half)
         linear(late(x, norm, 1), EPS, weight, bias, out, tile, gated=True)
         assert close(out, expected), tile
@@ -64,7 +64,7 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     x, weight, bias, _ = made(rows, *shape, device, half)
     before, norm = (torch.randn(n, shape[0], device=device).to(half) for n in (rows, 1))
     expected = before.float() + F.linear(x.float(), weight.float(), bias.float())
-    for tile in tiles_for(rows):
+    for tile in tiles_for(rows, adds=True):
         residual = before.clone()
         after = linear_add(x, weight, bias, residual, norm[0], tile)
         assert close(residual, expected), tile
@@ -76,7 +76,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half):
     hostile = x.clone()
     hostile[[3, 9]] = torch.nan
     others = [row for row in range(16) if row not in (3, 9)]
-    for tile in tiles_for(16):
+    for tile in tiles_for(16, adds=False):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(16, 48, device=device).to(half)

@@ -22,8 +22,6 @@ from slotzero.kernels.contract import Heads
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SMALLEST_CHUNK = 64
-CHUNKS_IN_GRID = 512  # programs that a small batch is spread over: four to each of 132 processors
 
 
 class Shares(NamedTuple):
@@ -41,10 +39,10 @@ class Shares(NamedTuple):
     total: Tensor
 
 
-@triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare"])
+@triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
 def _plan_kernel(
     slots, positions, rows, row_of, slot_of, begin_of, end_of, first_of, count_of, done, num_done,
-    num_chunks, spare, SMALLEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    num_chunks, spare, smallest, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Never launched to overlap: what follows it may read the plan at once."""
     r = tl.arange(0, ROWS)
@@ -52,7 +50,7 @@ def _plan_kernel(
     position = tl.load(positions + r, mask=r < rows, other=0)
     length = tl.where(slot > 0, position + 1, 0)
     share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0), spare).to(tl.int32)
-    chunk = tl.maximum(tl.cdiv(share, SMALLEST), 1) * SMALLEST
+    chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
     count = tl.where(r < rows, tl.maximum(tl.cdiv(length, chunk), 1), 0)
     last = tl.cumsum(count, axis=0)
     first = last - count
@@ -135,25 +133,28 @@ def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc):
 def _merge(
     partial, peak_of, total_of, out, kv_head, first, count, dim,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of a row, in order, into its heads of one KV head"""
-    g = tl.arange(0, MERGED)
+    """All chunks of a row, in order, into its heads of one KV head; a batch of them at a time, so
+    that their loads wait together"""
+    g, lane = tl.arange(0, MERGED), tl.arange(0, BATCH)
     real = g < GROUP_SIZE
     head = kv_head * GROUP_SIZE + g
     inside = real[:, None] & (dim < DIM)[None, :]
     peak = tl.full([MERGED], float("-inf"), tl.float32)
     total = tl.zeros([MERGED], tl.float32)
     acc = tl.zeros([MERGED, WIDTH], tl.float32)
-    for i in tl.range(first, first + count, loop_unroll_factor=8):
-        at = i * HEADS + head
-        its_peak = tl.load(peak_of + at, mask=real, other=0.0)
-        its_total = tl.load(total_of + at, mask=real, other=1.0)
-        its_acc = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
-        new_peak = tl.maximum(peak, its_peak)
-        old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak)
-        total = total * old + its_total * new
-        acc = acc * old[:, None] + its_acc * new[:, None]
+    for start in range(first, first + count, BATCH):
+        known = (start + lane < first + count)[:, None]
+        at = (start + lane)[:, None] * HEADS + head[None, :]
+        its_peak = tl.load(peak_of + at, mask=known & real[None, :], other=float("-inf"))
+        its_total = tl.load(total_of + at, mask=known & real[None, :], other=0.0)
+        its_at = partial + at[:, :, None] * DIM + dim[None, None, :]
+        its_acc = tl.load(its_at, mask=known[:, :, None] & inside[None, :, :], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(its_peak, axis=0))
+        old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak[None, :])
+        total = total * old + tl.sum(its_total * new, axis=0)
+        acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=0)
         peak = new_peak
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * DIM + dim[None, :], result, mask=inside)
@@ -165,8 +166,9 @@ def _decode_kernel(
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     joined_stride, pages_stride, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, MERGED: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     kv_head, chunk = tl.program_id(0), tl.program_id(1)
@@ -263,14 +265,14 @@ def _decode_kernel(
         tl.debug_barrier()
         _merge(
             partial, peak_of, total_of, out + row64 * HEADS * DIM, kv_head, first, count, dim,
-            HEADS, DIM, group_size, MERGED, 2 * HALF,
+            HEADS, DIM, group_size, MERGED, 2 * HALF, BATCH,
         )  # fmt: skip
 
 
 def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     rows, kv_heads = len(slots), heads.num_kv_heads
-    # a row of average length is one chunk of a large batch, many of a small one
-    spare = max(rows, triton.cdiv(CHUNKS_IN_GRID, kv_heads) - rows)
+    programs, smallest = cut_for(rows)
+    spare = max(rows, triton.cdiv(programs, kv_heads) - rows)
     num_chunks = rows + spare
     ints = slots.new_empty(6, num_chunks)
     floats = torch.empty(2, num_chunks, heads.num_heads, device=slots.device)
@@ -281,7 +283,7 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
         _plan_kernel, (1,), slots, positions, rows, *shares[:7], rows * kv_heads, num_chunks, spare,
-        SMALLEST=SMALLEST_CHUNK, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        smallest, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
     return shares
 
@@ -300,17 +302,27 @@ def attend(
     dim, kv_heads = heads.head_dim, heads.num_kv_heads
     out = joined.new_empty(len(joined), heads.q_size)
     group = triton.next_power_of_2(heads.num_heads // kv_heads)
+    half = max(16, triton.next_power_of_2(dim // 2))
     keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim)
     launch(
         _decode_kernel, (kv_heads, len(shares.row)),
         joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out, *shares,
         joined.stride(0), kv_pages.stride(0), page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=kv_pages.shape[2],
-        GROUP=max(16, group), MERGED=group,
-        HALF=max(16, triton.next_power_of_2(dim // 2)), KEYS=keys, STAGES=stages,
-        EARLY=early, NORM=q_norm is not None, num_warps=warps, **overlap(),
+        GROUP=max(16, group), MERGED=group, BATCH=max(1, min(16, 1024 * warps // (group * half))),
+        HALF=half, KEYS=keys, STAGES=stages, EARLY=early, NORM=q_norm is not None,
+        num_warps=warps, **overlap(),
     )  # fmt: skip
     return out
+
+
+def cut_for(rows: int) -> tuple[int, int]:
+    """-> programs to spread contexts over, and the fewest keys of one; see benchmarks/h200.
+
+    A small batch is cut so that every processor has some. A large one is cut too, less finely: of
+    whole rows the longest would end long after the others.
+    """
+    return (1024, 64) if rows <= 64 else (4096, 256)
 
 
 def shape_for(rows: int, itemsize: int, dim: int) -> tuple[int, int, int, bool]:
@@ -321,8 +333,8 @@ def shape_for(rows: int, itemsize: int, dim: int) -> tuple[int, int, int, bool]:
     """
     small = 2 if itemsize * dim > 256 else 1
     if rows <= 2:
-        return 64 // small, 4, 4, True
-    if rows <= 32:
+        return 64 // small, 4, 2, False
+    if rows <= 64:
         return 64 // small, 2, 4, True
     if rows <= 128:
         return 64 // small, 2, 2, False

@@ -12,9 +12,10 @@ from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for
 GATED_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual, delta, weight, out, squares, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+    residual, delta, weight, out, squares, rows, size, eps,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -24,7 +25,11 @@ def _add_norm_kernel(
     wait_for_writer(PDL)
     at = row * size + column
     value = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    change = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        part_at = delta + part * rows.to(tl.int64) * size + at
+        change += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+    value += change
     tl.store(residual + at, value.to(by.dtype), mask=inside)
     value = value.to(by.dtype).to(tl.float32)
     total = tl.sum(value * value, axis=0)
@@ -66,14 +71,16 @@ def _gated_kernel(joined, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
-    """Adds delta to the residual, in place, and norms it; if late, the scale is left to others."""
+    """Adds delta, [rows, size] or several such, to the residual, in place, and norms it; if late,
+    the scale is left to others."""
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     out = torch.empty_like(residual)
     squares = torch.empty(1, rows, device=residual.device) if late else None
     launch(
-        _add_norm_kernel, (rows,), residual, delta, weight, out, squares, size, eps,
-        BLOCK=block, num_warps=min(8, max(1, block // 512)), **overlap(),
+        _add_norm_kernel, (rows,), residual, delta, weight, out, squares, rows, size, eps,
+        BLOCK=block, PARTS=delta.numel() // residual.numel(),
+        num_warps=min(8, max(1, block // 512)), **overlap(),
     )  # fmt: skip
     return Normed(out, squares)
 

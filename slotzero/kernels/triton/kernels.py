@@ -191,10 +191,10 @@ class TritonKernels(Kernels):
         """
         if not _is_few(len(x), x.dtype):
             return run(None, weight)
-        rows = len(x)
+        rows, adds = len(x), kind == "add"
         if INTERPRETED:
-            return run(tiles_for(rows)[0], weight)
-        tiles = _named_tiles(rows)
+            return run(tiles_for(rows, adds)[0], weight)
+        tiles = _named_tiles(rows, adds)
         out_features, in_features = weight.shape
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, (CUBLAS, *tiles))
@@ -213,8 +213,8 @@ class TritonKernels(Kernels):
 
 
 @functools.cache
-def _named_tiles(rows: int) -> dict[str, Tile]:
-    return {str(tile): tile for tile in tiles_for(rows)}
+def _named_tiles(rows: int, adds: bool) -> dict[str, Tile]:
+    return {str(tile): tile for tile in tiles_for(rows, adds)}
 
 
 def _is_few(rows: int, dtype: torch.dtype) -> bool:

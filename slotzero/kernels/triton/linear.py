@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.contract import Normed
+from slotzero.kernels.triton.elementwise import add_norm
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
 MAX_ROWS = 64
@@ -29,17 +30,20 @@ VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of thei
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
-    side by side along the inner dimension, summed at the end, or loads run `stages` ahead."""
+    side by side along the inner dimension, summed at the end, or loads run `stages` ahead. With
+    several `shares`, the inner dimension is split over programs; another kernel adds them up."""
 
     features: int
     depth: int
     slices: int
     stages: int
     num_warps: int
+    shares: int = 1
 
     def __str__(self) -> str:
         how = f"{self.slices} slices" if self.slices else f"{self.stages} stages"
-        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps"
+        shares = f", {self.shares} shares" if self.shares > 1 else ""
+        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
 
 
 def padded_rows(rows: int) -> int:
@@ -48,20 +52,48 @@ def padded_rows(rows: int) -> int:
 
 
 @functools.cache
-def tiles_for(rows: int) -> tuple[Tile, ...]:
-    """What is worth trying for that many rows; found on an H200, see benchmarks/h200."""
+def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
+    """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
+    that is added to the residual has few features, so its inner dimension may be shared out."""
     if rows == 1:
         shapes = ((4, 1024, 4), (8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
-    sliced = [(16, 64, 8, 4), (16, 128, 4, 4), (16, 128, 8, 8), (32, 64, 4, 4), (16, 256, 4, 4)]
-    staged = [(16, 256, 6, 4), (16, 256, 4, 2), (32, 256, 3, 4), (32, 128, 5, 4)]
-    if rows > SLICED_ROWS:
+    if rows <= SLICED_ROWS:
+        sliced = [(16, 64, 8, 4), (16, 128, 4, 4), (16, 128, 8, 8), (32, 64, 4, 4), (16, 256, 4, 4)]
+        sliced += [(8, 128, 8, 8), (8, 256, 4, 4), (8, 256, 8, 8), (8, 128, 8, 4)]
+        staged = [
+            (16, 256, 6, 4),
+            (16, 256, 4, 2),
+            (32, 256, 3, 4),
+            (32, 128, 5, 4),
+            (32, 256, 4, 4),
+        ]
+        shared = [(32, 256, 3, 4, 2), (32, 256, 3, 4, 4), (64, 128, 4, 4, 4), (16, 256, 6, 4, 2)]
+    else:
         sliced = []
-    if rows > 16:
         staged = [(16, 128, 6, 4), (16, 256, 4, 4), (32, 128, 5, 4), (64, 128, 4, 4)]
+        staged += [
+            (64, 64, 4, 4),
+            (128, 64, 4, 8),
+            (128, 64, 5, 8),
+            (32, 256, 4, 4),
+            (32, 128, 8, 4),
+            (64, 128, 3, 4),
+            (128, 128, 3, 8),
+        ]
+        shared = [
+            (64, 128, 4, 4, 2),
+            (64, 128, 4, 4, 4),
+            (128, 64, 4, 8, 4),
+            (64, 64, 4, 4, 4),
+            (64, 64, 4, 4, 2),
+            (128, 64, 5, 8, 4),
+            (32, 128, 5, 4, 2),
+        ]
     return (
         *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
         *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
+        *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
     )
 
 
@@ -170,6 +202,24 @@ def _one_row_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _dot_slices(w, value, acc, WIDE: tl.constexpr):
+    """[slices, features, depth] by [slices, depth, rows], added to either way round"""
+    if WIDE:
+        return tl.dot(w, value, acc)
+    else:  # noqa: RET505  a compiler that does not see that the rest is never reached
+        return tl.dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
+
+
+@triton.jit
+def _sum_slices(acc, WIDE: tl.constexpr):
+    """-> [rows, features]"""
+    if WIDE:
+        return tl.trans(tl.sum(acc, axis=0))
+    else:  # noqa: RET505
+        return tl.sum(acc, axis=0)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _sliced_kernel(
     x, weight, bias, squares, slots, norm, out, weighted, squares_out,
@@ -178,7 +228,8 @@ def _sliced_kernel(
     PARTS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Matrix units, with slices of the inner dimension side by side, each for warps of its own."""
+    """Matrix units, with slices of the inner dimension side by side, each for warps of its own.
+    What there are 16 of, features or rows, leads: matrix units want that."""
     may_follow(PDL)
     block: tl.constexpr = SLICES * DEPTH
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -199,7 +250,8 @@ def _sliced_kernel(
     xk, xm = k[:, :, None], m[None, None, :]
     x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
     value = tl.load(x_at, mask=(xk < INNER) & (xm < rows), other=0.0)
-    acc = tl.zeros([SLICES, FEATURES, ROWS], tl.float32)
+    wide: tl.constexpr = FEATURES >= 16
+    acc = tl.zeros([SLICES, FEATURES if wide else ROWS, ROWS if wide else FEATURES], tl.float32)
     acc2 = acc
     for first in range(0, INNER, block):
         next_known = (first + block + xk < INNER) & (xm < rows)
@@ -209,14 +261,14 @@ def _sliced_kernel(
         next_w2 = next_w
         if GATED:
             next_w2 = tl.load(at + apart + first + block, mask=ahead, other=0.0)
-        acc = tl.dot(w, value, acc)
+        acc = _dot_slices(w, value, acc, wide)
         if GATED:
-            acc2 = tl.dot(w2, value, acc2)
+            acc2 = _dot_slices(w2, value, acc2, wide)
         w, w2, value = next_w, next_w2, next_value
-    result = tl.trans(tl.sum(acc, axis=0))  # [rows, features]
+    result = _sum_slices(acc, wide)
     second = result
     if GATED:
-        second = tl.trans(tl.sum(acc2, axis=0))
+        second = _sum_slices(acc2, wide)
     _finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
         n, rows, num_out, out_stride, eps, INNER, GATED,
@@ -262,6 +314,39 @@ def _staged_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=VARYING[:1])
+def _shared_kernel(
+    x, weight, bias, out, rows, num_out, x_stride,
+    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One share of the inner dimension, in float32, into out [shares, rows, features]."""
+    may_follow(PDL)
+    share = tl.program_id(1)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
+    at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
+    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    wait_for_writer(PDL)
+
+    end = tl.minimum((share + 1) * SHARE, INNER)
+    for first in tl.range(share * SHARE, end, DEPTH, num_stages=STAGES):
+        known = (m < rows)[:, None]
+        if not EVEN:
+            known = known & (first + k < INNER)[None, :]
+        value = tl.load(x_at + first, mask=known, other=0.0)
+        w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
+        acc = tl.dot(value, w, acc)
+    row, feature = m[:, None], n[None, :]
+    if bias is not None:
+        added = tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        acc += tl.where(share == 0, added, 0.0)
+    out_at = out + (share * rows + row).to(tl.int64) * num_out + feature
+    tl.store(out_at, acc, mask=(row < rows) & (feature < num_out))
+
+
 def linear(
     x: Normed,
     eps: float,
@@ -283,11 +368,30 @@ def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, tile: Tile
 ) -> Normed:
     """Adds x times weight to the residual, in place -> the residual, about to be normed"""
+    if tile.shares > 1:
+        return add_norm(residual, _in_shares(x, weight, bias, tile), norm, 0.0, late=True)
     parts = triton.cdiv(len(weight), tile.features)
     squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
     made = Normed(torch.empty_like(residual), squares)
     _launch(Normed(x, None), 0.0, weight, bias, residual, tile, norm=norm, made=made)
     return made
+
+
+def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    """[shares, rows, features] in float32, to be added up"""
+    rows, inner = x.shape
+    num_out = len(weight)
+    out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(inner, tile.depth)
+    launch(
+        _shared_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
+        x, weight, bias, out, rows, num_out, x.stride(0),
+        INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
+        EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
+        SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
+        STAGES=tile.stages, ROWS=max(16, padded_rows(rows)), num_warps=tile.num_warps, **overlap(),
+    )  # fmt: skip
+    return out
 
 
 def _launch(
@@ -310,7 +414,9 @@ def _launch(
     if tile.stages:
         kernel, sizes = _staged_kernel, {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages}
     elif rows > 1:
-        kernel, sizes = _sliced_kernel, {"ROWS": padded_rows(rows), "SLICES": tile.slices}
+        least = 8 if tile.features >= 16 else 16
+        kernel = _sliced_kernel
+        sizes = {"ROWS": max(least, padded_rows(rows)), "SLICES": tile.slices}
         block *= tile.slices
     weighted, squares_out = made or (None, None)
     launch(
