@@ -1,7 +1,9 @@
 """Copies between host and device that never race: rings of pinned buffers guarded by events.
 
 A host buffer is written again only when the copy that read it has finished, so no step can see
-the values of a later one. On the CPU the same code copies at once.
+the values of a later one. Between two steps the device has nothing to wait for: a vector that did
+not change is not uploaded again, and results leave on a stream of their own. On the CPU the same
+code copies at once.
 """
 
 from collections.abc import Sequence
@@ -24,8 +26,13 @@ class UploadRing:
         self._views = [buffer.numpy() for buffer in self._buffers]
         self._events: list[torch.cuda.Event | None] = [None] * DEPTH
         self._next = 0
+        self._uploaded: list[int] | None = None
 
     def upload(self, values: Sequence[int], pad: int) -> None:
+        values = list(values)
+        if values == self._uploaded:
+            return
+        self._uploaded = values
         i = self._next
         self._next = (i + 1) % DEPTH
         event = self._events[i]
@@ -39,22 +46,50 @@ class UploadRing:
 
 
 class DownloadRing:
-    """Brings the first rows of some device tensors to the host, a few steps at a time."""
+    """Brings the first rows of some device tensors to the host, a few steps at a time.
+
+    On a GPU they are set aside first, so the next step may write them while they are on their way.
+    """
 
     def __init__(self, sources: Sequence[Tensor]) -> None:
         self._sources = sources
         self._buffers = [[_host_like(source) for source in sources] for _ in range(DEPTH)]
         self._count = 0
+        self._is_cuda = sources[0].is_cuda
+        if self._is_cuda:
+            self._stream = torch.cuda.Stream(sources[0].device)  # type: ignore[no-untyped-call]
+            self._aside = [[torch.empty_like(s) for s in sources] for _ in range(DEPTH)]
+            self._events: list[torch.cuda.Event | None] = [None] * DEPTH
 
     def download(self, num_sources: int, num_rows: int) -> "Download":
         """The first so many sources, the first so many rows of each."""
         self._count += 1
-        buffers = self._buffers[self._count % DEPTH][:num_sources]
-        views = [buffer[:num_rows] for buffer in buffers]
-        for view, source in zip(views, self._sources, strict=False):
-            view.copy_(source[:num_rows], non_blocking=source.is_cuda)
-        event = _recorded_event() if self._sources[0].is_cuda else None
+        i = self._count % DEPTH
+        views = [buffer[:num_rows] for buffer in self._buffers[i][:num_sources]]
+        sources = [source[:num_rows] for source in self._sources[:num_sources]]
+        event = None
+        if self._is_cuda:
+            aside = [tensor[:num_rows] for tensor in self._aside[i][:num_sources]]
+            event = self._events[i] = self._send(sources, aside, views, self._events[i])
+        else:
+            _copy(sources, views)
         return Download(views, event, self, self._count)
+
+    def _send(
+        self,
+        sources: list[Tensor],
+        aside: list[Tensor],
+        views: list[Tensor],
+        last: torch.cuda.Event | None,
+    ) -> torch.cuda.Event:
+        stream = torch.cuda.current_stream(sources[0].device)
+        if last is not None:
+            stream.wait_event(last)  # DEPTH steps ago, finished long since
+        _copy(sources, aside)
+        self._stream.wait_stream(stream)
+        with torch.cuda.stream(self._stream):
+            _copy(aside, views)
+            return _recorded_event()
 
     @property
     def oldest(self) -> int:
@@ -80,6 +115,11 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._views
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=source.is_cuda)
 
 
 def _host_like(tensor: Tensor) -> Tensor:

@@ -53,6 +53,13 @@ class ComposedKernels(Kernels):
     def refuse(self, heads: Heads) -> None:
         """Any shape will do."""
 
+    def locate(
+        self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
+    ) -> None:
+        token_slots.copy_(slots)
+        torch.index_select(length, 0, slots, out=positions)
+        torch.add(positions, slots > 0, out=after)
+
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         return tokens
 

@@ -96,6 +96,13 @@ class Kernels(ABC):
         """[..., out_features, in_features] -> [..., *packed_shape]"""
 
     @abstractmethod
+    def locate(
+        self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
+    ) -> None:
+        """Of a step with one token a row: each token's slot, its position, which is the length of
+        its slot, and the length after it."""
+
+    @abstractmethod
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         """What `attention` needs to know of a step, once for all layers.
 

@@ -60,10 +60,9 @@ class Passes:
 
     def _decode(self, key: GraphKey, pieces: Pieces) -> None:
         """Row r is token r."""
-        slots, positions = self._slots[: key.rows], self._positions[: key.tokens]
-        self._token_slots[: key.tokens].copy_(slots)
-        torch.index_select(self._tables["length"], 0, slots, out=positions)
-        torch.add(positions, slots > 0, out=self._new_length[: key.rows])
+        derived = (self._token_slots, self._positions, self._new_length)
+        rows = [tensor[: key.rows] for tensor in derived]
+        self._kernels.locate(self._slots[: key.rows], self._tables["length"], *rows)
         self._finish(key, self._forward(key, None, pieces))
 
     def _prefill(self, key: GraphKey, pieces: Pieces) -> None:

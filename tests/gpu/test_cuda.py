@@ -9,6 +9,7 @@ from traced import Traced, prompts_of
 from slotzero import LLM, SamplingParams
 from slotzero.errors import RecordingError
 from slotzero.graph.cuda import CudaBackend
+from slotzero.graph.transfer import DEPTH, DownloadRing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +65,20 @@ def test_a_failed_recording_spoils_no_other():
     recording.replay()
     recording.replay()
     assert value.item() == 2
+
+
+def test_results_are_of_their_own_step():
+    """The source is written again at once, by a device that is far behind the host."""
+    source = torch.zeros(256, 64, device="cuda")
+    ring, downloads = DownloadRing([source]), []
+    torch.cuda._sleep(100_000_000)
+    for step in range(DEPTH):
+        source.fill_(step)
+        downloads.append(ring.download(1, 200))
+    source.fill_(-1)
+    for step, download in enumerate(downloads):
+        (values,) = download.wait()
+        assert values.shape == (200, 64) and (values == step).all()
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen3"])

@@ -172,13 +172,12 @@ def _decode_kernel(
 ):  # fmt: skip
     may_follow(PDL)
     kv_head, chunk = tl.program_id(0), tl.program_id(1)
-    row = tl.load(row_of + chunk)
+    row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
+    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
+    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
     if row < 0:
         wait_for_writer(PDL)
         return
-    slot = tl.load(slot_of + chunk).to(tl.int64)
-    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
-    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
     is_last = chunk == first + count - 1
     group_size: tl.constexpr = HEADS // KV_HEADS
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, 2 * HALF)

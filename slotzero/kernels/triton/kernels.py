@@ -18,7 +18,7 @@ from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import add_norm, applied, gated
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.linear import MAX_ROWS, Tile, padded_rows, tiles_for
-from slotzero.kernels.triton.opening import open_step
+from slotzero.kernels.triton.opening import locate, open_step
 from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
@@ -54,6 +54,11 @@ class TritonKernels(Kernels):
     def prepare(self, rehearse: Callable[[], None]) -> None:
         with compiling_ahead():
             rehearse()
+
+    def locate(
+        self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
+    ) -> None:
+        locate(slots, length, token_slots, positions, after)
 
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         if rows is None:

@@ -56,40 +56,22 @@ def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
     """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
     that is added to the residual has few features, so its inner dimension may be shared out."""
     if rows == 1:
-        shapes = ((4, 1024, 4), (8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8))
+        shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
     if rows <= SLICED_ROWS:
-        sliced = [(16, 64, 8, 4), (16, 128, 4, 4), (16, 128, 8, 8), (32, 64, 4, 4), (16, 256, 4, 4)]
-        sliced += [(8, 128, 8, 8), (8, 256, 4, 4), (8, 256, 8, 8), (8, 128, 8, 4)]
-        staged = [
-            (16, 256, 6, 4),
-            (16, 256, 4, 2),
-            (32, 256, 3, 4),
-            (32, 128, 5, 4),
-            (32, 256, 4, 4),
-        ]
-        shared = [(32, 256, 3, 4, 2), (32, 256, 3, 4, 4), (64, 128, 4, 4, 4), (16, 256, 6, 4, 2)]
+        sliced = [(8, 128, 8, 8), (8, 256, 8, 8), (16, 64, 8, 4), (16, 128, 4, 4), (16, 256, 4, 4)]
+        staged = [(16, 256, 4, 2), (32, 256, 3, 4), (32, 256, 4, 4), (32, 128, 5, 4)]
+        shared = [(32, 256, 3, 4, 4), (64, 128, 4, 4, 4)]
     else:
         sliced = []
-        staged = [(16, 128, 6, 4), (16, 256, 4, 4), (32, 128, 5, 4), (64, 128, 4, 4)]
-        staged += [
+        staged = [
+            (16, 128, 6, 4),
+            (32, 128, 5, 4),
             (64, 64, 4, 4),
+            (64, 128, 4, 4),
             (128, 64, 4, 8),
-            (128, 64, 5, 8),
-            (32, 256, 4, 4),
-            (32, 128, 8, 4),
-            (64, 128, 3, 4),
-            (128, 128, 3, 8),
         ]
-        shared = [
-            (64, 128, 4, 4, 2),
-            (64, 128, 4, 4, 4),
-            (128, 64, 4, 8, 4),
-            (64, 64, 4, 4, 4),
-            (64, 64, 4, 4, 2),
-            (128, 64, 5, 8, 4),
-            (32, 128, 5, 4, 2),
-        ]
+        shared = [(64, 128, 4, 4, 2), (64, 128, 4, 4, 4)]
     return (
         *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
         *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),

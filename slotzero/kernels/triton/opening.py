@@ -1,7 +1,8 @@
-"""The opening of a step: every token's id, embedding, first norm and rotary angles, in one kernel.
+"""The opening of a step: where its tokens are, and then every token's id, embedding, first norm and
+rotary angles, in one kernel.
 
-It lets the next kernel start early, and does not start early itself: whatever was derived before
-it, such as the plan of attention, may be read by all that follow without a wait.
+That one lets the next kernel start early, and does not start early itself: whatever was derived
+before it, such as the plan of attention, may be read by all that follow without a wait.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -44,6 +45,26 @@ def _open_kernel(
     else:  # rounded before the weight is applied, as the checkpoints were trained
         wide = (wide / tl.sqrt_rn(total / size + eps)).to(by.dtype).to(tl.float32)
     tl.store(out + at, (wide * by.to(tl.float32)).to(by.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _locate_kernel(slots, length, token_slots, positions, after, rows, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row, mask=row < rows, other=0)
+    position = tl.load(length + slot, mask=row < rows, other=0)
+    tl.store(token_slots + row, slot, mask=row < rows)
+    tl.store(positions + row, position, mask=row < rows)
+    tl.store(after + row, position + (slot > 0).to(tl.int32), mask=row < rows)
+
+
+def locate(
+    slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
+) -> None:
+    rows, block = len(slots), 128
+    launch(
+        _locate_kernel, (triton.cdiv(rows, block),),
+        slots, length, token_slots, positions, after, rows, BLOCK=block, num_warps=1,
+    )  # fmt: skip
 
 
 def open_step(
