@@ -22,7 +22,8 @@ class EngineConfig:
     load_format: str = "auto"
     """auto, or dummy for random weights from config.json alone."""
     dtype: str = "auto"
-    """Of weights and KV: auto is the checkpoint's on a GPU (float16 if quantised), else float32."""
+    """Of weights and KV: auto is the checkpoint's on a GPU (float16 if quantised and large), else
+    float32."""
     backend: str = "auto"
     """How repeated passes run: cuda, cpu, eager, or auto for the best this machine has."""
     enforce_eager: bool = False

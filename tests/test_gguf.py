@@ -141,7 +141,9 @@ def test_config_and_names_are_those_of_hugging_face(model: Path) -> None:
     assert {name: tuple(checkpoint.read(name).shape) for name in checkpoint.names()} == expected
 
 
-def test_a_quantised_file_is_for_float16() -> None:
+def test_a_quantised_file_is_for_float32_if_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_checkpoint("smollm2").config["dtype"] == "float32"
+    monkeypatch.setattr("slotzero.loading.gguf._SMALL_BYTES", 500 << 20)
     assert open_checkpoint("smollm2").config["dtype"] == "float16"
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph import Backend, GraphKey, Kind, Ladder, Refusal, Registry, Runner, RunnerSpec
 from slotzero.graph.backend import EagerBackend, backend_for
-from slotzero.graph.transfer import DEPTH, DownloadRing
+from slotzero.graph.transfer import DEPTH, DownloadRing, UploadRing
 
 CPU = torch.device("cpu")
 
@@ -217,6 +217,18 @@ def test_what_is_recorded_is_what_can_be_picked(tokens, rows):
         for num_rows in range(1, min(num_tokens, max(rows)) + 1)  # a row holds a token or more
     }
     assert picked == set(runner.all_keys())
+
+
+def test_what_did_not_change_is_not_uploaded_again():
+    target = torch.zeros(4, dtype=torch.int32)
+    ring = UploadRing(target)
+    ring.upload([3, 1], pad=9)
+    assert target.tolist() == [3, 1, 9, 9]
+    target.fill_(7)
+    ring.upload((3, 1), pad=9)
+    assert target.tolist() == [7] * 4
+    ring.upload([3], pad=9)
+    assert target.tolist() == [3, 9, 9, 9]
 
 
 def test_results_come_back_in_order_and_are_not_kept_for_ever():

@@ -37,7 +37,7 @@ class CudaRecording(Recording):
 class CudaBackend(Backend):
     """Sizes never replay at once and keep nothing in the pool, so all of them share it.
 
-    The pool is that of a graph which stays: no graph can be captured into one whose last is gone.
+    The pool is that of a graph which stays: none can be captured into a pool whose last is gone.
     """
 
     name = "cuda"
@@ -45,7 +45,7 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._anchor = self._capture(lambda: torch.zeros(1, device=device), pool=None)
+        self._anchor = self._capture(self._nothing, pool=None)
 
     def record(self, function: StepFunction) -> Recording:
         pieces = PlainPieces()
@@ -60,11 +60,20 @@ class CudaBackend(Backend):
         except torch.OutOfMemoryError:
             raise  # eagerly it would not fit either
         except Exception as error:  # kernels are compiled here, and raise whatever they raise
+            self._recover()
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise RecordingError(first) from error
         finally:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return CudaRecording(graph, torch.cuda.memory_reserved(self._device) - before)
+
+    def _recover(self) -> None:
+        """After a capture that failed, torch's allocator takes it to go on for ever, in that pool,
+        and its random generator until a good one ends: a new pool, and a good one, mend both."""
+        self._anchor = self._capture(self._nothing, pool=None)
+
+    def _nothing(self) -> None:
+        torch.zeros(1, device=self._device)
 
     def _capture(self, function: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -9,6 +9,7 @@ llama.cpp rotates neighbouring pairs (0, 1), (2, 3) ... of a head, Hugging Face 
 another order. The rule: `read` undoes that, so nobody above needs to know where a tensor came from.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -34,6 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_proj\.(?:weight|bias)")
 _NUMBERS_PER_STEP = 1 << 17
+_SMALL_BYTES = 2 << 30  # a model that in float32 is no larger costs little more there
 
 
 @final
@@ -90,8 +92,11 @@ class GgufCheckpoint(Checkpoint):
             factors = self._unpack(tensors[ROPE_FACTORS]).tolist()
             scaling = llama3_scaling(factors, config["rope_theta"])
             config["rope_scaling"] = scaling or config["rope_scaling"]
-        stored = _PLAIN.get(BLOCK_TYPES[embedding.type_id].name, torch.float16)
-        config["dtype"] = str(stored).removeprefix("torch.")  # quantised blocks have float16 scales
+        stored = _PLAIN.get(BLOCK_TYPES[embedding.type_id].name)
+        if stored is None:  # quantised: float16 keeps most answers of float32, bfloat16 does not
+            numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
+            stored = torch.float32 if 4 * numbers <= _SMALL_BYTES else torch.float16
+        config["dtype"] = str(stored).removeprefix("torch.")
         return config
 
     def _unpack(self, tensor: StoredTensor) -> torch.Tensor:

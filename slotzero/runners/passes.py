@@ -50,7 +50,9 @@ class Passes:
             registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32),
             registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32),
         )
-        self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), dtype)
+        # float16 would round what it computed well; of bfloat16 the rest is coarser than that
+        wide = torch.float32 if dtype is torch.float16 else dtype
+        self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), wide)
 
     def decode_spec(self, ladder: Ladder) -> RunnerSpec:
         return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode)

@@ -37,6 +37,19 @@ def test_family_equals_transformers(oracles, family):
     assert {r.backend for r in traced.engine.worker.decode.records.values()} == {"cuda"}
 
 
+def test_float16_does_not_round_its_logits(oracles):
+    oracle = oracles("smollm2")
+    traced = Traced(oracle.path, **{**SETTINGS, "dtype": "float16"}, max_num_seqs=2)
+    (prompt,) = prompts_of([60], oracle.vocab_size)
+    (tokens,) = traced.generate([prompt])
+    logits = torch.stack(traced.logits[traced.request_ids[0]])
+    assert logits.dtype is torch.float32
+    expected, right = oracle.generate(prompt["prompt_token_ids"])
+    same = next((i for i, t in enumerate(expected) if tokens[i] != t), len(tokens) - 1) + 1
+    assert (logits[:same] - right[:same]).abs().max() < 2e-3
+    assert (logits != logits.half().float()).any()
+
+
 def test_every_size_is_recorded_into_one_pool(oracles):
     oracle = oracles("qwen3")
     llm = LLM(oracle.path, **SETTINGS, max_num_seqs=100, **QUIET)

@@ -11,6 +11,18 @@ from slotzero.kernels.triton.kernels import TritonKernels
 REFERENCE = ReferenceKernels()
 
 
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_locate(device, rows):
+    slots = (torch.arange(rows).int() * 7) % 6  # slot 0 among them
+    length = torch.tensor([0, 3, 0, 131071, 17, 8]).int()
+    expected = [torch.full((rows,), -1).int() for _ in range(3)]
+    got = [t.to(device, copy=True) for t in expected]
+    REFERENCE.locate(slots, length, *expected)
+    TritonKernels().locate(slots.to(device), length.to(device), *got)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
 @pytest.mark.parametrize("two_speeds", [False, True])
 def test_open(device, two_speeds):
     tokens = Tokens(*(torch.tensor(v).int() for v in ([0, 2, 1, 2], [0, 5, 131071, 6])))

@@ -321,7 +321,7 @@ def cut_for(rows: int) -> tuple[int, int]:
     A small batch is cut so that every processor has some. A large one is cut too, less finely: of
     whole rows the longest would end long after the others.
     """
-    return (1024, 64) if rows <= 64 else (4096, 256)
+    return (512, 64) if rows <= 64 else (4096, 256)
 
 
 def shape_for(rows: int, itemsize: int, dim: int) -> tuple[int, int, int, bool]:

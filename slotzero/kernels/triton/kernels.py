@@ -231,6 +231,8 @@ def _is_few(rows: int, dtype: torch.dtype) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    if out.dtype is not x.dtype:  # logits
+        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
