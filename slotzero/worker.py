@@ -313,7 +313,7 @@ def _kv_pages(registry: Registry, shape: PageShape, num_pages: int) -> torch.Ten
         raise CapacityError(
             f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
         ) from error
-    return registry.table("kv_full", pages)
+    return registry.table("kv_full", pages, axis=2, through="page_table")
 
 
 def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:

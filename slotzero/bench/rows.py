@@ -1,9 +1,7 @@
 """Rows that stand still: one step's worth of real requests, run again and again at one length.
 
-They hold slots and pages of the engine's own pools and are written through the worker, as those of
-a scheduled request are; only their KV was never computed, it is noise. It does not know time. The
-rules: a run moves every row on, so `rewind` comes before the next one; and afterwards the slots are
-neutral, the pools are full and the engine is as it was.
+They are stand-ins, and their KV is noise. It does not know time. The rule: a run moves every row
+on, so `rewind` comes before the next one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +12,11 @@ from torch import Tensor
 
 from slotzero.bench.workloads import VOCAB_SIZE, fixed
 from slotzero.engine import Engine
-from slotzero.errors import CapacityError, ContractError
+from slotzero.errors import CapacityError
 from slotzero.graph import GraphKey, Refusal, Runner
-from slotzero.graph.backend import EagerBackend
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
+from slotzero.standins import stand_ins
 from slotzero.step import Row, Step
 from slotzero.worker import Worker
 
@@ -29,7 +27,6 @@ class StandingRows:
     def __init__(self, worker: Worker, runner: Runner, key: GraphKey, step: Step) -> None:
         self.step = step
         self._worker, self._runner, self._key = worker, runner, key
-        self._eager = EagerBackend().record(lambda pieces: runner.spec.function(key, pieces))
         worker.tables.apply()
         self._length = worker.tables["length"].clone()
         self.issue()  # from here on the step is published, so `replay` and `eager` may follow
@@ -43,7 +40,7 @@ class StandingRows:
 
     def eager(self) -> None:
         """The same function over the same published rows, kernel by kernel."""
-        self._eager.replay()
+        self._runner.eager(self._key)
 
     def rewind(self) -> None:
         """On the device and in stream order: it waits for nothing and allocates nothing."""
@@ -60,25 +57,17 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
     vocab_size = min(VOCAB_SIZE, engine.worker.vocab_size)
     prompts = fixed(len(counts), max(lens), 1, vocab_size).prompts
     rows: list[Row] = []
-    with engine.lock, torch.inference_mode():
-        try:
-            for i, prompt in enumerate(prompts):
-                request = engine.validate(f"standing-{i}", prompt[: lens[i]], _GREEDY)
-                _admit(engine, request, context)
-                is_decode = runner is engine.worker.decode
-                rows.append(Row(request, request.slot, context, counts[i], samples=is_decode))
-            _fill_with_noise(engine.worker.registry["kv_full"], [row.request for row in rows])
-            yield StandingRows(engine.worker, runner, key, Step(tuple(rows)))
-        finally:
-            for row in reversed(rows):  # slots are then handed out again in the same order
-                _release(engine, row.request)
-            engine.worker.tables.apply()
+    with stand_ins(engine) as ins:
+        for i, prompt in enumerate(prompts):
+            request = ins.admit(prompt[: lens[i]], _GREEDY, context)
+            is_decode = runner is engine.worker.decode
+            rows.append(Row(request, request.slot, context, counts[i], samples=is_decode))
+        _fill_with_noise(engine.worker.registry["kv_full"], ins.requests)
+        yield StandingRows(engine.worker, runner, key, Step(tuple(rows)))
 
 
 def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
     """Why rows of this key cannot stand at this context, if they cannot."""
-    if engine.has_work:
-        raise ContractError("rows stand only in an engine without requests: let it finish first")
     lens, limit = _prompt_lens(engine, key, context), engine.limits.max_model_len
     if max(lens) >= limit:
         return Refusal(
@@ -107,23 +96,6 @@ def _prompt_lens(engine: Engine, key: GraphKey, context: int) -> list[int]:
     prefill even where every row has one token."""
     more = key.runner != engine.worker.decode.spec.name
     return [context + count + more for count in _counts(key)]
-
-
-def _admit(engine: Engine, request: Request, num_stored: int) -> None:
-    scheduler = engine.scheduler
-    if not scheduler.ledger.grow(request, request.num_tokens):  # never pages that a cache owns too
-        raise CapacityError(f"{request.id}: no KV pages left: raise --kv-cache-memory")
-    request.slot = scheduler.slots.take()
-    request.target = request.num_tokens
-    tokens = request.prompt_token_ids
-    engine.worker.admitted(request, tokens, num_stored, list(request.pages))
-
-
-def _release(engine: Engine, request: Request) -> None:
-    """Its num_computed was always 0, so nothing of it enters the prefix cache."""
-    engine.scheduler.ledger.release(request)
-    engine.scheduler.slots.give_back(request.slot)
-    engine.worker.released(request.slot)
 
 
 def _fill_with_noise(kv: Tensor, requests: Sequence[Request]) -> None:

@@ -37,6 +37,10 @@ class Backend(ABC):
     def record(self, function: StepFunction) -> Recording:
         """Records one size. It may run the function, so published tensors must hold padding."""
 
+    def memory(self) -> list[tuple[int, int]]:
+        """Where recordings keep what no registered tensor holds: first addresses, and ends."""
+        return []
+
 
 class PlainPieces(Pieces):
     def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:

@@ -33,6 +33,14 @@ class Entry:
     tensor: Tensor
     pad: int | None = None
     reason: str = ""
+    axis: int = 0
+    """Of a table: the axis whose index is a slot, or with `through`, what a slot owns."""
+    through: str = ""
+    """Of a table that no slot indexes: the table whose row lists what a slot owns of it."""
+    per: str = "row"
+    """Of a derived or output tensor: whether it has one entry a row, or one a token."""
+    follows: str = ""
+    """What it was chosen from: where that differs within rounding, this may differ altogether."""
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
@@ -50,9 +58,14 @@ class Registry:
 
     # One method per kind; there is no sixth.
 
-    def table(self, name: str, tensor: Tensor) -> Tensor:
+    def table(
+        self, name: str, tensor: Tensor, *, axis: int = 0, through: str = "", follows: str = ""
+    ) -> Tensor:
         """A pool hands its memory in: row 0 belongs to nobody."""
-        return self._add(Entry(name, Kind.TABLE, self._on_device(name, tensor)))
+        tensor = self._on_device(name, tensor)
+        return self._add(
+            Entry(name, Kind.TABLE, tensor, axis=axis, through=through, follows=follows)
+        )
 
     def published(
         self, name: str, capacity: int, *, pad: int, reason: str, dtype: torch.dtype = torch.int32
@@ -63,13 +76,23 @@ class Registry:
         self._rings[name] = UploadRing(tensor)
         return self._add(Entry(name, Kind.PUBLISHED, tensor, pad, reason))
 
-    def derived(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def derived(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, per: str = "row"
+    ) -> Tensor:
         tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return self._add(Entry(name, Kind.DERIVED, tensor))
+        return self._add(Entry(name, Kind.DERIVED, tensor, per=per))
 
-    def output(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def output(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        per: str = "row",
+        follows: str = "",
+    ) -> Tensor:
         tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return self._add(Entry(name, Kind.OUTPUT, tensor))
+        return self._add(Entry(name, Kind.OUTPUT, tensor, per=per, follows=follows))
 
     def constant(self, name: str, tensor: Tensor) -> Tensor:
         return self._add(Entry(name, Kind.CONSTANT, self._on_device(name, tensor)))
@@ -103,6 +126,18 @@ class Registry:
             raise ContractError(f"published tensor {name!r}: {len(values)} values for {capacity}")
         self._rings[name].upload(values, entry.pad)
         self._stamps[name] = self.step
+
+    def was_published(self, name: str) -> list[int]:
+        """What the device must hold now: the last values, and the pad value to the end."""
+        entry = self.entry(name)
+        assert entry.pad is not None
+        values = self._rings[name].uploaded
+        return [*values, *[entry.pad] * (entry.tensor.shape[0] - len(values))]
+
+    def distrust_published(self) -> None:
+        """Others wrote to published tensors: upload them again even where nothing changed."""
+        for ring in self._rings.values():
+            ring.forget()
 
     def check_stamps(self, names: Iterable[str]) -> None:
         for name in names:

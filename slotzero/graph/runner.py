@@ -7,11 +7,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, EagerBackend, Pieces, PlainPieces, Recording
 from slotzero.graph.ladder import Ladder, Refusal
+from slotzero.graph.observer import Observer
 from slotzero.graph.registry import Fingerprint, Kind, Registry
 
 
@@ -33,7 +35,7 @@ class RunnerSpec:
     name: str
     ladder: Ladder  # over tokens
     rows: Ladder | None  # over rows, where a row may hold many tokens; None: one token a row
-    published: tuple[str, ...]
+    published: tuple[str, ...]  # one value a row each; the first says who runs, by slot
     function: Callable[[GraphKey, Pieces], None]
 
 
@@ -69,8 +71,9 @@ class Runner:
         self.spec = spec
         self.counts = Counts()
         self.records: dict[GraphKey, Record] = {}
-        self._registry = registry
-        self._backend = backend
+        self.observer: Observer | None = None
+        self.registry = registry
+        self.backend = backend
         self._eager = EagerBackend()
         self._eager_reason = eager_reason
         self._recordings: dict[GraphKey, Recording] = {}
@@ -108,21 +111,21 @@ class Runner:
 
     def record(self, key: GraphKey) -> Record:
         """Records one size over an empty step; one that fails is served eagerly, and says so."""
-        self._registry.freeze()
+        self.registry.freeze()
         self._publish_nobody()
         start = time.perf_counter()
-        backend, failure = self._backend, ""
+        backend, failure = self.backend, ""
         try:
-            recording = backend.record(lambda pieces: self.spec.function(key, pieces))
+            recording = backend.record(partial(self.spec.function, key))
         except RecordingError as error:
             backend, failure = self._eager, str(error)
             warnings.warn(f"{key} could not be recorded and runs eagerly: {error}", stacklevel=2)
-            recording = backend.record(lambda pieces: self.spec.function(key, pieces))
+            recording = backend.record(partial(self.spec.function, key))
         seconds = time.perf_counter() - start
         record = Record(key, backend.name, seconds, recording.num_bytes, failure)
         self.records[key] = record
         self._recordings[key] = recording
-        self._fingerprints[key] = self._registry.fingerprints()
+        self._fingerprints[key] = self.registry.fingerprints()
         return record
 
     def prepare(self, key: GraphKey) -> None:
@@ -138,15 +141,33 @@ class Runner:
             raise ContractError(f"key {key} was dispatched with {num_tokens} tokens")
         if key not in self._recordings:
             raise ContractError(f"key {key} was never recorded: prepare it before publishing")
-        self._registry.check_stamps(self.spec.published)
-        self._registry.check_fingerprints(self._fingerprints[key])
-        self._recordings[key].replay()
+        self.registry.check_stamps(self.spec.published)
+        self.registry.check_fingerprints(self._fingerprints[key])
+        if self.observer is None:
+            self.replay(key)
+        else:
+            self.observer.replay(self, key, num_tokens)
         self._count(self.records[key], num_tokens)
 
+    def replay(self, key: GraphKey) -> None:
+        """Unchecked and uncounted, over whatever the registered tensors hold."""
+        self._recordings[key].replay()
+
+    def eager(self, key: GraphKey) -> None:
+        """What `replay` must equal: the same function, kernel by kernel."""
+        self.spec.function(key, PlainPieces())
+
+    def fall_back(self, keys: Iterable[GraphKey], reason: str) -> None:
+        """From here on these sizes run eagerly."""
+        for key in keys:
+            record = self.records[key]
+            self.records[key] = replace(record, backend=self._eager.name, failure=reason)
+            self._recordings[key] = self._eager.record(partial(self.spec.function, key))
+
     def _publish_nobody(self) -> None:
-        self._registry.begin_step()
+        self.registry.begin_step()
         for name in self.spec.published:
-            self._registry.publish(name, ())
+            self.registry.publish(name, ())
 
     def _count(self, record: Record, num_tokens: int) -> None:
         self.counts.real_tokens += num_tokens

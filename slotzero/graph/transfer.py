@@ -26,13 +26,18 @@ class UploadRing:
         self._views = [buffer.numpy() for buffer in self._buffers]
         self._events: list[torch.cuda.Event | None] = [None] * DEPTH
         self._next = 0
-        self._uploaded: list[int] | None = None
+        self.uploaded: list[int] = []
+        self._is_there = False
+
+    def forget(self) -> None:
+        """The device may hold something else: the next upload is made whatever it is."""
+        self._is_there = False
 
     def upload(self, values: Sequence[int], pad: int) -> None:
         values = list(values)
-        if values == self._uploaded:
+        if self._is_there and values == self.uploaded:
             return
-        self._uploaded = values
+        self.uploaded, self._is_there = values, True
         i = self._next
         self._next = (i + 1) % DEPTH
         event = self._events[i]

@@ -5,6 +5,7 @@ touch, are one upload and one kernel in stream order. Slot 0's row is written on
 again. It does not know who owns a slot.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,14 @@ from slotzero.graph import Registry
 from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, TableSpec
 
 _DTYPES = {"int32": (torch.int32, np.int32), "float32": (torch.float32, np.float32)}
+
+
+class TableObserver(ABC):
+    """Who may watch the writes of the host. Nothing here watches."""
+
+    @abstractmethod
+    def applied(self, words: Tensor, offsets: np.ndarray, values: np.ndarray) -> None:
+        """Called when staged writes have been applied: words[offsets] must now be values."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,7 @@ class SlotTables:
         self.num_slots = num_slots
         specs = (
             # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
-            TableSpec("tokens", max_len + 1, "int32", 0),
+            TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),
             TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
             TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
             TableSpec("page_table", pages_per_slot, "int32", 0, is_matrix=True),
@@ -45,10 +54,12 @@ class SlotTables:
             words += spec.width * (num_slots + 1)
         self._arena = torch.zeros(words, dtype=torch.int32, device=registry.device)
         self._views = {
-            name: registry.table(name, self._view(place)) for name, place in self._places.items()
+            name: registry.table(name, self._view(place), follows=place.spec.follows)
+            for name, place in self._places.items()
         }
         for spec in specs:
             self._views[spec.name].fill_(spec.neutral)
+        self.observer: TableObserver | None = None
         self._staged: list[tuple[np.ndarray, np.ndarray]] = []  # (word offsets, word values)
         self._written: dict[int, dict[str, int]] = {}  # slot -> table -> words away from neutral
 
@@ -93,8 +104,20 @@ class SlotTables:
         host = torch.from_numpy(np.stack([offsets[last], values[last]]))
         if self._arena.is_cuda:
             host = host.pin_memory()  # the allocator of pinned memory keeps it until the copy ends
-        words = host.to(self._arena.device, non_blocking=True)
+        self._write(host.to(self._arena.device, non_blocking=True))
+        if self.observer is not None:
+            self.observer.applied(self._arena, offsets[last], values[last])
+
+    def _write(self, words: Tensor) -> None:
         self._arena.index_put_((words[0],), words[1].int())
+
+    def place_of(self, offset: int) -> tuple[str, int, int]:
+        """-> table, slot and column of a word of the arena"""
+        for name, place in self._places.items():
+            width = place.spec.width
+            if place.base <= offset < place.base + width * (self.num_slots + 1):
+                return name, *divmod(offset - place.base, width)
+        raise ContractError(f"word {offset} is in no table")
 
     def _view(self, place: _Place) -> Tensor:
         spec, rows = place.spec, self.num_slots + 1

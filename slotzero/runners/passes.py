@@ -41,13 +41,13 @@ class Passes:
         self._counts = registry.published(
             COUNTS, max_rows, pad=0, reason="a row without tokens moves no other row's tokens"
         )
-        self._token_slots = registry.derived("token_slots", (max_tokens,), torch.int32)
-        self._positions = registry.derived("positions", (max_tokens,), torch.int32)
+        self._token_slots = registry.derived("token_slots", (max_tokens,), torch.int32, per="token")
+        self._positions = registry.derived("positions", (max_tokens,), torch.int32, per="token")
         self._new_length = registry.derived("new_length", (max_rows,), torch.int32)
         self._chosen = Sampled(
-            registry.output(SAMPLED, (max_rows,), torch.int32),
-            registry.output(LOGPROBS, (max_rows,), torch.float32),
-            registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32),
+            registry.output(SAMPLED, (max_rows,), torch.int32, follows=LOGITS),
+            registry.output(LOGPROBS, (max_rows,), torch.float32, follows=LOGITS),
+            registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, follows=LOGITS),
             registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32),
         )
         # float16 would round what it computed well; of bfloat16 the rest is coarser than that

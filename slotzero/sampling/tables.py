@@ -32,6 +32,8 @@ class TableSpec:
     """What row 0 and every unused column hold."""
     is_matrix: bool = False
     """Two axes even where the width, which may depend on the settings, is 1."""
+    follows: str = ""
+    """The tensor that what a step writes here was chosen from."""
 
     def shape(self, slots: int) -> tuple[int, ...]:
         is_vector = self.width == 1 and not self.is_matrix

@@ -1,0 +1,210 @@
+"""S0 to S4 and S6 over one trial. Each yields violations; none knows what a runner computes."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from slotzero.graph import GraphKey, Kind, Registry
+from slotzero.graph.registry import Entry
+from slotzero.sanitizer.compare import Mismatch, differences, extent, first_difference
+from slotzero.sanitizer.report import Violation
+from slotzero.sanitizer.scene import Outcome, Trial, owned_rows
+
+Bytes = tuple[int, int]  # first address, one past the last
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far apart results may be, relative to the largest value; 0 is to the bit."""
+
+    replay: float = 0.0
+    """A replay and the same function run eagerly."""
+    size: float = 0.0
+    """The same rows in another size."""
+    neighbours: float = 0.0
+    """The same row beside others, in the same size."""
+
+
+class Examination:
+    """One size of one runner. The first replay is the yardstick of all others."""
+
+    def __init__(self, trial: Trial, bounds: Bounds, constants: Mapping[str, int]) -> None:
+        self.trial, self.bounds = trial, bounds
+        self.registry: Registry = trial.registry
+        self._constants = constants
+
+    @cached_property
+    def plain(self) -> Outcome:
+        return self.trial.replay()
+
+    def s0(self) -> Iterator[Violation]:
+        """What is checked at every replay raises by itself."""
+        _ = self.plain
+        yield from ()
+
+    def s1(self) -> Iterator[Violation]:
+        names = self.trial.spoilable()
+        hurt = self.trial.replay(spoil=names)
+        if not any(self._hurt(hurt)):
+            return
+        for name in names:
+            mismatch = next(self._hurt(self.trial.replay(spoil=[name])), None)
+            if mismatch is not None:
+                found = f"spoilt, it changed {mismatch.tensor!r}: {mismatch}"
+                yield self._violation("S1", name, found, mismatch.row)
+
+    def s2(self) -> Iterator[Violation]:
+        eager = self.trial.eager()
+        yield from self._differ("S2", self.plain, eager, self.bounds.replay, "eager")
+        if self.trial.unpadded_key != self.trial.scene.key:
+            unpadded = self.trial.eager(key=self.trial.unpadded_key)
+            yield from self._differ(
+                "S2", eager, unpadded, self.bounds.size, "eager without padding"
+            )
+
+    def s3(self) -> Iterator[Violation]:
+        trial, bounds = self.trial, self.bounds
+        rows = range(trial.scene.num_rows)
+        after = trial.replay_after_the_crowd()
+        yield from self._differ("S3", after, self.plain, 0.0, "history: after a larger step")
+        if len(rows) > 1:
+            turned = trial.replay(rows=rows[::-1])
+            yield from self._differ("S3", turned, self.plain, 0.0, "order: rows turned round")
+            fewer = trial.replay(rows=rows[::2])
+            why = "neighbours: every other row gone"
+            yield from self._differ("S3", fewer, self.plain, bounds.neighbours, why)
+        larger = self._next_size()
+        if larger is not None:
+            trial.runner.prepare(larger)
+            padded = trial.replay(key=larger)
+            yield from self._differ("S3", padded, self.plain, bounds.size, f"size: in {larger}")
+
+    def s4(self) -> Iterator[Violation]:
+        plain, scene = self.plain, self.trial.scene
+        for entry in self.registry.entries():
+            after = plain.tensors.get(entry.name)
+            if entry.kind is Kind.TABLE and after is not None:
+                foreign = ~owned_rows(self.registry, entry, plain.slots)
+                before = scene.tables[entry.name].movedim(entry.axis, 0)[foreign]
+                after = after.movedim(entry.axis, 0)[foreign]
+                indices = foreign.nonzero()[:, 0].tolist()
+                yield from self._unchanged(entry, after, before, indices, "not owned by the step")
+            elif entry.kind is Kind.OUTPUT and after is not None:
+                padding = after[len(plain.slots) : extent(entry, plain)]
+                yield from self._unchanged(
+                    entry, padding, torch.zeros_like(padding),
+                    range(len(plain.slots), len(after)), "a row of padding is zeros",
+                )  # fmt: skip
+            elif entry.kind is Kind.PUBLISHED and entry.name in self.trial.runner.spec.published:
+                yield from self._as_published(entry, plain)
+        for name, was in self._constants.items():
+            if checksum(self.registry[name]) != was:
+                yield self._violation("S4", name, "a constant has changed", None)
+
+    def s6(self) -> Iterator[Violation]:
+        spans = sorted(
+            (span_of(e.tensor), e.name) for e in self.registry.entries() if e.tensor.numel()
+        )
+        for (span, name), (following, other) in pairwise(spans):
+            if following[0] < span[1]:
+                found = f"its memory overlaps that of {name!r}"
+                guilty = other if self.registry.entry(other).kind is not Kind.TABLE else name
+                yield self._violation("S6", guilty, found, None)
+        for start, end in self.trial.runner.backend.memory():
+            for (first, last), name in spans:
+                if first < end and start < last:
+                    yield self._violation("S6", name, "its memory is inside a graph's pool", None)
+
+    def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
+        """What a real row, or a derived tensor within the size, has of memory that was spoilt."""
+        for mismatch in differences(self.registry, outcome, self.plain):
+            if mismatch.tensor not in self.trial.scene.unused:
+                yield mismatch
+        for name, unused in self.trial.scene.unused.items():
+            entry = self.registry.entry(name)
+            owned = owned_rows(self.registry, entry, outcome.slots)
+            got, expected = (
+                of.tensors[name].movedim(entry.axis, 0).masked_fill(unused, 0)[owned]
+                for of in (outcome, self.plain)
+            )
+            found = first_difference(got, expected, 0.0)
+            if found is not None:
+                yield Mismatch(name, None, *found[1:])
+        yield from self._padding_of(outcome)
+
+    def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
+        for entry in self.registry.entries():
+            if entry.kind is Kind.OUTPUT:
+                padding = outcome.tensors[entry.name][len(outcome.slots) : extent(entry, outcome)]
+                found = first_difference(padding, torch.zeros_like(padding), 0.0)
+                if found:
+                    yield Mismatch(entry.name, len(outcome.slots) + found[0], *found[1:])
+
+    def _as_published(self, entry: Entry, outcome: Outcome) -> Iterator[Violation]:
+        """The device holds what the last trial published, padded to the end of the buffer."""
+        column = self.trial.scene.published[entry.name]
+        values = [column[row] for row in range(len(outcome.slots))]
+        pads = [entry.pad] * (entry.tensor.shape[0] - len(values))
+        after = outcome.tensors[entry.name]
+        wanted = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
+        yield from self._unchanged(
+            entry, after, wanted, range(len(after)), "not what was published"
+        )
+
+    def _unchanged(
+        self, entry: Entry, after: Tensor, before: Tensor, rows: Iterable[int], why: str
+    ) -> Iterator[Violation]:
+        found = first_difference(after, before, 0.0)
+        if found is not None:
+            index, got, expected = found
+            text = f"{got} where {expected} was expected: {why}"
+            yield self._violation("S4", entry.name, text, list(rows)[index])
+
+    def _differ(
+        self, check: str, got: Outcome, expected: Outcome, bound: float, how: str
+    ) -> Iterator[Violation]:
+        for mismatch in differences(self.registry, got, expected, bound):
+            yield self._violation(check, mismatch.tensor, f"{mismatch}; {how}", mismatch.row)
+
+    def _next_size(self) -> GraphKey | None:
+        key = self.trial.scene.key
+        larger = [
+            k
+            for k in self.trial.runner.all_keys()
+            if k.tokens >= key.tokens and k.rows >= key.rows and k != key
+        ]
+        return min(larger, key=lambda k: (k.tokens, k.rows), default=None)
+
+    def _violation(self, check: str, tensor: str, found: str, row: int | None) -> Violation:
+        key = self.trial.scene.key
+        return Violation(check, key.runner, str(key), tensor, found, row)
+
+
+CheckFunction = Callable[[Examination], Iterator[Violation]]
+CHECK_FUNCTIONS: Mapping[str, CheckFunction] = {
+    "S0": Examination.s0,
+    "S1": Examination.s1,
+    "S2": Examination.s2,
+    "S3": Examination.s3,
+    "S4": Examination.s4,
+    "S6": Examination.s6,
+}
+
+
+def checksum(tensor: Tensor) -> int:
+    """Of its bits, so NaN equals itself."""
+    if tensor.is_floating_point():
+        tensor = tensor.contiguous().view(
+            {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        )
+    return int(tensor.sum(dtype=torch.int64).item())
+
+
+def span_of(tensor: Tensor) -> Bytes:
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize

@@ -1,0 +1,101 @@
+"""Where two outcomes differ: outputs by row, tables by slot, to the bit or within a bound."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slotzero.graph import Kind, Registry
+from slotzero.graph.registry import Entry
+from slotzero.sanitizer.scene import Outcome, owned_rows
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    tensor: str
+    row: int | None
+    got: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.got} where {self.expected} was expected"
+
+
+def differences(
+    registry: Registry, got: Outcome, expected: Outcome, bound: float = 0.0
+) -> Iterator[Mismatch]:
+    """Over the rows that both have; derived tensors only where the layout is the same.
+
+    `bound` is relative to the largest value; 0 is to the bit. Within a bound, what was chosen from
+    a tensor is compared only where that tensor is equal to the bit.
+    """
+    shared = [slot for slot in got.slots if slot in expected.slots]
+    same_layout = got.key == expected.key and got.slots == expected.slots
+    for kind in (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT):
+        for entry in registry.entries():
+            if entry.kind is not kind or (
+                not same_layout and kind in (Kind.PUBLISHED, Kind.DERIVED)
+            ):
+                continue
+            slots = shared
+            if bound and entry.follows:
+                slots = _with_equal(registry.entry(entry.follows), shared, got, expected)
+            ours, theirs = (_part(registry, entry, slots, o) for o in (got, expected))
+            found = first_difference(ours, theirs, bound)
+            if found is not None:
+                index, a, b = found
+                row = got.slots.index(slots[index]) if kind is Kind.OUTPUT else None
+                yield Mismatch(entry.name, row, a, b)
+
+
+def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str] | None:
+    """-> index on the first axis, and both values there"""
+    if not a.numel():
+        return None
+    if not a.is_floating_point():
+        wrong = a != b
+    elif not bound:
+        wrong = (a != b) & ~(a.isnan() & b.isnan())
+    else:
+        largest = b.nan_to_num(0, 0, 0).abs().max().item()
+        off = (a.double() - b.double()).abs()
+        same_kind = (a.isnan() == b.isnan()) & (a.isinf() == b.isinf())
+        wrong = (off > bound * max(1.0, largest)) | ~same_kind
+    if not wrong.any():
+        return None
+    at = int(wrong.flatten().int().argmax())
+    return (
+        at // (a.numel() // len(a)),
+        f"{a.flatten()[at].item():.9g}",
+        f"{b.flatten()[at].item():.9g}",
+    )
+
+
+def extent(entry: Entry, outcome: Outcome) -> int:
+    return outcome.key.tokens if entry.per == "token" else outcome.key.rows
+
+
+def _part(registry: Registry, entry: Entry, slots: Sequence[int], outcome: Outcome) -> Tensor:
+    tensor = outcome.tensors[entry.name]
+    if entry.kind is Kind.PUBLISHED:
+        return tensor
+    if entry.kind is Kind.DERIVED:
+        return tensor[: extent(entry, outcome)]
+    if entry.kind is Kind.OUTPUT:
+        return tensor[[outcome.slots.index(slot) for slot in slots]]
+    by_row = tensor.movedim(entry.axis, 0)
+    if not entry.through:
+        return by_row[list(slots)]
+    return by_row[owned_rows(registry, entry, slots)]
+
+
+def _with_equal(
+    followed: Entry, slots: Sequence[int], got: Outcome, expected: Outcome
+) -> list[int]:
+    ours, theirs = got.tensors[followed.name], expected.tensors[followed.name]
+    return [
+        slot
+        for slot in slots
+        if torch.equal(ours[got.slots.index(slot)], theirs[expected.slots.index(slot)])
+    ]

@@ -1,0 +1,86 @@
+"""What a check found: a violation names the tensor, the place and the rule that was broken."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+RULES = {
+    "S0": "at every replay: published in this step, never replaced, run as planned",
+    "S1": "memory that belongs to nobody must not reach a real row",
+    "S2": "a replay equals the same function run eagerly, padded or not",
+    "S3": "a row's result does not depend on size, order, neighbours or history",
+    "S4": "a step changes what its own slots own, and nothing else",
+    "S5": "a recording reads registered memory only, and bakes in no value of the host",
+    "S6": "no two registered tensors, and no graph's memory, overlap",
+}
+CHECKS = tuple(RULES)
+
+
+@dataclass(frozen=True)
+class Violation:
+    check: str
+    runner: str
+    size: str
+    tensor: str
+    found: str
+    """The first differing value, what it should have been, and which trial showed it."""
+    row: int | None = None
+
+    def __str__(self) -> str:
+        where = f", row {self.row}" if self.row is not None else ""
+        rule = RULES[self.check]
+        return f"{self.size}: {self.check}: tensor {self.tensor!r}{where}: {self.found} ({rule})"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One check of one size."""
+
+    runner: str
+    size: str
+    check: str
+    seconds: float
+    violations: tuple[Violation, ...] = ()
+    left_out: str = ""
+    """Why it was not tried, if it was not."""
+
+
+@dataclass
+class Certificate:
+    model: str
+    backend: str
+    cells: list[Cell] = field(default_factory=list)
+    seconds: float = 0.0
+    uncertified: dict[str, str] = field(default_factory=dict)
+    """Runners of which some sizes were left out, and which and why."""
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.cells) and not any(cell.violations for cell in self.cells)
+
+    @property
+    def violations(self) -> Iterator[Violation]:
+        return (violation for cell in self.cells for violation in cell.violations)
+
+    @property
+    def sizes(self) -> list[str]:
+        return list(dict.fromkeys(cell.size for cell in self.cells))
+
+    @property
+    def runners(self) -> list[str]:
+        return list(dict.fromkeys(cell.runner for cell in self.cells))
+
+    def cell(self, size: str, check: str) -> Cell | None:
+        return next((c for c in self.cells if (c.size, c.check) == (size, check)), None)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "passed": self.passed,
+            "model": self.model,
+            "backend": self.backend,
+            "runners": self.runners,
+            "sizes": self.sizes,
+            "seconds": round(self.seconds, 3),
+            "left_out": self.uncertified,
+            "failures": [asdict(violation) | {"rule": RULES[violation.check]}
+                         for violation in self.violations],
+        }  # fmt: skip

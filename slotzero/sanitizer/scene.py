@@ -1,0 +1,160 @@
+"""A scene is one step that could happen; a trial runs it, again and again, from the same memory.
+
+It knows registered tensors and who owns what of them. It does not know requests or models.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph.registry import Entry
+
+MUTABLE = (Kind.TABLE, Kind.PUBLISHED, Kind.DERIVED, Kind.OUTPUT)
+Rows = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Memory as it is when the step begins, and who runs."""
+
+    key: GraphKey
+    published: Mapping[str, Sequence[int]]  # by tensor, one value a row
+    crowd: Mapping[str, Sequence[int]]
+    """Another step, of as many rows as there can be: what may have run before."""
+    trap: int
+    """A slot that does not run, and an index that is wrong wherever it turns up."""
+    tables: Mapping[str, Tensor]
+    unused: Mapping[str, Tensor] = field(default_factory=dict)
+    """By table, slots or what they own first: True where a running slot's own row has nothing."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.published.values())))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    key: GraphKey
+    slots: tuple[int, ...]  # by row
+    tensors: Mapping[str, Tensor]
+
+
+class Trial:
+    def __init__(self, runner: Runner, scene: Scene) -> None:
+        self.runner, self.scene = runner, scene
+        self.registry = runner.registry
+        self._who = runner.spec.published[0]
+
+    def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
+               spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
+        """As the engine would: what is checked at every replay is checked here too."""
+        key = key or self.scene.key
+        return self._run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
+
+    def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
+              spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
+        return self._run(lambda k, _: self.runner.eager(k), rows, key or self.scene.key, spoil)
+
+    def replay_after_the_crowd(self) -> Outcome:
+        """Tables are as ever; all else is as a hostile larger step has left it."""
+        crowd = self.scene.crowd
+        num_rows = len(crowd[self._who])
+        tokens = self.num_tokens(crowd, range(num_rows))
+        key = self.runner.pick(tokens, num_rows)
+        assert isinstance(key, GraphKey), key
+        self.runner.prepare(key)
+        self._load(())
+        self._publish(crowd, range(num_rows))
+        self.runner.run(key, tokens)
+        for name, tensor in self.scene.tables.items():
+            self.registry[name].copy_(tensor)
+        return self._finish(lambda k, n: self.runner.run(k, n), None, self.scene.key)
+
+    @property
+    def unpadded_key(self) -> GraphKey:
+        rows = self.scene.num_rows
+        return GraphKey(
+            self.runner.spec.name, self.num_tokens(self.scene.published, range(rows)), rows
+        )
+
+    def num_tokens(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> int:
+        """Of a runner with many tokens a row, the second published tensor counts them."""
+        if self.runner.spec.rows is None:
+            return len(list(rows))
+        return sum(published[self.runner.spec.published[1]][row] for row in rows)
+
+    def spoilable(self) -> list[str]:
+        """Every tensor with memory that belongs to nobody, in the order in which data flows."""
+        kinds = (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT)
+        entries = [e for kind in kinds for e in self.registry.entries() if e.kind is kind]
+        ours = set(self.runner.spec.published)
+        return [e.name for e in entries if e.kind is not Kind.PUBLISHED or e.name in ours]
+
+    def _run(
+        self,
+        how: Callable[[GraphKey, int], None],
+        rows: Rows | None,
+        key: GraphKey,
+        spoil: Iterable[str],
+    ) -> Outcome:
+        self._load(spoil)
+        return self._finish(how, rows, key)
+
+    def _finish(
+        self, how: Callable[[GraphKey, int], None], rows: Rows | None, key: GraphKey
+    ) -> Outcome:
+        rows = range(self.scene.num_rows) if rows is None else rows
+        self._publish(self.scene.published, rows)
+        how(key, self.num_tokens(self.scene.published, rows))
+        slots = tuple(self.scene.published[self._who][row] for row in rows)
+        tensors = {e.name: e.tensor.clone() for e in self.registry.entries() if e.kind in MUTABLE}
+        return Outcome(key, slots, tensors)
+
+    def _load(self, spoil: Iterable[str]) -> None:
+        self.registry.distrust_published()
+        for entry in self.registry.entries():
+            if entry.kind is Kind.TABLE:
+                entry.tensor.copy_(self.scene.tables[entry.name])
+            elif entry.kind in MUTABLE:
+                entry.tensor.zero_()
+        for name in spoil:
+            self._spoil(self.registry.entry(name))
+
+    def _publish(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> None:
+        self.registry.begin_step()
+        for name in self.runner.spec.published:
+            self.registry.publish(name, [published[name][row] for row in rows])
+
+    def _spoil(self, entry: Entry) -> None:
+        hostile = torch.nan if entry.tensor.is_floating_point() else self.scene.trap
+        if entry.kind is not Kind.TABLE:
+            entry.tensor.fill_(hostile)
+            return
+        by_row = entry.tensor.movedim(entry.axis, 0)
+        running = owned_rows(self.registry, entry, self.scene.published[self._who])
+        foreign = ~running
+        foreign[0] = False
+        by_row[foreign] = hostile
+        if entry.name in self.scene.unused:
+            by_row.masked_fill_(self.scene.unused[entry.name], hostile)
+
+
+def owned_rows(registry: Registry, entry: Entry, slots: Sequence[int]) -> Tensor:
+    """[rows of a table] bool: those that slots own; never row 0."""
+    owned = torch.zeros(
+        entry.tensor.shape[entry.axis], dtype=torch.bool, device=entry.tensor.device
+    )
+    index = torch.tensor(slots, dtype=torch.long, device=owned.device)
+    if entry.through:
+        index = registry[entry.through][index].long().flatten()
+    owned[index] = True
+    owned[0] = False
+    return owned
+
+
+def memory_of(registry: Registry) -> dict[str, Tensor]:
+    """A copy of every table, for a scene."""
+    return {e.name: e.tensor.clone() for e in registry.entries() if e.kind is Kind.TABLE}
