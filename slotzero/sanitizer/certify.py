@@ -34,13 +34,28 @@ def certify(
             if constants is None:
                 constants = checksums(runner.registry)
             runner.prepare(key)
-            with make_scene(runner, key) as scene:
-                examination = Examination(Trial(runner, scene), bounds, constants)
-                for cell in examine(examination, checks):
-                    certificate.cells.append(cell)
-                    seen(cell)
+            for cell in _size(runner, key, make_scene, bounds, constants, checks):
+                certificate.cells.append(cell)
+                seen(cell)
     certificate.seconds += time.perf_counter() - start
     return certificate
+
+
+def _size(
+    runner: Runner,
+    key: GraphKey,
+    make_scene: MakeScene,
+    bounds: Bounds,
+    constants: Mapping[str, int],
+    checks: Sequence[str],
+) -> Iterator[Cell]:
+    start = time.perf_counter()
+    try:
+        with make_scene(runner, key) as scene:
+            yield from examine(Examination(Trial(runner, scene), bounds, constants), checks)
+    except ContractError as error:  # the scene could not be set
+        seconds = time.perf_counter() - start
+        yield Cell(key.runner, str(key), "S0", seconds, (_raised(error, "S0", key),))
 
 
 def examine(examination: Examination, checks: Iterable[str]) -> Iterator[Cell]:
@@ -50,10 +65,13 @@ def examine(examination: Examination, checks: Iterable[str]) -> Iterator[Cell]:
         try:
             violations = tuple(CHECK_FUNCTIONS[check](examination))
         except ContractError as error:
-            named = _NAMED.search(str(error))
-            tensor = named[1] if named else ""
-            violations = (Violation(check, key.runner, str(key), tensor, str(error)),)
+            violations = (_raised(error, check, key),)
         yield Cell(key.runner, str(key), check, time.perf_counter() - start, violations)
+
+
+def _raised(error: ContractError, check: str, key: GraphKey) -> Violation:
+    named = _NAMED.search(str(error))
+    return Violation(check, key.runner, str(key), named[1] if named else "", str(error))
 
 
 def checksums(registry: Registry) -> dict[str, int]:
