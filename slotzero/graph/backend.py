@@ -7,7 +7,7 @@ a compiling backend can compile `fn` once and reuse it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ class Pieces(ABC):
 StepFunction = Callable[[Pieces], None]
 
 
+class Line(NamedTuple):
+    """One thing that a recording does, in words: equal in every recording of one function."""
+
+    text: str
+    addresses: tuple[int, ...] = ()  # device memory that it was given
+    reads_host: bool = False
+
+
 class Recording(ABC):
     num_bytes: int  # memory that this recording holds beyond the registered tensors
 
@@ -36,6 +44,10 @@ class Backend(ABC):
     @abstractmethod
     def record(self, function: StepFunction) -> Recording:
         """Records one size. It may run the function, so published tensors must hold padding."""
+
+    def transcript(self, function: StepFunction) -> list[Line]:
+        """What `record` would record, as far as this backend bakes anything in."""
+        return []
 
     def memory(self) -> list[tuple[int, int]]:
         """Where recordings keep what no registered tensor holds: first addresses, and ends."""

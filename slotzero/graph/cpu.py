@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slotzero.cache import cache_dir
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph.backend import Backend, Pieces, Recording, StepFunction
+from slotzero.graph.backend import Backend, Line, Pieces, Recording, StepFunction
 
 Compiled = Callable[..., Any]
 
@@ -32,12 +32,29 @@ class RecordingPieces(Pieces):
         self._compiled: dict[tuple[Any, ...], Compiled] = {}  # by function and looks of its tensors
 
     def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        looks = ((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors)
-        key = (function, *looks)
+        key = _looks_of(function, tensors)
         if key not in self._compiled:
             self._compiled[key] = compile_piece(function, tensors)
         self.calls.append((function, self._compiled[key]))
         return self._compiled[key](*tensors)
+
+
+class TracingPieces(Pieces):
+    """Writes down what would be compiled, once for equal layers."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        key = _looks_of(function, tensors)
+        if key not in self._seen:
+            self._seen.add(key)
+            module = trace_piece(function, tensors)
+            self.lines += [Line(line) for line in module.code.strip().splitlines()]
+            for name, constant in module.named_buffers():  # baked in: memory that nobody declared
+                self.lines.append(Line(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),)))
+        return function(*tensors)
 
 
 class ReplayingPieces(Pieces):
@@ -80,19 +97,41 @@ class CpuBackend(Backend):
             raise RecordingError(f"{type(error).__name__}: {error}") from error
         return CpuRecording(function, pieces.calls)
 
+    def transcript(self, function: StepFunction) -> list[Line]:
+        """The compiled pieces; what lies between them runs in Python at every replay."""
+        pieces = TracingPieces()
+        function(pieces)
+        return pieces.lines
 
-def compile_piece(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> Compiled:
-    from torch._inductor import standalone_compile
+
+def _looks_of(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    looks = ((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors)
+    return function, *looks
+
+
+def trace_piece(
+    function: Callable[..., Any], tensors: tuple[Tensor | None, ...]
+) -> torch.fx.GraphModule:
+    """Of the tensors that are there; the others are None for good."""
     from torch.fx.experimental.proxy_tensor import make_fx
-
-    present = [t for t in tensors if t is not None]
 
     def of_present(*given: Tensor) -> Any:
         rest = iter(given)
         return function(*(None if t is None else next(rest) for t in tensors))
 
     with torch.no_grad():
-        graph = make_fx(of_present, tracing_mode="fake")(*present)
+        module: torch.fx.GraphModule = make_fx(of_present, tracing_mode="fake")(
+            *(t for t in tensors if t is not None)
+        )
+    return module
+
+
+def compile_piece(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> Compiled:
+    from torch._inductor import standalone_compile
+
+    present = [t for t in tensors if t is not None]
+    graph = trace_piece(function, tensors)
+    with torch.no_grad():
         artifact = standalone_compile(
             graph, [*present], dynamic_shapes="from_example_inputs", options=_PATCHES
         )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from slotzero.errors import RecordingError
-from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction
+from slotzero.graph.backend import Backend, Line, PlainPieces, Recording, StepFunction
+from slotzero.graph.nodes import Node, nodes_of, pointers_of
 
 WARM_UPS = 1  # lazy initialisation (kernel builds, cuBLAS handles) happens before the capture
 
@@ -67,6 +68,25 @@ class CudaBackend(Backend):
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return CudaRecording(graph, torch.cuda.memory_reserved(self._device) - before)
 
+    def transcript(self, function: StepFunction) -> list[Line]:
+        """Node by node. Of a parameter's bytes only whole numbers are compared: what lies between
+        the fields of a struct is anything."""
+        pieces = PlainPieces()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), _no_collection():
+            function(pieces)
+            self._stream.synchronize()
+            graph = self._capture(lambda: function(pieces), self._anchor.pool(), keep_graph=True)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        segments = [_span(segment) for segment in _segments()]
+        return [_line(node, segments) for node in nodes_of(graph)]
+
+    def memory(self) -> list[tuple[int, int]]:
+        pool = tuple(self._anchor.pool())
+        return [
+            _span(segment) for segment in _segments() if tuple(segment["segment_pool_id"]) == pool
+        ]
+
     def _recover(self) -> None:
         """After a capture that failed, torch's allocator takes it to go on for ever, in that pool,
         and its random generator until a good one ends: a new pool, and a good one, mend both."""
@@ -75,8 +95,10 @@ class CudaBackend(Backend):
     def _nothing(self) -> None:
         torch.zeros(1, device=self._device)
 
-    def _capture(self, function: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(
+        self, function: Callable[[], object], pool: Any, keep_graph: bool = False
+    ) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=keep_graph)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=pool)
             try:
@@ -84,3 +106,24 @@ class CudaBackend(Backend):
             finally:
                 graph.capture_end()
         return graph
+
+
+def _line(node: Node, segments: list[tuple[int, int]]) -> Line:
+    """An address is a word that lies in memory which torch has; any other is a number."""
+    found = [w for w in pointers_of(node) if any(start <= w < end for start, end in segments)]
+    numbers = []
+    for param in node.params:
+        is_number = len(param) in (1, 2, 4, 8) and int.from_bytes(param, "little") not in found
+        numbers.append(param.hex() if is_number else "-")
+    text = f"{node.kind} {node.name} {node.dims} {' '.join(numbers)}"
+    return Line(text, tuple(found), node.reads_host)
+
+
+def _segments() -> list[dict[str, Any]]:
+    """All device memory that torch's allocator has."""
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return segments
+
+
+def _span(segment: dict[str, Any]) -> tuple[int, int]:
+    return segment["address"], segment["address"] + segment["total_size"]

@@ -1,8 +1,8 @@
-"""S0 to S4 and S6 over one trial. Each yields violations; none knows what a runner computes."""
+"""S0 to S6 over one trial. Each yields violations; none knows what a runner computes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from slotzero.graph import GraphKey, Kind, Registry
 from slotzero.graph.registry import Entry
 from slotzero.sanitizer.compare import Mismatch, differences, extent, first_difference
+from slotzero.sanitizer.lint import Watch, baked, span_of, stray
 from slotzero.sanitizer.report import Violation
 from slotzero.sanitizer.scene import Outcome, Trial, owned_rows
-
-Bytes = tuple[int, int]  # first address, one past the last
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,27 @@ class Examination:
             if checksum(self.registry[name]) != was:
                 yield self._violation("S4", name, "a constant has changed", None)
 
+    def s5(self) -> Iterator[Violation]:
+        trial, runner = self.trial, self.trial.runner
+        steps = (range(trial.scene.num_rows), range(0, trial.scene.num_rows, 2))
+        watched, written = [], []
+        for rows in steps:
+            watch, key = Watch(self.registry), self._set(rows)
+            with watch:
+                runner.eager(key)
+            watched.append(watch)
+            written.append(
+                runner.backend.transcript(partial(runner.spec.function, self._set(rows)))
+            )
+        findings = [
+            *watched[0].findings,
+            *baked(*(watch.lines for watch in watched)),
+            *baked(*written),
+            *stray(written[0], self.registry, runner.backend.memory()),
+        ]
+        for tensor, found in dict.fromkeys(findings):
+            yield self._violation("S5", tensor, found, None)
+
     def s6(self) -> Iterator[Violation]:
         spans = sorted(
             (span_of(e.tensor), e.name) for e in self.registry.entries() if e.tensor.numel()
@@ -170,6 +190,12 @@ class Examination:
         for mismatch in differences(self.registry, got, expected, bound):
             yield self._violation(check, mismatch.tensor, f"{mismatch}; {how}", mismatch.row)
 
+    def _set(self, rows: range) -> GraphKey:
+        """The scene is set for these rows, and not yet run."""
+        key = self.trial.scene.key
+        self.trial.run(lambda key, num_tokens: None, rows, key)
+        return key
+
     def _next_size(self) -> GraphKey | None:
         key = self.trial.scene.key
         larger = [
@@ -191,6 +217,7 @@ CHECK_FUNCTIONS: Mapping[str, CheckFunction] = {
     "S2": Examination.s2,
     "S3": Examination.s3,
     "S4": Examination.s4,
+    "S5": Examination.s5,
     "S6": Examination.s6,
 }
 
@@ -202,9 +229,3 @@ def checksum(tensor: Tensor) -> int:
             {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
         )
     return int(tensor.sum(dtype=torch.int64).item())
-
-
-def span_of(tensor: Tensor) -> Bytes:
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.itemsize

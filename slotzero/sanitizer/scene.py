@@ -52,11 +52,11 @@ class Trial:
                spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
         """As the engine would: what is checked at every replay is checked here too."""
         key = key or self.scene.key
-        return self._run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
+        return self.run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
 
     def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
               spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
-        return self._run(lambda k, _: self.runner.eager(k), rows, key or self.scene.key, spoil)
+        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scene.key, spoil)
 
     def replay_after_the_crowd(self) -> Outcome:
         """Tables are as ever; all else is as a hostile larger step has left it."""
@@ -93,13 +93,14 @@ class Trial:
         ours = set(self.runner.spec.published)
         return [e.name for e in entries if e.kind is not Kind.PUBLISHED or e.name in ours]
 
-    def _run(
+    def run(
         self,
         how: Callable[[GraphKey, int], None],
         rows: Rows | None,
         key: GraphKey,
-        spoil: Iterable[str],
+        spoil: Iterable[str] = (),
     ) -> Outcome:
+        """`how` is given the key and the number of tokens."""
         self._load(spoil)
         return self._finish(how, rows, key)
 

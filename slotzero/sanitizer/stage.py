@@ -36,15 +36,15 @@ _ASKS: tuple[dict[str, object], ...] = (
 def bounds_of(engine: Engine) -> Bounds:
     """What this backend and these kernels promise.
 
-    Inductor fuses arithmetic, so on the cpu backend a replay equals eager, and another size, within
-    rounding. On CUDA how products and attention are cut depends on the rows and their lengths
+    On a CPU torch sums a norm in an order that depends on how many there are, and Inductor fuses
+    arithmetic, so another size, and on the cpu backend eager, is equal within rounding. On CUDA how products and attention are cut depends on the rows and their lengths
     (docs/decisions/0009), so a row is equal to the bit only in an equal batch.
     """
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.limits.device.startswith("cuda"):
         return Bounds(replay=0.0, size=rounding, neighbours=rounding)
     compiled = rounding if engine.limits.backend == "cpu" else 0.0
-    return Bounds(replay=compiled, size=compiled, neighbours=0.0)
+    return Bounds(replay=compiled, size=rounding, neighbours=0.0)
 
 
 @contextmanager

@@ -1,0 +1,117 @@
+"""S5: what a recording reads and bakes in, from what its function does and from what was recorded.
+
+A function is watched, operator by operator, over two different steps of one size. It must do the
+same to the same tensors both times: what differs was a value of the host. It must not wait for a
+value of the device, and may touch nothing but registered memory and what it made itself.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slotzero.graph import Registry
+from slotzero.graph.backend import Line
+
+Finding = tuple[str, str]  # tensor, what is wrong with it
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """First address, one past the last."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.itemsize
+
+
+class Addresses:
+    """Which registered tensor an address belongs to."""
+
+    def __init__(self, registry: Registry) -> None:
+        entries = [e for e in registry.entries() if e.tensor.numel()]
+        self._spans = sorted((*span_of(e.tensor), e.name) for e in entries)
+        self._starts = [start for start, _, _ in self._spans]
+
+    def name(self, address: int) -> str:
+        """Empty if it is nobody's."""
+        at = bisect_right(self._starts, address) - 1
+        if at < 0:
+            return ""
+        _, end, name = self._spans[at]
+        return name if address < end else ""
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operator: names of registered tensors, shapes of others, all numbers."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[Line] = []
+        self.findings: list[Finding] = []
+        self._device = registry.device
+        self._addresses = Addresses(registry)
+        self._made: dict[int, Tensor] = {}  # kept, so that no address is used twice
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        words = [self._word(func, value) for value in given]
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.findings.append((words[0].split("[")[0], "the host waits for its value"))
+        self.lines.append(Line(f"{func} {' '.join(words)}"))
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._made[tensor.untyped_storage().data_ptr()] = tensor
+        return made
+
+    def _word(self, func: Any, value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        name = self._addresses.name(value.data_ptr()) if value.numel() else "empty"
+        if not name and value.untyped_storage().data_ptr() in self._made:
+            name = "made"
+        if not name:
+            name = "unregistered"
+            self.findings.append((name, f"{func} reads memory that is not registered"))
+        if value.device.type != self._device.type and value.dim():
+            self.findings.append((name, f"{func} reads memory of the host"))
+        return f"{name}[{tuple(value.shape)}, {value.stride()}, {value.dtype}]"
+
+
+def baked(first: Iterable[Line], second: Iterable[Line]) -> Iterator[Finding]:
+    """The first line that two recordings do not share."""
+    for one, other in zip([*first, Line("the end")], [*second, Line("the end")], strict=False):
+        if one.text != other.text:
+            yield _name_in(one), f"{one.text[:160]} in one step, {other.text[:160]} in another"
+            return
+
+
+def stray(
+    lines: Iterable[Line], registry: Registry, memory: Iterable[tuple[int, int]]
+) -> Iterator[Finding]:
+    """Addresses that are neither registered nor a graph's own, and reads of host memory."""
+    addresses, spans = Addresses(registry), list(memory)
+    for line in lines:
+        if line.reads_host:
+            yield "unregistered", f"{line.text[:160]} reads memory of the host"
+        for address in line.addresses:
+            if not addresses.name(address) and not any(a <= address < b for a, b in spans):
+                yield "unregistered", f"{line.text[:160]} was given {address:#x}, not registered"
+
+
+def _name_in(line: Line) -> str:
+    """The first registered tensor that an operator was given."""
+    for word in line.text.split(" ")[1:]:
+        name = word.split("[")[0]
+        if "[" in word and name not in ("made", "empty", "unregistered"):
+            return name
+    return ""
