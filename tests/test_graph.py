@@ -1,5 +1,7 @@
 """The graph core over a toy: a running sum by slot, recorded on every backend that is here."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -193,6 +195,47 @@ def test_a_size_that_fails_is_served_eagerly_and_says_so():
     assert toy.sums[1:4].tolist() == [3, 3, 3]
     assert toy.runner.counts.eager == {"size 4 is cursed": 1}
     assert toy.step([1, 2]) == [3, 3]
+    assert toy.runner.counts.replays == 1
+
+
+class FlawedBackend(EagerBackend):
+    """Records the function, and one thing wrong with it."""
+
+    name = "flawed"
+
+    def __init__(self, wrong) -> None:
+        self._wrong = wrong
+
+    def record(self, function):
+        return super().record(lambda pieces: (function(pieces), self._wrong()))
+
+
+@pytest.mark.parametrize("tensor", ["seen", "sums", "twice"])
+def test_a_flawed_recording_does_not_serve(tensor):
+    toy = Toy(FlawedBackend(lambda: wrong[tensor]()))
+    twice = toy.registry.derived("twice", (6,), torch.int32)
+    rewrite = toy.function
+    toy.runner.spec = replace(
+        toy.runner.spec,
+        function=lambda key, pieces: (rewrite(key, pieces), twice[: key.rows].fill_(2)),
+    )
+    wrong = {
+        "seen": lambda: toy.seen[1].fill_(7),
+        "sums": lambda: toy.sums[0].add_(1),
+        "twice": lambda: twice[3].fill_(1_000_003),  # as if it had not been written
+    }
+    with pytest.warns(UserWarning, match=f"failed its proof and runs eagerly: .*{tensor!r}"):
+        record = toy.runner.record(GraphKey("toy", 4, 4))
+    assert record.backend == "eager" and tensor in record.failure
+    toy.sums.zero_()
+    assert toy.step([3, 5, 1]) == [0, 0, 0]
+    assert sum(toy.runner.counts.eager.values()) == 1
+
+
+def test_a_sound_recording_passes_its_proof():
+    toy = Toy(FlawedBackend(lambda: None))
+    assert toy.runner.record(GraphKey("toy", 4, 4)).backend == "flawed"
+    assert toy.step([3, 5, 1]) == [0, 0, 0]
     assert toy.runner.counts.replays == 1
 
 

@@ -55,6 +55,17 @@ def device_seconds(
     return float(median(start.elapsed_time(end) for start, end in pairs)) / 1000
 
 
+def train_seconds(call: Call, before: Call, repeats: int, device: torch.device) -> float:
+    """Of one call among `repeats`, issued without waiting, as steps are."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        before()
+        call()
+    wait(device)
+    return (time.perf_counter() - start) / repeats
+
+
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,7 +8,9 @@ the same function over the same rows.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slotzero.bench.clock import device_seconds, host_seconds, wait
+import torch
+
+from slotzero.bench.clock import device_seconds, host_seconds, train_seconds, wait
 from slotzero.bench.report import setting, setting_rows, title
 from slotzero.bench.rows import StandingRows, refusal, standing
 from slotzero.bench.session import Session
@@ -20,6 +22,7 @@ from slotzero.worker import Worker
 
 DECODE_SIZES = (1, 8, 64, 256)  # of these, those that are recorded
 PREFILL_SIZES = (64, 512, 2048)
+ROUNDS = 5
 
 Recorded = tuple[Runner, GraphKey]
 
@@ -79,6 +82,17 @@ def host_and_replay(session: Session, rows: StandingRows, repeats: int) -> tuple
     return host, device_seconds(rows.replay, rows.rewind, repeats, device, lead)
 
 
+def checks_cost(rows: StandingRows, repeats: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of the host for what is checked at every replay, and by how much a step is longer for
+    it: steps with and without, turn by turn."""
+    host = host_seconds(rows.check, lambda: None, repeats)
+    checked, unchecked = [], []
+    for _ in range(ROUNDS):
+        unchecked.append(train_seconds(rows.unchecked, rows.rewind, repeats, device))
+        checked.append(train_seconds(rows.replay, rows.rewind, repeats, device))
+    return host, min(checked) / min(unchecked) - 1
+
+
 def sheets(report: Report) -> list[Sheet]:
     bandwidth = f"{report['read_bandwidth_gb_per_second']:,.1f} GB/s"
     lines = [
@@ -89,11 +103,16 @@ def sheets(report: Report) -> list[Sheet]:
             f"{graph['replay_ms']:.3f}",
             f"{graph['eager_ms']:.3f}",
             f"{graph['host_ms']:.3f}",
+            f"{graph['checks_ms']:.3f}",
+            f"{graph['checks_share']:+.1%}",
             f"{graph['share_of_bandwidth_limit']:.1%}",
         )
         for graph in report["graphs"]
     ]
-    header = ("recording", "record s", "held", "replay ms", "eager ms", "host ms", "of limit")
+    header = (
+        "recording", "record s", "held", "replay ms", "eager ms", "host ms", "checks ms", "checked",
+        "of limit",
+    )  # fmt: skip
     stored = f"{report['context']} tokens stored in each row, median of {report['repeats']}"
     return [
         Sheet(title(report), [*setting_rows(report), ("bandwidth", bandwidth), ("rows", stored)]),
@@ -115,6 +134,7 @@ def _measure(
     with standing(session.engine, runner, key, context) as rows:
         host, replay = host_and_replay(session, rows, repeats)
         eager = device_seconds(rows.eager, rows.rewind, repeats, device)
+        checks, share = checks_cost(rows, repeats, device)
         least = session.least_seconds(rows.step.num_rows * context)
     record = runner.records[key]
     return {
@@ -129,5 +149,7 @@ def _measure(
         "replay_ms": rounded(1000 * replay),
         "eager_ms": rounded(1000 * eager),
         "host_ms": rounded(1000 * host),
+        "checks_ms": rounded(1000 * checks),
+        "checks_share": rounded(share),
         "share_of_bandwidth_limit": rounded(least / replay),
     }

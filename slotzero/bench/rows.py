@@ -38,6 +38,13 @@ class StandingRows:
     def replay(self) -> None:
         self._runner.run(self._key, self.step.num_tokens)
 
+    def unchecked(self) -> None:
+        """A replay without what is checked at every one."""
+        self._runner.replay(self._key)
+
+    def check(self) -> None:
+        self._runner.check(self._key, self.step.num_tokens)
+
     def eager(self) -> None:
         """The same function over the same published rows, kernel by kernel."""
         self._runner.eager(self._key)

@@ -14,6 +14,7 @@ from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, EagerBackend, Pieces, PlainPieces, Recording
 from slotzero.graph.ladder import Ladder, Refusal
 from slotzero.graph.observer import Observer
+from slotzero.graph.proof import flaw
 from slotzero.graph.registry import Fingerprint, Kind, Registry
 
 
@@ -126,7 +127,9 @@ class Runner:
         self.records[key] = record
         self._recordings[key] = recording
         self._fingerprints[key] = self.registry.fingerprints()
-        return record
+        if backend.name != self._eager.name:
+            self._prove(key)
+        return self.records[key]
 
     def prepare(self, key: GraphKey) -> None:
         """Records a size that was left for later; call it before publishing."""
@@ -135,6 +138,15 @@ class Runner:
 
     def run(self, key: GraphKey, num_tokens: int) -> None:
         """Replays over what was published in this step."""
+        self.check(key, num_tokens)
+        if self.observer is None:
+            self.replay(key)
+        else:
+            self.observer.replay(self, key, num_tokens)
+        self._count(self.records[key], num_tokens)
+
+    def check(self, key: GraphKey, num_tokens: int) -> None:
+        """What is checked at every replay; raises ContractError."""
         if key.runner != self.spec.name:
             raise ContractError(f"key {key} was dispatched to runner {self.spec.name}")
         if num_tokens > key.tokens:
@@ -143,11 +155,6 @@ class Runner:
             raise ContractError(f"key {key} was never recorded: prepare it before publishing")
         self.registry.check_stamps(self.spec.published)
         self.registry.check_fingerprints(self._fingerprints[key])
-        if self.observer is None:
-            self.replay(key)
-        else:
-            self.observer.replay(self, key, num_tokens)
-        self._count(self.records[key], num_tokens)
 
     def replay(self, key: GraphKey) -> None:
         """Unchecked and uncounted, over whatever the registered tensors hold."""
@@ -163,6 +170,14 @@ class Runner:
             record = self.records[key]
             self.records[key] = replace(record, backend=self._eager.name, failure=reason)
             self._recordings[key] = self._eager.record(partial(self.spec.function, key))
+
+    def _prove(self, key: GraphKey) -> None:
+        """A size with a flaw does not serve."""
+        self._publish_nobody()
+        reason = flaw(self, key)
+        if reason:
+            warnings.warn(f"{key} failed its proof and runs eagerly: {reason}", stacklevel=3)
+            self.fall_back([key], f"failed its proof: {reason}")
 
     def _publish_nobody(self) -> None:
         self.registry.begin_step()

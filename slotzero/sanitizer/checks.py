@@ -157,12 +157,15 @@ class Examination:
         yield from self._padding_of(outcome)
 
     def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
+        """Whether it is zeros at all is for S4."""
         for entry in self.registry.entries():
             if entry.kind is Kind.OUTPUT:
-                padding = outcome.tensors[entry.name][len(outcome.slots) : extent(entry, outcome)]
-                found = first_difference(padding, torch.zeros_like(padding), 0.0)
+                rows = slice(len(outcome.slots), extent(entry, outcome))
+                found = first_difference(
+                    outcome.tensors[entry.name][rows], self.plain.tensors[entry.name][rows], 0.0
+                )
                 if found:
-                    yield Mismatch(entry.name, len(outcome.slots) + found[0], *found[1:])
+                    yield Mismatch(entry.name, rows.start + found[0], *found[1:])
 
     def _as_published(self, entry: Entry, outcome: Outcome) -> Iterator[Violation]:
         """The device holds what the last trial published, padded to the end of the buffer."""

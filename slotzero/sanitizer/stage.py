@@ -37,8 +37,9 @@ def bounds_of(engine: Engine) -> Bounds:
     """What this backend and these kernels promise.
 
     On a CPU torch sums a norm in an order that depends on how many there are, and Inductor fuses
-    arithmetic, so another size, and on the cpu backend eager, is equal within rounding. On CUDA how products and attention are cut depends on the rows and their lengths
-    (docs/decisions/0009), so a row is equal to the bit only in an equal batch.
+    arithmetic, so another size, and on the cpu backend eager, is equal within rounding. On CUDA how
+    products and attention are cut depends on the rows and their lengths (docs/decisions/0009), so a
+    row is equal to the bit only in an equal batch.
     """
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.limits.device.startswith("cuda"):

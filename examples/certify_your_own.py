@@ -1,0 +1,82 @@
+"""Records a toy model, certifies it, breaks a rule, and shows the error that names the tensor.
+
+    python examples/certify_your_own.py
+
+The model is a counter for each slot: a step adds a learned gain to the counters of the slots that
+run and reports what they were. It has one tensor of each kind.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from slotzero.graph import GraphKey, Ladder, Pieces, Registry, Runner, RunnerSpec
+from slotzero.graph.backend import EagerBackend
+from slotzero.sanitizer.certify import all_sizes, certify
+from slotzero.sanitizer.checks import Bounds
+from slotzero.sanitizer.report import Certificate
+from slotzero.sanitizer.scene import Scene, memory_of
+
+SLOTS, ROWS = 12, 8
+
+
+class Counters:
+    def __init__(self, pad: int = 0) -> None:
+        self.registry = registry = Registry(torch.device("cpu"))
+        self.counts = registry.table("counts", torch.zeros(SLOTS + 1))
+        self.slots = registry.published(
+            "slots", ROWS, pad=pad, reason="slot 0 is nobody's: what it adds is dropped"
+        )
+        self.is_real = registry.derived("is_real", (ROWS,), torch.float32)
+        self.before = registry.output("before", (ROWS,), torch.float32)
+        self.gain = registry.constant("gain", torch.tensor([1.5]))
+        spec = RunnerSpec("count", Ladder((1, 2, 4, 8)), None, ("slots",), self.step)
+        self.runner = Runner(spec, registry, EagerBackend())
+
+    def step(self, key: GraphKey, pieces: Pieces) -> None:
+        """All that is derived is derived here, from who runs and from the tables."""
+        slots, is_real = self.slots[: key.rows], self.is_real[: key.rows]
+        is_real.copy_(slots > 0)
+        before = self.counts[slots]
+        self.before[: key.rows].copy_(before * is_real)
+        after = pieces(torch.addcmul, before, self.gain, is_real)
+        self.counts.index_put_((slots,), after)
+
+    @contextmanager
+    def scene(self, runner: Runner, key: GraphKey) -> Iterator[Scene]:
+        """A step that could happen: as few rows as this size is picked for, others standing by."""
+        rows = key.rows // 2 + 1
+        self.counts[1:] = torch.arange(1, SLOTS + 1) / 4
+        running = list(range(2, 2 + rows))
+        yield Scene(
+            key=key,
+            published={"slots": running},
+            crowd={"slots": list(range(SLOTS - ROWS + 1, SLOTS + 1))},
+            trap=SLOTS,
+            tables=memory_of(self.registry),
+        )
+
+
+def certificate_of(counters: Counters) -> Certificate:
+    certificate = Certificate("counters", "eager")
+    return certify(certificate, all_sizes([counters.runner]), counters.scene, Bounds())
+
+
+def main() -> None:
+    for counters in (Counters(), Counters(pad=1)):  # slot 1 may be somebody's
+        certificate = certificate_of(counters)
+        print("certified" if certificate.passed else "broken")
+        for violation in certificate.violations:
+            print(f"  {violation}")
+    counters = Counters()
+    counters.runner.prepare(GraphKey("count", 2, 2))
+    counters.registry.begin_step()
+    try:
+        counters.runner.run(GraphKey("count", 2, 2), 2)  # nobody said who runs
+    except Exception as error:
+        print(error)
+
+
+if __name__ == "__main__":
+    main()
