@@ -55,10 +55,14 @@ class Record:
 class Counts:
     """What was run, for the benchmark and the metrics."""
 
-    replays: int = 0
+    sizes: Counter[GraphKey] = field(default_factory=Counter)  # replays of each
     eager: Counter[str] = field(default_factory=Counter)  # by reason
     real_tokens: int = 0
     padded_tokens: int = 0
+
+    @property
+    def replays(self) -> int:
+        return self.sizes.total()
 
 
 class Runner:
@@ -188,6 +192,6 @@ class Runner:
         self.counts.real_tokens += num_tokens
         self.counts.padded_tokens += record.key.tokens - num_tokens
         if record.backend != "eager":
-            self.counts.replays += 1
+            self.counts.sizes[record.key] += 1
         else:
             self.counts.eager[record.failure or self._eager_reason or "eager backend"] += 1
