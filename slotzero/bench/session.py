@@ -101,7 +101,7 @@ class Session:
 
 def _since(now: Counts, before: Counts) -> Counts:
     return Counts(
-        replays=now.replays - before.replays,
+        sizes=now.sizes - before.sizes,
         eager=Counter(now.eager) - Counter(before.eager),
         real_tokens=now.real_tokens - before.real_tokens,
         padded_tokens=now.padded_tokens - before.padded_tokens,

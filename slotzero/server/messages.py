@@ -17,7 +17,7 @@ class Add(Struct, tag="add", array_like=True, frozen=True):
     id: str
     prompt: list[int]
     params: dict[str, Any]
-    """Fields of SamplingParams, those that were given; n, stop and detokenize are not among them."""
+    """Fields of SamplingParams, those that were given; never n, stop or detokenize."""
 
 
 class Cancel(Struct, tag="cancel", array_like=True, frozen=True):
