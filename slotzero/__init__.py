@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slotzero.llm import LLM, CompletionOutput, RequestOutput, StreamChunk
     from slotzero.sampling.params import SamplingParams
+    from slotzero.sampling.structured import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -20,9 +21,17 @@ _HOMES = {
     "RequestOutput": "slotzero.llm",
     "StreamChunk": "slotzero.llm",
     "SamplingParams": "slotzero.sampling.params",
+    "StructuredOutputs": "slotzero.sampling.structured",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StreamChunk"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamChunk",
+    "StructuredOutputs",
+]
 
 
 def __getattr__(name: str) -> Any:

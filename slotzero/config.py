@@ -13,6 +13,8 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+SANITIZE_MODES = ("off", "sample", "full")
+SANITIZE_ACTIONS = ("log", "raise", "fallback")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,14 @@ class EngineConfig:
     """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
     lazy_recording: bool = False
     """Record a size when it is first needed rather than at start."""
+    sanitize: str = "off"
+    """Run steps twice, eagerly and over spoilt memory, and compare: sample is one in many, full is
+    every step."""
+    sanitize_every: int = 1000
+    """With --sanitize sample: one step in so many."""
+    sanitize_action: str = "log"
+    """What a violation leads to: log reports it and goes on, raise stops the engine before a token
+    leaves it, fallback runs eagerly from then on."""
     seed: int = 0
     """Of requests that bring no seed of their own, and of dummy weights."""
     skip_tokenizer_init: bool = False
@@ -62,6 +72,13 @@ class EngineConfig:
             ("max_num_batched_tokens", _positive(self.max_num_batched_tokens), "is at least 1"),
             ("kv_cache_memory", _positive(self.kv_cache_memory), "is a size in bytes"),
             ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "is in (0, 1]"),
+            ("sanitize", self.sanitize in SANITIZE_MODES, f"is one of {', '.join(SANITIZE_MODES)}"),
+            ("sanitize_every", _positive(self.sanitize_every), "is at least 1"),
+            (
+                "sanitize_action",
+                self.sanitize_action in SANITIZE_ACTIONS,
+                f"is one of {', '.join(SANITIZE_ACTIONS)}",
+            ),
             ("page_size", _power_of_two(self.page_size), "is a power of two"),
         ):
             if not ok:

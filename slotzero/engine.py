@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slotzero.config import EngineConfig
 from slotzero.errors import RequestError, TokenizerMissingError
@@ -19,12 +20,17 @@ from slotzero.pools.pages import PagePool
 from slotzero.pools.slots import SlotPool
 from slotzero.progress import recording_bar, weights_bar
 from slotzero.request import FinishReason, Request, Status
+from slotzero.sampling.grammar import Grammars
 from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
+from slotzero.sampling.structured import structured_outputs
 from slotzero.scheduler.scheduler import Scheduler, SchedulerConfig
 from slotzero.step import Step
 from slotzero.tokenizer import Tokenizer
 from slotzero.transcript import Transcript
 from slotzero.worker import Results, RowLogprobs, Worker
+
+if TYPE_CHECKING:
+    from slotzero.sanitizer.live import LiveSanitizer
 
 IN_FLIGHT = 1  # steps launched and not yet committed, between two calls of `step`
 
@@ -70,6 +76,12 @@ class Engine:
             self.worker = Worker(config, checkpoint, progress)
         self.limits = limits = self.worker.limits
         self.eos_token_ids = checkpoint.eos_token_ids
+        tokenizer = self.tokenizer
+        self._grammars = Grammars(
+            checkpoint.tokenizer if tokenizer is None else lambda: tokenizer,
+            self.worker.vocab_size,
+            self.eos_token_ids,
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=limits.max_num_seqs,
@@ -94,6 +106,11 @@ class Engine:
         self._in_flight: deque[_Launch] = deque()
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
+        self.sanitizer: LiveSanitizer | None = None
+        if config.sanitize != "off":
+            from slotzero.sanitizer.live import attach
+
+            self.sanitizer = attach(self, config)
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
         """Queues one request (n is for the caller); raises RequestError, disturbing nobody."""
@@ -173,9 +190,10 @@ class Engine:
         if answer.transcript is None:
             return
         request = answer.request
+        token = request.output_token_ids[-1]
         stop = answer.transcript.push(
-            request.output_token_ids[-1],
-            hide=request.finish_reason == "stop",  # it was a stop token
+            token,
+            hide=request.finish_reason == "stop" and token in request.stop_ids,
             may_stop=len(request.output_token_ids) >= request.params.min_tokens,
         )
         if answer.finished and stop is None:
@@ -209,16 +227,17 @@ class Engine:
                 raise RequestError(f"{what}: token id {bad} is not in the vocabulary of {vocab}")
         if params.stop and self.tokenizer is None:
             raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
-        stop_ids = set(params.stop_token_ids) | (
-            set() if params.ignore_eos else set(self.eos_token_ids)
-        )
+        asked = structured_outputs(params.structured_outputs)
+        stop_ids = set(params.stop_token_ids)
+        if not params.ignore_eos or asked is not None:
+            stop_ids |= set(self.eos_token_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(stop_ids)} stop ids with the model's own: at most {MAX_STOP_IDS} fit, "
                 "name fewer stop_token_ids"
             )
         room = limit - len(tokens)
-        return Request(
+        request = Request(
             id=request_id,
             prompt_token_ids=tokens,
             params=params,
@@ -226,4 +245,8 @@ class Engine:
             arrival=0,
             stop_ids=frozenset(stop_ids),
             max_len=len(tokens) + min(params.max_tokens or room, room),
+            grammar=None if asked is None else self._grammars.begin(asked),
         )
+        if request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
+            raise RequestError("structured_outputs: no token can begin such an answer")
+        return request

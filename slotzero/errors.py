@@ -11,6 +11,7 @@
     │       └── TokenizerMissingError
     ├── CapacityError              this machine is too small for what was asked
     ├── ContractError              a rule of a graph-visible tensor was broken
+    │   └── SanitizerError         the sanitizer saw it on live traffic
     ├── RecordingError             a size could not be recorded
     └── PoolError                  a slot or page was given back twice, or is not ours
 
@@ -61,6 +62,10 @@ class CapacityError(SlotzeroError):
 
 class ContractError(SlotzeroError):
     exit_code = 5
+
+
+class SanitizerError(ContractError):
+    pass
 
 
 class RecordingError(SlotzeroError):

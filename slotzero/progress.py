@@ -49,6 +49,26 @@ def prompts_bar(shown: bool, num_prompts: int) -> Iterator[Callable[[int, int], 
         yield update
 
 
+@contextmanager
+def certify_bar(shown: bool, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Called with what was just tried; without a total, the bar only shows that it lives."""
+    with _bar(shown) as bar:
+        task = bar.add_task("recording", total=total)
+
+        def tried(what: str) -> None:
+            bar.update(task, advance=1, description=f"tried {what}")
+
+        yield tried
+
+
+@contextmanager
+def load_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int], None]]:
+    """Called with how many more requests have ended."""
+    with _bar(shown) as bar:
+        task = bar.add_task("requests served", total=num_requests)
+        yield lambda more: bar.update(task, advance=more)
+
+
 def _bar(shown: bool) -> "Progress":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

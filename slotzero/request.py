@@ -18,6 +18,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
+from slotzero.sampling.grammar import Grammar
 from slotzero.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -45,6 +46,8 @@ class Request:
     """Resolved from end-of-sequence, ignore_eos and stop_token_ids."""
     max_len: int
     """Prompt plus max_tokens, clipped to the context."""
+    grammar: Grammar | None = None
+    """What may follow the committed tokens. So no sample may be in flight when the next is due."""
 
     output_token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -68,6 +71,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def banned_ids(self) -> frozenset[int]:
+        """What `min_tokens` keeps from being the next token."""
+        is_early = len(self.output_token_ids) < self.params.min_tokens
+        return self.stop_ids if is_early else frozenset()
 
     @property
     def num_known(self) -> int:

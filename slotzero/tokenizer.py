@@ -126,7 +126,7 @@ class Tokenizer:
         """The conversation as text; further arguments are for the template."""
         if tokenize:
             raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
-        template = self._tool_template if tools and self._tool_template else self.chat_template
+        template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError("this model has no chat template; use --raw or send a plain prompt")
         own = {
@@ -136,6 +136,16 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         return render_chat(template, {**self._special_tokens, **own, **kwargs})
+
+    def to_json(self) -> str:
+        """As tokenizer.json has it."""
+        text: str = self._backend.to_str()
+        return text
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of requests that have tools."""
+        return self._tool_template or self.chat_template
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

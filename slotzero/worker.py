@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from slotzero.config import DTYPES, EngineConfig
@@ -107,7 +108,11 @@ class Worker:
             self.limits = limits = replace(limits, enable_prefix_caching=False)
         pages_per_slot = -(-limits.max_model_len // config.page_size)
         self.tables = SlotTables(
-            registry, limits.max_num_seqs, limits.max_model_len, pages_per_slot
+            registry,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            pages_per_slot,
+            model.vocab_size,
         )
         kv = KvPages(_kv_pages(registry, shape, limits.num_pages), self.tables["page_table"])
         rows = limits.max_num_seqs
@@ -216,6 +221,11 @@ class Worker:
 
     def pages_added(self, request: Request, first_index: int, pages: list[int]) -> None:
         self.tables.stage("page_table", request.slot, pages, first_index)
+
+    def constrained(self, request: Request) -> None:
+        assert request.grammar is not None
+        self.tables.stage("is_masked", request.slot, [1])
+        self.tables.stage("allowed", request.slot, request.grammar.allowed.view(np.int32))
 
     def released(self, slot: int) -> None:
         self.tables.reset(slot)

@@ -1,13 +1,15 @@
 """What requests ask of sampling, as the tables that a step reads."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slotzero.sampling.params import SamplingParams
-from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, encode
+from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, encode, mask_tables
+
+MAX_VOCAB = 151_936
 
 
 class Asking(Protocol):
@@ -16,6 +18,8 @@ class Asking(Protocol):
     tokens: Sequence[int]
     prompt_len: int
     stop_ids: Sequence[int]
+    allowed: Collection[int] | None
+    """What a grammar leaves; None: there is none."""
 
 
 def tables_of(requests: Sequence[Asking], max_len: int = 8) -> SamplingTables:
@@ -23,15 +27,28 @@ def tables_of(requests: Sequence[Asking], max_len: int = 8) -> SamplingTables:
     slots = len(requests)
     columns = {
         spec.name: torch.full(spec.shape(slots), spec.neutral, dtype=getattr(torch, spec.dtype))
-        for spec in SAMPLING_TABLES
+        for spec in (*SAMPLING_TABLES, *mask_tables(MAX_VOCAB))
     }
     tokens = torch.zeros(slots + 1, max_len, dtype=torch.int32)
     for slot, request in enumerate(requests, start=1):
         row = encode(request.params, request.seed, request.prompt_len, request.stop_ids)
         for name, values in row.items():
             columns[name][slot] = torch.tensor(values).view(columns[name][slot].shape)
+        if request.allowed is not None:
+            columns["is_masked"][slot] = 1
+            columns["allowed"][slot] = mask_of(request.allowed)
+        else:
+            columns["allowed"][slot] = 0  # poison: it is not read
         tokens[slot, : len(request.tokens)] = torch.tensor(request.tokens, dtype=torch.int32)
     return SamplingTables(tokens=tokens, **columns)
+
+
+def mask_of(allowed: Collection[int]) -> Tensor:
+    """[words] int32: bit i % 32 of word i // 32 is token i."""
+    bits = torch.zeros(MAX_VOCAB, dtype=torch.int64)
+    bits[list(allowed)] = 1
+    words = (bits.view(-1, 32) << torch.arange(32)).sum(-1)
+    return words.to(torch.uint32).view(torch.int32)
 
 
 def ints(*values: int) -> Tensor:

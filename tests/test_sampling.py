@@ -1,7 +1,7 @@
 """Choosing the next token: the parameters, the plain definition, and the kernel held to it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,13 @@ from slotzero.sampling.params import (
     MAX_STOP_IDS,
     SamplingParams,
 )
-from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
+from slotzero.sampling.tables import (
+    SAMPLING_TABLES,
+    Sampled,
+    SamplingTables,
+    encode,
+    mask_tables,
+)
 
 INF = math.inf
 NAN = math.nan
@@ -55,6 +61,7 @@ class Request:
     tokens: Sequence[int] = ()
     prompt_len: int = 0
     stop_ids: Sequence[int] = ()
+    allowed: Collection[int] | None = None
 
 
 def run(sample: Sampler, logits: Any, request: Request, position: int | None = None) -> Sampled:
@@ -141,7 +148,8 @@ def test_the_edges_are_accepted() -> None:
 
 
 def test_every_table_has_a_field_and_every_row_is_whole() -> None:
-    assert SamplingTables._fields == ("tokens", *(spec.name for spec in SAMPLING_TABLES))
+    specs = (*SAMPLING_TABLES, *mask_tables(32))
+    assert SamplingTables._fields == ("tokens", *(spec.name for spec in specs))
     row = encode(SamplingParams(logit_bias={3: 1.5}, top_k=-1), 5, 9, [2, 4, 2])
     assert {name: len(values) for name, values in row.items()} == {
         spec.name: spec.width for spec in SAMPLING_TABLES
@@ -290,6 +298,7 @@ def requests(draw: st.DrawFn, vocab: int) -> Request:
         tokens=tokens,
         prompt_len=draw(st.integers(0, len(tokens))),
         stop_ids=draw(st.lists(ids, max_size=4)),
+        allowed=draw(st.none() | st.sets(ids.filter(lambda i: i >= 0))),
     )
 
 
@@ -321,8 +330,11 @@ def test_kernel_equals_definition_at_a_real_vocabulary(style: str) -> None:
         {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "presence_penalty": 0.5},
     ]
     tokens = torch.randint(0, vocab, (300,)).tolist()
+    masks = [None, range(0, vocab, 3), [7, 31, 32, 50_256, 50_257]]
     batch = [
-        Request(SamplingParams(**choice), seed, tokens, 100) for seed, choice in enumerate(choices)
+        Request(SamplingParams(**choice), seed, tokens, 100, allowed=allowed)
+        for seed, choice in enumerate(choices)
+        for allowed in masks
     ]
     slots = torch.arange(1, len(batch) + 1, dtype=torch.int32)
     positions = torch.full_like(slots, 300)
@@ -416,6 +428,86 @@ def test_ties_at_the_edge_live_together() -> None:
     for choice in ({"top_k": 2}, {"top_p": 0.55}):
         tokens = draws(fused, logits, SamplingParams(**choice), 2000)  # type: ignore[arg-type]
         assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
+# ---- what a grammar leaves ----
+
+
+@SAMPLERS
+def test_only_what_is_allowed_is_drawn(sample: Sampler) -> None:
+    logits = logits_of("normal", 1, 70, 5)[0]
+    params = SamplingParams(temperature=5.0, top_k=1000, top_p=0.9999, min_p=1e-9)
+    for allowed in ([0], [31], [32, 63, 64, 69], range(1, 70, 2)):
+        request = Request(params, allowed=allowed)
+        rows, count = logits.repeat(2000, 1), 2000
+        slots, positions = torch.ones(count).int(), torch.arange(count).int()
+        tokens = sample(rows, slots, positions, tables_of([request], 1)).tokens
+        assert set(tokens.tolist()) == set(allowed)
+
+
+@SAMPLERS
+def test_what_is_allowed_is_drawn_as_if_the_rest_were_impossible(sample: Sampler) -> None:
+    """Filters see the tokens that are left: a mask and logits of -inf are the same."""
+    logits = logits_of("normal", 1, 300, 5)[0]
+    allowed = range(2, 300, 7)
+    forbidden = torch.ones(300, dtype=torch.bool)
+    forbidden[list(allowed)] = False
+    for choice in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 3.0}):
+        params = SamplingParams(seed=1, **choice)  # type: ignore[arg-type]
+        masked = Request(params, 3, (2, 9, 16), 1, allowed=allowed)
+        plain = Request(params, 3, (2, 9, 16), 1)
+        left = run(sample, logits, masked)
+        right = run(sample, logits.masked_fill(forbidden, -INF), plain)
+        assert left.tokens.item() == right.tokens.item()
+
+
+@SAMPLERS
+def test_a_mask_comes_before_bias_and_penalties(sample: Sampler) -> None:
+    """A bonus brings nothing back, and what is broken but forbidden breaks nothing."""
+    params = SamplingParams(
+        temperature=0, logit_bias={0: 100.0}, presence_penalty=-2.0, repetition_penalty=0.1
+    )
+    for first in (9.0, NAN, INF):
+        request = Request(params, tokens=[0, 0], prompt_len=1, allowed=[1, 2])
+        assert run(sample, [first, 1.0, 2.0], request).tokens.item() == 2
+
+
+@SAMPLERS
+def test_log_probabilities_know_no_mask(sample: Sampler) -> None:
+    request = Request(SamplingParams(temperature=0, logprobs=2), allowed=[2])
+    result = run(sample, [1.0, 3.0, 2.0], request)
+    assert result.tokens.item() == 2
+    exact = torch.tensor([1.0, 3.0, 2.0]).log_softmax(-1)
+    torch.testing.assert_close(result.logprobs, exact[[2]])
+    assert result.top_ids[0, :2].tolist() == [1, 2]
+
+
+@SAMPLERS
+def test_nothing_allowed_is_a_valid_token(sample: Sampler) -> None:
+    for temperature in (0, 1.0):
+        nothing = Request(SamplingParams(temperature=temperature), allowed=[])
+        early = Request(
+            SamplingParams(temperature=temperature, min_tokens=1), stop_ids=[1], allowed=[1, 99]
+        )
+        for request in (nothing, early):
+            assert run(sample, [1.0, 2.0, 3.0], request).tokens.item() == 0
+
+
+@SAMPLERS
+def test_a_mask_is_read_only_where_it_is_said_to_be_there(sample: Sampler) -> None:
+    tables = tables_of([Request(SamplingParams(temperature=0), allowed=[0])])
+    logits = torch.tensor([[0.0, 1.0]])
+    assert sample(logits, ints(1), ints(0), tables).tokens.item() == 0
+    tables.is_masked[1] = 0
+    assert sample(logits, ints(1), ints(0), tables).tokens.item() == 1
+
+
+def test_a_mask_that_is_too_narrow_is_refused() -> None:
+    tables = tables_of([Request()])
+    narrow = tables._replace(allowed=tables.allowed[:, :2].contiguous())
+    fused(torch.zeros(1, 64), ints(1), ints(0), narrow)
+    with pytest.raises(RuntimeError, match="allowed must have a bit for every token"):
+        fused(torch.zeros(1, 65), ints(1), ints(0), narrow)
 
 
 # ---- penalties, bias, early endings ----

@@ -45,7 +45,24 @@ def _answer(request: Request) -> tuple[list[int], str]:
     for i, token in enumerate(output, 1):
         if token in request.stop_ids and i >= request.params.min_tokens:
             return output[:i], "stop"
+        if request.grammar is not None and i == request.grammar.num_tokens:
+            return output[:i], "stop"
     return output, "length"
+
+
+@dataclass
+class Counting:
+    """A grammar of any tokens, but only so many."""
+
+    num_tokens: int
+    num_taken: int = 0
+
+    def advance(self, token: int) -> bool:
+        self.num_taken += 1
+        return True
+
+    def can_go_on(self, banned: frozenset[int]) -> bool:
+        return self.num_taken < self.num_tokens
 
 
 @dataclass
@@ -54,6 +71,8 @@ class SlotRow:
     length: int
     target: int
     pages: list[int]
+    num_constrained: int = -1
+    """How many tokens were known when it was last said what may follow them."""
 
 
 @dataclass
@@ -72,6 +91,10 @@ class Device:
     def pages_added(self, request: Request, first_index: int, pages) -> None:
         assert pages
         self.staged.append(("pages", request.slot, first_index, pages))
+
+    def constrained(self, request: Request) -> None:
+        assert request.grammar.num_taken == len(request.output_token_ids)
+        self.staged.append(("constrained", request.slot, request.num_tokens))
 
     def released(self, slot: int) -> None:
         self.staged.append(("released", slot))
@@ -92,6 +115,8 @@ class Device:
             elif kind == "pages":
                 assert rest[0] == len(self.table[slot].pages)
                 self.table[slot].pages += rest[1]
+            elif kind == "constrained":
+                self.table[slot].num_constrained = rest[0]
             else:
                 del self.table[slot]
         self.staged.clear()
@@ -117,6 +142,8 @@ class Device:
         assert row.samples == (own.length >= own.target)
         if row.samples:
             assert len(own.tokens) == own.length
+            if row.request.grammar is not None:
+                assert own.num_constrained == own.length
             own.tokens.append(_next_token(entry))
         return _next_token(entry) if row.samples else -1
 
@@ -133,7 +160,9 @@ class World:
         self.pending: deque[tuple[Step, list[int]]] = deque()
         self.requests: list[Request] = []
 
-    def add(self, prompt: list[int], max_tokens: int = 99, stop_ids=(), min_tokens=0) -> Request:
+    def add(
+        self, prompt: list[int], max_tokens: int = 99, stop_ids=(), min_tokens=0, grammar=None
+    ) -> Request:
         arrival = len(self.requests)
         request = Request(
             id=f"r{arrival}",
@@ -143,6 +172,7 @@ class World:
             arrival=arrival,
             stop_ids=frozenset(stop_ids),
             max_len=min(len(prompt) + max_tokens, self.config.max_model_len),
+            grammar=grammar,
         )
         self.scheduler.add(request)
         self.requests.append(request)
@@ -155,7 +185,8 @@ class World:
     def launch(self) -> Step | None:
         oldest = next(iter(self.alive), None)
         can_advance = oldest is not None and oldest.num_known < oldest.max_len
-        if oldest is not None and oldest.status is Status.WAITING and oldest.num_in_flight:
+        waits = oldest is not None and (oldest.status is Status.WAITING or oldest.grammar)
+        if waits and oldest.num_in_flight:
             can_advance = False  # it waits for the commit of its own sample
         preemptions = {request: request.num_preemptions for request in self.alive}
         step = self.scheduler.plan()
@@ -266,11 +297,12 @@ class Traffic(RuleBasedStateMachine):
         tail=st.lists(st.integers(0, 1), min_size=1, max_size=4),
         max_tokens=st.integers(1, 9),
         stop_ids=st.sets(st.integers(0, VOCAB - 1), max_size=1),
+        grammar=st.none() | st.builds(Counting, st.integers(1, 9)),
         data=st.data(),
     )
-    def add(self, head, tail, max_tokens, stop_ids, data) -> None:
+    def add(self, head, tail, max_tokens, stop_ids, grammar, data) -> None:
         min_tokens = data.draw(st.integers(0, min(3, max_tokens)))
-        self.world.add(head + tail, max_tokens, stop_ids, min_tokens)
+        self.world.add(head + tail, max_tokens, stop_ids, min_tokens, grammar)
 
     @precondition(lambda self: self.world.alive)
     @rule(pick=st.integers(0, 99))
@@ -319,7 +351,8 @@ def _soak(rng: random.Random, caching: bool) -> World:
             head = [1, 2, 3, 4] * rng.randint(0, 2)
             tail = [rng.randrange(2) for _ in range(rng.randint(1, 5))]
             stop_ids = {rng.randrange(VOCAB)} if rng.random() < 0.3 else ()
-            world.add(head + tail, rng.randint(1, 20), stop_ids, rng.randint(0, 1))
+            grammar = Counting(rng.randint(1, 20)) if rng.random() < 0.3 else None
+            world.add(head + tail, rng.randint(1, 20), stop_ids, rng.randint(0, 1), grammar)
         if world.alive and rng.random() < 0.03:
             world.scheduler.cancel(rng.choice(world.alive))
         world.turn()
@@ -354,6 +387,20 @@ def test_a_lone_request_prefills_then_decodes_ahead_of_its_commits() -> None:
     assert world.launch() is None  # all that it may say is in flight
     world.drain()
     assert request.finish_reason == "length"
+
+
+def test_a_grammar_waits_for_its_own_sample_and_for_no_other() -> None:
+    world = _world(max_num_batched_tokens=8)
+    world.add([1, 2], max_tokens=9, grammar=Counting(3))
+    world.add([1], max_tokens=9)
+    rows = [_shape(world.turn()) for _ in range(4)]
+    assert rows == [
+        [("r0", 0, 2, True), ("r1", 0, 1, True)],
+        [("r1", 1, 1, True)],
+        [("r0", 2, 1, True), ("r1", 2, 1, True)],
+        [("r1", 3, 1, True)],
+    ]
+    world.drain()
 
 
 def test_a_long_prompt_is_chunked_behind_the_decodes() -> None:

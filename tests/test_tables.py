@@ -12,18 +12,19 @@ from slotzero.errors import ContractError
 from slotzero.graph import Registry
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import SamplingParams
-from slotzero.sampling.tables import SAMPLING_TABLES, encode
+from slotzero.sampling.tables import SAMPLING_TABLES, encode, mask_tables
 
-NUM_SLOTS, MAX_LEN, PAGES = 3, 7, 4
+NUM_SLOTS, MAX_LEN, PAGES, VOCAB = 3, 7, 4, 65
+SPECS = (*SAMPLING_TABLES, *mask_tables(VOCAB))
 WIDTHS = {"tokens": MAX_LEN + 1, "length": 1, "target": 1, "page_table": PAGES} | {
-    spec.name: spec.width for spec in SAMPLING_TABLES
+    spec.name: spec.width for spec in SPECS
 }
-NEUTRAL = dict.fromkeys(WIDTHS, 0) | {spec.name: spec.neutral for spec in SAMPLING_TABLES}
-FLOATS = {spec.name for spec in SAMPLING_TABLES if spec.dtype == "float32"}
+NEUTRAL = dict.fromkeys(WIDTHS, 0) | {spec.name: spec.neutral for spec in SPECS}
+FLOATS = {spec.name for spec in SPECS if spec.dtype == "float32"}
 
 
 def make() -> SlotTables:
-    return SlotTables(Registry(torch.device("cpu")), NUM_SLOTS, MAX_LEN, PAGES)
+    return SlotTables(Registry(torch.device("cpu")), NUM_SLOTS, MAX_LEN, PAGES, VOCAB)
 
 
 def rows_of(tables: SlotTables, name: str) -> list[list[int | float]]:
@@ -62,6 +63,22 @@ def test_the_later_value_wins() -> None:
     tables.stage("page_table", 2, [7], first=1)
     tables.apply()
     assert rows_of(tables, "page_table")[2] == [1, 7, 8, 0]
+
+
+@pytest.mark.parametrize(("vocab", "words"), [(1, 1), (32, 1), (33, 2), (151_936, 4748)])
+def test_a_mask_has_a_bit_for_every_token(vocab: int, words: int) -> None:
+    tables = SlotTables(Registry(torch.device("cpu")), 2, 1, 1, vocab)
+    assert tables["allowed"].shape == (3, words)
+    assert (tables["allowed"] == -1).all() and not tables["is_masked"].any()
+
+
+def test_what_is_staged_is_what_it_was_then() -> None:
+    tables = make()
+    mask = np.array([5, 6, 7], dtype=np.int32)
+    tables.stage("allowed", 1, mask)
+    mask[:] = 9  # the caller goes on with its array
+    tables.apply()
+    assert rows_of(tables, "allowed")[1] == [5, 6, 7]
 
 
 def test_apply_is_done_once() -> None:

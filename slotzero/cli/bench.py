@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure throughput (a workload of many requests), latency (one request, again and again), graphs
-(every recording by itself) or cost (a decode step against batch and context).
+(every recording by itself), cost (a decode step against batch and context) or serve (a running
+server, under requests that arrive at random).
 
 Prompts are random token ids, sampling is greedy, answers have a fixed length, and prefix caching is
 off. A table is printed, and then one line of JSON.
@@ -21,7 +22,8 @@ off. A table is printed, and then one line of JSON.
   slotzero bench throughput path/to/model --load-format dummy --num-prompts 32
   slotzero bench latency --input-len 512 --output-len 64
   slotzero bench graphs --sizes 1,8 --context 1024
-  slotzero bench cost --plot cost.svg"""
+  slotzero bench cost --plot cost.svg
+  slotzero bench serve --url http://127.0.0.1:8000 --rate 2,8 --num-prompts 200"""
 WORKLOAD_NAMES = ("b1", "b8", "b64", "b256", "mixed")  # a test holds them to bench/workloads.py
 THROUGHPUT_SHAPE = (8, 128, 512)  # requests, input and output length
 LATENCY_SHAPE = (1, 128, 128)
@@ -33,7 +35,10 @@ FLAGS = {
     "latency": ("batch_size", "input_len", "output_len", "repeats"),
     "graphs": ("sizes", "all_sizes", "context", "repeats"),
     "cost": ("context", "plot", "repeats"),
+    "serve": ("url", "api_key", "rate", "goal", "num_prompts", "input_len", "output_len"),
 }
+URL = "http://127.0.0.1:8000"
+GOAL = (0.5, 0.05)  # seconds to the first token, and of each after it
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,14 +52,20 @@ def parser() -> argparse.ArgumentParser:
         help="throughput: bN is N requests of 128 tokens in and 512 out, mixed is 256 of 100 to "
         "1024 in and out (default: b8)",
     )
-    group.add_argument("--num-prompts", type=_positive, metavar="N", help="throughput: requests")
+    group.add_argument(
+        "--num-prompts",
+        type=_positive,
+        metavar="N",
+        help="throughput: requests; serve: at each rate (100)",
+    )
     group.add_argument("--batch-size", type=_positive, metavar="N", help="latency: requests (1)")
     group.add_argument("--input-len", type=_positive, metavar="N", help="tokens of a prompt (128)")
     group.add_argument(
         "--output-len",
         type=_positive,
         metavar="N",
-        help="tokens of an answer (throughput: 512, latency: 128)",
+        help="tokens of an answer (throughput: 512, latency: 128); serve draws both lengths like "
+        "those of ShareGPT's conversations, unless given",
     )
     group.add_argument(
         "--repeats",
@@ -81,6 +92,17 @@ def parser() -> argparse.ArgumentParser:
         help=f"graphs and cost: tokens stored in each row ({CONTEXT})",
     )
     group.add_argument("--plot", metavar="FILE.svg", help="cost: draw it into this file")
+    group.add_argument("--url", help=f"serve: where the server is ({URL})")
+    group.add_argument("--api-key", metavar="KEY", help="serve: if it wants one")
+    group.add_argument(
+        "--rate", type=_rates, metavar="N,N", help="serve: requests a second, or inf (4)"
+    )
+    group.add_argument(
+        "--goal",
+        type=_goal,
+        metavar="MS,MS",
+        help="serve: a request is good within so many ms to its first token and per token (500,50)",
+    )
     flags.add_engine_flags(made, enable_prefix_caching=False)
     return made
 
@@ -91,9 +113,14 @@ def run(args: argparse.Namespace) -> int:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} is not a flag of `bench {args.what}`: drop it")
     model, settings = flags.chosen_model(args), flags.engine_settings(args)
-    {"throughput": _throughput, "latency": _latency, "graphs": _graphs, "cost": _cost}[args.what](
-        args, model, settings
-    )
+    measure = {
+        "throughput": _throughput,
+        "latency": _latency,
+        "graphs": _graphs,
+        "cost": _cost,
+        "serve": _serve,
+    }[args.what]
+    measure(args, model, settings)
     return 0
 
 
@@ -140,6 +167,34 @@ def _cost(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> Non
     print_sheets(report, sheets(report))
 
 
+def _serve(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
+    given = [name for name in settings if name not in ("enable_prefix_caching", "show_progress")]
+    if given or args.model or args.model_flag:
+        what = "a model" if not given else "--" + given[0].replace("_", "-")
+        raise ConfigError(f"{what} is for `slotzero serve`: bench serve measures one that runs")
+    import asyncio
+    from collections.abc import Mapping, Sequence
+
+    from slotzero.bench.http import Site
+    from slotzero.bench.serve import Goal, Load, run_loads, sharegpt, sheets
+    from slotzero.bench.sheets import print_sheets
+    from slotzero.progress import load_bar
+
+    rates, num = args.rate or (4.0,), args.num_prompts or 100
+
+    def make(info: Mapping[str, Any]) -> Sequence[Load]:
+        longest = int(info["limits"]["max_model_len"])
+        shapes = sharegpt(num, 0, longest)
+        if args.input_len or args.output_len:
+            shapes = [(args.input_len or 128, args.output_len or 128)] * num
+        return [Load(rate, shapes) for rate in rates]
+
+    site = Site.at(args.url or URL, args.api_key)
+    with load_bar(settings.get("show_progress", True), num * len(rates)) as seen:
+        report = asyncio.run(run_loads(site, make, Goal(*(args.goal or GOAL)), seen))
+    print_sheets(report, sheets(report))
+
+
 def _throughput_spec(args: argparse.Namespace) -> "WorkloadSpec":
     from slotzero.bench.workloads import WORKLOADS, fixed_spec
 
@@ -173,3 +228,25 @@ def _positive(text: str) -> int:
 def _sizes(text: str) -> tuple[int, ...]:
     """'8,1' -> (1, 8)"""
     return tuple(sorted({_positive(word) for word in text.split(",")}))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """'2,8,inf' -> requests a second"""
+    try:
+        rates = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(rate > 0 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates such as 2,8 or inf")
+    return rates
+
+
+def _goal(text: str) -> tuple[float, float]:
+    """'500,50' -> seconds"""
+    try:
+        first, each = (float(word) / 1000 for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not two times in ms such as 500,50"
+        ) from None
+    return first, each

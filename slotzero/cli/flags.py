@@ -15,11 +15,20 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
-from slotzero.config import BACKENDS, DEFAULT_MODEL, DTYPES, LOAD_FORMATS, EngineConfig
+from slotzero.config import (
+    BACKENDS,
+    DEFAULT_MODEL,
+    DTYPES,
+    LOAD_FORMATS,
+    SANITIZE_ACTIONS,
+    SANITIZE_MODES,
+    EngineConfig,
+)
 from slotzero.errors import ConfigError
 from slotzero.sampling.params import SamplingParams
+from slotzero.server.settings import TOOL_CALL_PARSERS, ServerSettings
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "max_model_len": ("--context-length",),
@@ -33,12 +42,21 @@ SWITCHES: Mapping[str, tuple[str, bool]] = {
     "--disable-cuda-graph": ("enforce_eager", True),
     "--disable-radix-cache": ("enable_prefix_caching", False),
 }
-CHOICES = {"backend": BACKENDS, "dtype": DTYPES, "load_format": LOAD_FORMATS}
+CHOICES = {
+    "backend": BACKENDS,
+    "dtype": DTYPES,
+    "load_format": LOAD_FORMATS,
+    "sanitize": SANITIZE_MODES,
+    "sanitize_action": SANITIZE_ACTIONS,
+    "tool_call_parser": TOOL_CALL_PARSERS,
+}
+SIZES = ("kv_cache_memory", "max_request_bytes")
 ENGINE_FIELDS = tuple(
     field.name
     for field in fields(EngineConfig)
     if field.name not in ("model", "skip_tokenizer_init")  # the positional, and for commands to say
 )
+SERVER_FIELDS = tuple(field.name for field in fields(ServerSettings))
 SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -105,6 +123,15 @@ def add_sampling_flags(
 ) -> None:
     _add_fields(parser.add_argument_group("sampling"), SamplingParams, names, preferred)
     parser.set_defaults(**preferred)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    _add_fields(parser.add_argument_group("server"), ServerSettings, SERVER_FIELDS, {})
+
+
+def server_settings(args: argparse.Namespace) -> ServerSettings:
+    given = {name: value for name, value in vars(args).items() if name in SERVER_FIELDS}
+    return ServerSettings(**given)
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -181,12 +208,14 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     """What argparse must know to read this field."""
     if field.type is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if field.name == "stop":
+    if field.name == "stop" or get_origin(field.type) is tuple:
         return {"action": "append", "metavar": "TEXT"}
     if field.name in CHOICES:
         return {"choices": CHOICES[field.name]}
-    if field.name == "kv_cache_memory":
+    if field.name in SIZES:
         return {"type": size, "metavar": "BYTES"}
+    if field.type is str:
+        return {"metavar": "TEXT"}
     return {"type": _number_type(field.type), "metavar": "N"}
 
 

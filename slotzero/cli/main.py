@@ -19,9 +19,11 @@ from slotzero import __version__
 from slotzero.errors import SlotzeroError
 
 COMMANDS = {
+    "serve": "open OpenAI's API on a port",
     "chat": "talk with a model",
     "generate": "answer prompts from an argument, a file or standard input",
     "bench": "measure throughput, latency, graphs or cost on this machine",
+    "certify": "prove that no padded row can hurt",
     "doctor": "show what this machine has and what would be used",
 }
 INTERRUPTED = 128 + 2  # as a shell reports the signals SIGINT and SIGPIPE

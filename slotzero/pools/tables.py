@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slotzero.errors import ContractError
 from slotzero.graph import Registry
-from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, TableSpec
+from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, TableSpec, mask_tables
 
 _DTYPES = {"int32": (torch.int32, np.int32), "float32": (torch.float32, np.float32)}
 
@@ -36,7 +36,12 @@ class _Place:
 
 class SlotTables:
     def __init__(
-        self, registry: Registry, num_slots: int, max_len: int, pages_per_slot: int
+        self,
+        registry: Registry,
+        num_slots: int,
+        max_len: int,
+        pages_per_slot: int,
+        vocab_size: int,
     ) -> None:
         self.num_slots = num_slots
         specs = (
@@ -46,6 +51,7 @@ class SlotTables:
             TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
             TableSpec("page_table", pages_per_slot, "int32", 0, is_matrix=True),
             *SAMPLING_TABLES,
+            *mask_tables(vocab_size),
         )
         self._places: dict[str, _Place] = {}
         words = 0
@@ -60,7 +66,8 @@ class SlotTables:
         for spec in specs:
             self._views[spec.name].fill_(spec.neutral)
         self.observer: TableObserver | None = None
-        self._staged: list[tuple[np.ndarray, np.ndarray]] = []  # (word offsets, word values)
+        self._staged: list[tuple[int, int]] = []  # (first word, number of words), in order
+        self._latest = np.zeros(words, np.int32)  # by word: the last value staged, if any
         self._written: dict[int, dict[str, int]] = {}  # slot -> table -> words away from neutral
 
     def __getitem__(self, name: str) -> Tensor:
@@ -70,7 +77,9 @@ class SlotTables:
     def sampling(self) -> SamplingTables:
         return SamplingTables(**{name: self._views[name] for name in SamplingTables._fields})
 
-    def stage(self, name: str, slot: int, values: Sequence[int | float], first: int = 0) -> None:
+    def stage(
+        self, name: str, slot: int, values: Sequence[int | float] | np.ndarray, first: int = 0
+    ) -> None:
         """Row `slot` of a table gets `values` from column `first` on, at the next `apply`."""
         spec, base = self._places[name].spec, self._places[name].base
         if not 1 <= slot <= self.num_slots:
@@ -81,7 +90,8 @@ class SlotTables:
             )
         words = np.asarray(values, dtype=_DTYPES[spec.dtype][1]).view(np.int32)
         offset = base + slot * spec.width + first
-        self._staged.append((np.arange(offset, offset + len(values)), words))
+        self._latest[offset : offset + len(values)] = words
+        self._staged.append((offset, len(values)))
         written = self._written.setdefault(slot, {})
         written[name] = max(written.get(name, 0), first + len(values))
 
@@ -89,24 +99,23 @@ class SlotTables:
         """Whatever was staged for this slot's last owner returns to neutral; tokens may stay."""
         for name, width in self._written.pop(slot, {}).items():
             if name != "tokens":
-                self.stage(name, slot, [self._places[name].spec.neutral] * width)
+                self.stage(name, slot, np.full(width, self._places[name].spec.neutral))
         self._written.pop(slot, None)
 
     def apply(self) -> None:
-        """One upload and one kernel; where a word was staged twice, the later value wins."""
+        """One upload and one kernel; where a word was staged twice, both writes have the later
+        value, so their order does not matter."""
         if not self._staged:
             return
-        offsets = np.concatenate([offsets for offsets, _ in self._staged])
-        values = np.concatenate([values for _, values in self._staged])
+        offsets = np.concatenate([np.arange(first, first + n) for first, n in self._staged])
+        values = np.concatenate([self._latest[first : first + n] for first, n in self._staged])
         self._staged.clear()
-        _, last = np.unique(offsets[::-1], return_index=True)
-        last = len(offsets) - 1 - last
-        host = torch.from_numpy(np.stack([offsets[last], values[last]]))
+        host = torch.from_numpy(np.stack([offsets, values]))
         if self._arena.is_cuda:
             host = host.pin_memory()  # the allocator of pinned memory keeps it until the copy ends
         self._write(host.to(self._arena.device, non_blocking=True))
         if self.observer is not None:
-            self.observer.applied(self._arena, offsets[last], values[last])
+            self.observer.applied(self._arena, offsets, values)
 
     def _write(self, words: Tensor) -> None:
         self._arena.index_put_((words[0],), words[1].int())

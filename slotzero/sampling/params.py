@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from slotzero.errors import RequestError
+from slotzero.sampling.structured import StructuredOutputs, structured_outputs
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 32
@@ -54,6 +55,8 @@ class SamplingParams:
     """Log probability of each chosen token, and of this many most likely ones beside it."""
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    """What the answer must look like. Its end ends the answer, whatever ignore_eos says."""
 
     def __post_init__(self) -> None:
         for name in _INTEGERS + _NUMBERS:
@@ -66,6 +69,8 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_number("stop_token_ids", token, integer=True)
         object.__setattr__(self, "logit_bias", _token_keys(self.logit_bias or {}))
+        asked = structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", asked)
         for name, ok, rule in self._rules():
             if not ok:
                 raise RequestError(f"{name}={_short(getattr(self, name))}: {rule}")

@@ -11,6 +11,7 @@ The rules it keeps:
 - Nothing is remembered. How often a token occurred is counted from the token table each time, so
   there is no count that could be stale. Token ids outside the vocabulary, and whatever lies in the
   table at or past the position, count for nobody.
+- A token that a grammar forbids has the logit -inf before anything else is done, whatever it was.
 - Log probabilities report the model: the softmax of the logits as they came in.
 - Every filter is a floor. Token i stays if the weight strictly above it is less than a budget
   (top-k: one each, budget k; top-p: its probability, budget top_p), so equal logits live or die
@@ -46,8 +47,9 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
 
 
 def adjust(logits: Tensor, positions: Tensor, own: SamplingTables) -> Tensor:
-    """Penalties, bias and the ban on early endings, in that order: [rows, vocab]."""
+    """Mask, penalties, bias and the ban on early endings, in that order: [rows, vocab]."""
     vocab = logits.shape[-1]
+    logits = logits.masked_fill(_forbidden(own, vocab), -torch.inf)
     index = torch.arange(own.tokens.shape[-1], device=logits.device)
     known = index < positions[:, None]
     seen = _count(own.tokens, known, vocab) > 0
@@ -96,6 +98,13 @@ def _report(logits: Tensor, chosen: Tensor, num_wanted: Tensor) -> Sampled:
         top_ids=_pad(torch.where(wanted & sound, top, 0).to(torch.int32), missing),
         top_logprobs=_pad(torch.where(wanted, logprobs.gather(-1, top), 0.0), missing),
     )
+
+
+def _forbidden(own: SamplingTables, vocab: int) -> Tensor:
+    """The tokens that a grammar rules out: [rows, vocab] bool."""
+    token = torch.arange(vocab, device=own.allowed.device)
+    bits = own.allowed[:, token // 32] >> (token % 32)
+    return (own.is_masked != 0)[:, None] & (bits & 1 == 0)
 
 
 def _count(ids: Tensor, counted: Tensor, vocab: int) -> Tensor:

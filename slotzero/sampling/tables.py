@@ -6,6 +6,9 @@ does), does not know logits, and imports torch for types alone.
 
 The rule: row 0 belongs to nobody and holds neutral values, and a row is always written whole, so
 nothing of an earlier owner of the slot survives in it.
+
+What a request asks for is written once, at its admission. Which tokens its grammar allows is
+written before each of its samples, and is not read where `is_masked` is 0.
 """
 
 from collections.abc import Iterable
@@ -58,8 +61,16 @@ SAMPLING_TABLES = (
 )
 
 
+def mask_tables(vocab_size: int) -> tuple[TableSpec, ...]:
+    """Bit i % 32 of word i // 32 says whether token i may be chosen."""
+    return (
+        TableSpec("is_masked", 1, "int32", 0),  # 0: every token is allowed
+        TableSpec("allowed", -(-vocab_size // 32), "int32", -1, is_matrix=True),
+    )
+
+
 class SamplingTables(NamedTuple):
-    """The tensors themselves: the token table, then `SAMPLING_TABLES` in order."""
+    """The tensors themselves: the token table, `SAMPLING_TABLES`, then `mask_tables`, in order."""
 
     tokens: "Tensor"  # [slots + 1, max_len] int32, by position
     temperature: "Tensor"
@@ -76,6 +87,8 @@ class SamplingTables(NamedTuple):
     stop_ids: "Tensor"  # [slots + 1, MAX_STOP_IDS]
     bias_ids: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
     bias_values: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
+    is_masked: "Tensor"
+    allowed: "Tensor"  # [slots + 1, at least vocab / 32], 32 tokens a word
 
 
 class Sampled(NamedTuple):
@@ -90,7 +103,7 @@ class Sampled(NamedTuple):
 def encode(
     params: SamplingParams, seed: int, prompt_len: int, stop_ids: Iterable[int]
 ) -> dict[str, list[int] | list[float]]:
-    """The whole row of every sampling table for one request.
+    """The whole row of every one of `SAMPLING_TABLES` for one request.
 
     `seed` is the one to use (a request without one is given one by the caller), and `stop_ids` are
     all ids that end the answer, end-of-sequence among them: they are what `min_tokens` holds back.

@@ -2,19 +2,22 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from slotzero.errors import ContractError
+from slotzero.errors import ContractError, RequestError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Bounds, Examination, checksum
 from slotzero.sanitizer.report import Cell, Certificate, Violation
 from slotzero.sanitizer.scene import Scene, Trial
 
+Plan = Sequence[tuple[Runner, GraphKey]]
 MakeScene = Callable[[Runner, GraphKey], AbstractContextManager[Scene]]
 Seen = Callable[[Cell], None]
+NOTHING: Mapping[tuple[GraphKey, str], str] = {}
 _NAMED = re.compile(r"tensor '([^']+)'")
 
 
@@ -25,8 +28,9 @@ def certify(
     bounds: Bounds,
     seen: Seen = lambda cell: None,
     checks: Sequence[str] = tuple(CHECK_FUNCTIONS),
+    skipped: Mapping[tuple[GraphKey, str], str] = NOTHING,
 ) -> Certificate:
-    """Fills the certificate, cell by cell."""
+    """Fills the certificate, cell by cell. `skipped`: by size and check, why it is not tried."""
     start = time.perf_counter()
     constants: Mapping[str, int] | None = None
     with torch.inference_mode():
@@ -34,9 +38,17 @@ def certify(
             if constants is None:
                 constants = checksums(runner.registry)
             runner.prepare(key)
-            for cell in _size(runner, key, make_scene, bounds, constants, checks):
-                certificate.cells.append(cell)
-                seen(cell)
+            wanted = [check for check in checks if (key, check) not in skipped]
+            try:
+                for cell in _size(runner, key, make_scene, bounds, constants, wanted):
+                    certificate.cells.append(cell)
+                    seen(cell)
+            except RequestError as error:  # the context is too short for so many tokens a row
+                certificate.uncertified[str(key)] = f"no such step was set: {error}"
+    certificate.cells += [
+        Cell(key.runner, str(key), check, 0.0, left_out=why)
+        for (key, check), why in skipped.items()
+    ]
     certificate.seconds += time.perf_counter() - start
     return certificate
 
@@ -86,3 +98,33 @@ def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
         if not runner.is_recorded:
             keys = [keys[i] for i in sorted({0, len(keys) // 2, len(keys) - 1})]
         yield from ((runner, key) for key in reversed(keys))
+
+
+def few_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
+    """The smallest and, where a row is one token and so a size is cheap, the largest."""
+    for runner in runners:
+        keys = list(runner.all_keys())
+        ends = (keys[-1], keys[0]) if runner.spec.rows is None else (keys[-1],)
+        yield from ((runner, key) for key in dict.fromkeys(ends))
+
+
+def few_checks(plan: Plan) -> dict[tuple[GraphKey, str], str]:
+    """What a quick look skips: S5 looks at code, which is the same at every size, and is slow."""
+    first = {runner.spec.name: key for runner, key in reversed(plan)}
+    return {
+        (key, "S5"): f"a quick look tries it at {first[key.runner]}"
+        for _, key in plan
+        if key != first[key.runner]
+    }
+
+
+def left_out(runners: Iterable[Runner], plan: Plan, is_quick: bool) -> dict[str, str]:
+    """By runner, of those with sizes that are not planned: how many are, and why not all."""
+    why = "a quick look" if is_quick else "it is not recorded, every size runs the same code"
+    planned = Counter(runner.spec.name for runner, _ in plan)
+    totals = {runner.spec.name: len(list(runner.all_keys())) for runner in runners}
+    return {
+        name: f"{planned[name]} of {total} sizes tried: {why}"
+        for name, total in totals.items()
+        if planned[name] < total
+    }

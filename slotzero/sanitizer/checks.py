@@ -1,9 +1,8 @@
 """S0 to S6 over one trial. Each yields violations; none knows what a runner computes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,18 +42,13 @@ class Examination:
     def s0(self) -> Iterator[Violation]:
         """What is checked at every replay raises by itself."""
         _ = self.plain
-        yield from ()
+        yield from self._not_given("S0")
+        yield from self._arrivals()
 
     def s1(self) -> Iterator[Violation]:
-        names = self.trial.spoilable()
-        hurt = self.trial.replay(spoil=names)
-        if not any(self._hurt(hurt)):
-            return
-        for name in names:
-            mismatch = next(self._hurt(self.trial.replay(spoil=[name])), None)
-            if mismatch is not None:
-                found = f"spoilt, it changed {mismatch.tensor!r}: {mismatch}"
-                yield self._violation("S1", name, found, mismatch.row)
+        for name, mismatch in self._guilty(self.trial.spoilable()):
+            found = f"spoilt, it changed {mismatch.tensor!r}: {mismatch}"
+            yield self._violation("S1", name, found, mismatch.row)
 
     def s2(self) -> Iterator[Violation]:
         eager = self.trial.eager()
@@ -98,11 +92,7 @@ class Examination:
                     entry, padding, torch.zeros_like(padding),
                     range(len(plain.slots), len(after)), "a row of padding is zeros",
                 )  # fmt: skip
-            elif entry.kind is Kind.PUBLISHED and entry.name in self.trial.runner.spec.published:
-                yield from self._as_published(entry, plain)
-        for name, was in self._constants.items():
-            if checksum(self.registry[name]) != was:
-                yield self._violation("S4", name, "a constant has changed", None)
+        yield from self._not_given("S4")
 
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
@@ -129,15 +119,66 @@ class Examination:
         spans = sorted(
             (span_of(e.tensor), e.name) for e in self.registry.entries() if e.tensor.numel()
         )
-        for (span, name), (following, other) in pairwise(spans):
-            if following[0] < span[1]:
-                found = f"its memory overlaps that of {name!r}"
-                guilty = other if self.registry.entry(other).kind is not Kind.TABLE else name
-                yield self._violation("S6", guilty, found, None)
+        reaching: tuple[int, str] = (0, "")  # of those so far, the one that ends last
+        for (first, last), name in spans:
+            if first < reaching[0]:
+                guilty, other = self._intruder(name, reaching[1])
+                yield self._violation("S6", guilty, f"its memory overlaps that of {other!r}", None)
+            reaching = max(reaching, (last, name))
         for start, end in self.trial.runner.backend.memory():
             for (first, last), name in spans:
                 if first < end and start < last:
                     yield self._violation("S6", name, "its memory is inside a graph's pool", None)
+
+    def _intruder(self, *names: str) -> tuple[str, str]:
+        """Of two that overlap, the one that is no table first, or else the smaller."""
+        one, other = sorted(
+            (self.registry.entry(name) for name in names),
+            key=lambda e: (e.kind is Kind.TABLE, e.tensor.nbytes),
+        )
+        return one.name, other.name
+
+    def _not_given(self, check: str) -> Iterator[Violation]:
+        """Published tensors that are not what was published, padded to the end of the buffer, and
+        constants that are not what they were."""
+        for name in self.trial.runner.spec.published:
+            entry, after = self.registry.entry(name), self.plain.tensors[name]
+            values = self.trial.scene.published[name]
+            pads = [entry.pad] * (len(after) - len(values))
+            wanted = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
+            found = first_difference(after, wanted, 0.0)
+            if found is not None:
+                row, got, expected = found
+                text = f"{got} where {expected} was expected: not what was published"
+                yield self._violation(check, name, text, row)
+        for name, was in self._constants.items():
+            if checksum(self.registry[name]) != was:
+                yield self._violation(check, name, "a constant has changed", None)
+
+    def _arrivals(self) -> Iterator[Violation]:
+        """The host gets what the device holds now, and nothing of another step."""
+        for value in (self.trial.scene.trap, 0):
+            for entry in self.registry.entries():
+                if entry.kind is Kind.OUTPUT:
+                    entry.tensor.fill_(value)
+            for name, arrived in self.trial.scene.fetch(self.trial.scene.num_rows).items():
+                sent = self.registry[name][: len(arrived)].to(arrived.device)
+                found = first_difference(arrived, sent, 0.0)
+                if found is not None:
+                    row, got, expected = found
+                    text = f"the host got {got} where the device held {expected}"
+                    yield self._violation("S0", name, text, row)
+
+    def _guilty(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
+        """Those that hurt where they are spoilt, found by halves. Where only both halves together
+        hurt, none can be told from the others: then the first victim is named."""
+        mismatch = next(self._hurt(self.trial.replay(spoil=names)), None)
+        if mismatch is None:
+            return
+        middle = len(names) // 2
+        halves = (names[:middle], names[middle:]) if middle else ()
+        found = [guilty for half in halves for guilty in self._guilty(half)]
+        yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
     def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
         """What a real row, or a derived tensor within the size, has of memory that was spoilt."""
@@ -148,7 +189,7 @@ class Examination:
             entry = self.registry.entry(name)
             owned = owned_rows(self.registry, entry, outcome.slots)
             got, expected = (
-                of.tensors[name].movedim(entry.axis, 0).masked_fill(unused, 0)[owned]
+                of.tensors[name].movedim(entry.axis, 0)[owned].masked_fill(unused[owned], 0)
                 for of in (outcome, self.plain)
             )
             found = first_difference(got, expected, 0.0)
@@ -166,17 +207,6 @@ class Examination:
                 )
                 if found:
                     yield Mismatch(entry.name, rows.start + found[0], *found[1:])
-
-    def _as_published(self, entry: Entry, outcome: Outcome) -> Iterator[Violation]:
-        """The device holds what the last trial published, padded to the end of the buffer."""
-        column = self.trial.scene.published[entry.name]
-        values = [column[row] for row in range(len(outcome.slots))]
-        pads = [entry.pad] * (entry.tensor.shape[0] - len(values))
-        after = outcome.tensors[entry.name]
-        wanted = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
-        yield from self._unchanged(
-            entry, after, wanted, range(len(after)), "not what was published"
-        )
 
     def _unchanged(
         self, entry: Entry, after: Tensor, before: Tensor, rows: Iterable[int], why: str

@@ -29,6 +29,10 @@ class Scene:
     tables: Mapping[str, Tensor]
     unused: Mapping[str, Tensor] = field(default_factory=dict)
     """By table, slots or what they own first: True where a running slot's own row has nothing."""
+    fresh: Mapping[str, Tensor] = field(default_factory=dict)
+    """Alike: True where the step must write, and read nothing before."""
+    fetch: Callable[[int], Mapping[str, Tensor]] = field(default=lambda num_rows: {})
+    """What the host gets of the outputs that it is sent: so many rows of each, by name."""
 
     @property
     def num_rows(self) -> int:
@@ -40,6 +44,8 @@ class Outcome:
     key: GraphKey
     slots: tuple[int, ...]  # by row
     tensors: Mapping[str, Tensor]
+    owned_only: frozenset[str] = frozenset()
+    """Tables of which `tensors` has what the slots own, and no more."""
 
 
 class Trial:
@@ -139,8 +145,9 @@ class Trial:
         foreign = ~running
         foreign[0] = False
         by_row[foreign] = hostile
-        if entry.name in self.scene.unused:
-            by_row.masked_fill_(self.scene.unused[entry.name], hostile)
+        for masks in (self.scene.unused, self.scene.fresh):
+            if entry.name in masks:
+                by_row.masked_fill_(masks[entry.name], hostile)
 
 
 def owned_rows(registry: Registry, entry: Entry, slots: Sequence[int]) -> Tensor:
@@ -151,6 +158,7 @@ def owned_rows(registry: Registry, entry: Entry, slots: Sequence[int]) -> Tensor
     index = torch.tensor(slots, dtype=torch.long, device=owned.device)
     if entry.through:
         index = registry[entry.through][index].long().flatten()
+        index = index[(index >= 0) & (index < len(owned))]  # one that is wrong is not ours to read
     owned[index] = True
     owned[0] = False
     return owned

@@ -8,12 +8,15 @@ the slot or page to another is applied after it.
 
 The rules it keeps:
 
-- First come, first served: whoever runs arrived before whoever waits. The oldest always advances.
+- First come, first served: whoever runs arrived before whoever waits. The oldest always advances,
+  unless it waits for the commit of its own sample.
 - Pages for a whole prompt are taken at admission, so only decoding asks for more later. When none
   are left, the youngest goes back to the head of the queue and is computed again.
 - A prompt is chunked only when it exhausts the step's tokens, and nobody is admitted behind it. So
   at most one running request is short of its target, and it is the youngest: running in order of
   arrival is decodes first, then that chunk, then newcomers.
+- What a grammar allows next depends on the last token, so whoever has a grammar sits a step out
+  while its sample is in flight. The others go on.
 """
 
 from collections import OrderedDict
@@ -63,6 +66,9 @@ class SlotWriter(Protocol):
 
     def pages_added(self, request: Request, first_index: int, pages: list[int]) -> None:
         """Its page table goes on with these, from this index."""
+
+    def constrained(self, request: Request) -> None:
+        """Its next sample is one of the tokens that `request.grammar` allows now."""
 
     def released(self, slot: int) -> None:
         """The slot belongs to nobody: its row is to be neutral."""
@@ -126,6 +132,8 @@ class Scheduler:
             # only now: a row must not read, in the same step, what another row writes
             if row.start < row.request.target:
                 self.ledger.remember(row.request)
+            if row.samples and row.request.grammar is not None:
+                self.writer.constrained(row.request)
         return Step(tuple(rows)) if rows else None
 
     def commit(self, step: Step, sampled: Sequence[int]) -> list[Request]:
@@ -193,6 +201,8 @@ class Scheduler:
             num_known = request.num_known
             if request.status is not Status.RUNNING or num_known == request.max_len:
                 continue  # preempted in this loop, or its last token is in flight
+            if request.grammar is not None and request.num_in_flight:
+                continue
             count = min(budget, num_known - request.num_computed)
             num_tokens = request.num_computed + count
             if num_tokens <= len(request.pages) * page_size or self._grow(request, num_tokens):
@@ -259,6 +269,10 @@ class Scheduler:
         if token in request.stop_ids and num_outputs >= request.params.min_tokens:
             asked_for = token in request.params.stop_token_ids
             self.finish(request, "stop", token if asked_for else None)
+        elif request.grammar is not None and not request.grammar.advance(token):
+            self.finish(request, "abort")  # its logits were broken: no token was left to choose
+        elif request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
+            self.finish(request, "stop")
         elif request.num_tokens >= request.max_len:
             self.finish(request, "length")
 

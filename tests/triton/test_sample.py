@@ -1,8 +1,8 @@
 """Fused sampling against the plain definition: every parameter, over hostile tables and outputs."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -31,6 +31,7 @@ class Request:
     tokens: Sequence[int] = ()
     prompt_len: int = 0
     stop_ids: Sequence[int] = ()
+    allowed: Collection[int] | None = None
 
 
 def asks(tokens: Sequence[int] = (), prompt_len: int = 0, **choice: Any) -> Request:
@@ -148,6 +149,26 @@ def test_half_precision_in_padded_rows(dtype: torch.dtype, device: torch.device)
     assert_same(run(logits, slots, positions, tables, device), expected)
 
 
+@pytest.mark.parametrize(("style", "first"), [("normal", 0), ("ties", 2)])
+def test_only_what_a_grammar_allows(style: str, first: int, device: torch.device) -> None:
+    """Beside rows that have none, and with every parameter."""
+    vocab = CHUNK + 70
+    masks = ([5, 31, 32, CHUNK - 1, CHUNK, vocab - 1], range(0, vocab, 3), [vocab], None)
+    requests = [
+        replace(request, allowed=masks[i % len(masks)])
+        for i, request in enumerate(everyone(), start=first)
+    ]
+    result = run_all(logits_of(style, len(requests), vocab), requests, device)
+    for request, token in zip(requests, result.tokens.tolist(), strict=True):
+        assert request.allowed is None or token in request.allowed or token == 0
+
+
+def test_a_mask_comes_first_and_hides_what_is_broken(device: torch.device) -> None:
+    for first in (9.0, NAN, INF):
+        request = replace(asks([0, 0], 1, logit_bias={0: 90.0}, temperature=0), allowed=[1, 2])
+        assert run_one([first, 1.0, 2.0], request, device).tokens.item() == 2
+
+
 numbers = st.sampled_from
 PARAMS = st.fixed_dictionaries(
     {
@@ -170,6 +191,7 @@ REQUESTS = st.builds(
     st.lists(st.integers(-1, 9), min_size=1, max_size=9),
     st.integers(0, 9),
     st.lists(st.integers(0, 9), max_size=3, unique=True),
+    st.none() | st.sets(st.integers(0, 220), max_size=60),
 )
 
 

@@ -4,7 +4,7 @@
 // in the vocabulary and none sorts it:
 //
 // - A greedy row is one pass for the maximum and a search for its first place. The logits are
-//   copied only if a penalty, a bias or a ban changes some of them.
+//   copied only if a mask, a penalty, a bias or a ban changes some of them.
 // - Filters are floors. top-k and top-p both ask for the lowest value that has less than a budget
 //   of weight strictly above it, and `WeightedFloor` finds it digit by digit.
 // - Noise costs two logarithms, so few are taken: a bound that needs none rules out nearly all.
@@ -147,7 +147,7 @@ struct Scratch {
   }
 };
 
-// ---- penalties, bias, ban ----
+// ---- mask, penalties, bias, ban ----
 
 struct Row {
   const SampleTables& tables;
@@ -170,6 +170,18 @@ bool has_bias(const Row& row) {
 
 bool has_ban(const Row& row) {
   return row.position - row.tables.prompt_len[row.slot] < row.tables.min_tokens[row.slot];
+}
+
+// The logits of the tokens that the mask allows, and -inf for the others.
+void copy_allowed(const Row& row, float* x) {
+  constexpr int64_t BITS = 32;
+  const int32_t* words = row.tables.allowed + row.slot * row.tables.mask_width;
+  for (int64_t begin = 0; begin < row.vocab; begin += BITS) {
+    const uint32_t word = static_cast<uint32_t>(words[begin / BITS]);
+    const int64_t count = std::min(BITS, row.vocab - begin);
+    for (int64_t i = 0; i < count; ++i)
+      x[begin + i] = word >> i & 1 ? row.logits[begin + i] : -INF;
+  }
 }
 
 // a * b as its own rounding: the compiler would fuse a float product with the sum that follows.
@@ -200,10 +212,14 @@ void penalise(const Row& row, float* x, std::vector<int32_t>& tally) {
 // The logits to choose from: those of the model, or a changed copy.
 const float* adjust(const Row& row, Scratch& scratch) {
   const bool penalty = has_penalty(row), bias = has_bias(row), ban = has_ban(row);
-  if (!penalty && !bias && !ban) return row.logits;
+  const bool masked = row.tables.is_masked[row.slot] != 0;
+  if (!masked && !penalty && !bias && !ban) return row.logits;
   const SampleTables& t = row.tables;
   float* x = scratch.adjusted.data();
-  std::copy_n(row.logits, row.vocab, x);
+  if (masked)
+    copy_allowed(row, x);
+  else
+    std::copy_n(row.logits, row.vocab, x);
   if (penalty) penalise(row, x, scratch.tally);
   for (int64_t j = 0; bias && j < t.bias_width; ++j) {
     const int32_t id = t.bias_ids[row.slot * t.bias_width + j];

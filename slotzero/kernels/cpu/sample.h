@@ -24,7 +24,9 @@ struct SampleTables {
   const int32_t* stop_ids;   // [slots + 1, stop_width]
   const int32_t* bias_ids;   // [slots + 1, bias_width]
   const float* bias_values;  // [slots + 1, bias_width]
-  int64_t max_len, stop_width, bias_width;
+  const int32_t* is_masked;
+  const int32_t* allowed;  // [slots + 1, mask_width], 32 tokens a word
+  int64_t max_len, stop_width, bias_width, mask_width;
 };
 
 struct SampleArgs {

@@ -41,15 +41,17 @@ void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor
             Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty,
             Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len,
             Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids,
-            Tensor bias_values, Tensor tokens_out, Tensor logprobs_out, Tensor top_ids_out,
-            Tensor top_logprobs_out) {
-  for (const Tensor* matrix : {&logits, &tokens, &stop_ids, &bias_ids, &top_ids_out})
-    STD_TORCH_CHECK(matrix->dim() == 2,
-                    "sample: logits, tokens, stop_ids, bias_ids and top_ids_out have 2 dimensions");
+            Tensor bias_values, Tensor is_masked, Tensor allowed, Tensor tokens_out,
+            Tensor logprobs_out, Tensor top_ids_out, Tensor top_logprobs_out) {
+  for (const Tensor* matrix : {&logits, &tokens, &stop_ids, &bias_ids, &allowed, &top_ids_out})
+    STD_TORCH_CHECK(matrix->dim() == 2, "sample: logits, tokens, stop_ids, bias_ids, allowed and ",
+                    "top_ids_out have 2 dimensions");
   const int64_t rows = logits.size(0), vocab = logits.size(1), slots_all = tokens.size(0);
   const int64_t max_len = tokens.size(1), top_width = top_ids_out.size(1);
   const int64_t stop_width = stop_ids.size(1), bias_width = bias_ids.size(1);
+  const int64_t mask_width = allowed.size(1);
   STD_TORCH_CHECK(vocab > 0, "sample: logits must have a vocabulary");
+  STD_TORCH_CHECK(mask_width * 32 >= vocab, "sample: allowed must have a bit for every token");
   const slotzero::SampleTables tables{
       .tokens = ints(tokens, "tokens", {slots_all, max_len}),
       .temperature = floats(temperature, "temperature", {slots_all}),
@@ -66,9 +68,12 @@ void sample(Tensor logits, Tensor slots, Tensor positions, Tensor tokens, Tensor
       .stop_ids = ints(stop_ids, "stop_ids", {slots_all, stop_width}),
       .bias_ids = ints(bias_ids, "bias_ids", {slots_all, bias_width}),
       .bias_values = floats(bias_values, "bias_values", {slots_all, bias_width}),
+      .is_masked = ints(is_masked, "is_masked", {slots_all}),
+      .allowed = ints(allowed, "allowed", {slots_all, mask_width}),
       .max_len = max_len,
       .stop_width = stop_width,
       .bias_width = bias_width,
+      .mask_width = mask_width,
   };
   check(tokens_out, "tokens_out", ScalarType::Int, {rows});
   check(logprobs_out, "logprobs_out", ScalarType::Float, {rows});
@@ -101,7 +106,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
       "Tensor top_k, Tensor top_p, Tensor min_p, Tensor repetition_penalty, "
       "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, Tensor prompt_len, "
       "Tensor min_tokens, Tensor num_logprobs, Tensor stop_ids, Tensor bias_ids, "
-      "Tensor bias_values, Tensor(a!) tokens_out, Tensor(b!) logprobs_out, "
+      "Tensor bias_values, Tensor is_masked, Tensor allowed, "
+      "Tensor(a!) tokens_out, Tensor(b!) logprobs_out, "
       "Tensor(c!) top_ids_out, Tensor(d!) top_logprobs_out) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) { m.impl("sample", TORCH_BOX(&sample)); }

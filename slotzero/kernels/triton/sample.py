@@ -2,9 +2,9 @@
 
 A row costs what it asks for: who asks for less leaves each kernel early. No kernel sorts.
 
-- `_scan_kernel`, a program per chunk of a row: the chunk's highest logit. Logits that a penalty, a
-  bias or a ban changes are written down in float32; whoever owns a chunk counts the tokens that
-  fall into it. Filtered rows also get the highest logit of every 64, and rows with log
+- `_scan_kernel`, a program per chunk of a row: the chunk's highest logit. Logits that a mask, a
+  penalty, a bias or a ban changes are written down in float32; whoever owns a chunk counts the
+  tokens that fall into it. Filtered rows also get the highest logit of every 64, and rows with log
   probabilities the sum and the top of the logits as they came.
 - `floor_kernel` of floors.py, a program per row: the lowest value that its filters leave.
 - `_choose_kernel`, a few programs per row. Exact noise costs two logarithms in double, so only
@@ -74,7 +74,7 @@ class Scratch(NamedTuple):
     arrived: Tensor  # [rows] int32: choosers that are done
 
 
-# ---- penalties, bias, ban ----
+# ---- mask, penalties, bias, ban ----
 
 
 @triton.jit
@@ -85,13 +85,19 @@ def _is_changed(slot, position, tables):
         | (tl.load(tables.frequency_penalty + slot) != 0.0)
     )
     by_bias = tl.load(tables.bias_ids + slot * MAX_BIAS) != -1
+    by_mask = tl.load(tables.is_masked + slot) != 0
     num_new = position - tl.load(tables.prompt_len + slot)
-    return (by_penalty | by_bias | (num_new < tl.load(tables.min_tokens + slot))).to(tl.int32)
+    by_ban = num_new < tl.load(tables.min_tokens + slot)
+    return (by_penalty | by_bias | by_mask | by_ban).to(tl.int32)
 
 
 @triton.jit
-def _adjust(x, index, begin, slot, position, tables, adjusted, token_stride):
+def _adjust(x, index, begin, slot, position, tables, adjusted, token_stride, mask_stride, vocab):
     """Writes one chunk of the row's `adjusted`, where its tokens are counted first."""
+    num_masked = tl.where(tl.load(tables.is_masked + slot) != 0, vocab, 0)
+    words = tables.allowed + slot * mask_stride
+    word = tl.load(words + (index >> 5), mask=index < num_masked, other=-1)
+    x = tl.where(((word >> (index & 31)) & 1) != 0, x, -INF)
     prompt_len = tl.load(tables.prompt_len + slot)
     repetition = tl.load(tables.repetition_penalty + slot)
     presence = tl.load(tables.presence_penalty + slot)
@@ -135,7 +141,7 @@ def _adjust(x, index, begin, slot, position, tables, adjusted, token_stride):
 
 @triton.jit(do_not_specialize=["chunks"])
 def _scan_kernel(
-    logits, slots, positions, tables, scratch, vocab, stride, token_stride, chunks,
+    logits, slots, positions, tables, scratch, vocab, stride, token_stride, mask_stride, chunks,
     PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
@@ -174,7 +180,10 @@ def _scan_kernel(
             left = tl.where(chunk * GROUPS + group == its_group, tl.max(packed), left)
         x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # not held so long
     if changed != 0:
-        _adjust(x, index, chunk * CHUNK, slot, position, tables, adjusted, token_stride)
+        _adjust(
+            x, index, chunk * CHUNK, slot, position, tables, adjusted, token_stride, mask_stride,
+            vocab,
+        )  # fmt: skip
         x = tl.load(adjusted + index, mask=inside, other=-INF)
     # The maximum forgets NaN, a sum does not. Shrunk, no sum of finite ones is infinite, and
     # where two infinities make a NaN, the higher one has broken the row anyway.
@@ -304,13 +313,14 @@ def sample(
     """`logits` [rows, vocab]; `positions` [rows]: the index that the new token will have."""
     rows, vocab = logits.shape
     stride, token_stride = logits.stride(0), tables.tokens.stride(0)
+    mask_stride = tables.allowed.stride(0)
     chunks = triton.cdiv(vocab, CHUNK.value)
     choosers = min(chunks, triton.cdiv(CHOOSERS, rows))
     scratch = _scratch(rows, chunks, choosers, logits.device)
     sizes = {"CHUNKS": triton.next_power_of_2(chunks), **overlap()}
     launch(
         _scan_kernel, (rows, chunks),
-        logits, slots, positions, tables, scratch, vocab, stride, token_stride, chunks,
+        logits, slots, positions, tables, scratch, vocab, stride, token_stride, mask_stride, chunks,
         num_warps=4, maxnreg=80, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
     launch(

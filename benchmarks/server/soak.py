@@ -1,0 +1,215 @@
+"""A server under abuse: many streams at once, clients that leave, an engine that is killed.
+
+    python benchmarks/server/soak.py [--clients 200] [--seconds 60] [--model tiny:llama]
+
+Starts `slotzero serve` on a free port of the loopback interface. Three parts: (1) all clients
+stream for the whole time; every prompt has a nonce, and every answer must be the one that offline
+generation gives; (2) half of all streams are left at a random moment, after which slots and pages
+must come back; (3) the engine's process is killed under load: every client gets an answer or an
+error, and the server must serve again. Prints a table and a JSON line; exits 1 if anything failed.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from slotzero import LLM, SamplingParams
+from slotzero.bench.http import HttpError, Site
+from slotzero.bench.sheets import Report, Sheet, print_sheets
+
+NUM_TOKENS = 24
+NUM_PROMPTS = 256
+RESTART_BOUND = 60.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--model", default="tiny:llama")
+    args = parser.parse_args()
+    expected = offline(args.model)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "slotzero", "serve", args.model, "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        report = asyncio.run(soak(port, server.pid, expected, args.clients, args.seconds))
+    finally:
+        server.send_signal(signal.SIGTERM)
+        report_exit = server.wait(timeout=60)
+    report |= {"model": args.model, "clients": args.clients, "exit_code": report_exit}
+    failures = [name for name, ok in checks(report).items() if not ok]
+    lines = [(name.replace("_", " "), json.dumps(value)) for name, value in report.items()]
+    print_sheets(report | {"failures": failures}, [Sheet("soak", lines)])
+    return 1 if failures else 0
+
+
+def offline(model: str) -> dict[str, str]:
+    """Prompts with a nonce each, and their only right answer."""
+    rng = random.Random(1)
+    prompts = [f"nonce {rng.getrandbits(40):x} says" for _ in range(NUM_PROMPTS)]
+    llm = LLM(model, show_progress=False)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return {p: output.outputs[0].text for p, output in zip(prompts, outputs, strict=True)}
+
+
+async def soak(
+    port: int, pid: int, expected: dict[str, str], clients: int, seconds: float
+) -> Report:
+    site = Site("127.0.0.1", port, {})
+    await healthy(site, 120)
+    steady = Counter[str]()
+    memory: list[int] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(seconds / 6)
+            memory.append(resident(pid))
+
+    watcher = asyncio.create_task(watch())
+    end = time.monotonic() + seconds
+    await asyncio.gather(*(stream(site, expected, i, end, steady, 0.0) for i in range(clients)))
+    watcher.cancel()
+    leaving = Counter[str]()
+    end = time.monotonic() + seconds / 4
+    await asyncio.gather(*(stream(site, expected, i, end, leaving, 0.5) for i in range(clients)))
+    idle = await idle_within(site, 10)
+    killed = Counter[str]()
+    end = time.monotonic() + seconds / 4
+    tasks = [
+        asyncio.create_task(stream(site, expected, i, end, killed, 0.0)) for i in range(clients)
+    ]
+    await asyncio.sleep(seconds / 16)
+    os.kill(engine_of(pid), signal.SIGKILL)
+    fell = time.monotonic()
+    await asyncio.sleep(0.5)
+    await healthy(site, RESTART_BOUND)
+    back = time.monotonic() - fell
+    await asyncio.gather(*tasks)
+    return {
+        "steady": dict(steady),
+        "memory_mib": [round(value / 2**20) for value in memory],
+        "leaving": dict(leaving),
+        "idle_afterwards": idle,
+        "killed": dict(killed),
+        "seconds_until_back": round(back, 2),
+    }
+
+
+async def stream(
+    site: Site, expected: dict[str, str], seed: int, end: float, fates: Counter[str], leave: float
+) -> None:
+    """Requests one after the other until the time is over; what became of each is counted."""
+    rng = random.Random(seed)
+    while time.monotonic() < end:
+        prompt = rng.choice(list(expected))
+        body = {
+            "model": "any", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0,
+            "stream": True, "ignore_eos": True,
+        }  # fmt: skip
+        most = rng.randrange(1, NUM_TOKENS) if rng.random() < leave else NUM_TOKENS + 1
+        text, num, error = "", 0, ""
+        try:
+            events = site.events("/v1/completions", await with_model(site, body))
+            async for event in events:
+                if "error" in event:
+                    error = "error in the stream"
+                    break
+                text += "".join(choice["text"] for choice in event.get("choices", ()))
+                num += 1
+                if num >= most:
+                    await events.aclose()  # type: ignore[attr-defined]
+                    break
+        except HttpError as failure:
+            error = f"status {failure.status}"
+        except Exception as failure:  # a connection that ends is what is looked for here
+            error = type(failure).__name__
+        if error:
+            fates[error] += 1
+            await asyncio.sleep(0.2)
+        elif num >= most:
+            fates["left"] += 1
+        else:
+            fates["right" if text == expected[prompt] else "wrong"] += 1
+
+
+_model: dict[int, str] = {}
+
+
+async def with_model(site: Site, body: dict[str, Any]) -> dict[str, Any]:
+    if site.port not in _model:
+        _model[site.port] = (await site.get("/v1/models"))["data"][0]["id"]
+    return body | {"model": _model[site.port]}
+
+
+async def healthy(site: Site, within: float) -> None:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            await site.get("/health")
+            return
+        except Exception:  # not listening yet, or 503
+            await asyncio.sleep(0.1)
+    raise SystemExit(f"the server was not healthy within {within:.0f} s")
+
+
+async def idle_within(site: Site, seconds: float) -> bool:
+    """Whether nothing runs, waits or holds a slot or a page of its own any more."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        text = "\n".join([line async for line in site._exchange("GET", "/metrics", b"")])
+        values = {
+            line.split()[0]: float(line.split()[1])
+            for line in text.splitlines()
+            if line and not line.startswith("#")
+        }
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        if all(values.get(f"slotzero_{name}", 1.0) == 0 for name in names):
+            return True
+        await asyncio.sleep(0.25)
+    return False
+
+
+def engine_of(pid: int) -> int:
+    """The one child of the server."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0])
+
+
+def resident(pid: int) -> int:
+    """Bytes of the server and its engine."""
+    total = 0
+    for process in (pid, engine_of(pid)):
+        fields = Path(f"/proc/{process}/statm").read_text().split()
+        total += int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def checks(report: Report) -> dict[str, bool]:
+    memory = report["memory_mib"]
+    return {
+        "steady: all right": set(report["steady"]) == {"right"},
+        "memory is flat": memory[-1] <= 1.05 * memory[1] + 8,
+        "leaving: nobody else was hurt": set(report["leaving"]) <= {"right", "left"},
+        "slots and pages came back": report["idle_afterwards"],
+        "killed: no wrong answer": "wrong" not in report["killed"] and "right" in report["killed"],
+        "back within the bound": report["seconds_until_back"] <= RESTART_BOUND,
+        "ended with 0": report["exit_code"] == 0,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""A running server under load: requests arrive at random moments, whether it keeps up or not.
+
+Open loop: arrivals are a Poisson process of a given rate, so a server that falls behind is seen to.
+Lengths are drawn before the first request is sent. It knows the server by its API alone.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slotzero.bench.http import HttpError, Site
+from slotzero.bench.report import summary
+from slotzero.bench.sheets import Report, Sheet, rounded
+from slotzero.errors import ConfigError
+
+SHAREGPT = (5.0, 1.1, 5.0, 1.0)  # mean and spread of log length: of prompts, then of answers
+LONGEST = 1024
+_FIRST_ID = 10
+
+Seen = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent: a rate, and the lengths of every request."""
+
+    rate: float  # requests per second; inf: all at once
+    shapes: Sequence[tuple[int, int]]  # tokens in, tokens out
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A request is good if it keeps both, in seconds."""
+
+    first_token: float
+    per_token: float
+
+
+@dataclass
+class Fate:
+    """One request; moments are seconds since the load began."""
+
+    arrival: float
+    tokens: list[float] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.error and bool(self.tokens)
+
+    @property
+    def first(self) -> float:
+        return self.tokens[0] - self.arrival
+
+    @property
+    def latency(self) -> float:
+        return self.tokens[-1] - self.arrival
+
+    @property
+    def per_token(self) -> float:
+        return (self.tokens[-1] - self.tokens[0]) / max(1, len(self.tokens) - 1)
+
+
+def sharegpt(num: int, seed: int, longest: int) -> list[tuple[int, int]]:
+    """Lengths like those of people who talk with a model: many short ones, a few long."""
+    rng = random.Random(seed)
+    in_mean, in_spread, out_mean, out_spread = SHAREGPT
+
+    def draw(mean: float, spread: float, most: int) -> int:
+        return max(1, min(most, round(rng.lognormvariate(mean, spread))))
+
+    most_in = min(LONGEST, longest // 2)
+    return [
+        (draw(in_mean, in_spread, most_in), draw(out_mean, out_spread, min(LONGEST, longest // 2)))
+        for _ in range(num)
+    ]
+
+
+async def run_loads(site: Site, make: Callable[[Mapping[str, Any]], Sequence[Load]], goal: Goal,
+                    seen: Seen) -> Report:  # fmt: skip
+    """One rate after the other; `make` is given what the server says of itself."""
+    info = await site.get("/server_info")
+    models = await site.get("/v1/models")
+    model = models["data"][0]["id"]
+    loads = make(info)
+    rates = []
+    for load in loads:
+        start = time.perf_counter()
+        fates = await _run(site, model, load, _vocab_size(info), seen)
+        rates.append(_sum_up(load, fates, time.perf_counter() - start, goal))
+    return {
+        "benchmark": "serve",
+        "model": model,
+        "url": f"http://{site.host}:{site.port}",
+        "goal": {"first_token_ms": 1000 * goal.first_token, "per_token_ms": 1000 * goal.per_token},
+        "rates": rates,
+    }
+
+
+async def _run(site: Site, model: str, load: Load, vocab_size: int, seen: Seen) -> list[Fate]:
+    rng = random.Random(load.seed)
+    prompts = [[rng.randrange(_FIRST_ID, vocab_size) for _ in range(n)] for n, _ in load.shapes]
+    begin = time.perf_counter()
+    tasks, arrival = [], 0.0
+    for prompt, (_, num_out) in zip(prompts, load.shapes, strict=True):
+        await asyncio.sleep(begin + arrival - time.perf_counter())
+        tasks.append(asyncio.create_task(_one(site, model, prompt, num_out, begin, seen)))
+        arrival += rng.expovariate(load.rate) if load.rate != float("inf") else 0.0
+    return list(await asyncio.gather(*tasks))
+
+
+async def _one(
+    site: Site, model: str, prompt: list[int], num_out: int, begin: float, seen: Seen
+) -> Fate:
+    fate = Fate(time.perf_counter() - begin)
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": num_out, "temperature": 0, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+    try:
+        async for event in site.events("/v1/completions", body):
+            if "error" in event:
+                fate.error = str(event["error"])
+            elif event.get("choices"):
+                fate.tokens.append(time.perf_counter() - begin)
+    except (HttpError, OSError, asyncio.IncompleteReadError, ConfigError) as error:
+        fate.error = str(error)
+    seen(1)
+    return fate
+
+
+def _sum_up(load: Load, fates: Sequence[Fate], seconds: float, goal: Goal) -> Mapping[str, Any]:
+    whole = [fate for fate in fates if fate.is_whole]
+    good = [f for f in whole if f.first <= goal.first_token and f.per_token <= goal.per_token]
+    errors = [fate.error for fate in fates if fate.error]
+    num_events = sum(len(fate.tokens) for fate in whole)
+    return {
+        "rate": load.rate if load.rate != float("inf") else "inf",
+        "requests": len(fates),
+        "failed": len(fates) - len(whole),
+        "first_error": errors[0] if errors else "",
+        "seconds": rounded(seconds),
+        "input_tokens": sum(n for n, _ in load.shapes),
+        "output_events": num_events,
+        "events_per_second": rounded(num_events / seconds),
+        "requests_per_second": rounded(len(whole) / seconds),
+        "goodput": rounded(len(good) / seconds),
+        "time_to_first_token": summary([fate.first for fate in whole]),
+        "time_per_token": summary([fate.per_token for fate in whole if len(fate.tokens) > 1]),
+        "request_latency": summary([fate.latency for fate in whole]),
+    }
+
+
+def _vocab_size(info: Mapping[str, Any]) -> int:
+    return int(info.get("vocab_size") or info["engine"]["vocab_size"])
+
+
+def sheets(report: Report) -> list[Sheet]:
+    header = (
+        "requests/s", "sent", "failed", "served/s", "good/s", "chunks/s", "first p50", "p99 ms",
+        "token p50", "p99 ms", "whole p50", "p99 ms",
+    )  # fmt: skip
+    lines = []
+    for rate in report["rates"]:
+        spread = [
+            _shown(rate[name][which])
+            for name in ("time_to_first_token", "time_per_token", "request_latency")
+            for which in ("p50", "p99")
+        ]
+        lines.append((
+            str(rate["rate"]), str(rate["requests"]), str(rate["failed"]),
+            f"{rate['requests_per_second']:.2f}", f"{rate['goodput']:.2f}",
+            f"{rate['events_per_second']:.1f}", *spread,
+        ))  # fmt: skip
+    return [Sheet(f"serve of {report['model']} at {report['url']}", lines, header)]
+
+
+def _shown(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.1f}"

@@ -1,0 +1,227 @@
+"""`slotzero certify`: runs every check over every size, and shows what was found.
+
+It does not know what a check does: that is in slotzero/sanitizer/. The rule: the exit code is 0
+only if nothing was found and, with --mutate, every fault that was put in was.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slotzero.cli import flags
+from slotzero.config import EngineConfig
+from slotzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slotzero.engine import Engine
+    from slotzero.sanitizer.mutants import Mutant
+    from slotzero.sanitizer.report import Certificate
+
+DESCRIPTION = """\
+Prove that no padded row can hurt: for every runner and every size, run the checks. A size is
+recorded when its turn comes. A table is printed, and for each failure the runner, size, check,
+tensor, first differing row and value, and the rule that was broken; the exit code is then 1.
+
+  slotzero certify --quick
+  slotzero certify path/to/model --html report.html
+  slotzero certify tiny:llama --json -
+  slotzero certify --mutate"""
+KV_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # it holds the rows; every trial copies all of it
+FEW_KV_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
+WIDE = 160  # columns, where the reader is a file
+FAULTS_ACROSS = 10  # of a table that fits a terminal
+STDOUT = "-"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = flags.command_parser("certify", "[MODEL] [flags]", DESCRIPTION)
+    flags.add_model(made)
+    group = made.add_argument_group("certification")
+    group.add_argument(
+        "--quick", action="store_true", help="a few sizes of every runner rather than all"
+    )
+    group.add_argument(
+        "--mutate",
+        action="store_true",
+        help="after a quick look, put in one fault after another: is it noticed, is it named?",
+    )
+    group.add_argument(
+        "--json", metavar="FILE", help="write one JSON object; - prints it, and nothing else"
+    )
+    group.add_argument("--html", metavar="FILE", help="write a report with the matrix as a picture")
+    flags.add_engine_flags(made, lazy_recording=True)
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    for flag, file in (("--json", args.json), ("--html", args.html)):
+        if file not in (None, STDOUT):
+            _try_to_write(flag, Path(file))
+    if args.html == STDOUT:
+        raise ConfigError("--html -: a report goes into a file, give its name")
+    is_quick = args.quick or args.mutate
+    config = _config(flags.chosen_model(args), flags.engine_settings(args), is_quick)
+    from slotzero.engine import Engine
+
+    engine = Engine(config)
+    certificate = _certify(engine, config, is_quick)
+    mutants = None
+    if args.mutate:  # over checks that fail already, a fault proves nothing
+        mutants = _mutate(engine, config.show_progress) if certificate.passed else []
+    if args.json != STDOUT:
+        _print_certificate(certificate)
+        if mutants is not None:
+            _print_mutants(mutants)
+    _write_files(args, certificate, mutants)
+    return int(not certificate.passed or not all(mutant.caught for mutant in mutants or ()))
+
+
+def report(certificate: "Certificate", mutants: "Sequence[Mutant] | None") -> dict[str, Any]:
+    made: dict[str, Any] = certificate.as_json()
+    if mutants is not None:
+        made["mutants"] = len(mutants)
+        made["caught"] = sum(mutant.caught for mutant in mutants)
+        made["named"] = sum(mutant.is_named for mutant in mutants)
+        made["mutation"] = [
+            asdict(mutant) | {"caught": mutant.caught, "is_named": mutant.is_named}
+            for mutant in mutants
+        ]
+    return made
+
+
+def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfig:
+    from slotzero.worker import choose_backend
+
+    config = EngineConfig(model=model, skip_tokenizer_init=True, **settings)
+    if config.kv_cache_memory is None:
+        device, _ = choose_backend(config)
+        kv_bytes = (FEW_KV_BYTES if is_quick else KV_BYTES)[device.type]
+        config = replace(config, kv_cache_memory=kv_bytes)
+    return config
+
+
+def _certify(engine: "Engine", config: EngineConfig, is_quick: bool) -> "Certificate":
+    from slotzero.progress import certify_bar
+    from slotzero.sanitizer.certify import all_sizes, certify, few_checks, few_sizes, left_out
+    from slotzero.sanitizer.report import CHECKS, Certificate
+    from slotzero.sanitizer.stage import bounds_of, staged
+
+    runners = engine.worker.runners
+    plan = list(few_sizes(runners) if is_quick else all_sizes(runners))
+    certificate = Certificate(config.model, engine.limits.backend)
+    certificate.uncertified.update(left_out(runners, plan, is_quick))
+    with certify_bar(config.show_progress, len(plan) * len(CHECKS)) as tried:
+        return certify(
+            certificate,
+            plan,
+            lambda runner, key: staged(engine, runner, key),
+            bounds_of(engine),
+            lambda cell: tried(f"{cell.size} {cell.check}"),
+            skipped=few_checks(plan) if is_quick else {},
+        )
+
+
+def _mutate(engine: "Engine", shown: bool) -> "list[Mutant]":
+    from slotzero.progress import certify_bar
+    from slotzero.sanitizer.mutants import mutate
+
+    with certify_bar(shown, None) as tried:
+        return mutate(engine, lambda m: tried(f"{m.runner}: {m.tensor}: {m.fault}"))
+
+
+@contextmanager
+def _writing(flag: str, file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag} {file}: it cannot be written: {error.strerror}") from error
+
+
+def _try_to_write(flag: str, file: Path) -> None:
+    """Now, not after minutes of work; a file that was not there is not left behind."""
+    with _writing(flag, file):
+        existed = file.exists()
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+
+
+def _write_files(
+    args: argparse.Namespace, certificate: "Certificate", mutants: "Sequence[Mutant] | None"
+) -> None:
+    text = json.dumps(report(certificate, mutants), ensure_ascii=False, indent=2) + "\n"
+    if args.json == STDOUT:
+        print(text, end="", flush=True)
+    elif args.json:
+        with _writing("--json", Path(args.json)):
+            Path(args.json).write_text(text, encoding="utf-8")
+    if args.html:
+        from slotzero.sanitizer.page import html
+
+        with _writing("--html", Path(args.html)):
+            Path(args.html).write_text(html(certificate, mutants), encoding="utf-8")
+
+
+def _print_certificate(certificate: "Certificate") -> None:
+    from slotzero.sanitizer.report import CHECKS
+
+    lines = []
+    for size in certificate.sizes:
+        cells = [certificate.cell(size, check) for check in CHECKS]
+        words = ["-" if c is None or c.left_out else "FAIL" if c.violations else "ok"
+                 for c in cells]  # fmt: skip
+        lines.append((size, *words, f"{sum(c.seconds for c in cells if c):.2f}"))
+    _print_table(f"{certificate.model} on {certificate.backend}", ("size", *CHECKS, "s"), lines)
+    for name, why in certificate.uncertified.items():
+        print(f"left out: {name}: {why}")
+    for size, check, why in _not_tried(certificate):
+        print(f"left out: {size}: {check}: {why}")
+    failures = list(certificate.violations)
+    for failure in failures:
+        print(f"FAILED: runner {failure.runner}: {failure}")
+    outcome = "passed" if certificate.passed else f"NOT passed, {len(failures)} failures"
+    num_sizes = len(certificate.sizes)
+    print(f"{outcome}: {num_sizes} sizes in {certificate.seconds:.1f} s, recording included")
+
+
+def _not_tried(certificate: "Certificate") -> Iterable[tuple[str, str, str]]:
+    return ((c.size, c.check, c.left_out) for c in certificate.cells if c.left_out)
+
+
+def _print_mutants(mutants: "Sequence[Mutant]") -> None:
+    from slotzero.sanitizer.page import NUMBERED, numbered, verdict
+
+    faults = list(dict.fromkeys(mutant.fault for mutant in mutants))
+    _print_table("faults", ("", "put in"), [(str(i + 1), f) for i, f in enumerate(faults)])
+    for runner in dict.fromkeys(mutant.runner for mutant in mutants):
+        ours = [mutant for mutant in mutants if mutant.runner == runner]
+        for first in range(0, len(faults), FAULTS_ACROSS):
+            some = range(first, min(first + FAULTS_ACROSS, len(faults)))
+            words = {(m.tensor, faults.index(m.fault)): verdict(m) for m in ours}
+            tensors = dict.fromkeys(m.tensor for m in ours if faults.index(m.fault) in some)
+            lines = [(name, *(words.get((name, i), "") for i in some)) for name in tensors]
+            title = f"{runner}: the check that caught each fault (? is by another name)"
+            _print_table(title, ("tensor", *(str(i + 1) for i in some)), lines)
+    _print_table("bugs of other engines among them", NUMBERED, numbered(mutants))
+    num_caught = sum(mutant.caught for mutant in mutants)
+    num_named = sum(mutant.is_named for mutant in mutants)
+    print(f"{num_caught} of {len(mutants)} mutants were caught, {num_named} by the right name")
+
+
+def _print_table(title: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = WIDE
+    table = Table(title=title or None, title_justify="left")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)

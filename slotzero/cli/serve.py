@@ -1,0 +1,184 @@
+"""`slotzero serve`: OpenAI's API on a port, until it is told to end.
+
+It does not know routes: slotzero/server/ does. What can be wrong is said before anything is loaded:
+flags, packages, the port, the model's name.
+
+The rule: SIGTERM and Ctrl-C mean the same. No more connections are accepted, running requests have
+`--grace` seconds to finish, then they end with an error, and the exit code is 0; a second Ctrl-C
+does not wait. If the engine cannot run any more, the server ends too, with the engine's exit code:
+to stay and refuse everything would only hide it.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from slotzero.cli import flags
+from slotzero.config import EngineConfig
+from slotzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from slotzero.server.client import EngineClient
+    from slotzero.server.settings import ServerSettings
+
+DESCRIPTION = """\
+Open OpenAI's API on a port of this machine.
+
+  slotzero serve
+  slotzero serve path/to/model --port 8080 --api-key SECRET
+  slotzero serve org/name --host 0.0.0.0 --served-model-name mine --request-timeout 120"""
+PACKAGES = ("fastapi", "uvicorn", "msgspec", "prometheus_client")
+POLL_SECONDS = 0.1
+FAREWELL_SECONDS = 2.0  # after the grace time, for clients to read how their requests ended
+
+
+def parser() -> argparse.ArgumentParser:
+    made = flags.command_parser("serve", "[MODEL] [flags]", DESCRIPTION)
+    flags.add_model(made)
+    flags.add_server_flags(made)
+    flags.add_engine_flags(made)
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    settings, model = flags.server_settings(args), flags.chosen_model(args)
+    engine_settings = flags.engine_settings(args) | {"model": model}
+    config = EngineConfig(**engine_settings)
+    if not settings.served_model_name:
+        settings = replace(settings, served_model_name=(model,))
+    _check_packages()
+    _log_to_stderr()
+    with _listen(settings) as listener:
+        address = _address(settings, listener)
+        print(f"{model} at {address}, loading", flush=True)
+        if not settings.is_local and not settings.api_key:
+            print("anybody who reaches it is served: --api-key KEY asks for a key", file=sys.stderr)
+        from slotzero.loading.source import open_checkpoint
+        from slotzero.server.app import make_app
+        from slotzero.server.client import EngineClient
+
+        tokenizer = open_checkpoint(config.model, config.load_format).tokenizer()
+        client = EngineClient(
+            engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
+            max_waiting=settings.max_waiting,
+        )
+        app = make_app(client, tokenizer, settings)
+        asyncio.run(_serve(app, client, settings, listener, address))
+    if client.failure:
+        from slotzero.server.client import EngineUnavailable
+
+        raise EngineUnavailable(client.failure, client.exit_code)
+    return 0
+
+
+def _check_packages() -> None:
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not installed: pip install 'slotzero[server]'")
+
+
+def _log_to_stderr() -> None:
+    log = logging.getLogger("slotzero.server")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _listen(settings: "ServerSettings") -> socket.socket:
+    """Bound, but nobody is let in yet."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"--host {settings.host}: no such address ({error.strerror})") from None
+    listener = socket.socket(kind, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {where} ({error.strerror}): choose another --port, or 0 for any"
+        ) from None
+    return listener
+
+
+def _address(settings: "ServerSettings", listener: socket.socket) -> str:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+async def _serve(
+    app: "FastAPI",
+    client: "EngineClient",
+    settings: "ServerSettings",
+    listener: socket.socket,
+    address: str,
+) -> None:
+    import uvicorn
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(settings.grace + FAREWELL_SECONDS),
+        )
+    )
+    # when it has ended, uvicorn raises the signals that ended it again: for us that is all
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _nothing)
+    watching = asyncio.create_task(_watch(app, client, settings, server, address))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+def _nothing(number: int, frame: Any) -> None:
+    pass
+
+
+async def _watch(
+    app: "FastAPI", client: "EngineClient", settings: "ServerSettings", server: Any, address: str
+) -> None:
+    """Says when the engine is ready, ends the server when it has failed, and the requests when the
+    server is asked to end."""
+    began, is_announced = time.monotonic(), False
+    while not server.should_exit:
+        if client.state == "ready" and not is_announced:
+            print(f"ready in {time.monotonic() - began:.1f} s. Try:\n{_curl(settings, address)}")
+            sys.stdout.flush()
+            is_announced = True
+        server.should_exit |= client.state == "failed"
+        await asyncio.sleep(POLL_SECONDS)
+    app.state.front.is_closing = True
+    await client.drain(settings.grace)
+
+
+def _curl(settings: "ServerSettings", address: str) -> str:
+    body = {
+        "model": settings.served_model_name[0],
+        "messages": [{"role": "user", "content": "Hello!"}],
+    }
+    key = " -H 'Authorization: Bearer KEY'" if settings.api_key else ""
+    quoted = json.dumps(body, ensure_ascii=False).replace("'", "'\\''")
+    header = "-H 'Content-Type: application/json'"
+    return f"curl {address}/v1/chat/completions {header}{key} -d '{quoted}'"

@@ -1,0 +1,106 @@
+"""What an answer must look like. Pure data, as in `params.py`: it compiles nothing.
+
+The rule: exactly one shape is named, and it is kept as text. Two requests with the same kind and
+text want the same grammar.
+"""
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slotzero.errors import RequestError
+
+Kind = Literal["json_schema", "json_object", "regex", "choice"]
+KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    json_schema: str | Mapping[str, Any] | None = None
+    """The answer is JSON that this schema, a dict or JSON text, allows."""
+    json_object: bool | None = None
+    """The answer is a JSON object, whatever is in it."""
+    regex: str | None = None
+    """The whole answer matches this regular expression (Rust's syntax: no look-around)."""
+    choice: Sequence[str] | None = None
+    """The answer is one of these texts."""
+
+    def __post_init__(self) -> None:
+        for name, ok, rule in (
+            ("json_object", isinstance(self.json_object, bool | None), "must be true"),
+            ("regex", self.regex is None or isinstance(self.regex, str), "must be text"),
+            ("choice", self.choice is None or _is_texts(self.choice), "must be a list of texts"),
+        ):
+            if not ok:
+                raise _refused(name, getattr(self, name), rule)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+        if len(self._named()) != 1:
+            got = " and ".join(self._named()) or "none"
+            raise RequestError(f"structured_outputs: give one of {', '.join(KINDS)}, got {got}")
+
+    @property
+    def kind(self) -> Kind:
+        return self._named()[0]
+
+    @property
+    def text(self) -> str:
+        """Of the schema or the regular expression; choices as a JSON list."""
+        match self.kind:
+            case "json_schema":
+                return str(self.json_schema)
+            case "json_object":
+                return '{"type": "object"}'
+            case "regex":
+                return str(self.regex)
+            case "choice":
+                return json.dumps(self.choice)
+
+    def _named(self) -> list[Kind]:
+        return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+
+
+def structured_outputs(asked: object) -> StructuredOutputs | None:
+    """What a request asks for: nothing, the thing itself, or a mapping of its fields."""
+    if asked is None or isinstance(asked, StructuredOutputs):
+        return asked
+    if not isinstance(asked, Mapping):
+        shown = reprlib.repr(asked)
+        raise RequestError(
+            f"structured_outputs={shown}: must be a dict with one of {', '.join(KINDS)}"
+        )
+    unknown = [name for name in asked if name not in KINDS]
+    if unknown:
+        raise RequestError(f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(KINDS)}")
+    return StructuredOutputs(**asked)
+
+
+def _schema_text(schema: object) -> str:
+    """In the order in which it was given: that is the order of an answer's properties."""
+    try:
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, Mapping):
+            raise _refused("json_schema", schema, "must be a JSON object")
+        return json.dumps(parsed, allow_nan=False, default=_plain)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refused("json_schema", schema, f"is not JSON ({error})") from None
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Mapping):  # json writes only dicts by itself
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
+
+
+def _is_texts(value: object) -> bool:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return False
+    return bool(value) and all(isinstance(text, str) for text in value)
+
+
+def _refused(name: str, value: object, rule: str) -> RequestError:
+    return RequestError(f"structured_outputs: {name}={reprlib.repr(value)} {rule}")

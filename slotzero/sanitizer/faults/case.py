@@ -1,0 +1,144 @@
+"""One tensor of one runner in one scene, and what it is to break it.
+
+What a case reads of the device it reads once: a fault may ask again while it is captured.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from torch import Tensor
+
+from slotzero.engine import Engine
+from slotzero.graph import Kind, Registry, Runner
+from slotzero.graph.registry import Entry
+from slotzero.sanitizer.compare import extent
+from slotzero.sanitizer.scene import Outcome, Scene, Trial, owned_rows
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: Engine
+    runner: Runner
+    entry: Entry
+    scene: Scene
+    plain: Outcome  # of the scene, where nothing is broken
+
+    @property
+    def registry(self) -> Registry:
+        return self.runner.registry
+
+    @property
+    def size(self) -> int:
+        return extent(self.entry, self.plain)
+
+    @property
+    def num_real(self) -> int:
+        """Of the size, how many rows or tokens are no padding."""
+        rows = range(self.scene.num_rows)
+        if self.entry.per == "row":
+            return len(rows)
+        return Trial(self.runner, self.scene).num_tokens(self.scene.published, rows)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.num_real < self.size
+
+    @property
+    def is_count(self) -> bool:
+        """A row's value counts its tokens, so a sum over rows could stand there."""
+        return self.entry.name in (*self.runner.spec.published[1:], "new_length")
+
+    @property
+    def view(self) -> Tensor:
+        """Rows first; of a derived or output tensor, those within the size."""
+        if self.entry.kind in (Kind.DERIVED, Kind.OUTPUT):
+            return self.entry.tensor[: self.size]
+        return self.entry.tensor.movedim(self.entry.axis, 0)
+
+    @cached_property
+    def foreign(self) -> int:
+        """A row of this table that belongs to a slot which does not run."""
+        trap = self.scene.trap
+        through = self.entry.through
+        return int(self.scene.tables[through][trap, 0]) if through else trap
+
+    @property
+    def has_foreign(self) -> bool:
+        return self.scene.trap not in self.plain.slots
+
+    @cached_property
+    def unused(self) -> tuple[int, ...]:
+        """Where, in rows of this table that running slots own, nothing is: one such place."""
+        unused = self.scene.unused[self.entry.name]
+        owned = owned_rows(self.registry, self.entry, self.plain.slots)
+        return tuple((unused & owned.view(-1, *[1] * (unused.dim() - 1))).nonzero()[0].tolist())
+
+    @cached_property
+    def written_rows(self) -> list[int]:
+        """Rows of this table that the step changes."""
+        num_rows = self.entry.tensor.shape[self.entry.axis]
+        before, after = (
+            tensors[self.entry.name].movedim(self.entry.axis, -1).reshape(-1, num_rows)
+            for tensors in (self.scene.tables, self.plain.tensors)
+        )
+        return [int(row) for row in (before != after).any(0).nonzero()[:, 0]]
+
+    @cached_property
+    def row_unlike_padding(self) -> int | None:
+        """The first real row whose value is not the one that an empty step would give it."""
+        rows = self.plain.tensors[self.entry.name][: self.num_real]
+        return next((row for row, value in enumerate(rows) if value.any()), None)
+
+
+def always(case: Case) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Fault(ABC):
+    name: str
+    kinds: tuple[Kind, ...]
+    only: Callable[[Case], bool] = always
+
+    @property
+    def shows_in_staging(self) -> bool:
+        """It is injected before a scene is staged, not before one is run."""
+        return False
+
+    def applies(self, case: Case) -> bool:
+        return case.entry.kind in self.kinds and self.only(case)
+
+    @abstractmethod
+    def inject(self, case: Case) -> AbstractContextManager[None]: ...
+
+
+@contextmanager
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """An attribute of one object, which its class may have instead."""
+    held = vars(owner)
+    is_own, before = name in held, held.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def swapped_item(owner: MutableMapping[K, V], key: K, value: V) -> Iterator[None]:
+    before = owner[key]
+    owner[key] = value  # in its place: the order of registered tensors stays
+    try:
+        yield
+    finally:
+        owner[key] = before

@@ -1,0 +1,219 @@
+"""Faults of the device: what a recording, or a kernel, does wrong.
+
+A fault of a recording is in one replay and not in eager, its oracle. A fault of a kernel is in the
+function itself, so replay and eager have it alike. Both are plain torch without a host read, so
+that they are captured wherever the function is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from slotzero.graph import GraphKey, Kind, Pieces, Runner
+from slotzero.graph.backend import Recording, StepFunction
+from slotzero.graph.cpu import CpuRecording
+from slotzero.sanitizer.faults.case import Case, Fault, always, swapped, swapped_item
+
+DERIVED, OUTPUT, TABLE = (Kind.DERIVED,), (Kind.OUTPUT,), (Kind.TABLE,)
+
+
+@dataclass(frozen=True)
+class RecordedFault(Fault):
+    effect: Callable[[Case, Tensor, Tensor], None] = lambda case, now, was: None
+    """Over rows as they are, and as they were when the replay began."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        runner, key, kind = case.runner, case.scene.key, case.entry.kind
+        now, was = case.view, case.view.clone()
+        damage = partial(self.effect, case, now, was)
+
+        def damaged(pieces: Pieces) -> None:
+            """Where a tensor is read within the step, it is wrong before it is read."""
+            was.copy_(now)
+            if kind is Kind.PUBLISHED:
+                damage()
+            runner.spec.function(key, _Damaging(pieces, damage) if kind in DERIVED else pieces)
+            if kind in (*OUTPUT, *TABLE):
+                damage()
+
+        with _recorded(runner, key, damaged):
+            yield
+
+
+class _Damaging(Pieces):
+    """Does its damage when all is derived and the first piece has not run."""
+
+    def __init__(self, pieces: Pieces, damage: Callable[[], None]) -> None:
+        self._pieces, self._damage = pieces, damage
+        self._is_done = False
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        if not self._is_done:
+            self._damage()
+            self._is_done = True
+        return self._pieces(function, *tensors)
+
+
+@contextmanager
+def _recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[None]:
+    recording: Recording | None = runner._recordings[key]
+    if isinstance(recording, CpuRecording):  # its pieces are the same: compile none again
+        recording = CpuRecording(damaged, recording._calls)
+    else:
+        runner._publish_nobody()
+        recording = runner.backend.record(damaged)
+    with swapped_item(runner._recordings, key, recording):
+        yield
+
+
+def _keep_all(case: Case, now: Tensor, was: Tensor) -> None:
+    now.copy_(was)
+
+
+def _keep_last_row(case: Case, now: Tensor, was: Tensor) -> None:
+    row = case.written_rows[-1] if case.entry.kind is Kind.TABLE else case.num_real - 1
+    now[row].copy_(was[row])
+
+
+def _keep_padding(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real :].copy_(was[case.num_real :])
+
+
+def _fill_first_padding(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real].fill_(1)
+
+
+def _zero_columns(case: Case, now: Tensor, was: Tensor) -> None:
+    now[:, case.num_real : case.size].zero_()
+    _keep_padding(case, now, was)
+
+
+def _one_less(case: Case, now: Tensor, was: Tensor) -> None:
+    now.sub_(1).clamp_(min=0)
+
+
+def _pack(case: Case, now: Tensor, was: Tensor) -> None:
+    now[:-1].copy_(now[1:].clone())
+
+
+def _sum_up(case: Case, now: Tensor, was: Tensor) -> None:
+    real = now[: case.num_real]
+    real.copy_(real.sum().clamp(max=case.engine.limits.max_model_len))
+
+
+def _bake(case: Case, now: Tensor, was: Tensor) -> None:
+    """A recording is made over an empty step, where every row is slot 0's: zeros."""
+    row = case.row_unlike_padding
+    assert row is not None
+    now[row].fill_(0)
+
+
+def _is_written(case: Case) -> bool:
+    return bool(case.written_rows)
+
+
+RECORDINGS: tuple[Fault, ...] = (
+    RecordedFault("skip the write", DERIVED, always, _keep_all),
+    RecordedFault("skip the write", TABLE, _is_written, _keep_all),
+    RecordedFault("stale row", (*DERIVED, *OUTPUT), always, _keep_last_row),
+    # A row of any other table is stale where staging leaves it so.
+    RecordedFault(
+        "stale row", TABLE, lambda case: bool(case.entry.through) and _is_written(case),
+        _keep_last_row,
+    ),
+    RecordedFault(
+        "skip the pad", (*DERIVED, *OUTPUT), lambda case: case.is_padded, _keep_padding
+    ),
+    RecordedFault("pad off by one", OUTPUT, lambda case: case.is_padded, _fill_first_padding),
+    RecordedFault(
+        "wrong axis",
+        OUTPUT,
+        lambda case: case.is_padded and case.entry.tensor.dim() > 1,
+        _zero_columns,
+    ),
+    RecordedFault("off by one", DERIVED, always, _one_less),
+    RecordedFault("packed instead of uniform stride", (*DERIVED, *OUTPUT), always, _pack),
+    RecordedFault("global instead of local count", DERIVED, lambda case: case.is_count, _sum_up),
+    RecordedFault(
+        "baked host value",
+        (Kind.PUBLISHED, *DERIVED, *OUTPUT),
+        lambda case: case.row_unlike_padding is not None,
+        _bake,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelFault(Fault):
+    effect: Callable[[Case, Tensor], None] = lambda case, rows: None
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        runner, spec, key, rows = case.runner, case.runner.spec, case.scene.key, case.view
+        saved = rows.clone() if case.entry.kind is Kind.CONSTANT else None  # a trial resets others
+
+        def damaged(key: GraphKey, pieces: Pieces) -> None:
+            spec.function(key, pieces)
+            self.effect(case, rows)
+
+        try:
+            with (
+                _recorded(runner, key, partial(damaged, key)),
+                swapped(runner, "spec", replace(spec, function=damaged)),
+            ):
+                yield
+        finally:
+            if saved is not None:
+                rows.copy_(saved)
+
+
+def _write_row_0(case: Case, rows: Tensor) -> None:
+    rows[0].add_(1)
+
+
+def _write_foreign(case: Case, rows: Tensor) -> None:
+    rows[case.foreign].add_(1)
+
+
+def _write_column(case: Case, rows: Tensor) -> None:
+    rows.select(1, 0).add_(1)
+
+
+def _read_foreign(case: Case, rows: Tensor) -> None:
+    _leak(case, rows[case.foreign])
+
+
+def _read_unused(case: Case, rows: Tensor) -> None:
+    _leak(case, rows[case.unused])
+
+
+def _leak(case: Case, values: Tensor) -> None:
+    """Into the first row of an output."""
+    outputs = (e.tensor for e in case.registry.entries() if e.kind is Kind.OUTPUT)
+    output = next(tensor for tensor in outputs if tensor.is_floating_point())
+    output[:1].add_(values.float().sum())
+
+
+KERNELS: tuple[Fault, ...] = (
+    KernelFault("kernel writes slot 0", TABLE, always, _write_row_0),
+    KernelFault("kernel writes another slot", TABLE, lambda case: case.has_foreign, _write_foreign),
+    KernelFault("kernel reads another slot", TABLE, lambda case: case.has_foreign, _read_foreign),
+    KernelFault(
+        "kernel reads past its length",
+        TABLE,
+        lambda case: case.entry.name in case.scene.unused,
+        _read_unused,
+    ),
+    KernelFault(
+        "wrong axis",
+        TABLE,
+        lambda case: case.entry.tensor.dim() > 1 and _is_written(case),
+        _write_column,
+    ),
+    KernelFault("written by a kernel", (Kind.CONSTANT,), always, _write_row_0),
+)

@@ -1,0 +1,160 @@
+"""S7: are the checks any good? Every rule of every tensor is broken on purpose, one at a time.
+
+A mutant is one fault in one tensor of one runner. It is caught if a check fails, and named if that
+check names the tensor. It does not know how a fault is injected, nor what a check looks for.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slotzero.engine import Engine
+from slotzero.errors import ContractError, SlotzeroError
+from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph.registry import Entry
+from slotzero.sanitizer.bugs import numbers_of
+from slotzero.sanitizer.certify import checksums, examine
+from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Examination
+from slotzero.sanitizer.faults import FAULTS, Case, Fault, swapped
+from slotzero.sanitizer.scene import Scene, Trial
+from slotzero.sanitizer.stage import bounds_of, counts_of, staged
+
+# What needs no replay first, and the check that names what went in before those that see what came
+# out of it: a wrong position shows in KV too.
+ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
+FEWEST_ROWS = 3  # so that rows can be swapped, and every other one left out
+_NAMED = re.compile(r"tensor '([^']+)'")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    runner: str
+    tensor: str
+    fault: str
+    numbers: tuple[str, ...]
+    """Real bugs that were this fault in this tensor."""
+    caught_by: str
+    """The first check that failed; empty if none did."""
+    named: tuple[str, ...]
+    """All tensors that it named."""
+
+    @property
+    def caught(self) -> bool:
+        return bool(self.caught_by)
+
+    @property
+    def is_named(self) -> bool:
+        return self.tensor in self.named
+
+    def __str__(self) -> str:
+        by = f"{self.caught_by} named {', '.join(self.named)}" if self.caught else "not caught"
+        return f"{self.runner}: {self.tensor}: {self.fault}: {by}"
+
+
+def mutate(
+    engine: Engine,
+    seen: Callable[[Mutant], None] = lambda mutant: None,
+    checks: Sequence[str] = tuple(sorted(CHECK_FUNCTIONS, key=ORDER.index)),
+) -> list[Mutant]:
+    """Afterwards the engine is as it was."""
+    mutants = []
+    engine.scheduler.ledger.cache.clear()  # a scene overwrites every page, those it keeps too
+    with torch.inference_mode():
+        for runner in engine.worker.runners:
+            with swapped(runner, "observer", None):  # whoever watches would catch them first
+                for mutant in _mutants_of(engine, runner, checks):
+                    mutants.append(mutant)
+                    seen(mutant)
+    return mutants
+
+
+def tensors_of(runner: Runner) -> list[Entry]:
+    """What it can see. Of constants a few stand for all: one rule and one check serves them."""
+    entries = list(runner.registry.entries())
+    constants = [e for e in entries if e.kind is Kind.CONSTANT]
+    kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
+    return [
+        e
+        for e in entries
+        if (e.kind is not Kind.PUBLISHED or e.name in runner.spec.published)
+        and (e.kind is not Kind.CONSTANT or e.name in kept)
+    ]
+
+
+def padded_size(runner: Runner) -> GraphKey:
+    """The smallest with padding of every kind and a few rows; else the largest."""
+
+    def is_fit(key: GraphKey) -> bool:
+        counts = counts_of(runner, key)
+        has_tokens = runner.spec.rows is None or max(counts) > 1
+        is_padded = len(counts) < key.rows and sum(counts) < key.tokens
+        return len(counts) >= FEWEST_ROWS and is_padded and has_tokens
+
+    keys = sorted(runner.all_keys(), key=lambda key: (key.tokens, key.rows))
+    return next(filter(is_fit, keys), keys[-1])
+
+
+def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterator[Mutant]:
+    key, registry = padded_size(runner), runner.registry
+    runner.prepare(key)
+    constants = checksums(registry)
+
+    def examination(scene: Scene) -> Examination:
+        return Examination(Trial(runner, scene), bounds_of(engine), constants)
+
+    with staged(engine, runner, key) as scene:
+        sound = examination(scene)
+        _require_clean(sound)
+        cases = [Case(engine, runner, e, scene, sound.plain) for e in tensors_of(runner)]
+        for case, fault in _matrix(cases, shows_in_staging=False):
+            with fault.inject(case):
+                caught_by, named = _first_failure(examination(scene), checks)
+            _put_back(registry, scene)
+            yield _mutant(case, fault, caught_by, named)
+    for case, fault in _matrix(cases, shows_in_staging=True):
+        with fault.inject(case):
+            try:
+                with staged(engine, runner, key) as scene:
+                    caught_by, named = _first_failure(examination(scene), checks)
+            except SlotzeroError as error:
+                caught_by, named = "S0", _NAMED.findall(str(error))
+        yield _mutant(case, fault, caught_by, named)
+    registry.distrust_published()
+
+
+def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Case, Fault]]:
+    for case in cases:
+        for fault in FAULTS:
+            if fault.shows_in_staging == shows_in_staging and fault.applies(case):
+                yield case, fault
+
+
+def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> Mutant:
+    runner, entry = case.runner.spec.name, case.entry
+    numbers = numbers_of(runner, entry, fault.name)
+    return Mutant(runner, entry.name, fault.name, numbers, caught_by, tuple(named))
+
+
+def _first_failure(examination: Examination, checks: Sequence[str]) -> tuple[str, list[str]]:
+    """-> the check and what it named"""
+    try:
+        for cell in examine(examination, checks):
+            if cell.violations:
+                return cell.check, list(dict.fromkeys(v.tensor for v in cell.violations))
+    except SlotzeroError as error:
+        return "S0", _NAMED.findall(str(error))
+    return "", []
+
+
+def _require_clean(examination: Examination) -> None:
+    """Every check, whichever are to be scored: it also records what they replay."""
+    for cell in examine(examination, CHECK_FUNCTIONS):
+        for violation in cell.violations:
+            raise ContractError(f"nothing was broken yet, certify first: {violation}")
+
+
+def _put_back(registry: Registry, scene: Scene) -> None:
+    for name, tensor in scene.tables.items():
+        registry[name].copy_(tensor)

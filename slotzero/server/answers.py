@@ -1,0 +1,139 @@
+"""From tokens to what a client reads: one answer as it grows.
+
+It does not know HTTP, tools or its siblings. Stop strings are met here: the engine, in its own
+process, sees only tokens.
+
+The rule: a token's log probability is given when its text is final, and not if a stop string or the
+end of the sequence took its text away. With `text` what the transcript holds:
+
+    text[0 : num_given)              was given out
+    text[num_given : num_safe)       is given out next
+    text[num_safe :)                 may still turn out to be a stop string
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from slotzero.sampling.params import SamplingParams
+from slotzero.server.client import EngineDied
+from slotzero.server.messages import Grown, TokenLogprobs
+from slotzero.server.replies import CachedTokens, Usage
+from slotzero.tokenizer import Tokenizer
+from slotzero.transcript import Transcript
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer that is wanted."""
+
+    index: int
+    """Its place among the choices."""
+    prompt: list[int]
+    params: SamplingParams
+    engine_params: dict[str, Any]
+    """The fields of `params` that were given and that the engine sees."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Fields of SamplingParams that the client knows by another name."""
+    is_counted: bool = True
+    """Whether its prompt is counted: siblings share one."""
+    echo: str = ""
+    """Text before the answer's own."""
+
+    def stop_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """Tokens that end this answer and are no part of it."""
+        ends = () if self.params.ignore_eos else eos_token_ids
+        return frozenset((*ends, *self.params.stop_token_ids))
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One token's log probabilities, and where in the answer its text begins."""
+
+    token: int
+    offset: int
+    values: TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one answer gained."""
+
+    index: int
+    text: str
+    rows: list[TokenRow]
+    finish_reason: str | None
+
+
+class Answer:
+    def __init__(self, ask: Ask, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
+        self.ask = ask
+        self._stop_ids = ask.stop_ids(eos_token_ids)
+        self._transcript = Transcript(tokenizer, ask.params)
+        self._num_given = 0
+        self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.finish_reason: str | None = None
+
+    def grow(self, grown: Grown) -> Piece:
+        if grown.finish_reason == "abort":
+            raise EngineDied("the engine gave this request up; send it again")
+        if self.num_tokens == 0:
+            self.num_cached = min(grown.num_cached, len(self.ask.prompt))
+        is_end = grown.finish_reason is not None
+        for i, token in enumerate(grown.token_ids):
+            is_last = grown.finish_reason == "stop" and i == len(grown.token_ids) - 1
+            is_stop_token = is_last and token in self._stop_ids  # else a grammar was at its end
+            values = grown.logprobs[i] if grown.logprobs else None
+            if self._push(token, values, is_stop_token):
+                is_end = True
+                break
+        if is_end:
+            stopped = self._transcript.close() is not None
+            self.finish_reason = self.finish_reason or grown.finish_reason
+            if stopped:
+                self.finish_reason = "stop"
+        return self._piece()
+
+    def _push(self, token: int, values: TokenLogprobs | None, is_stop_token: bool) -> bool:
+        """-> whether a stop string is complete"""
+        self.num_tokens += 1
+        offset = len(self._transcript.text)
+        stop = self._transcript.push(
+            token, hide=is_stop_token, may_stop=self.num_tokens >= self.ask.params.min_tokens
+        )
+        is_hidden = is_stop_token and not self.ask.params.include_stop_str_in_output
+        if values is not None and not is_hidden:
+            row = TokenRow(token, offset, values)
+            self._rows.append((row, len(self._transcript.text)))
+        if stop is not None:
+            self.finish_reason = "stop"
+        return stop is not None
+
+    def _piece(self) -> Piece:
+        is_over = self.finish_reason is not None
+        num_safe = self._transcript.num_safe
+        text = self._transcript.text[self._num_given : num_safe]
+        self._num_given += len(text)
+        rows = []
+        while self._rows and (is_over or self._rows[0][1] <= num_safe):
+            row, end = self._rows.popleft()
+            if not is_over or row.offset < num_safe or row.offset == end:
+                rows.append(row)
+        return Piece(self.ask.index, text, rows, self.finish_reason)
+
+
+def usage(answers: list[Answer]) -> Usage:
+    counted = [answer for answer in answers if answer.ask.is_counted]
+    num_prompt = sum(len(answer.ask.prompt) for answer in counted)
+    num_generated = sum(answer.num_tokens for answer in answers)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=CachedTokens(
+            cached_tokens=sum(answer.num_cached for answer in counted)
+        ),
+    )

@@ -1,0 +1,111 @@
+"""The HTTP application: routes, and how what goes wrong in them is told.
+
+It starts the engine with itself and stops it at its end. The rule: whatever is wrong with a
+request, the reply has OpenAI's error shape, and names the field where there is one.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from slotzero import __version__
+from slotzero.errors import SlotzeroError
+from slotzero.server.front import Front
+from slotzero.server.gate import Gate, json_bytes, log
+from slotzero.server.metrics import Metrics
+from slotzero.server.routes_engine import engine_routes
+from slotzero.server.routes_openai import openai_routes
+from slotzero.server.runs import Client
+from slotzero.server.settings import ServerSettings
+from slotzero.server.status import BUG, HTTP, Status, error_body, error_reply, retry_after
+from slotzero.tokenizer import Tokenizer
+
+
+def make_app(client: Client, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    front = Front(client, tokenizer, settings, Metrics(client))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.drain(settings.grace)
+            await client.stop()
+
+    app = FastAPI(
+        title="Slotzero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    app.state.front = front
+    app.include_router(openai_routes(front))
+    app.include_router(engine_routes(front))
+    _tell_errors(app, front)
+    app.add_middleware(Gate, settings=settings, refused=front.observer.refused)
+    if settings.allowed_origins:  # outside the gate: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    return app
+
+
+def _tell_errors(app: FastAPI, front: Front) -> None:
+    def refuse(status: Status, body: Any, headers: dict[str, str] | None = None) -> Response:
+        front.observer.refused(status.code)
+        return Response(json_bytes(body), status.code, headers, "application/json")
+
+    @app.exception_handler(SlotzeroError)
+    async def on_error(request: Request, error: Exception) -> Response:
+        status, body = error_reply(error)
+        if status is BUG:
+            log.error("%s failed", request.state.request_id, exc_info=error)
+        return refuse(status, body, retry_after(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        param, message = field_and_message(error.errors(), error.body)
+        return refuse(HTTP[400], error_body(HTTP[400], message, param))
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        known = Status(error.status_code, "invalid_request_error")
+        status = HTTP.get(error.status_code, known)
+        headers = dict(error.headers or {})
+        return refuse(status, error_body(status, error.detail), headers)
+
+
+def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str]:
+    """Of all that is wrong, what lies deepest: the branches of a union are wrong in many ways."""
+    named = [(field_path(error, body), error) for error in errors]
+    param, error = max(named, key=lambda both: both[0].count(".") + both[0].count("["))
+    if error["type"] == "json_invalid":
+        return None, f"the body is not JSON: {error['ctx']['error']} at byte {error['loc'][-1]}"
+    if not param:
+        return None, "the body must be a JSON object, with Content-Type: application/json"
+    if error["type"] == "extra_forbidden":
+        return param, f"{param}: there is no such field"
+    return param, f"{param}: {error['msg']}"
+
+
+def field_path(error: Any, body: Any) -> str:
+    """'messages[0].role'. Where a union was tried, pydantic puts its branches into the path; they
+    are found by not being in the body."""
+    path, value = "", body
+    places = error["loc"][1:]
+    for i, place in enumerate(places):
+        is_missing = i == len(places) - 1 and error["type"] == "missing"
+        if isinstance(place, int) and isinstance(value, list) and place < len(value):
+            path, value = f"{path}[{place}]", value[place]
+        elif isinstance(place, str) and isinstance(value, dict) and (place in value or is_missing):
+            path, value = f"{path}.{place}" if path else place, value.get(place)
+    return path[:200]

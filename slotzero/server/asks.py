@@ -1,0 +1,175 @@
+"""From a request to the answers it wants: prompts as tokens, parameters as the engine knows them.
+
+It does not run anything. The rule: whatever can be refused before the engine sees it is refused
+here, under the name that the client gave it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from slotzero.errors import RequestError
+from slotzero.sampling.params import SamplingParams
+from slotzero.server.answers import Ask
+from slotzero.server.protocol import ChatRequest, CompletionRequest, Generation
+from slotzero.server.status import FieldError, param_of
+
+COMPLETION_TOKENS = 16  # OpenAI's default
+MAX_CHOICES = 1024
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+_GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice")
+
+
+def chat_asks(
+    body: ChatRequest, prompt: list[int], schema: dict[str, Any] | None, has_tools: bool
+) -> list[Ask]:
+    """`schema`: what the answer must be because tool_choice forces a call."""
+    given = _given(body)
+    limits = (body.max_completion_tokens, body.max_tokens)
+    given["max_tokens"] = next((limit for limit in limits if limit is not None), None)
+    if body.logprobs:
+        given["logprobs"] = body.top_logprobs or 0
+    if has_tools:
+        given["skip_special_tokens"] = False  # a model may mark its calls with special tokens
+    name, structure = _structure(body)
+    if schema is not None:
+        if structure is not None:
+            raise FieldError(name, f"{name}: not with a tool_choice that forces a call")
+        name, structure = "tool_choice", {"json_schema": schema}
+    names = {"prompt": "messages", "logprobs": "top_logprobs", "structured_outputs": name}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return _asks(body, [prompt], [""], given, structure, names)
+
+
+def completion_asks(
+    body: CompletionRequest, prompts: Sequence[list[int]], echoes: Sequence[str]
+) -> list[Ask]:
+    given = _given(body)
+    given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+    name, structure = _structure(body)
+    return _asks(body, prompts, echoes, given, structure, {"structured_outputs": name})
+
+
+def check_choices(body: Generation, num_prompts: int) -> None:
+    """Before any of them is tokenised."""
+    if num_prompts * (body.n or 1) > MAX_CHOICES:
+        raise FieldError(
+            "prompt", f"prompt: {num_prompts} prompts: with n answers each, at most {MAX_CHOICES}"
+        )
+
+
+def _given(body: Generation) -> dict[str, Any]:
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias:
+        given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+    return given
+
+
+def _structure(body: Generation) -> tuple[str, dict[str, Any] | None]:
+    """-> the field that asks for a structure, and the structure"""
+    asked = [name for name in _GUIDED if getattr(body, name, None) is not None]
+    if len(asked) > 1:
+        raise FieldError(asked[1], f"{asked[1]}: {asked[0]} says already what the answer must be")
+    if not asked:
+        return "response_format", None
+    (name,) = asked
+    if name == "response_format":
+        assert isinstance(body, ChatRequest)
+        return name, _response_format(body)
+    if name == "guided_json":
+        return name, {"json_schema": _schema(body.guided_json)}
+    return name, {name.removeprefix("guided_"): getattr(body, name)}
+
+
+def _response_format(body: ChatRequest) -> dict[str, Any] | None:
+    wanted = body.response_format
+    assert wanted is not None
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        raise FieldError(
+            "response_format.json_schema",
+            "response_format.json_schema: given if and only if type is json_schema",
+        )
+    if wanted.json_schema is not None:
+        if wanted.json_schema.schema_ is None:
+            where = "response_format.json_schema.schema"
+            raise FieldError(where, f"{where}: missing")
+        return {"json_schema": wanted.json_schema.schema_}
+    return {"json_object": True} if wanted.type == "json_object" else None
+
+
+def _schema(given: dict[str, Any] | str | None) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError):
+        raise FieldError("guided_json", "guided_json: is text, but not JSON") from None
+
+
+def _asks(
+    body: Generation,
+    prompts: Sequence[list[int]],
+    echoes: Sequence[str],
+    given: dict[str, Any],
+    structure: dict[str, Any] | None,
+    names: dict[str, str],
+) -> list[Ask]:
+    n = body.n or 1
+    engine_params = given if structure is None else given | {"structured_outputs": structure}
+    try:
+        params = SamplingParams(**engine_params, stop=body.stop or ())
+    except RequestError as error:
+        raise refusal(str(error), names) from None
+    return [
+        Ask(
+            index=i * n + j,
+            prompt=prompt,
+            params=params,
+            engine_params=engine_params | _seed(body.seed, j),
+            names=names,
+            is_counted=j == 0,
+            echo=echo,
+        )
+        for i, (prompt, echo) in enumerate(zip(prompts, echoes, strict=True))
+        for j in range(n)
+    ]
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """Whatever the tokenizer or the template refuse is this field's fault."""
+    try:
+        yield
+    except FieldError:
+        raise
+    except RequestError as error:
+        raise FieldError(param, str(error)) from None
+
+
+def refusal(message: str, names: dict[str, str]) -> FieldError:
+    """An error of SamplingParams or of the engine, under the client's name for the field."""
+    param = param_of(RequestError(message), message)
+    return FieldError(names.get(param, param) if param else None, message)
+
+
+def _seed(seed: int | None, i: int) -> dict[str, int]:
+    """Answer i of a seeded request has seed + i, in 64 bits: the same as LLM.generate."""
+    return {} if seed is None else {"seed": (seed + i + 2**63) % 2**64 - 2**63}

@@ -1,0 +1,156 @@
+"""Chat completions: answers as messages, whole or in deltas, with the tool calls that they hold."""
+
+from collections.abc import Iterable, Iterator
+
+from slotzero.server.answers import Piece, TokenRow, usage
+from slotzero.server.logprobs import chat_logprobs
+from slotzero.server.protocol import ChatRequest
+from slotzero.server.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatReply,
+    Delta,
+    FunctionCall,
+    ToolCallReply,
+    head,
+)
+from slotzero.server.runs import Run
+from slotzero.server.tool_calls import Called, Event, Said
+from slotzero.server.tools import ToolPlan
+from slotzero.tokenizer import Tokenizer
+
+
+class _Choice:
+    """One answer so far."""
+
+    def __init__(self, plan: ToolPlan) -> None:
+        self._parser = plan.parser()
+        self._is_single = plan.is_single
+        self.text = ""
+        self.calls: list[tuple[str, str, str]] = []  # id, name, arguments
+        self.rows: list[TokenRow] = []
+        self.num_rows_sent = 0
+        self.has_begun = False
+        self.finish_reason: str | None = None
+
+    def take(self, piece: Piece) -> list[Event]:
+        """-> what it adds, in order"""
+        self.rows += piece.rows
+        events: list[Event] = [Said(piece.text)] if piece.text else []
+        if self._parser is not None:
+            events = self._parser.push(piece.text)
+            if piece.finish_reason is not None:
+                events += self._parser.close()
+            if self._is_single and self._parser.num_done:
+                events = _up_to_first_call(events)
+        for event in events:
+            self._add(event)
+        self.finish_reason = self._reason(piece.finish_reason)
+        return events
+
+    def _add(self, event: Event) -> None:
+        if isinstance(event, Said):
+            self.text += event.text
+        elif isinstance(event, Called):
+            self.calls.append((event.id, event.name, ""))
+        else:
+            call_id, name, arguments = self.calls[event.index]
+            self.calls[event.index] = (call_id, name, arguments + event.text)
+
+    def _reason(self, reason: str | None) -> str | None:
+        """A call that ends by itself is the reason; one that was cut off is not."""
+        if self._parser is None or not self._parser.num_calls:
+            return reason
+        is_enough = self._is_single and self._parser.num_done > 0
+        return "tool_calls" if is_enough or reason == "stop" else reason
+
+
+class ChatWriter:
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, plan: ToolPlan) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = body.top_logprobs or 0
+        self._has_logprobs = bool(body.logprobs)
+        self._choices = [_Choice(plan) for _ in range(body.n or 1)]
+        self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = head("chatcmpl", kind, body.model)
+
+    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+        choice = self._choices[piece.index]
+        if choice.finish_reason is not None:
+            return
+        if not choice.has_begun:
+            choice.has_begun = True
+            yield self._chunk(piece.index, Delta(role="assistant", content="", refusal=None))
+        for event in choice.take(piece):
+            yield self._chunk(piece.index, _delta(event))
+        if choice.finish_reason is not None:
+            yield self._chunk(piece.index, Delta(), choice.finish_reason)
+
+    def is_enough(self, index: int) -> bool:
+        return self._choices[index].finish_reason is not None
+
+    def last_chunk(self, run: Run) -> ChatChunk | None:
+        if not self._has_usage:
+            return None
+        return ChatChunk(choices=[], usage=usage(run.answers), **self._head)
+
+    def whole(self, run: Run) -> ChatReply:
+        choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
+        return ChatReply(choices=choices, usage=usage(run.answers), **self._head)
+
+    def _chunk(self, index: int, delta: Delta, finish_reason: str | None = None) -> ChatChunk:
+        choice = ChatChunkChoice(
+            index=index, delta=delta, logprobs=None, finish_reason=finish_reason
+        )
+        state = self._choices[index]
+        rows = state.rows[state.num_rows_sent :]
+        if self._has_logprobs and rows:
+            choice.logprobs = chat_logprobs(self._tokenizer, rows, self._num_top)
+            state.num_rows_sent += len(rows)
+        chunk = ChatChunk(choices=[choice], **self._head)
+        if self._has_usage:
+            chunk.usage = None
+        return chunk
+
+    def _whole_choice(self, index: int, choice: _Choice) -> ChatChoice:
+        message = Delta(role="assistant", content=choice.text, refusal=None)
+        if choice.calls:
+            message.content = choice.text or None
+            message.tool_calls = [
+                ToolCallReply(
+                    id=call_id,
+                    type="function",
+                    function=FunctionCall(name=name, arguments=arguments),
+                )
+                for call_id, name, arguments in choice.calls
+            ]
+        logprobs = None
+        if self._has_logprobs:
+            logprobs = chat_logprobs(self._tokenizer, choice.rows, self._num_top)
+        assert choice.finish_reason is not None
+        return ChatChoice(
+            index=index, message=message, logprobs=logprobs, finish_reason=choice.finish_reason
+        )
+
+
+def _delta(event: Event) -> Delta:
+    if isinstance(event, Said):
+        return Delta(content=event.text)
+    if isinstance(event, Called):
+        function = FunctionCall(name=event.name, arguments="")
+        call = ToolCallReply(index=event.index, id=event.id, type="function", function=function)
+    else:
+        call = ToolCallReply(index=event.index, function=FunctionCall(arguments=event.text))
+    return Delta(tool_calls=[call])
+
+
+def _up_to_first_call(events: Iterable[Event]) -> list[Event]:
+    """Without what follows the first call."""
+    kept: list[Event] = []
+    for event in events:
+        if not isinstance(event, Said) and event.index > 0:
+            break
+        kept.append(event)
+    return kept

@@ -1,0 +1,443 @@
+"""The engine as the HTTP process sees it: submit, cancel, watch. It restarts the engine if it dies.
+
+It lives in one event loop and knows neither text nor torch. The rules it keeps: every request that
+was submitted ends, with a finish_reason or an error, or is cancelled by whoever asked; and nobody
+waits for a reader that is slow.
+
+    SlotzeroError
+    ├── EngineUnavailable      it is loading, restarting, stopping, or has failed
+    │   └── EngineDied         with this request in it
+    ├── Overloaded             too many wait already
+    └── RequestRefused         this one cannot run, or its step failed; others go on
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from slotzero.errors import SlotzeroError
+from slotzero.server.messages import (
+    MAX_FRAME,
+    Add,
+    Cancel,
+    Failed,
+    Frames,
+    FromEngine,
+    Grown,
+    Progress,
+    Ready,
+    Refused,
+    Stats,
+    frame,
+)
+
+State = Literal["loading", "ready", "restarting", "failed", "stopped"]
+
+RETRY_AFTER = 1.0  # seconds that a client is told to wait when too many do
+FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits twice as long
+PATIENCE = 5.0  # seconds that the process has to end once its socket is closed
+_READ = 1 << 18
+_log = logging.getLogger("slotzero.server")
+
+
+class EngineUnavailable(SlotzeroError):  # noqa: N818
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """What the engine's process ended with, if that is why."""
+
+
+class EngineDied(EngineUnavailable):
+    pass
+
+
+class Overloaded(SlotzeroError):  # noqa: N818
+    def __init__(self, message: str, retry_after: float = RETRY_AFTER) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        """Seconds."""
+
+
+class RequestRefused(SlotzeroError):  # noqa: N818
+    def __init__(self, error: str, message: str) -> None:
+        super().__init__(message)
+        self.error = error
+        """The name of a class in errors.py, or of another exception if the engine is at fault."""
+        self.message = message
+
+
+_Mail = asyncio.Queue[Grown | SlotzeroError | None]  # None: closed by its reader
+
+
+class Stream(AsyncIterator[Grown]):
+    """What one request gains, step by step. Whoever stops reading it cancels the request: by
+    `aclose`, by being cancelled while it waits, or by forgetting it."""
+
+    _is_over = True  # until it has begun
+
+    def __init__(self, mail: _Mail, cancel: Callable[[], None]) -> None:
+        self._mail = mail
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+
+    async def __anext__(self) -> Grown:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            item = await self._mail.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(item, Grown):
+            self._is_over = item.finish_reason is not None
+            return item
+        self._is_over = True
+        raise item or StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._cancel()
+            self._mail.put_nowait(None)  # for another task that waits here
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            with suppress(RuntimeError):  # the loop is closed
+                # the garbage collector runs in whichever thread
+                self._loop.call_soon_threadsafe(self._cancel)
+
+
+@dataclass
+class _Open:
+    """A request in the engine."""
+
+    request_id: str
+    mail: _Mail = field(default_factory=asyncio.Queue)
+    has_started: bool = False
+
+
+class _Pulse:
+    """Wakes all who wait now; they look for themselves at what has changed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def beat(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+class EngineClient:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        max_waiting: int = 512,
+        restarts: int = 3,
+        restart_window: float = 300.0,
+    ) -> None:
+        """`settings` are fields of EngineConfig. At most `restarts` within so many seconds."""
+        self.settings = dict(settings)
+        self.max_waiting = max_waiting
+        self.restarts = restarts
+        self.restart_window = restart_window
+        self.state: State = "stopped"
+        self.failure = ""
+        self.exit_code = 0
+        """What `failed` means for a command that waits for the engine."""
+        self.info: Mapping[str, Any] = {}
+        self.stats: Stats | None = None
+        self.pid: int | None = None
+        self.generation = 0
+        """How many processes were replaced by another; the counts in Stats begin again in each."""
+        self.is_draining = False
+        self._keeper: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pulse = _Pulse()
+        self._last_words: Failed | None = None
+        # On the wire a request has a number of ours, never used twice: what an engine still says
+        # about one that was cancelled cannot reach another of the same id.
+        self._numbers = itertools.count()
+        self._open: dict[str, _Open] = {}
+        self._num_waiting = 0  # of _open, those that have not started
+
+    async def start(self) -> None:
+        if self._keeper is not None:
+            raise RuntimeError("the engine was started already")
+        self.is_draining, self.info = False, {}
+        self._enter("loading")
+        self._keeper = asyncio.create_task(self._keep())
+
+    @property
+    def num_waiting(self) -> int:
+        """Submitted and without a first token."""
+        return self._num_waiting
+
+    @property
+    def num_open(self) -> int:
+        """Submitted and not at an end."""
+        return len(self._open)
+
+    async def ready(self, timeout: float | None = None) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                while self.state in ("loading", "restarting"):
+                    await self._pulse.wait()
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine is not ready after {timeout} s") from None
+        if self.state != "ready":
+            raise self._unavailable()
+
+    def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:
+        """Raises Overloaded or EngineUnavailable at once; other errors come from the stream."""
+        if self.state != "ready" or self.is_draining or self._writer is None:
+            raise self._unavailable()
+        if self._num_waiting >= self.max_waiting:
+            raise Overloaded(f"{self._num_waiting} requests wait already: try again later")
+        number = f"{next(self._numbers)}"
+        request = _Open(request_id)
+        stream = Stream(request.mail, partial(self._cancel, number))
+        try:
+            data = _add_frame(number, prompt, params)
+        except RequestRefused as error:
+            request.mail.put_nowait(error)
+            return stream
+        self._open[number] = request
+        self._num_waiting += 1
+        self._writer.write(data)
+        return stream
+
+    async def drain(self, grace: float) -> None:
+        """Takes no more requests; those still open after `grace` seconds end with an error."""
+        self.is_draining = True
+        self._pulse.beat()
+        try:
+            async with asyncio.timeout(grace):
+                while self._open:
+                    await self._pulse.wait()
+        except TimeoutError:
+            _log.warning("%d requests did not end within %g s", len(self._open), grace)
+            for number in list(self._open):
+                self._send_cancel(number)
+                self._end(number, EngineUnavailable("the server is stopping: ask again later"))
+
+    async def stop(self) -> None:
+        """The process is gone when this returns; what is still open ends with EngineDied."""
+        self._enter("stopped")
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        self._enter("stopped")
+
+    async def subscribe(self) -> AsyncGenerator[Stats, None]:
+        """The newest Stats whenever there are some, until the engine has failed or is stopped."""
+        seen = None
+        while self.state not in ("failed", "stopped"):
+            if self.stats is not None and self.stats is not seen:
+                seen = self.stats
+                yield seen
+            else:
+                await self._pulse.wait()
+
+    # The process
+
+    async def _keep(self) -> None:
+        """Runs the engine's process, again and again if need be."""
+        deaths: deque[float] = deque()
+        try:
+            while not self.is_draining:
+                code = await self._live()
+                if self.is_draining:
+                    break
+                now = time.monotonic()
+                while deaths and deaths[0] < now - self.restart_window:
+                    deaths.popleft()
+                words = self._last_words if code > 0 else None  # one that was killed said nothing
+                why = words.message if words else _ending(code)
+                if words and not self.info:
+                    return self._fail(why, code)  # it could not start, and said so: it never will
+                if len(deaths) >= self.restarts:
+                    times = f"{len(deaths) + 1} times in {self.restart_window:g} s"
+                    return self._fail(f"the engine's process ended {times}, last: {why}", code)
+                deaths.append(now)
+                _log.error("the engine's process ended (%s) and is started again", why)
+                self._enter("restarting")
+                await asyncio.sleep(FIRST_PAUSE * 2 ** (len(deaths) - 1))
+                self.generation += 1
+            self._enter("stopped")
+        except Exception as error:  # it could not even be spawned
+            _log.exception("the engine's process is not looked after any more")
+            self._fail(str(error), 1)
+
+    async def _live(self) -> int:
+        """One life of the process; -> how it ended"""
+        self._last_words = None
+        ours, theirs = socket.socketpair()
+        try:
+            process = await _spawn(theirs, self.settings)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = process.pid
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            await self._listen(reader)
+        finally:
+            self._mourn()  # which closes the socket: the process ends, if it has not
+            code = await _reap(process)
+            self.pid = None
+        return code
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        frames = Frames(FromEngine)
+        try:
+            while data := await reader.read(_READ):
+                for message in frames.feed(data):
+                    self._take(message)
+        except ConnectionError:
+            pass
+        except (msgspec.DecodeError, ValueError):
+            _log.exception("the engine's process sent what is no message")
+
+    def _mourn(self) -> None:
+        """From here on nothing comes from this process."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+        self.stats = None
+        if self.state == "ready":
+            self._enter("restarting")
+        for number in list(self._open):
+            self._end(number, EngineDied("the engine's process ended with this request in it"))
+
+    def _fail(self, why: str, code: int) -> None:
+        self.failure = why
+        self.exit_code = code if code > 0 else 1
+        _log.error("the engine is not available any more: %s", why)
+        self._enter("failed")
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._pulse.beat()
+
+    def _unavailable(self) -> EngineUnavailable:
+        if self.is_draining or self.state == "stopped":
+            return EngineUnavailable("the server is stopping and takes no more requests")
+        if self.state == "failed":
+            return EngineUnavailable(self.failure, self.exit_code)
+        return EngineUnavailable(f"the engine is {self.state}: try again later")
+
+    # Messages
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Progress():
+                for grown in message.grown:
+                    self._deliver(grown)
+            case Refused():
+                self._end(message.id, RequestRefused(message.error, message.message))
+            case Stats():
+                self.stats = message
+                self._pulse.beat()
+            case Ready():
+                self.info = message.info
+                self._enter("ready")
+            case Failed():
+                self._last_words = message
+
+    def _deliver(self, grown: Grown) -> None:
+        request = self._open.get(grown.id)
+        if request is None:
+            return  # cancelled, and the engine did not know it yet
+        if not request.has_started:
+            request.has_started = True
+            self._num_waiting -= 1
+        request.mail.put_nowait(msgspec.structs.replace(grown, id=request.request_id))
+        if grown.finish_reason is not None:
+            self._forget(grown.id)
+
+    def _end(self, number: str, error: SlotzeroError) -> None:
+        request = self._forget(number)
+        if request is not None:
+            request.mail.put_nowait(error)
+
+    def _cancel(self, number: str) -> None:
+        if self._forget(number) is not None:
+            self._send_cancel(number)
+
+    def _send_cancel(self, number: str) -> None:
+        if self._writer is not None:
+            self._writer.write(frame(Cancel(number)))
+
+    def _forget(self, number: str) -> _Open | None:
+        request = self._open.pop(number, None)
+        if request is not None:
+            self._num_waiting -= not request.has_started
+            self._pulse.beat()
+        return request
+
+
+def _add_frame(number: str, prompt: list[int], params: Mapping[str, Any]) -> bytes:
+    """Whatever cannot cross is refused here: over there it would end the process."""
+    try:
+        tokens = msgspec.convert(prompt, list[int])
+        data = frame(Add(number, tokens, msgspec.convert(dict(params), dict[str, Any])))
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
+        raise RequestRefused("RequestError", f"{_culprit(params)}: {error}") from None
+    if len(data) > MAX_FRAME:
+        raise RequestRefused("RequestError", f"prompt: a request of {len(data)} bytes is too large")
+    return data
+
+
+def _culprit(params: Mapping[str, Any]) -> str:
+    for name, value in params.items():
+        try:
+            msgspec.msgpack.encode({name: value})
+        except (TypeError, ValueError, OverflowError):
+            return name
+    return "prompt"
+
+
+async def _spawn(theirs: socket.socket, settings: Mapping[str, Any]) -> asyncio.subprocess.Process:
+    # -P and the path: it imports what we would, and nothing that lies where we happen to stand.
+    # A session of its own: Ctrl-C in our terminal is for us
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "slotzero.server.process"),
+        *(f"{theirs.fileno()}", json.dumps(settings, default=os.fspath)),
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+
+
+async def _reap(process: asyncio.subprocess.Process) -> int:
+    try:
+        return await asyncio.wait_for(process.wait(), PATIENCE)
+    except TimeoutError:
+        process.kill()
+        return await process.wait()
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,76 @@
+"""What all routes share: the engine's client, the tokenizer, the settings, and what follows from
+them. It knows no request in particular.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from slotzero.config import DEFAULT_MODEL
+from slotzero.server.answers import Ask
+from slotzero.server.runs import Client, Observer, Run
+from slotzero.server.settings import ServerSettings
+from slotzero.server.status import ContextError, UnknownModelError
+from slotzero.server.tools import choose_format
+from slotzero.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Front:
+    def __init__(
+        self, client: Client, tokenizer: Tokenizer, settings: ServerSettings, observer: Observer
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.observer = observer
+        self.started_at = int(time.time())
+        self.names = settings.served_model_name or (DEFAULT_MODEL,)
+        self.call_format = choose_format(settings.tool_call_parser, tokenizer.tool_template)
+        self._max_token_len = max(
+            len(tokenizer.decode([token], skip_special_tokens=False))
+            for token in range(tokenizer.vocab_size)
+        )
+        self.is_closing = False
+        """Set when the server is asked to end: what would never end by itself does so now."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Known once the engine is ready."""
+        limits = self.client.info.get("limits")
+        return int(limits["max_model_len"]) if limits else None
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            served = ", ".join(self.names)
+            raise UnknownModelError("model", f"no model {name[:80]!r} here; there is: {served}")
+
+    def check_text(self, text: str, param: str) -> None:
+        """Refuses what cannot fit, however it is tokenised, before that takes its time."""
+        limit = self.max_model_len
+        if limit is not None and len(text) > limit * self._max_token_len:
+            raise ContextError(
+                param, f"{param}: {len(text)} characters, and the context holds {limit} tokens"
+            )
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        limit = self.max_model_len
+        if limit is not None and len(tokens) >= limit:
+            raise ContextError(
+                param,
+                f"{param}: {len(tokens)} tokens, and the context holds {limit}, one of them for "
+                "the answer",
+            )
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Rendering and tokenising take long for long prompts: in a thread."""
+        return await asyncio.to_thread(work)
+
+    async def run(self, asks: Sequence[Ask]) -> Run:
+        self.observer.arrived()
+        timeout = self.settings.request_timeout
+        run = Run(self.client, self.tokenizer, self.observer, asks, timeout)
+        await run.submit()
+        return run

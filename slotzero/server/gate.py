@@ -1,0 +1,155 @@
+"""What every request passes first: a request id, the key, the size of its body; then one log line.
+
+It is plain ASGI and knows no routes. The rules: a client's id is repeated only if it cannot be
+mistaken for anything else; keys are compared in constant time; nothing that a user wrote is logged;
+whatever goes wrong behind it is answered in OpenAI's shape, and its traceback is logged.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slotzero.server.events import ClientGone
+from slotzero.server.settings import ServerSettings
+from slotzero.server.status import BUG, HTTP, Status, error_body
+
+log = logging.getLogger("slotzero.server")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+OPEN_PATHS = ("/", "/health")  # they tell nothing, and probes and pages have no key
+CLIENT_GONE = 499  # as nginx logs it; nobody receives it
+MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that its sender sees why
+
+
+class Gate:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, refused: Callable[[int], None]
+    ) -> None:
+        """`refused` is told the status of what does not pass."""
+        self._app = app
+        self._refused = refused
+        self._max_bytes = settings.max_request_bytes
+        self._keys = [_digest(key) for key in settings.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        passage = _Passage(scope, send, self._refused)
+        try:
+            await self._pass(scope, receive, passage)
+        except ClientGone:
+            passage.status = CLIENT_GONE
+        except Exception:
+            log.exception("%s failed", passage.request_id)
+            if passage.status == 0:
+                await passage.refuse(BUG, "the server failed; its log says where")
+        finally:
+            passage.log()
+
+    async def _pass(self, scope: Scope, receive: Receive, passage: "_Passage") -> None:
+        headers = Headers(scope=scope)
+        if scope["path"] not in OPEN_PATHS and (why := self._locked(headers)):
+            await _discard(receive, self._max_bytes)
+            await passage.refuse(HTTP[401], why, {"WWW-Authenticate": "Bearer"})
+            return
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self._max_bytes:
+            await _discard(receive, MAX_DISCARD if int(length[:20]) <= MAX_DISCARD else 0)
+            await passage.refuse(HTTP[413], self._too_large, {"Connection": "close"})
+            return
+        await self._app(scope, self._limited(receive), passage.send)
+
+    @property
+    def _too_large(self) -> str:
+        return f"the request's body is larger than {self._max_bytes} bytes"
+
+    def _locked(self, headers: Headers) -> str | None:
+        """-> why this request may not pass"""
+        if not self._keys:
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            return "no API key: send the header Authorization: Bearer KEY"
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all, always
+        return None if any(matches) else "this API key is wrong"
+
+    def _limited(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                if message.get("more_body"):
+                    await _discard(receive, MAX_DISCARD)
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return limited
+
+
+class _Passage:
+    """One request on its way through."""
+
+    def __init__(self, scope: Scope, send: Send, refused: Callable[[int], None]) -> None:
+        self._refused = refused
+        given = Headers(scope=scope).get("x-request-id", "")
+        self.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = self.request_id
+        self.status = 0
+        self._what = (
+            f"{scope['method']} {scope['path'][:100]!r}"  # quoted: a path may hold a newline
+        )
+        self._send = send
+        self._began = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
+        await self._send(message)
+
+    async def refuse(
+        self, status: Status, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._refused(status.code)
+        body = json_bytes(error_body(status, message))
+        lines = {"content-type": "application/json", "content-length": str(len(body))}
+        raw = [(k.lower().encode(), v.encode()) for k, v in (lines | dict(headers or {})).items()]
+        await self.send({"type": "http.response.start", "status": status.code, "headers": raw})
+        await self.send({"type": "http.response.body", "body": body})
+
+    def log(self) -> None:
+        took = 1000 * (time.monotonic() - self._began)
+        log.info("%s %s %s %.0f ms", self.request_id, self._what, self.status or "-", took)
+
+
+def json_bytes(body: Any) -> bytes:
+    """In ASCII: a message may quote what is no valid Unicode."""
+    return json.dumps(body).encode()
+
+
+async def _discard(receive: Receive, max_bytes: int) -> None:
+    num_bytes = 0
+    while num_bytes < max_bytes:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+
+
+def _digest(key: str) -> bytes:
+    """Of one length, whatever the key's; latin-1 is how HTTP headers are decoded."""
+    return hashlib.sha256(key.encode("latin-1", "replace")).digest()

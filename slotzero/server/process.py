@@ -1,0 +1,342 @@
+"""The engine's process: `python -m slotzero.server.process FD SETTINGS`, started by client.py.
+
+Requests come and tokens go over the inherited socket FD. Text is not known here. The rule it keeps:
+it lives as long as the other end of the socket, however that ends; signals to stop are for the
+other end to judge, so it ignores them.
+"""
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from slotzero.errors import CapacityError, ConfigError, RequestError, SlotzeroError
+from slotzero.server.messages import (
+    Add,
+    Cancel,
+    Failed,
+    Frames,
+    FromEngine,
+    Grown,
+    Progress,
+    Ready,
+    Refused,
+    Stats,
+    ToEngine,
+    TokenLogprobs,
+    frame,
+)
+
+if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
+    from slotzero.engine import Answer, Engine
+    from slotzero.sampling.params import SamplingParams
+
+SOONEST, LATEST = 0.25, 2.0  # seconds between two Stats: when something changed, and at all
+MOST_FAILURES = 2  # failed steps in a row after which the device is not believed in any more
+_READ = 1 << 18
+_MOST_UNSENT = 64 << 20
+_NOT_OURS = ("n", "stop", "detokenize")  # SamplingParams that the HTTP process resolves
+_log = logging.getLogger("slotzero.server")
+
+Inbox = queue.SimpleQueue[ToEngine]
+
+
+class Outbox:
+    """Keeps what the socket does not take: a reader that is slow for a moment stops no step."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._unsent = bytearray()
+
+    def put(self, message: FromEngine) -> None:
+        self._unsent += frame(message)
+        self.push()
+        if len(self._unsent) > _MOST_UNSENT:
+            self.flush()
+
+    def push(self) -> None:
+        while self._unsent and self._send(socket.MSG_DONTWAIT):
+            pass
+
+    def flush(self) -> None:
+        """Waits for the reader."""
+        while self._unsent:
+            self._send()
+
+    def _send(self, flags: int = 0) -> bool:
+        try:
+            del self._unsent[: self._socket.send(self._unsent, flags)]
+        except BlockingIOError:
+            return False
+        return True
+
+
+@dataclass
+class _Asked:
+    answer: "Answer"
+    num_sent: int = 0  # tokens of it that the other process knows
+
+
+class EngineLoop:
+    """Feeds one engine from the inbox and tells the outbox what came of it."""
+
+    def __init__(self, engine: "Engine", inbox: Inbox, outbox: Outbox) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._asked: dict[str, _Asked] = {}
+        self._prompt_tokens = self._generated_tokens = 0
+        self._num_failures = 0
+        self._has_changed = True
+        self._reported_at = -LATEST
+
+    def run(self) -> int:
+        """Until the device cannot be believed in; -> exit code"""
+        while self._num_failures < MOST_FAILURES:
+            self.turn()
+        self._outbox.flush()
+        return 1
+
+    def turn(self) -> None:
+        """All messages that are there, then one step. Without work it waits, not for ever."""
+        self._receive()
+        if self._engine.has_work:
+            self._step()
+            self._has_changed = True
+        if time.monotonic() >= self._report_due:
+            self._report()
+
+    @property
+    def _report_due(self) -> float:
+        return self._reported_at + (SOONEST if self._has_changed else LATEST)
+
+    def _receive(self) -> None:
+        timeout = 0.0
+        if self._engine.has_work:
+            self._outbox.push()
+        else:
+            self._outbox.flush()
+            timeout = max(0.0, self._report_due - time.monotonic())
+        try:
+            while True:
+                self._apply(self._inbox.get(timeout > 0, timeout))
+                timeout = 0.0
+        except queue.Empty:
+            pass
+
+    def _apply(self, message: ToEngine) -> None:
+        self._has_changed = True
+        if isinstance(message, Cancel):
+            self._engine.cancel(message.id)
+            self._asked.pop(message.id, None)
+            return
+        try:
+            self._add(message)
+        except Exception as error:
+            if not isinstance(error, SlotzeroError):
+                _log.exception("a request could not be added")
+            self._outbox.put(Refused(message.id, *_told(error)))
+
+    def _add(self, message: Add) -> None:
+        params = _sampling_params(message.params)
+        self._asked[message.id] = _Asked(self._engine.add(message.id, message.prompt, params))
+
+    def _step(self) -> None:
+        try:
+            grown = self._engine.step()
+        except Exception as error:
+            self._lose_answers(error)
+            return
+        self._num_failures = 0
+        if grown:
+            self._outbox.put(Progress([self._growth(answer) for answer in grown]))
+
+    def _growth(self, answer: "Answer") -> Grown:
+        request = answer.request
+        asked = self._asked[request.id]
+        tokens = answer.token_ids[asked.num_sent :]
+        logprobs = answer.logprobs[asked.num_sent :]
+        wanted = request.params.logprobs
+        if asked.num_sent == 0:
+            self._prompt_tokens += len(request.prompt_token_ids)
+        self._generated_tokens += len(tokens)
+        asked.num_sent += len(tokens)
+        if answer.finished:
+            del self._asked[request.id]
+        return Grown(
+            request.id,
+            tokens,
+            [TokenLogprobs(p.chosen, p.top_ids[:wanted], p.top_values[:wanted]) for p in logprobs],
+            min(request.num_cached, len(request.prompt_token_ids)),
+            request.finish_reason,
+            request.stop_reason,
+        )
+
+    def _lose_answers(self, error: Exception) -> None:
+        """A step failed. Who ran was ended by the engine; who grew unseen can have a hole."""
+        _log.error("a step failed", exc_info=error)
+        # out of memory is this step's misfortune; anything else may be the device's end
+        self._num_failures += not isinstance(error, CapacityError)
+        self._outbox.put(Failed(*_told(error)))
+        for request_id, asked in list(self._asked.items()):
+            if asked.answer.finished or len(asked.answer.token_ids) != asked.num_sent:
+                self._engine.cancel(request_id)
+                del self._asked[request_id]
+                self._outbox.put(Refused(request_id, *_told(error)))
+
+    def _report(self) -> None:
+        self._outbox.put(stats_of(self._engine, self._prompt_tokens, self._generated_tokens))
+        self._reported_at = time.monotonic()
+        self._has_changed = False
+
+
+def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Stats:
+    """Pages are used by requests, or else cached, or else free."""
+    scheduler, runners = engine.scheduler, engine.worker.runners
+    pool, cache = scheduler.ledger.pool, scheduler.ledger.cache
+    eager: Counter[str] = Counter()
+    for runner in runners:
+        eager.update(runner.counts.eager)
+    return Stats(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        slots=scheduler.slots.num_slots,
+        pages_used=pool.max_free - pool.num_free - cache.num_evictable,
+        pages_cached=cache.num_evictable,
+        pages=pool.max_free,
+        prompt_tokens=prompt_tokens,
+        generated_tokens=generated_tokens,
+        prefix_asked_tokens=cache.stats.num_asked_tokens,
+        prefix_hit_tokens=cache.stats.num_hit_tokens,
+        preemptions=scheduler.num_preemptions,
+        steps=engine.num_steps,
+        replays={str(key): n for runner in runners for key, n in runner.counts.sizes.items()},
+        eager=dict(eager),
+        real_tokens={runner.spec.name: runner.counts.real_tokens for runner in runners},
+        padded_tokens={runner.spec.name: runner.counts.padded_tokens for runner in runners},
+        failed_sizes={
+            str(record.key): record.failure
+            for runner in runners
+            for record in runner.records.values()
+            if record.failure
+        },
+        steps_watched=engine.sanitizer.steps_watched if engine.sanitizer else 0,
+        violations=engine.sanitizer.violations if engine.sanitizer else 0,
+    )
+
+
+def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
+    """`seconds` from the start of loading to the end of recording."""
+    from slotzero.bench.hardware import versions
+
+    return {
+        "limits": asdict(engine.limits),
+        "eos_token_ids": list(engine.eos_token_ids),
+        "vocab_size": engine.worker.vocab_size,
+        "sizes": {
+            runner.spec.name: [
+                {
+                    "key": str(record.key),
+                    "backend": record.backend,
+                    "seconds": record.seconds,
+                    "bytes": record.num_bytes,
+                    "failure": record.failure,
+                }
+                for record in runner.records.values()
+            ]
+            for runner in engine.worker.runners
+        },
+        "load_seconds": seconds - engine.recording_seconds,
+        "recording_seconds": engine.recording_seconds,
+        "versions": versions(),
+        "sanitize": sanitize,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=int(argv[0]))
+    end.set_inheritable(False)  # a compiler that we start must not keep it open after us
+    inbox: Inbox = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(end, inbox), daemon=True).start()
+    outbox = Outbox(end)
+    try:
+        engine = _start(json.loads(argv[1]), outbox)
+        return EngineLoop(engine, inbox, outbox).run()
+    except ConnectionError:
+        return 0  # nobody is left to work for
+    except SlotzeroError as error:
+        return error.exit_code
+
+
+def _start(settings: Mapping[str, Any], outbox: Outbox) -> "Engine":
+    try:
+        from slotzero.config import EngineConfig
+        from slotzero.engine import Engine
+
+        unknown = sorted(set(settings) - {field.name for field in fields(EngineConfig)})
+        if unknown:
+            raise ConfigError(f"the engine has no setting {unknown[0]!r}")
+        config = EngineConfig(**settings)
+        start = time.perf_counter()
+        engine = Engine(config)
+    except Exception as error:
+        outbox.put(Failed(*_told(error)))
+        outbox.flush()
+        if isinstance(error, SlotzeroError):
+            raise
+        _log.exception("the engine could not start")
+        raise SlotzeroError(str(error)) from error
+    outbox.put(Ready(info_of(engine, time.perf_counter() - start, config.sanitize)))
+    return engine
+
+
+def _listen(end: socket.socket, inbox: Inbox) -> None:
+    """In a thread, so that the end of the other process is noticed in the midst of a step."""
+    frames = Frames(ToEngine)
+    code = 1
+    try:
+        while data := end.recv(_READ):
+            for message in frames.feed(data):
+                inbox.put(message)
+        code = 0
+    except ConnectionError:
+        code = 0
+    except Exception:
+        _log.exception("what came over the socket is no message")
+    finally:
+        os._exit(code)
+
+
+def _sampling_params(given: Mapping[str, Any]) -> "SamplingParams":
+    from slotzero.sampling.params import SamplingParams
+
+    known = {field.name for field in fields(SamplingParams)} - set(_NOT_OURS)
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise RequestError(f"{unknown[0]!r} is not a sampling parameter of the engine")
+    try:
+        return SamplingParams(**given, detokenize=False)
+    except (TypeError, ValueError, AttributeError) as error:  # a value of some odd type
+        raise RequestError(f"sampling parameters: {error}") from error
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """-> class, message"""
+    return type(error).__name__, str(error) or type(error).__name__
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(exit_code)  # without the farewells of a device that may be broken

@@ -1,0 +1,258 @@
+"""What clients may ask: OpenAI's requests, and the fields that vLLM adds to them.
+
+It does not know the engine or the model. Every field of OpenAI's is here. It works, or it is in
+NEUTRAL: accepted where its value asks for what happens anyway, else refused by name. A field that
+is not here at all is refused too.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from slotzero.server.status import FieldError
+
+MAX_ANSWERS = 128
+MAX_STOPS = 16
+MAX_STOP_LEN = 256
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "function_call": (),
+    "functions": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_cache_options": ({}, {"mode": "implicit"}),
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_INSTEAD = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "best_of": "send n, and choose among the answers",
+}
+
+
+class Asked(BaseModel):
+    """No conversions, and no fields that are not here."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Function(Asked):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Asked):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Asked):
+    name: str
+
+
+class NamedTool(Asked):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Asked):
+    name: str
+    arguments: str
+
+
+class ToolCall(Asked):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # some clients send a streamed call back as it came
+
+
+class TextPart(Asked):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Asked):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # what our own answers hold, so that they can be sent back as they are
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class JsonSchema(Asked):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Asked):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Asked):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise FieldError("stop", f"stop: {len(stops)} strings, at most {MAX_STOPS}")
+    if any(not 1 <= len(text) <= MAX_STOP_LEN for text in stops):
+        raise FieldError("stop", f"stop: a string has between 1 and {MAX_STOP_LEN} characters")
+    return stop
+
+
+def _token_ids(bias: dict[str, float] | None) -> dict[str, float] | None:
+    for key in bias or ():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise FieldError("logit_bias", f"logit_bias: {key[:20]!r} is not a token id")
+    return bias
+
+
+class Generation(Asked):
+    """What chats and completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_token_ids)] = None
+    stop: Annotated[str | list[str] | None, AfterValidator(_check_stops)] = None
+    max_tokens: int | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        for name, allowed in NEUTRAL.items():
+            value = getattr(self, name, None)
+            if value is not None and not _is_one_of(value, allowed):
+                raise FieldError(name, _refusal(name, allowed))
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "stream_options: only with stream=true")
+        return self
+
+
+class ChatRequest(Generation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    # they say nothing about the answer
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # vLLM's
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    # NEUTRAL
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    service_tier: Any = None
+    store: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise FieldError("max_tokens", "max_tokens: max_completion_tokens says otherwise")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs: only with logprobs=true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise FieldError("tool_choice", "tool_choice: only with tools")
+        return self
+
+
+class CompletionRequest(Generation):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # NEUTRAL
+    best_of: Any = None
+    suffix: Any = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise FieldError("echo", "echo: not with logprobs, a prompt's are not computed")
+        return self
+
+
+class TokenizeRequest(Asked):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise FieldError("prompt", "prompt: give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Asked):
+    model: str | None = None
+    tokens: list[int]
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(one) and value == one for one in allowed)  # 0 is not False
+
+
+def _refusal(name: str, allowed: tuple[Any, ...]) -> str:
+    remedy = _INSTEAD.get(name) or "leave it out"
+    if allowed and name not in _INSTEAD:
+        remedy += f" or send {allowed[0]!r}"
+    return f"{name}: not supported; {remedy}"

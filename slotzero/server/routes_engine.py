@@ -1,0 +1,123 @@
+"""Routes of our own: how the server fares, what it is made of, and text to tokens and back."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse
+
+from slotzero import __version__
+from slotzero.server.events import EventStream, event
+from slotzero.server.front import Front
+from slotzero.server.metrics import certified
+from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
+from slotzero.server.replies import Health, Prompt, ServerInfo, Tokens, Version
+from slotzero.server.routes_openai import responses, told
+from slotzero.server.status import FieldError
+from slotzero.server.tools import template_messages
+
+PAGE = Path(__file__).parent / "page" / "index.html"
+POLICY = "default-src 'self' 'unsafe-inline'"
+LIVE_SECONDS = 1.0
+_POOL_FIELDS = ("running", "waiting", "slots", "pages_used", "pages_cached", "pages")
+
+
+def engine_routes(front: Front) -> APIRouter:
+    router = APIRouter()
+    client = front.client
+
+    @router.get(
+        "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
+    )
+    async def health() -> Response:
+        """200 once requests are answered; 503 while loading, recording, restarting or ending."""
+        is_ready = client.state == "ready" and not front.is_closing
+        status = "stopping" if front.is_closing else client.state
+        body = {"status": status, "failure": client.failure or None}
+        return JSONResponse(body, 200 if is_ready else 503)
+
+    @router.get("/version", responses=responses(Version), response_model=None)
+    async def version() -> Response:
+        return told(Version(version=__version__))
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        body, kind = front.observer.render()
+        return Response(body, headers={"Content-Type": kind})
+
+    @router.get("/server_info", responses=responses(ServerInfo), response_model=None)
+    async def server_info() -> Response:
+        return told(_server_info(front))
+
+    @router.post("/tokenize", responses=responses(Tokens), response_model=None)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        front.check_model(body.model)
+        tokens = await front.aside(lambda: _tokens(front, body))
+        return told(Tokens(count=len(tokens), max_model_len=front.max_model_len, tokens=tokens))
+
+    @router.post("/detokenize", responses=responses(Prompt), response_model=None)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        front.check_model(body.model)
+        bad = next((t for t in body.tokens if not 0 <= t < front.tokenizer.vocab_size), None)
+        if bad is not None:
+            raise FieldError("tokens", f"tokens: {bad} is not in the vocabulary")
+        text = await front.aside(
+            lambda: front.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+        return told(Prompt(prompt=text))
+
+    @router.get("/live", responses={200: {"content": {EventStream.media_type: {}}}})
+    async def live() -> Response:
+        """Server-sent events: once a second, what the page at / shows."""
+        return EventStream(_live(front))
+
+    @router.get("/", include_in_schema=False, response_model=None)
+    async def page() -> Response:
+        if not PAGE.is_file():
+            raise HTTPException(404, "there is no page in this installation")
+        return FileResponse(PAGE, headers={"Content-Security-Policy": POLICY})
+
+    return router
+
+
+def _tokens(front: Front, body: TokenizeRequest) -> list[int]:
+    if body.prompt is not None:
+        front.check_text(body.prompt, "prompt")
+        return front.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    text = front.tokenizer.apply_chat_template(
+        template_messages(body.messages or []), add_generation_prompt=body.add_generation_prompt
+    )
+    front.check_text(text, "messages")
+    return front.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _server_info(front: Front) -> ServerInfo:
+    client = front.client
+    info, stats = dict(client.info), client.stats
+    counts: dict[str, Any] = {} if stats is None else msgspec.structs.asdict(stats)
+    return ServerInfo(
+        version=__version__,
+        state=client.state,
+        config={"engine": dict(client.settings), "server": front.settings.as_json()},
+        runners=info.pop("sizes", {}),
+        pools={name: counts[name] for name in _POOL_FIELDS if name in counts},
+        certification={
+            "sizes": certified(client.info, stats),
+            "sanitize": info.pop("sanitize", None),
+            "steps_watched": counts.get("steps_watched"),
+            "violations": counts.get("violations"),
+        },
+        engine=info,
+    )
+
+
+async def _live(front: Front) -> AsyncGenerator[bytes, None]:
+    while not front.is_closing:
+        yield event(json.dumps(front.observer.live()).encode())
+        await asyncio.sleep(LIVE_SECONDS)

@@ -1,0 +1,182 @@
+"""The answers to one HTTP request, from their submission to their last token.
+
+It knows the engine's client, not HTTP. The rule: whoever stops reading, for whatever reason, leaves
+nothing behind in the engine.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from slotzero.server.answers import Answer, Ask, Piece
+from slotzero.server.asks import refusal
+from slotzero.server.client import EngineDied, RequestRefused
+from slotzero.server.messages import Grown, Stats
+from slotzero.server.status import DeadlineError, status_of
+from slotzero.tokenizer import Tokenizer
+
+
+class GrownStream(Protocol):
+    def __aiter__(self) -> AsyncIterator[Grown]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Client(Protocol):
+    """EngineClient, as far as the application knows it."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+    @property
+    def stats(self) -> Stats | None: ...
+
+    async def start(self) -> None: ...
+
+    def submit(
+        self, request_id: str, prompt: list[int], params: Mapping[str, Any]
+    ) -> GrownStream: ...
+
+    async def drain(self, grace: float) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Who counts what happens: metrics.Metrics."""
+
+    def arrived(self) -> None: ...
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def token(self, seconds: float) -> None: ...
+
+    def finished(
+        self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int
+    ) -> None: ...
+
+    def refused(self, status: int) -> None: ...
+
+    def render(self) -> tuple[bytes, str]: ...
+
+    def live(self) -> dict[str, Any]: ...
+
+
+class Run:
+    def __init__(
+        self,
+        client: Client,
+        tokenizer: Tokenizer,
+        observer: Observer,
+        asks: Sequence[Ask],
+        timeout: float | None,
+    ) -> None:
+        ends = client.info.get("eos_token_ids", ())
+        self.answers = [Answer(ask, tokenizer, ends) for ask in asks]
+        self._client = client
+        self._observer = observer
+        self._began = time.monotonic()
+        self._timeout = timeout
+        self._streams: list[GrownStream] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._mail: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+
+    async def submit(self) -> None:
+        """All of them or none; raises what the client raises."""
+        name = uuid.uuid4().hex
+        try:
+            for i, answer in enumerate(self.answers):
+                ask = answer.ask
+                stream = self._client.submit(f"{name}-{i}", ask.prompt, ask.engine_params)
+                self._streams.append(stream)
+        except BaseException:
+            for stream in self._streams:
+                await stream.aclose()
+            raise
+        for answer, stream in zip(self.answers, self._streams, strict=True):
+            self._tasks[answer.ask.index] = asyncio.create_task(self._follow(answer, stream))
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What the answers gain, as it comes; it is closed, by whoever opened it, in any case."""
+        try:
+            while self._tasks:
+                piece = await self._next()
+                if piece.index not in self._tasks:
+                    continue
+                if piece.finish_reason is not None:
+                    del self._tasks[piece.index]
+                yield piece
+        finally:
+            await self.close()
+
+    def end(self, index: int) -> None:
+        """This answer is long enough."""
+        task = self._tasks.pop(index, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _next(self) -> Piece:
+        left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
+        try:
+            async with asyncio.timeout(left):
+                item = await self._mail.get()
+        except TimeoutError:
+            raise DeadlineError(f"no answer within {self._timeout:g} s") from None
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def _follow(self, answer: Answer, stream: GrownStream) -> None:
+        latest = self._began
+        error: Exception | None = None
+        try:
+            async for grown in stream:
+                latest = self._note(answer, grown, latest)
+                self._mail.put_nowait(answer.grow(grown))
+                if answer.finish_reason is not None:
+                    break
+            else:
+                raise EngineDied("the engine gave this request up; send it again")
+        except Exception as raised:
+            error = self._named(answer.ask, raised)
+            self._mail.put_nowait(error)
+        finally:
+            await stream.aclose()
+            if error is None or answer.num_tokens:
+                self._observer.finished(
+                    answer.finish_reason or "abort",
+                    time.monotonic() - self._began,
+                    len(answer.ask.prompt),
+                    answer.num_tokens,
+                )
+
+    def _note(self, answer: Answer, grown: Grown, latest: float) -> float:
+        now = time.monotonic()
+        num_new = len(grown.token_ids)
+        if num_new and answer.num_tokens == 0:
+            self._observer.first_token(now - self._began)
+            num_new -= 1
+        for _ in range(num_new):
+            self._observer.token((now - latest) / num_new)
+        return now
+
+    def _named(self, ask: Ask, error: Exception) -> Exception:
+        if not isinstance(error, RequestRefused) or status_of(error).code != 400:
+            return error
+        found = refusal(error.message, ask.names)
+        if found.param is None and "structured_outputs" in ask.engine_params:
+            found.param = ask.names.get("structured_outputs")
+        return found

@@ -1,0 +1,119 @@
+"""From errors to what HTTP says of them: one table, and OpenAI's error body.
+
+    408 is for a client that is slow to ask. Here the engine was slow to answer, and this process
+    is its gateway: 504.
+
+The rule: an error of ours has its status by its class or the nearest class above it; anything else
+is a bug, and its 500 says nothing of what was inside.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from slotzero import errors
+from slotzero.errors import RequestError, SlotzeroError
+from slotzero.sampling.params import SamplingParams
+from slotzero.server.client import EngineDied, EngineUnavailable, Overloaded, RequestRefused
+
+MAX_MESSAGE_LEN = 600
+_NAMED = {"prompt", "structured_outputs"} | {field.name for field in fields(SamplingParams)}
+
+
+class FieldError(RequestError):
+    """A request that is wrong in one field, which it names."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextError(FieldError):
+    """A prompt that is longer than the context."""
+
+
+class UnknownModelError(FieldError):
+    """A name that is not served."""
+
+
+class DeadlineError(SlotzeroError):
+    """The answer took longer than --request-timeout."""
+
+
+class Status(NamedTuple):
+    code: int
+    kind: str
+    """OpenAI's `type`."""
+    reason: str | None = None
+    """OpenAI's `code`."""
+
+
+INVALID = "invalid_request_error"
+BUG = Status(500, "internal_error", "internal_error")
+TABLE: Mapping[type[SlotzeroError], Status] = {
+    SlotzeroError: BUG,
+    errors.InvalidInputError: Status(400, INVALID),
+    RequestError: Status(400, INVALID),
+    ContextError: Status(400, INVALID, "context_length_exceeded"),
+    UnknownModelError: Status(404, INVALID, "model_not_found"),
+    errors.ConfigError: BUG,  # a setting of ours, which no request can mend
+    errors.ModelError: BUG,
+    errors.TokenizerMissingError: Status(400, INVALID),
+    errors.CapacityError: Status(503, "service_unavailable_error", "capacity"),
+    errors.ContractError: BUG,
+    errors.RecordingError: BUG,
+    errors.PoolError: BUG,
+    Overloaded: Status(429, "rate_limit_error", "rate_limit_exceeded"),
+    EngineUnavailable: Status(503, "service_unavailable_error", "engine_unavailable"),
+    EngineDied: Status(503, "service_unavailable_error", "engine_died"),
+    DeadlineError: Status(504, "timeout_error", "request_timeout"),
+}
+HTTP: Mapping[int, Status] = {
+    400: Status(400, INVALID),
+    401: Status(401, INVALID, "invalid_api_key"),
+    404: Status(404, INVALID, "not_found"),
+    405: Status(405, INVALID, "method_not_allowed"),
+    413: Status(413, INVALID, "request_too_large"),
+}
+"""What is refused before it reaches a route."""
+RETRY_SECONDS = 1  # where nobody knows better
+
+
+def status_of(error: Exception) -> Status:
+    kind: type = type(error)
+    if isinstance(error, RequestRefused):
+        kind = getattr(errors, error.error, SlotzeroError)
+    return next((TABLE[base] for base in kind.__mro__ if base in TABLE), BUG)
+
+
+def error_body(status: Status, message: str, param: str | None = None) -> dict[str, Any]:
+    if len(message) > MAX_MESSAGE_LEN:
+        message = f"{message[:MAX_MESSAGE_LEN]}..."
+    return {
+        "error": {"message": message, "type": status.kind, "param": param, "code": status.reason}
+    }
+
+
+def error_reply(error: Exception) -> tuple[Status, dict[str, Any]]:
+    status = status_of(error)
+    if status is BUG:
+        return status, error_body(status, "the server failed; its log says where")
+    message = error.message if isinstance(error, RequestRefused) else str(error)
+    return status, error_body(status, message, param_of(error, message))
+
+
+def retry_after(error: Exception) -> dict[str, str]:
+    """The header that tells a client when to come again."""
+    if status_of(error).code not in (429, 503):
+        return {}
+    seconds = error.retry_after if isinstance(error, Overloaded) else RETRY_SECONDS
+    return {"Retry-After": str(max(1, round(seconds)))}
+
+
+def param_of(error: Exception, message: str) -> str | None:
+    """The field that is wrong: known, or the name that a message of ours begins with."""
+    if isinstance(error, FieldError):
+        return error.param
+    found = re.match(r"(?:the )?([a-z_]+)\b", message)
+    return found[1] if found and found[1] in _NAMED else None

@@ -1,0 +1,311 @@
+"""Tool calls out of the text that a model writes, while it writes it.
+
+It does not know HTTP or templates. A format is data; one parser reads them all:
+
+    hermes    text <tool_call>{"name": ..., "arguments": {...}}</tool_call> <tool_call>...
+    llama     {"name": ..., "parameters": {...}}; {...}          or text <|python_tag|>{...}
+    forced    {"name": ..., "arguments": {...}}                  grammar leaves no other answer
+
+The rule: text and calls come out in the order they were written, and nothing is lost. What began
+like a call and is none comes out as text; only white space around calls is dropped. Arguments are
+given out as the model writes them, as soon as the function's name is known.
+"""
+
+import json
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+
+_SPACE = " \t\r\n"
+_SEPARATORS = _SPACE + ";"
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", *_ARGUMENTS)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    opening: str
+    closing: str
+    is_bare: bool
+    """Whether a call may begin the answer, and follow another, without its opening."""
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>", is_bare=False)
+LLAMA = CallFormat("<|python_tag|>", "", is_bare=True)
+FORCED = CallFormat("", "", is_bare=True)
+
+
+@dataclass(frozen=True)
+class Said:
+    text: str
+
+
+@dataclass(frozen=True)
+class Called:
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Argued:
+    """More of the arguments, which are JSON once all is there."""
+
+    index: int
+    text: str
+
+
+Event = Said | Called | Argued
+
+
+class _Object:
+    """One call's JSON object, character by character.
+
+    raw[0 : read)          was looked at
+    raw[start : end)       the arguments; `end` is None while they grow
+    """
+
+    def __init__(self, may_have_other_keys: bool) -> None:
+        self._keys = None if may_have_other_keys else _KEYS
+        self.raw = ""
+        self.name: str | None = None
+        self.is_over = False
+        self.is_wrong = False
+        self.start: int | None = None
+        self.end: int | None = None
+        self.odd_arguments: str | None = None  # those that are no object
+        self._read = 0
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._string_at = 0
+        self._key: str | None = None
+        self._value_at: int | None = None
+
+    def feed(self, text: str) -> str:
+        """-> what follows the object"""
+        self.raw += text
+        while self._read < len(self.raw) and not self.is_over and not self.is_wrong:
+            self._look(self.raw[self._read], self._read)
+            self._read += 1
+        rest = self.raw[self._read :]
+        self.raw = self.raw[: len(self.raw) - len(rest)]
+        return rest
+
+    def _look(self, char: str, at: int) -> None:
+        if self._in_string:
+            self._look_in_string(char, at)
+        elif char == '"':
+            self._in_string, self._string_at = True, at
+        elif char in "{[":
+            self._depth += 1
+            if self._depth == 2 and char == "{" and self._key in _ARGUMENTS and self.start is None:
+                self.start = at
+        elif char in "}]":
+            if self._depth == 1:
+                self._end_value(at)
+            self._depth -= 1
+            if self._depth == 1 and self.start is not None and self.end is None:
+                self.end = at + 1
+            self.is_over = self._depth == 0
+        elif self._depth == 1 and char == ":" and self._key is not None:
+            self._value_at = at + 1
+        elif self._depth == 1 and char == ",":
+            self._end_value(at)
+
+    def _look_in_string(self, char: str, at: int) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
+            if self._depth == 1 and self._key is None:
+                self._key = _loads(self.raw[self._string_at : at + 1])
+                self.is_wrong = self._keys is not None and self._key not in self._keys
+
+    def _end_value(self, at: int) -> None:
+        if self._value_at is not None:
+            value = self.raw[self._value_at : at].strip()
+            if self._key == "name":
+                self.name = _loads(value)
+                self.is_wrong = self.name is None
+            elif self._key in _ARGUMENTS and self.start is None:
+                self.odd_arguments = _loads(value) or ("{}" if value == "null" else value)
+        self._key = self._value_at = None
+
+
+class CallParser:
+    def __init__(self, form: CallFormat, names: Collection[str]) -> None:
+        """`names`: what may be called. A tagged call of another name is given out all the same."""
+        self._form = form
+        self._names = names
+        self._held = ""  # not yet understood
+        self._space = ""  # at the end of the text so far: dropped if a call follows
+        self._object: _Object | None = None
+        self._is_tagged = False  # the object in hand came after an opening
+        self._before = ""  # what led to it, and is text if it is no call
+        self._state = self._bare if form.is_bare else self._text
+        self._num_argued = 0  # characters of its arguments that were given out
+        self._said_after = 0  # the number of calls before the latest text
+        self._events: list[Event] = []
+        self.num_calls = 0
+        """Those that were begun."""
+        self.num_done = 0
+
+    def push(self, text: str) -> list[Event]:
+        self._held += text
+        while self._state():
+            pass
+        return self._take()
+
+    def close(self) -> list[Event]:
+        """No more text."""
+        if self._object is not None:
+            self._fail()
+        elif self._state == self._opened:
+            self._say(self._form.opening)
+        if not self._is_rest_of_call():
+            self._say(self._held)
+        if self._space and not self.num_calls:
+            self._events.append(Said(self._space))
+        self._held = self._space = ""
+        return self._take()
+
+    def _is_rest_of_call(self) -> bool:
+        """Whether all that is held only ends a call, or would part it from the next."""
+        if self._state == self._closing:
+            return self._form.closing.startswith(self._held.strip(_SPACE))
+        return (
+            self.num_calls > 0 and self._state == self._bare and not self._held.strip(_SEPARATORS)
+        )
+
+    # States: each reads from `_held`, and says whether there is more to do now.
+
+    def _text(self) -> bool:
+        opening = self._form.opening
+        at = self._held.find(opening) if opening else -1
+        if at < 0:
+            keep = _overlap(self._held, opening)
+            self._say(self._held[: len(self._held) - keep])
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        self._say(self._held[:at])
+        self._held = self._held[at + len(opening) :]
+        self._state = self._opened
+        return True
+
+    def _bare(self) -> bool:
+        """At the beginning, or after a call: is what comes next a call?"""
+        ahead = self._held.lstrip(_SEPARATORS if self.num_calls else _SPACE)
+        if len(ahead) < len(self._form.opening) and self._form.opening.startswith(ahead):
+            return False  # nothing, or half an opening
+        if not ahead:
+            return False
+        if ahead[0] == "{":
+            return self._begin(ahead, is_tagged=not self._form.opening)
+        self._state = self._text
+        return True
+
+    def _opened(self) -> bool:
+        ahead = self._held.lstrip(_SPACE)
+        if not ahead:
+            return False
+        if ahead[0] != "{":
+            self._say(self._form.opening)
+            self._state = self._text
+            return True
+        return self._begin(ahead, is_tagged=True)
+
+    def _begin(self, ahead: str, is_tagged: bool) -> bool:
+        self._object = _Object(may_have_other_keys=is_tagged)
+        self._is_tagged, self._num_argued = is_tagged, 0
+        skipped = self._held[: len(self._held) - len(ahead)]
+        self._before = (self._form.opening if is_tagged else "") + skipped
+        self._held = ahead
+        self._state = self._reading
+        return True
+
+    def _reading(self) -> bool:
+        call = self._object
+        assert call is not None
+        self._held = call.feed(self._held)
+        is_known = call.name is None or self._is_tagged or call.name in self._names
+        if not call.is_wrong and is_known:
+            self._report(call)
+        if call.is_over and self._is_reported(call):
+            self.num_done += 1
+            self._object = None
+            self._state = self._closing
+        elif call.is_wrong or call.is_over or not is_known:
+            self._fail()
+            self._state = self._text
+        return bool(self._held)
+
+    def _closing(self) -> bool:
+        closing, ahead = self._form.closing, self._held.lstrip(_SPACE)
+        if closing and len(ahead) < len(closing) and closing.startswith(ahead):
+            return False
+        self._held = ahead.removeprefix(closing)
+        self._state = self._bare if self._form.is_bare else self._text
+        return True
+
+    # What comes out
+
+    def _is_reported(self, call: _Object) -> bool:
+        return call.name is not None and self.num_calls > self.num_done
+
+    def _report(self, call: _Object) -> None:
+        """What is new of this call, if its name is known."""
+        has_arguments = call.start is not None or call.is_over
+        if call.name is None or not has_arguments:
+            return
+        if self.num_calls == self.num_done:
+            self._space = ""
+            self._events.append(Called(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", call.name))
+            self.num_calls += 1
+        if call.start is None:
+            written = call.odd_arguments or "{}"
+        else:
+            written = call.raw[call.start : call.end]
+        if more := written[self._num_argued :]:
+            self._events.append(Argued(self.num_calls - 1, more))
+            self._num_argued = len(written)
+
+    def _fail(self) -> None:
+        """It was no call; or it is one that was cut off, and what there is of it was given out."""
+        call, self._object = self._object, None
+        assert call is not None
+        if self.num_calls > self.num_done:
+            self.num_done += 1
+            return
+        self._say(self._before + call.raw)
+
+    def _say(self, text: str) -> None:
+        text = self._space + text
+        said = text.rstrip(_SPACE)
+        self._space = text[len(said) :]
+        if self._said_after < self.num_calls:
+            said = said.lstrip(_SPACE)
+        if said:
+            self._events.append(Said(said))
+            self._said_after = self.num_calls
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+
+def _loads(text: str) -> str | None:
+    """A JSON string, or None."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _overlap(text: str, tag: str) -> int:
+    """The longest end of the text that is a proper beginning of the tag."""
+    return next(
+        (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
+    )

@@ -1,0 +1,161 @@
+"""Tools in a chat: written into the prompt by the model's template, read back from its answer.
+
+It knows requests and templates; the reading itself is in tool_calls.py. A choice that forces a call
+is kept by grammar: the answer can only be that call's JSON.
+
+The rule: tools that this model could not be told of, or whose calls could not be read, are refused.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slotzero.server.protocol import ChatRequest, Message, NamedTool, Tool, ToolCall
+from slotzero.server.status import FieldError
+from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
+
+FORMATS: Mapping[str, CallFormat | None] = {"hermes": HERMES, "llama": LLAMA, "none": None}
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "self")
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """What a request's tools mean for its prompt and its answer."""
+
+    tools: list[dict[str, Any]] | None = None
+    """For the template."""
+    form: CallFormat | None = None
+    names: frozenset[str] = frozenset()
+    schema: dict[str, Any] | None = None
+    """What the answer must be, if a call is forced."""
+    is_single: bool = False
+    """Whether the answer ends with its first call."""
+
+    def parser(self) -> CallParser | None:
+        return CallParser(self.form, self.names) if self.form else None
+
+
+def choose_format(setting: str, template: str | None) -> CallFormat | None:
+    """The format in which this model writes calls, from the template that taught it."""
+    if setting != "auto":
+        return FORMATS[setting]
+    if template is None or "tools" not in template:
+        return None
+    if HERMES.opening in template:
+        return HERMES
+    if LLAMA.opening in template or '"parameters"' in template:
+        return LLAMA
+    return None
+
+
+def plan_tools(body: ChatRequest, form: CallFormat | None) -> ToolPlan:
+    if not body.tools or body.tool_choice == "none":
+        return ToolPlan()
+    if form is None:
+        raise FieldError("tools", "tools: this model's chat template has no known form of them")
+    wanted = _wanted(body.tools, body.tool_choice)
+    if wanted is None:
+        _refuse_strict(body.tools)
+    if body.response_format is not None and body.response_format.type != "text":
+        raise FieldError("response_format", "response_format: not with tools, or tool_choice=none")
+    return ToolPlan(
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
+        form=form if wanted is None else FORCED,
+        names=frozenset(tool.function.name for tool in body.tools),
+        schema=None if wanted is None else call_schema(wanted),
+        is_single=body.parallel_tool_calls is False or wanted is not None,
+    )
+
+
+def _wanted(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[Tool] | None:
+    """The tools of which one must be called; None: the model is free."""
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            name = choice.function.name[:64]
+            raise FieldError("tool_choice", f"tool_choice: {name!r} is none of the tools")
+        return named
+    return list(tools) if choice == "required" else None
+
+
+def _refuse_strict(tools: Sequence[Tool]) -> None:
+    for i, tool in enumerate(tools):
+        if tool.function.strict:
+            raise FieldError(
+                f"tools[{i}].function.strict",
+                "strict: only with tool_choice 'required' or a named function; a model that is "
+                "free to call may err",
+            )
+
+
+def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
+    """JSON schema of one call of any of these."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": tool.function.parameters or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As chat templates know them: text is one string, arguments are objects."""
+    return [_template_message(i, message) for i, message in enumerate(messages)]
+
+
+def _template_message(place: int, message: Message) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    is_assistant = message.role == "assistant"
+    if message.content is None and not (is_assistant and message.tool_calls):
+        raise FieldError(f"{where}.content", f"{where}.content: missing")
+    if message.tool_calls and not is_assistant:
+        raise FieldError(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant calls")
+    if (message.tool_call_id is None) == (message.role == "tool"):
+        raise FieldError(
+            f"{where}.tool_call_id", f"{where}.tool_call_id: a tool has one, nobody else does"
+        )
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": _text(message)}
+    if message.name is not None:
+        made["name"] = message.name
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        made["tool_calls"] = [
+            _template_call(f"{where}.tool_calls[{i}]", call)
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return made
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(part.text for part in message.content)
+    return message.content or ""
+
+
+def _template_call(where: str, call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        field = f"{where}.function.arguments"
+        raise FieldError(field, f"{field}: must be a JSON object, as text")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    taken = next((name for name in given or () if name in RESERVED), None)
+    if taken is not None:
+        raise FieldError("chat_template_kwargs", f"chat_template_kwargs: {taken!r} is ours to set")
+    return dict(given or {})

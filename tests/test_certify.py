@@ -1,0 +1,361 @@
+"""The command `slotzero certify`: what it prints and writes, and how it ends."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slotzero.cli import main as cli
+from slotzero.config import EngineConfig
+from slotzero.engine import Engine
+from slotzero.graph import Runner
+from slotzero.graph.transfer import UploadRing
+from slotzero.sanitizer import mutants
+from slotzero.sanitizer.certify import all_sizes, few_checks, few_sizes, left_out
+from slotzero.sanitizer.mutants import Mutant
+from slotzero.sanitizer.page import html
+from slotzero.sanitizer.report import CHECKS, RULES, Cell, Certificate, Violation
+
+SMALL = ["tiny:llama", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+TINY = [*SMALL, "--backend", "eager"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls the command in process; -> exit code, standard output, standard error"""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = cli.main(["certify", *words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Those that were made."""
+    made: list[Engine] = []
+    init = Engine.__init__
+
+    def noted(self: Engine, config: EngineConfig) -> None:
+        init(self, config)
+        made.append(self)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    return made
+
+
+@pytest.fixture
+def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug that all this is about: a published vector keeps its old tail."""
+
+    def upload(self: UploadRing, values: Sequence[int], pad: int) -> None:
+        self._target[: len(values)] = torch.tensor(list(values), dtype=self._target.dtype)
+
+    monkeypatch.setattr(UploadRing, "upload", upload)
+
+
+def runner_of(name: str, max_num_seqs: int = 8) -> Runner:
+    config = EngineConfig(
+        model="tiny:llama", backend="eager", max_num_seqs=max_num_seqs, lazy_recording=True,
+        skip_tokenizer_init=True, show_progress=False, kv_cache_memory=1 << 20,
+    )  # fmt: skip
+    return next(r for r in Engine(config).worker.runners if r.spec.name == name)
+
+
+def test_a_sound_engine_passes(run: Run) -> None:
+    code, out, err = run(*TINY)
+    assert (code, err) == (0, "")
+    assert "tiny:llama on eager" in out
+    for check in CHECKS:
+        assert check in out
+    rows = [line for line in out.splitlines() if line.startswith("│ decode[")]
+    assert [row.split()[1] for row in rows] == ["decode[1]", "decode[2]", "decode[4]"]
+    assert all(row.count(" ok ") == len(CHECKS) for row in rows)
+    assert "FAIL" not in out
+    assert "3 of 12 sizes tried: it is not recorded" in out
+    assert out.splitlines()[-1].startswith("passed: 6 sizes in ")
+
+
+def test_json_is_all_that_is_printed(run: Run) -> None:
+    code, out, err = run(*TINY, "--json", "-")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["passed"] is True
+    assert report["runners"] == ["decode", "prefill"]
+    assert "decode[4]" in report["sizes"]
+    assert len(report["sizes"]) == 6
+    assert report["failures"] == []
+    assert "mutants" not in report
+
+
+def test_files_are_written(run: Run, tmp_path: Path) -> None:
+    files = tmp_path / "a.json", tmp_path / "ä <b>.html"
+    files[0].write_text("what was there before, and is longer than nothing\n" * 1000)
+    code, out, _ = run(*TINY, "--quick", "--json", str(files[0]), "--html", str(files[1]))
+    assert code == 0
+    assert "passed: 3 sizes" in out
+    assert json.loads(files[0].read_text())["passed"] is True
+    assert "decode[4] S1: held" in files[1].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    run: Run, tmp_path: Path, flag: str
+) -> None:
+    for file in (tmp_path / "no" / "such" / "folder", tmp_path):
+        code, out, err = run("no-such-model", flag, str(file))
+        assert (code, out) == (2, "")
+        assert err.startswith(f"slotzero: error: {flag} {file}: ")
+        assert err.count("\n") == 1
+    assert run("no-such-model", flag, str(tmp_path / "fine"))[0] == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_is_one_line(run: Run) -> None:
+    code, out, err = run(*TINY, "--quick", "--html", "/dev/full")
+    assert code == 2
+    assert "passed: 3 sizes" in out
+    assert err.startswith("slotzero: error: --html /dev/full: it cannot be written")
+
+
+def test_a_report_does_not_go_to_the_terminal(run: Run) -> None:
+    code, _, err = run("no-such-model", "--html", "-")
+    assert code == 2
+    assert "--html -" in err
+
+
+def test_the_parser_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from slotzero.cli import certify\n"
+        "certify.parser().format_help()\n"
+        "print(*{'torch', 'numpy', 'rich', 'tokenizers', 'jinja2'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+# Failures
+
+
+@pytest.mark.usefixtures("unpadded")
+def test_a_missing_pad_is_named_everywhere(run: Run, tmp_path: Path) -> None:
+    files = tmp_path / "a.json", tmp_path / "a.html"
+    code, out, _ = run(*TINY, "--quick", "--json", str(files[0]), "--html", str(files[1]))
+    assert code == 1
+    assert "FAIL" in out
+    line = next(line for line in out.splitlines() if line.startswith("FAILED"))
+    for word in ("runner decode", "decode[1]", "S1", "'slots'", RULES["S1"]):
+        assert word in line
+    assert out.splitlines()[-1].startswith("NOT passed")
+
+    report = json.loads(files[0].read_text())
+    assert report["passed"] is False
+    failure = report["failures"][0]
+    assert (failure["runner"], failure["size"]) == ("decode", "decode[1]")
+    assert (failure["check"], failure["tensor"]) == ("S1", "slots")
+    assert "row" in failure
+    assert failure["found"] in line
+    assert failure["rule"] == RULES["S1"]
+    assert {failure["runner"] for failure in report["failures"]} == {"decode", "prefill"}
+
+    text = Page(files[1].read_text(encoding="utf-8")).text
+    for word in ("NOT passed", "decode[1]", "check S1", "slots", failure["found"], RULES["S1"]):
+        assert word in text
+
+
+@pytest.mark.usefixtures("unpadded")
+def test_what_fails_already_is_not_mutated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "mutate", None)
+    code, out, _ = run(*TINY, "--mutate", "--json", "-")
+    report = json.loads(out)
+    assert (code, report["passed"], report["mutants"]) == (1, False, 0)
+
+
+# Which sizes
+
+
+@pytest.mark.parametrize(
+    "words", [[*TINY], [*TINY, "--quick"], [*SMALL, "--backend", "cpu", "--quick"]]
+)
+def test_no_runner_is_forgotten(run: Run, engines: list[Engine], words: list[str]) -> None:
+    code, out, _ = run(*words, "--json", "-")
+    (engine,) = engines
+    assert code == 0
+    assert json.loads(out)["runners"] == [r.spec.name for r in engine.worker.runners]
+    engine.check()
+
+
+def test_quick_says_what_it_leaves_out(run: Run) -> None:
+    _, out, _ = run(*TINY, "--quick")
+    assert "decode[2]" not in out
+    assert "decode: 2 of 3 sizes tried: a quick look" in out
+    assert "prefill: 1 of 12 sizes tried: a quick look" in out
+    assert "decode[4]: S5: a quick look tries it at decode[1]" in out
+    assert any(line.startswith("│ decode[4]") and " - " in line for line in out.splitlines())
+
+
+def test_few_and_all_sizes() -> None:
+    decode, prefill = runner_of("decode"), runner_of("prefill")
+    few = list(few_sizes([decode, prefill]))
+    assert [str(key) for _, key in few] == ["decode[1]", "decode[8]", "prefill[16t x 1r]"]
+    assert [(str(key), check) for key, check in few_checks(few)] == [("decode[8]", "S5")]
+    every = list(all_sizes([decode, prefill]))
+    assert [key.rows for runner, key in every if runner is decode] == [1, 2, 4, 8]
+    assert list(left_out([decode], every, is_quick=False)) == []
+    assert list(left_out([decode, prefill], few, is_quick=True)) == ["decode", "prefill"]
+
+
+def test_a_runner_of_one_size_is_tried_once() -> None:
+    assert [str(key) for _, key in few_sizes([runner_of("decode", 1)])] == ["decode[1]"]
+
+
+def test_a_step_that_the_context_cannot_hold_is_left_out(run: Run) -> None:
+    code, out, _ = run(*TINY, "--max-model-len", "48", "--json", "-")
+    report = json.loads(out)
+    assert code == 0
+    assert "prefill[16t x 1r]" in report["sizes"]
+    assert not set(report["sizes"]) & set(report["left_out"])
+
+
+# Mutation
+
+
+def mutant(tensor: str, fault: str, caught_by: str = "S1", named: str = "", **more: Any) -> Mutant:
+    names = (named or tensor,) if caught_by else ()
+    return Mutant(more.get("runner", "decode"), tensor, fault, more.get("numbers", ()), caught_by,
+                  names)  # fmt: skip
+
+
+CAUGHT = [
+    mutant("slots", "skip the pad", numbers=("SGLang 26292", "SGLang 23037")),
+    mutant("counts", "skip the pad", "S4", runner="prefill"),
+    *(mutant("slots", f"fault {i}", "S6") for i in range(12)),
+]
+ODD = mutant("positions", "off by one", "S2", named="kv_full")
+LOST = mutant("logits", "wrong axis", "", numbers=("SGLang 22229",))
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, results: list[Mutant]) -> None:
+    def mutate(engine: Engine, seen: Callable[[Mutant], None]) -> list[Mutant]:
+        for result in results:
+            seen(result)
+        return results
+
+    monkeypatch.setattr(mutants, "mutate", mutate)
+
+
+def test_when_every_mutant_is_caught(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, [*CAUGHT, ODD])
+    code, out, err = run(*TINY, "--mutate", "--json", "-")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["passed"] is True
+    assert len(report["sizes"]) == 3
+    assert (report["mutants"], report["caught"], report["named"]) == (15, 15, 14)
+    assert report["mutation"][0] == {
+        "runner": "decode",
+        "tensor": "slots",
+        "fault": "skip the pad",
+        "numbers": ["SGLang 26292", "SGLang 23037"],
+        "caught_by": "S1",
+        "named": ["slots"],
+        "caught": True,
+        "is_named": True,
+    }
+
+
+def test_a_mutant_that_is_missed_fails(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake(monkeypatch, [*CAUGHT, ODD, LOST])
+    page = tmp_path / "a.html"
+    code, out, _ = run(*TINY, "--mutate", "--html", str(page))
+    assert code == 1
+    assert "passed: 3 sizes" in out
+    lines = [line.replace("│", " ").split() for line in out.splitlines()]
+    assert ["SGLang", "26292", "decode", "slots", "skip", "the", "pad", "S1"] in lines
+    assert ["SGLang", "22229", "decode", "logits", "wrong", "axis", "MISSED"] in lines
+    assert ["positions", "S2?"] in lines
+    assert ["slots", *["S1"], *["S6"] * 9] in lines
+    assert ["slots", *["S6"] * 3] in lines
+    assert out.splitlines()[-1] == "15 of 16 mutants were caught, 14 by the right name"
+    text = Page(page.read_text(encoding="utf-8")).text
+    for word in ("15 of 16 were caught, 14", "SGLang 22229", "MISSED", "S2?", "skip the pad"):
+        assert word in text
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """All text of a page that is closed where it was opened."""
+
+    VOID = ("meta", "rect")
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.text, self.open = "", []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def certificate() -> Certificate:
+    failure = Violation("S4", "<run>", "<run>[2]", "ta&ble", "<nan> where 0 was expected", 3)
+    return Certificate(
+        "a<b>c",
+        "cpu",
+        [
+            Cell("<run>", "<run>[1]", "S1", 0.25),
+            Cell("<run>", "<run>[1]", "S5", 0.0, left_out="too <slow>"),
+            Cell("<run>", "<run>[2]", "S4", 0.5, (failure,)),
+        ],
+        uncertified={"<run>": "2 of 3 & why"},
+    )
+
+
+def test_a_page_stands_alone_and_is_escaped() -> None:
+    source = html(certificate(), [*CAUGHT, LOST])
+    for outside in ("http:", "https:", "<script", "src=", "@import", "url("):
+        assert outside not in source
+    for raw in ("<b>", "<run>", "ta&ble", "<slow>", "<nan>"):
+        assert raw not in source
+        assert raw in Page(source).text
+    for rule in RULES.values():
+        assert rule in Page(source).text
+    assert "ta&ble, row 3" in Page(source).text
+
+
+def test_the_picture_has_a_cell_for_every_size_and_check() -> None:
+    source = html(certificate(), None)
+    assert source.count("<rect ") == 2 * len(CHECKS)
+    assert source.count('<rect class="ok"') == 1
+    assert source.count('<rect class="bad"') == 1
+    assert "put in on purpose" not in source
+
+
+def test_a_page_of_nothing_is_a_page() -> None:
+    assert "NOT passed" in Page(html(Certificate("m", "cpu"), [])).text

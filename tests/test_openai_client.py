@@ -1,0 +1,467 @@
+"""The real thing: `slotzero serve` in a process, and OpenAI's own client that talks to it."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from slotzero import LLM, SamplingParams
+from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.tokenizer import Tokenizer
+
+KEY = "only-for-tests"
+PATIENCE = 120.0  # seconds; machines that test are busy
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+# tiny models have no template that knows tools
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Server:
+    def __init__(self, words: list[str], log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "slotzero", "serve", *words, "--port", "0"]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+        self.lines: list[str] = []
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if line.startswith("curl"):
+                break
+        assert self.lines, log.read_text()
+        self.url = self.lines[0].split()[2].rstrip(",")
+
+    def client(self, **given: Any) -> OpenAI:
+        given = {"api_key": KEY, "max_retries": 0, "timeout": PATIENCE} | given
+        return OpenAI(base_url=f"{self.url}/v1", **given)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
+    Tokenizer.bytes_tokenizer()._backend.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(names))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    words = f"{folder} --load-format dummy --backend eager --served-model-name tiny --api-key {KEY}"
+    made = Server(words.split(), tmp_path_factory.mktemp("log") / "log")
+    yield made
+    assert made.end() == 0, made.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return server.client()
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), load_format="dummy", backend="eager", show_progress=False)
+
+
+def offline(llm: LLM, prompt: str, **params: Any) -> list[str]:
+    made = llm.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    return [output.text for output in made[0].outputs]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_where_it_listens(server: Server) -> None:
+    assert server.url.startswith("http://127.0.0.1:")
+    assert f"curl {server.url}/v1/chat/completions" in server.lines[-1]
+    assert KEY not in "".join(server.lines)
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ready"
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "slotzero"
+
+
+def test_chat_is_what_the_engine_says_offline(client: OpenAI, llm: LLM) -> None:
+    made = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, max_completion_tokens=12
+    )
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = llm.chat(HELLO, params, use_tqdm=False)[0]
+    assert made.choices[0].message.content == expected.outputs[0].text
+    assert made.choices[0].finish_reason == expected.outputs[0].finish_reason
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert made.usage.completion_tokens == len(expected.outputs[0].token_ids)
+
+
+def test_a_stream_says_the_same_with_usage(client: OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, max_tokens=20
+    )
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=HELLO,
+            temperature=0,
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    details = chunks[-1].usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens == 16  # a page of it, from the request before
+
+
+def test_completion_and_echo(client: OpenAI, llm: LLM) -> None:
+    (expected,) = offline(llm, "Once", temperature=0, max_tokens=16)
+    made = client.completions.create(model="tiny", prompt="Once", temperature=0)
+    assert made.choices[0].text == expected
+    made = client.completions.create(model="tiny", prompt="Once", temperature=0, echo=True)
+    assert made.choices[0].text == "Once" + expected
+
+
+def test_a_seed_gives_what_it_gives_offline(client: OpenAI, llm: LLM) -> None:
+    made = client.completions.create(model="tiny", prompt="Once", seed=5, n=3, max_tokens=12)
+    expected = offline(llm, "Once", temperature=1, seed=5, n=3, max_tokens=12)
+    assert [choice.text for choice in made.choices] == expected
+    assert len(set(expected)) == 3
+
+
+def test_sampling_fields_give_what_they_give_offline(client: OpenAI, llm: LLM) -> None:
+    ours = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 4,
+            "ignore_eos": True}  # fmt: skip
+    theirs = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.5,
+              "seed": 11, "max_tokens": 24}  # fmt: skip
+    made = client.completions.create(
+        model="tiny", prompt="Once", logit_bias={"65": 5}, extra_body=ours, **theirs
+    )
+    (expected,) = offline(llm, "Once", logit_bias={65: 5.0}, **ours, **theirs)
+    assert made.choices[0].text == expected
+
+
+def test_logprobs_are_those_of_the_engine(client: OpenAI, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+    (output,) = llm.generate("Once", params, use_tqdm=False)[0].outputs
+    assert output.logprobs is not None
+    chosen = [
+        row[token].logprob for token, row in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    made = client.completions.create(
+        model="tiny", prompt="Once", temperature=0, max_tokens=6, logprobs=3
+    )
+    rows = made.choices[0].logprobs
+    assert rows is not None
+    assert rows.token_logprobs == pytest.approx(chosen)
+    chat = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    assert chat.choices[0].logprobs is not None
+    for row in chat.choices[0].logprobs.content or []:
+        assert len(row.top_logprobs) == 3
+        assert row.top_logprobs[0].logprob == row.logprob  # greedy
+
+
+def test_stop_strings(client: OpenAI, llm: LLM) -> None:
+    (text,) = offline(llm, "Once", temperature=0, max_tokens=40)
+    stop = text[10:13]
+    made = client.completions.create(
+        model="tiny", prompt="Once", temperature=0, max_tokens=40, stop=[stop, "never"]
+    )
+    assert made.choices[0].text == text[: text.index(stop)]
+    assert made.choices[0].finish_reason == "stop"
+    chunks = client.completions.create(
+        model="tiny", prompt="Once", temperature=0, max_tokens=40, stop=stop, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[: text.index(stop)]
+
+
+def test_errors_are_typed(server: Server, client: OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        server.client(api_key="wrong").models.list()
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="gpt-5", prompt="x")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="x", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="tiny", prompt="x" * 600, stream=True)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.APIStatusError) as large:
+        client.completions.create(model="tiny", prompt="x" * (10 << 20))
+    assert large.value.status_code == 413
+    with pytest.raises(openai.BadRequestError) as token:
+        client.completions.create(model="tiny", prompt=[99999], stream=True)
+    assert token.value.param == "prompt"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="tiny", messages=HELLO, store=True)
+    assert refused.value.param == "store"
+
+
+ODD = [
+    {"top_k": 10**12},
+    {"max_tokens": 2**62},
+    {"min_tokens": 10**11, "max_tokens": 10**12},
+    {"repetition_penalty": 1e-300},
+    {"logit_bias": {"3": 1e300}},
+    {"temperature": 1e-300},
+    {"temperature": 1e300},
+    {"top_p": 1e-300},
+    {"top_k": 10**30},
+    {"seed": -(2**63)},
+    {"prompt": [10**30]},
+    {"prompt": [-1]},
+    {"prompt": []},
+    {"stop_token_ids": [2**40]},
+    {"logit_bias": {"999999999": 1}},
+    {"guided_regex": "("},
+    {"guided_json": {"type": "odd"}},
+]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_numbers_at_the_edge_harm_nobody(server: Server, client: OpenAI, odd: dict) -> None:
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | odd
+    headers = {"Authorization": f"Bearer {KEY}"}
+    response = httpx.post(
+        f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE
+    )
+    assert response.status_code in (200, 400)
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0]
+
+
+def test_leaving_a_stream_cancels_it(server: Server, client: OpenAI) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def pools() -> Any:
+        return httpx.get(f"{server.url}/server_info", headers=headers).json()["pools"]
+
+    with client.completions.create(
+        model="tiny",
+        prompt="Once",
+        max_tokens=480,
+        stream=True,
+        n=2,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        next(iter(stream))
+    wait_until(lambda: pools()["running"] == pools()["waiting"] == pools()["pages_used"] == 0)
+
+
+def test_many_at_once_answer_as_one_by_one(server: Server, client: OpenAI) -> None:
+    def ask(i: int) -> dict[str, Any]:
+        return {"model": "tiny", "prompt": f"Number {i}", "seed": i, "max_tokens": 8 + i % 5}
+
+    async def all_at_once() -> list[str]:
+        async with AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE
+        ) as many:
+            made = await asyncio.gather(*(many.completions.create(**ask(i)) for i in range(24)))
+            return [one.choices[0].text for one in made]
+
+    single = [client.completions.create(**ask(i)).choices[0].text for i in range(24)]
+    assert asyncio.run(all_at_once()) == single
+
+
+def test_structured_answers(client: OpenAI) -> None:
+    schema = {"name": "x", "schema": ADD["function"]["parameters"]}
+    made = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=200,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    assert made.choices[0].finish_reason == "stop"
+    assert set(json.loads(made.choices[0].message.content or "")) == {"a", "b"}
+    picked = client.completions.create(
+        model="tiny", prompt="x", max_tokens=20, extra_body={"guided_choice": ["yes", "no"]}
+    )
+    assert picked.choices[0].text in ("yes", "no")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_forced_tool_calls(client: OpenAI, choice: Any) -> None:
+    asked = {
+        "model": "tiny",
+        "messages": HELLO,
+        "tools": [ADD],
+        "tool_choice": choice,
+        "max_tokens": 200,
+        "seed": 3,
+    }
+    made = client.chat.completions.create(**asked).choices[0]
+    assert made.finish_reason == "tool_calls"
+    (call,) = made.message.tool_calls or []
+    assert call.function.name == "add"
+    assert set(json.loads(call.function.arguments)) == {"a", "b"}
+    name, arguments = "", ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+    assert (name, arguments) == ("add", call.function.arguments)
+
+
+def test_an_answer_can_be_sent_back(client: OpenAI) -> None:
+    first = client.chat.completions.create(
+        model="tiny", messages=HELLO, tools=[ADD], tool_choice="required", max_tokens=200, seed=3
+    )
+    message = first.choices[0].message
+    assert message.tool_calls
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+    second = client.chat.completions.create(
+        model="tiny", messages=[*HELLO, message, result], tools=[ADD], max_tokens=8
+    )
+    assert second.choices[0].finish_reason
+
+
+# How it begins and ends
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    words = ["tiny:llama", "--backend", "eager", "--max-num-seqs", "1", "--max-waiting", "1"]
+    made = Server(words, tmp_path / "log")
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.wait()
+
+
+def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
+    client = own_server.client()
+    long: Any = {"model": "tiny:llama", "prompt": "x", "stream": True,
+                 "extra_body": {"ignore_eos": True}}  # fmt: skip
+    first = iter(client.completions.create(**long, max_tokens=300))
+    next(first)
+
+    async def too_many() -> list[Any]:
+        url = f"{own_server.url}/v1/completions"
+        body = {"model": "tiny:llama", "prompt": "x", "max_tokens": 1}
+        async with httpx.AsyncClient(timeout=PATIENCE) as http:
+            asked = (http.post(url, json=body) for _ in range(4))
+            return await asyncio.gather(*asked)
+
+    replies = asyncio.run(too_many())  # one waits for the only slot; there is no room for others
+    assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
+    assert all("retry-after" in reply.headers for reply in replies if reply.status_code == 429)
+
+    second = iter(client.completions.create(**long, max_tokens=400))
+    next(second)
+    engine = _children(own_server.process.pid)
+    assert engine
+    with httpx.stream("GET", f"{own_server.url}/live", timeout=PATIENCE):  # this never ends
+        own_server.process.send_signal(signal.SIGTERM)
+        *_, last = second
+    assert last.choices[0].finish_reason == "length"
+    assert own_server.process.wait(PATIENCE) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{own_server.url}/health")
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in engine)
+
+
+def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
+    words = ["tiny:llama", "--backend", "eager", "--grace", "0.2"]
+    server = Server(words, tmp_path / "log")
+    stream = server.client().completions.create(
+        model="tiny:llama", prompt="x", stream=True, max_tokens=500, n=8,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    next(chunks)
+    assert server.end() == 0
+    with pytest.raises(openai.APIError, match="stopping"):
+        for _ in chunks:
+            pass
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_ctrl_c_ends_it_while_it_loads(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "slotzero", "serve", "tiny:llama", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    url = process.stdout.readline().split()[2].rstrip(",")
+
+    def is_loading() -> bool:
+        try:
+            return httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 503
+        except httpx.TransportError:
+            return False
+
+    wait_until(is_loading)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
+    )
+    return [int(line) for line in listed.stdout.split()]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "names"),
+    [
+        (["no-such-model"], 3, "no-such-model"),
+        (["tiny:llama", "--kv-cache-memory", "1K"], 4, "--kv-cache-memory"),
+        (["tiny:llama", "--page-size", "3"], 2, "page_size"),
+        (["tiny:llama", "--grace", "-1"], 2, "grace"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_one_line(words: list[str], code: int, names: str) -> None:
+    command = [sys.executable, "-m", "slotzero", "serve", *words, "--port", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert run.returncode == code
+    lines = [line for line in run.stderr.splitlines() if line.startswith("slotzero: error: ")]
+    assert len(lines) == 1
+    assert names in lines[0]
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,109 @@
+"""Random traffic: batches of requests that arrive, are cancelled and run out of pages.
+
+Everything is drawn from a `random.Random`, which may be a seeded one or Hypothesis's own.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+from slotzero.config import EngineConfig
+from slotzero.engine import Answer, Engine
+from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.sampling.params import SamplingParams
+
+TEXT = 256  # token ids of a tiny model that are bytes
+# Pages run out in the first; prompts are long and rows are padded in the second.
+SHAPES: dict[str, dict[str, int]] = {
+    "tight": {
+        "max_num_seqs": 5, "max_num_batched_tokens": 20, "max_model_len": 64, "page_size": 4,
+    },
+    "wide": {
+        "max_num_seqs": 7, "max_num_batched_tokens": 96, "max_model_len": 128, "page_size": 16,
+    },
+}  # fmt: skip
+NUM_PAGES = {"tight": 19, "wide": 57}
+
+
+def settings_of(family: str, shape: str) -> dict[str, object]:
+    config = TINY_CONFIGS[family]
+    sizes = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    page_bytes = 2 * 4 * SHAPES[shape]["page_size"] * math.prod(config[name] for name in sizes)
+    return {
+        "model": f"tiny:{family}",
+        "kv_cache_memory": NUM_PAGES[shape] * page_bytes,
+        "skip_tokenizer_init": True,
+        "show_progress": False,
+        "lazy_recording": True,
+        **SHAPES[shape],
+    }
+
+
+def engine_of(family: str, shape: str, **more: object) -> Engine:
+    return Engine(EngineConfig(**{**settings_of(family, shape), **more}))
+
+
+@dataclass(frozen=True)
+class Visit:
+    wait: int
+    """Steps between the last arrival and this one."""
+    prompt: list[int]
+    params: SamplingParams
+    patience: int | None
+    """Steps until it is cancelled, if it is."""
+
+
+def draw_batch(rng: random.Random, max_model_len: int) -> list[Visit]:
+    return [draw_visit(rng, max_model_len) for _ in range(rng.randint(1, 8))]
+
+
+def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
+    """Two in three begin like another, so that prefixes are found again."""
+    text = rng.randint(0, 2)
+    shared = [(7 * i + text) % TEXT for i in range(rng.choice([0, 16, 33]))]
+    room = max_model_len - len(shared) - 1
+    prompt = shared + [rng.randrange(TEXT) for _ in range(rng.randint(1, min(room, 24)))]
+    max_tokens = rng.randint(1, 12)
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
+        top_k=rng.choice([0, 3, 40]),
+        top_p=rng.choice([1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.05]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, -0.5]),
+        logit_bias=rng.choice([{}, {257: 4.0}, {7: -100.0, 11: 2.0}]),
+        seed=rng.getrandbits(40),
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens),
+        ignore_eos=rng.random() < 0.7,
+        logprobs=rng.choice([None, None, 0, 4]),
+    )
+    patience = rng.randint(0, 10) if rng.random() < 0.15 else None
+    return Visit(rng.choice([0, 0, 0, 1, 2, 5]), prompt, params, patience)
+
+
+def send(engine: Engine, batch: list[Visit], name: str = "") -> list[Answer]:
+    """Runs the batch to its end; -> answers, in order of arrival."""
+    answers: list[Answer] = []
+    arrivals, now = [], 0
+    for visit in batch:
+        now += visit.wait
+        arrivals.append(now)
+    leaving = {
+        f"{name}{i}": arrivals[i] + visit.patience
+        for i, visit in enumerate(batch)
+        if visit.patience is not None
+    }
+    for step in range(10_000):
+        while len(answers) < len(batch) and arrivals[len(answers)] <= step:
+            visit = batch[len(answers)]
+            answers.append(engine.add(f"{name}{len(answers)}", visit.prompt, visit.params))
+        for request_id in [i for i, when in leaving.items() if when <= step]:
+            del leaving[request_id]
+            engine.cancel(request_id)
+        engine.step()
+        if len(answers) == len(batch) and not engine.has_work:
+            engine.check()
+            return answers
+    raise AssertionError("a request never ends")
