@@ -1072,12 +1072,10 @@ def test_routes_that_do_not_exist() -> None:
     assert refused("/v1/completions", None, status=405)["code"] == "method_not_allowed"
 
 
-@pytest.fixture
-def document() -> Any:
-    return schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok")))
+document = schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok")))
 
 
-@schemathesis.pytest.from_fixture("document").exclude(path="/live").parametrize()
+@document.exclude(path="/live").parametrize()
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_sent_the_reply_is_as_documented(case: Any) -> None:
     if isinstance(case.body, dict) and "model" in case.body:

@@ -53,6 +53,7 @@ def run(kind: tuple[str, str, str], num_batches: int, rng: random.Random) -> dic
         "preemptions": engine.scheduler.num_preemptions,
         "prefix_hit_tokens": engine.scheduler.ledger.cache.stats.num_hit_tokens,
         "steps": engine.num_steps,
+        "replays": sum(runner.counts.replays for runner in engine.worker.runners),
         "steps_watched": engine.sanitizer.steps_watched,
         "violations": engine.sanitizer.violations,
     }

@@ -84,13 +84,17 @@ async def run_loads(site: Site, make: Callable[[Mapping[str, Any]], Sequence[Loa
                     seen: Seen) -> Report:  # fmt: skip
     """One rate after the other; `make` is given what the server says of itself."""
     info = await site.get("/server_info")
+    if not info["engine"]:
+        raise ConfigError(
+            f"the server at {site.host}:{site.port} is still loading: wait for /health"
+        )
     models = await site.get("/v1/models")
     model = models["data"][0]["id"]
     loads = make(info)
     rates = []
     for load in loads:
         start = time.perf_counter()
-        fates = await _run(site, model, load, _vocab_size(info), seen)
+        fates = await _run(site, model, load, info["engine"]["vocab_size"], seen)
         rates.append(_sum_up(load, fates, time.perf_counter() - start, goal))
     return {
         "benchmark": "serve",
@@ -153,10 +157,6 @@ def _sum_up(load: Load, fates: Sequence[Fate], seconds: float, goal: Goal) -> Ma
         "time_per_token": summary([fate.per_token for fate in whole if len(fate.tokens) > 1]),
         "request_latency": summary([fate.latency for fate in whole]),
     }
-
-
-def _vocab_size(info: Mapping[str, Any]) -> int:
-    return int(info.get("vocab_size") or info["engine"]["vocab_size"])
 
 
 def sheets(report: Report) -> list[Sheet]:

@@ -183,7 +183,7 @@ def _serve(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> No
     rates, num = args.rate or (4.0,), args.num_prompts or 100
 
     def make(info: Mapping[str, Any]) -> Sequence[Load]:
-        longest = int(info["limits"]["max_model_len"])
+        longest = int(info["engine"]["limits"]["max_model_len"])
         shapes = sharegpt(num, 0, longest)
         if args.input_len or args.output_len:
             shapes = [(args.input_len or 128, args.output_len or 128)] * num

@@ -45,8 +45,15 @@ def differences(
             found = first_difference(ours, theirs, bound)
             if found is not None:
                 index, a, b = found
-                row = got.slots.index(slots[index]) if kind is Kind.OUTPUT else None
+                row = _row(kind, index, slots, got)
                 yield Mismatch(entry.name, row, a, b)
+
+
+def _row(kind: Kind, index: int, slots: Sequence[int], got: Outcome) -> int | None:
+    """Of the step; a table has none, what is first in it is a slot or what a slot owns."""
+    if kind is Kind.TABLE:
+        return None
+    return got.slots.index(slots[index]) if kind is Kind.OUTPUT else index
 
 
 def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str] | None:

@@ -25,7 +25,7 @@ from slotzero.server.status import BUG, HTTP, Status, error_body
 
 log = logging.getLogger("slotzero.server")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-OPEN_PATHS = ("/", "/health")  # they tell nothing, and probes and pages have no key
+OPEN_PATHS = ("/", "/favicon.ico", "/health")  # they tell nothing, and probes and pages have no key
 CLIENT_GONE = 499  # as nginx logs it; nobody receives it
 MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that its sender sees why
 

@@ -83,6 +83,11 @@ def engine_routes(front: Front) -> APIRouter:
             raise HTTPException(404, "there is no page in this installation")
         return FileResponse(PAGE, headers={"Content-Security-Policy": POLICY})
 
+    @router.get("/favicon.ico", include_in_schema=False, response_model=None)
+    async def icon() -> Response:
+        """None: every browser asks for one."""
+        return Response(status_code=204)
+
     return router
 
 

@@ -157,6 +157,8 @@ struct Row {
   bool in_vocab(int32_t id) const { return id >= 0 && id < vocab; }
 };
 
+bool is_masked(const Row& row) { return row.tables.is_masked[row.slot] != 0; }
+
 bool has_penalty(const Row& row) {
   const SampleTables& t = row.tables;
   return t.repetition_penalty[row.slot] != 1.0f || t.presence_penalty[row.slot] != 0.0f ||
@@ -174,14 +176,21 @@ bool has_ban(const Row& row) {
 
 // The logits of the tokens that the mask allows, and -inf for the others.
 void copy_allowed(const Row& row, float* x) {
-  constexpr int64_t BITS = 32;
+  constexpr int64_t BITS = 32;  // a multiple of LANES
   const int32_t* words = row.tables.allowed + row.slot * row.tables.mask_width;
-  for (int64_t begin = 0; begin < row.vocab; begin += BITS) {
+  Words lane_bit;
+  UNROLL for (int i = 0; i < LANES; ++i) lane_bit[i] = 1u << i;
+  int64_t begin = 0;
+  for (; begin + BITS <= row.vocab; begin += BITS) {
     const uint32_t word = static_cast<uint32_t>(words[begin / BITS]);
-    const int64_t count = std::min(BITS, row.vocab - begin);
-    for (int64_t i = 0; i < count; ++i)
-      x[begin + i] = word >> i & 1 ? row.logits[begin + i] : -INF;
+    for (int64_t i = 0; i < BITS; i += LANES) {
+      const Ints kept = ((Words{} + (word >> i)) & lane_bit) != 0;
+      const Vec logits = load(row.logits + begin + i);
+      store(x + begin + i, kept ? logits : all_lanes(-INF));
+    }
   }
+  for (int64_t i = begin; i < row.vocab; ++i)
+    x[i] = static_cast<uint32_t>(words[i / BITS]) >> i % BITS & 1 ? row.logits[i] : -INF;
 }
 
 // a * b as its own rounding: the compiler would fuse a float product with the sum that follows.
@@ -212,7 +221,7 @@ void penalise(const Row& row, float* x, std::vector<int32_t>& tally) {
 // The logits to choose from: those of the model, or a changed copy.
 const float* adjust(const Row& row, Scratch& scratch) {
   const bool penalty = has_penalty(row), bias = has_bias(row), ban = has_ban(row);
-  const bool masked = row.tables.is_masked[row.slot] != 0;
+  const bool masked = is_masked(row);
   if (!masked && !penalty && !bias && !ban) return row.logits;
   const SampleTables& t = row.tables;
   float* x = scratch.adjusted.data();
@@ -332,6 +341,7 @@ float top_p_floor(const float* scaled, int64_t n, float top_p, Scratch& scratch)
 }
 
 // Copies the values that are not below the floor; returns how many. A floor asks only for values.
+// It may copy within one array.
 int64_t gather_kept(const float* scaled, int64_t n, float floor, float* kept) {
   int64_t count = 0;
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
@@ -351,6 +361,10 @@ float floor_of(const Row& row, const float* scaled, Scratch& scratch) {
   const float floor_m = std::log(row.tables.min_p[row.slot]);
   int64_t n = row.vocab;
   float floor = -INF;
+  if (is_masked(row) && (top_k > 0 || top_p < 1.0f)) {  // the rest weighs nothing, and is most
+    n = gather_kept(scaled, n, std::numeric_limits<float>::lowest(), scratch.kept.data());
+    scaled = scratch.kept.data();
+  }
   if (top_k > 0 && top_k < n) {
     floor = top_k_floor(scaled, n, top_k, scratch);
     n = gather_kept(scaled, n, floor, scratch.kept.data());
