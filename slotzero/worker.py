@@ -144,7 +144,7 @@ class Worker:
             spec = step.prefill_spec("prefill", *eager_sizes)
             prefills.append(Runner(spec, registry, EagerBackend(), "prefill is not recorded"))
         self.prefills = tuple(prefills)
-        self._results = DownloadRing([registry[name] for name in RESULTS])
+        self.results = DownloadRing([registry[name] for name in RESULTS])
 
     @property
     def runners(self) -> tuple[Runner, ...]:
@@ -202,7 +202,7 @@ class Worker:
     def _download(self, step: Step) -> Results:
         wants_more = any(row.request.params.logprobs is not None for row in step.rows)
         num_results = len(RESULTS) if wants_more else 1
-        return Results(self._results.download(num_results, step.num_rows), step.num_rows)
+        return Results(self.results.download(num_results, step.num_rows), step.num_rows)
 
     # SlotWriter: in the order of these calls, before the step that was planned with them.
 

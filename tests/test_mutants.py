@@ -17,8 +17,8 @@ from slotzero.sanitizer.bugs import BUGS, all_numbers
 from slotzero.sanitizer.certify import certify, checksums
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS
 from slotzero.sanitizer.faults import FAULTS
-from slotzero.sanitizer.mutants import ORDER, Mutant, mutate, padded_size, tensors_of
-from slotzero.sanitizer.report import Certificate
+from slotzero.sanitizer.mutants import Mutant, mutate, padded_size, tensors_of
+from slotzero.sanitizer.report import ORDER, Certificate
 from slotzero.sanitizer.stage import bounds_of, counts_of, staged
 
 SEEDS = {"SGLang 26292", "SGLang 24743", "SGLang 22404", "SGLang 21987"}
@@ -181,7 +181,7 @@ def test_the_engine_is_clean_afterwards(scored):
 def test_nothing_of_a_fault_stays(scored):
     worker = scored.engine.worker
     worker.tables.apply()  # what the last answer's release has staged
-    for owner in (worker.registry, worker.tables, worker._results):
+    for owner in (worker.registry, worker.tables, worker.results):
         assert not {"publish", "_write", "download"} & vars(owner).keys()
     assert not any("upload" in vars(ring) for ring in worker.registry._rings.values())
     for entry in worker.registry.entries():

@@ -71,7 +71,7 @@ class FakeStream:
 
     async def _read(self) -> AsyncIterator[Grown]:
         for i, grown in enumerate(self._grown):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._client.pace)
             if i == self._client.hangs_at:
                 await asyncio.sleep(60)
             if i == self._client.dies_at:
@@ -100,9 +100,10 @@ class FakeClient:
         error: SlotzeroError | None = None,
         refusal: RequestRefused | None = None,
         ends_with_eos: bool = True,
+        pace: float = 0.0,
     ) -> None:
         self.texts = [text] if isinstance(text, str) else text
-        self.step, self.state = step, state
+        self.step, self.state, self.pace = step, state, pace
         self.hangs_at, self.dies_at = hangs_at, dies_at
         self.error, self.refusal, self.ends_with_eos = error, refusal, ends_with_eos
         self.settings: dict[str, Any] = {"model": "tiny:llama"}
@@ -288,7 +289,7 @@ def test_a_chat() -> None:
 
 def test_a_streamed_chat_byte_by_byte() -> None:
     response = ask(
-        FakeClient("Hé", step=2),
+        FakeClient("Hé", step=2, pace=0.05),  # else what comes together is sent together
         "/v1/chat/completions",
         CHAT | {"stream": True, "stream_options": {"include_usage": True}},
     )
@@ -702,6 +703,13 @@ def test_completion_logprobs() -> None:
     assert [offset for row in rows for offset in row["text_offset"]] == [0, 1]
 
 
+def test_what_comes_while_the_client_is_slow_comes_in_one() -> None:
+    made = stream(FakeClient("abcdef" * 20, step=1), "/v1/completions", max_tokens=200, logprobs=1)
+    assert "".join(chunk["choices"][0]["text"] for chunk in made) == "abcdef" * 20
+    offsets = [at for chunk in made for at in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == list(range(120))
+
+
 # Tools
 
 WEATHER = {
@@ -864,7 +872,7 @@ def test_a_tool_call(template: str, text: str, step: int) -> None:
 )
 def test_a_streamed_tool_call(template: str, text: str) -> None:
     made = stream(
-        FakeClient(text, step=3),
+        FakeClient(text, step=3, pace=0.005),
         "/v1/chat/completions",
         tools=[WEATHER],
         tokenizer=tool_tokenizer(template),
@@ -1217,7 +1225,7 @@ def test_an_engine_that_dies_with_the_request() -> None:
     assert refused_chat(503, FakeClient(dies_at=0))["code"] == "engine_died"
     assert refused_chat(503, FakeClient(dies_at=3))["code"] == "engine_died"
     *made, last = stream(FakeClient(dies_at=3), "/v1/chat/completions")
-    assert [chunk["choices"][0]["delta"]["content"] for chunk in made] == ["", "H", "e", "l"]
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in made) == "Hel"
     assert last["error"]["code"] == "engine_died"
 
 

@@ -107,8 +107,8 @@ class SlotTables:
         value, so their order does not matter."""
         if not self._staged:
             return
-        offsets = np.concatenate([np.arange(first, first + n) for first, n in self._staged])
-        values = np.concatenate([self._latest[first : first + n] for first, n in self._staged])
+        offsets = np.concatenate([np.arange(i, i + n, dtype=np.int32) for i, n in self._staged])
+        values = np.concatenate([self._latest[i : i + n] for i, n in self._staged])
         self._staged.clear()
         host = torch.from_numpy(np.stack([offsets, values]))
         if self._arena.is_cuda:
@@ -118,7 +118,7 @@ class SlotTables:
             self.observer.applied(self._arena, offsets, values)
 
     def _write(self, words: Tensor) -> None:
-        self._arena.index_put_((words[0],), words[1].int())
+        self._arena.scatter_(0, words[0].long(), words[1])
 
     def place_of(self, offset: int) -> tuple[str, int, int]:
         """-> table, slot and column of a word of the arena"""

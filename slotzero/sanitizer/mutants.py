@@ -18,12 +18,10 @@ from slotzero.sanitizer.bugs import numbers_of
 from slotzero.sanitizer.certify import checksums, examine
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Examination
 from slotzero.sanitizer.faults import FAULTS, Case, Fault, swapped
+from slotzero.sanitizer.report import ORDER
 from slotzero.sanitizer.scene import Scene, Trial
 from slotzero.sanitizer.stage import bounds_of, counts_of, staged
 
-# What needs no replay first, and the check that names what went in before those that see what came
-# out of it: a wrong position shows in KV too.
-ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
 FEWEST_ROWS = 3  # so that rows can be swapped, and every other one left out
 _NAMED = re.compile(r"tensor '([^']+)'")
 
@@ -56,17 +54,19 @@ class Mutant:
 def mutate(
     engine: Engine,
     seen: Callable[[Mutant], None] = lambda mutant: None,
-    checks: Sequence[str] = tuple(sorted(CHECK_FUNCTIONS, key=ORDER.index)),
+    checks: Sequence[str] = tuple(dict.fromkeys((*ORDER, *CHECK_FUNCTIONS))),
 ) -> list[Mutant]:
     """Afterwards the engine is as it was."""
     mutants = []
-    engine.scheduler.ledger.cache.clear()  # a scene overwrites every page, those it keeps too
-    with torch.inference_mode():
-        for runner in engine.worker.runners:
-            with swapped(runner, "observer", None):  # whoever watches would catch them first
-                for mutant in _mutants_of(engine, runner, checks):
-                    mutants.append(mutant)
-                    seen(mutant)
+    try:
+        with torch.inference_mode():
+            for runner in engine.worker.runners:
+                with swapped(runner, "observer", None):  # whoever watches would catch them first
+                    for mutant in _mutants_of(engine, runner, checks):
+                        mutants.append(mutant)
+                        seen(mutant)
+    finally:
+        engine.worker.registry.distrust_published()
     return mutants
 
 
@@ -121,7 +121,6 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
             except SlotzeroError as error:
                 caught_by, named = "S0", _NAMED.findall(str(error))
         yield _mutant(case, fault, caught_by, named)
-    registry.distrust_published()
 
 
 def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Case, Fault]]:

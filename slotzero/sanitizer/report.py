@@ -13,6 +13,9 @@ RULES = {
     "S6": "no two registered tensors, and no graph's memory, overlap",
 }
 CHECKS = tuple(RULES)
+ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
+"""In which violations are told: what needs no replay first, and the check that names what went in
+before those that see what came out of it. A wrong position shows in KV too."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Certificate:
 
     @property
     def violations(self) -> Iterator[Violation]:
-        return (violation for cell in self.cells for violation in cell.violations)
+        sizes = self.sizes
+        cells = sorted(self.cells, key=lambda c: (sizes.index(c.size), ORDER.index(c.check)))
+        return (violation for cell in cells for violation in cell.violations)
 
     @property
     def sizes(self) -> list[str]:

@@ -54,6 +54,7 @@ def bounds_of(engine: Engine) -> Bounds:
 def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
     """As few rows as this size is picked for, and then some that do not run."""
     rng = random.Random(f"{key}")
+    engine.scheduler.ledger.cache.clear()  # a scene overwrites every page, those it keeps too
     with stand_ins(engine) as ins, mirrored(engine.worker.tables):
         running = [_admit(engine, ins, rng, count) for count in counts_of(runner, key)]
         num_more = min(
@@ -179,5 +180,5 @@ def _unknown_columns(table: Tensor, running: Sequence[Actor]) -> tuple[Tensor, T
 
 
 def _fetch(engine: Engine, num_rows: int) -> dict[str, Tensor]:
-    download = engine.worker._results.download(len(RESULTS), num_rows)
+    download = engine.worker.results.download(len(RESULTS), num_rows)
     return dict(zip(RESULTS, download.wait(), strict=True))

@@ -65,6 +65,11 @@ class Piece:
     rows: list[TokenRow]
     finish_reason: str | None
 
+    def __add__(self, later: "Piece") -> "Piece":
+        return Piece(
+            self.index, self.text + later.text, self.rows + later.rows, later.finish_reason
+        )
+
 
 class Answer:
     def __init__(self, ask: Ask, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:

@@ -76,6 +76,9 @@ class ChatWriter:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = head("chatcmpl", kind, body.model)
 
+    def add(self, piece: Piece) -> None:
+        self._choices[piece.index].take(piece)
+
     def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
         choice = self._choices[piece.index]
         if choice.finish_reason is not None:

@@ -26,13 +26,17 @@ class CompletionWriter:
         self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._head = head("cmpl", "text_completion", body.model)
 
-    def chunks(self, piece: Piece) -> Iterator[CompletionReply]:
+    def add(self, piece: Piece) -> None:
         choice = self._choices[piece.index]
-        text = choice.unsent_echo + piece.text
-        choice.unsent_echo = ""
         choice.text += piece.text
         choice.rows += piece.rows
         choice.finish_reason = piece.finish_reason
+
+    def chunks(self, piece: Piece) -> Iterator[CompletionReply]:
+        self.add(piece)
+        choice = self._choices[piece.index]
+        text = choice.unsent_echo + piece.text
+        choice.unsent_echo = ""
         if text or piece.rows or piece.finish_reason is not None:
             made = self._choice(piece.index, text, piece.rows, piece.finish_reason)
             chunk = CompletionReply(choices=[made], **self._head)

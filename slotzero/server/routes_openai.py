@@ -39,8 +39,11 @@ log = logging.getLogger("slotzero.server")
 class Writer(Protocol):
     """Answers in the shape of one route."""
 
+    def add(self, piece: Piece) -> None:
+        """Keeps it for the whole."""
+
     def chunks(self, piece: Piece) -> Iterable[Told]:
-        """What a stream says of this piece."""
+        """Adds it, and says what a stream says of it."""
 
     def is_enough(self, index: int) -> bool:
         """Whether this answer has said all that is wanted of it."""
@@ -156,8 +159,7 @@ def openai_routes(front: Front) -> APIRouter:
 async def gather(pieces: AsyncGenerator[Piece, None], run: Run, writer: Writer) -> Told:
     async with aclosing(pieces):
         async for piece in pieces:
-            for _ in writer.chunks(piece):
-                pass
+            writer.add(piece)
             if writer.is_enough(piece.index):
                 run.end(piece.index)
     return writer.whole(run)

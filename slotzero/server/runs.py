@@ -104,15 +104,18 @@ class Run:
             self._tasks[answer.ask.index] = asyncio.create_task(self._follow(answer, stream))
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """What the answers gain, as it comes; it is closed, by whoever opened it, in any case."""
+        """What the answers gain, as it comes; what came while the reader was busy comes in one.
+        Whoever opens it closes it."""
         try:
             while self._tasks:
-                piece = await self._next()
-                if piece.index not in self._tasks:
-                    continue
-                if piece.finish_reason is not None:
-                    del self._tasks[piece.index]
-                yield piece
+                pieces, error = await self._batch()
+                for piece in pieces:
+                    if piece.index in self._tasks:  # else it was ended
+                        if piece.finish_reason is not None:
+                            del self._tasks[piece.index]
+                        yield piece
+                if error is not None:
+                    raise error
         finally:
             await self.close()
 
@@ -128,16 +131,25 @@ class Run:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _next(self) -> Piece:
+    async def _batch(self) -> tuple[list[Piece], Exception | None]:
+        """All that is there, once something is: one piece an answer, and what went wrong then."""
+        pieces: dict[int, Piece] = {}
+        item = await self._next()
+        while isinstance(item, Piece):
+            before = pieces.get(item.index)
+            pieces[item.index] = before + item if before else item
+            if self._mail.empty():
+                return list(pieces.values()), None
+            item = self._mail.get_nowait()
+        return list(pieces.values()), item
+
+    async def _next(self) -> Piece | Exception:
         left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
         try:
             async with asyncio.timeout(left):
-                item = await self._mail.get()
+                return await self._mail.get()
         except TimeoutError:
             raise DeadlineError(f"no answer within {self._timeout:g} s") from None
-        if isinstance(item, Exception):
-            raise item
-        return item
 
     async def _follow(self, answer: Answer, stream: GrownStream) -> None:
         latest = self._began

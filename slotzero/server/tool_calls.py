@@ -11,15 +11,14 @@ like a call and is none comes out as text; only white space around calls is drop
 given out as the model writes them, as soon as the function's name is known.
 """
 
-import json
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from slotzero.server.call_object import CallObject
+
 _SPACE = " \t\r\n"
 _SEPARATORS = _SPACE + ";"
-_ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("name", "type", *_ARGUMENTS)
 
 
 @dataclass(frozen=True)
@@ -58,82 +57,6 @@ class Argued:
 Event = Said | Called | Argued
 
 
-class _Object:
-    """One call's JSON object, character by character.
-
-    raw[0 : read)          was looked at
-    raw[start : end)       the arguments; `end` is None while they grow
-    """
-
-    def __init__(self, may_have_other_keys: bool) -> None:
-        self._keys = None if may_have_other_keys else _KEYS
-        self.raw = ""
-        self.name: str | None = None
-        self.is_over = False
-        self.is_wrong = False
-        self.start: int | None = None
-        self.end: int | None = None
-        self.odd_arguments: str | None = None  # those that are no object
-        self._read = 0
-        self._depth = 0
-        self._in_string = self._is_escaped = False
-        self._string_at = 0
-        self._key: str | None = None
-        self._value_at: int | None = None
-
-    def feed(self, text: str) -> str:
-        """-> what follows the object"""
-        self.raw += text
-        while self._read < len(self.raw) and not self.is_over and not self.is_wrong:
-            self._look(self.raw[self._read], self._read)
-            self._read += 1
-        rest = self.raw[self._read :]
-        self.raw = self.raw[: len(self.raw) - len(rest)]
-        return rest
-
-    def _look(self, char: str, at: int) -> None:
-        if self._in_string:
-            self._look_in_string(char, at)
-        elif char == '"':
-            self._in_string, self._string_at = True, at
-        elif char in "{[":
-            self._depth += 1
-            if self._depth == 2 and char == "{" and self._key in _ARGUMENTS and self.start is None:
-                self.start = at
-        elif char in "}]":
-            if self._depth == 1:
-                self._end_value(at)
-            self._depth -= 1
-            if self._depth == 1 and self.start is not None and self.end is None:
-                self.end = at + 1
-            self.is_over = self._depth == 0
-        elif self._depth == 1 and char == ":" and self._key is not None:
-            self._value_at = at + 1
-        elif self._depth == 1 and char == ",":
-            self._end_value(at)
-
-    def _look_in_string(self, char: str, at: int) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif char == "\\":
-            self._is_escaped = True
-        elif char == '"':
-            self._in_string = False
-            if self._depth == 1 and self._key is None:
-                self._key = _loads(self.raw[self._string_at : at + 1])
-                self.is_wrong = self._keys is not None and self._key not in self._keys
-
-    def _end_value(self, at: int) -> None:
-        if self._value_at is not None:
-            value = self.raw[self._value_at : at].strip()
-            if self._key == "name":
-                self.name = _loads(value)
-                self.is_wrong = self.name is None
-            elif self._key in _ARGUMENTS and self.start is None:
-                self.odd_arguments = _loads(value) or ("{}" if value == "null" else value)
-        self._key = self._value_at = None
-
-
 class CallParser:
     def __init__(self, form: CallFormat, names: Collection[str]) -> None:
         """`names`: what may be called. A tagged call of another name is given out all the same."""
@@ -141,7 +64,7 @@ class CallParser:
         self._names = names
         self._held = ""  # not yet understood
         self._space = ""  # at the end of the text so far: dropped if a call follows
-        self._object: _Object | None = None
+        self._object: CallObject | None = None
         self._is_tagged = False  # the object in hand came after an opening
         self._before = ""  # what led to it, and is text if it is no call
         self._state = self._bare if form.is_bare else self._text
@@ -217,7 +140,7 @@ class CallParser:
         return self._begin(ahead, is_tagged=True)
 
     def _begin(self, ahead: str, is_tagged: bool) -> bool:
-        self._object = _Object(may_have_other_keys=is_tagged)
+        self._object = CallObject(may_have_other_keys=is_tagged)
         self._is_tagged, self._num_argued = is_tagged, 0
         skipped = self._held[: len(self._held) - len(ahead)]
         self._before = (self._form.opening if is_tagged else "") + skipped
@@ -251,10 +174,10 @@ class CallParser:
 
     # What comes out
 
-    def _is_reported(self, call: _Object) -> bool:
+    def _is_reported(self, call: CallObject) -> bool:
         return call.name is not None and self.num_calls > self.num_done
 
-    def _report(self, call: _Object) -> None:
+    def _report(self, call: CallObject) -> None:
         """What is new of this call, if its name is known."""
         has_arguments = call.start is not None or call.is_over
         if call.name is None or not has_arguments:
@@ -293,15 +216,6 @@ class CallParser:
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-def _loads(text: str) -> str | None:
-    """A JSON string, or None."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None
 
 
 def _overlap(text: str, tag: str) -> int:

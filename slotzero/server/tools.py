@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slotzero.server.protocol import ChatRequest, Message, NamedTool, Tool, ToolCall
+from slotzero.server.conversation import Message, NamedTool, Tool, ToolCall
+from slotzero.server.protocol import ChatRequest
 from slotzero.server.status import FieldError
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
 

@@ -33,7 +33,8 @@ def _key(scaled):
 
 @triton.jit
 def _list_groups(keys, lane, num_groups, num_wanted, listed):
-    """Lists the groups that reach an edge: `num_wanted`, ties and at most as many more; or all."""
+    """Lists the groups that reach an edge: `num_wanted`, ties and at most as many more; or all but
+    those of -inf alone, of which a grammar makes many."""
     low = 0 * num_wanted
     edge = low + LAST_KEY
     num_members = num_groups
@@ -45,7 +46,7 @@ def _list_groups(keys, lane, num_groups, num_wanted, listed):
         else:
             edge = tl.max(tl.where(keys < mid, keys, 0))
             num_members = num_above
-    member = (lane < num_groups) & (keys <= edge)
+    member = (lane < num_groups) & (keys <= edge) & (keys < LAST_KEY)
     count = tl.cumsum(member.to(tl.int32), axis=0)
     tl.debug_barrier()  # every thread is done with an earlier list
     tl.store(listed + count - 1, lane, mask=member)

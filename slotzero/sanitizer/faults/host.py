@@ -179,7 +179,7 @@ class LateDownload(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        ring, index = case.engine.worker._results, RESULTS.index(case.entry.name)
+        ring, index = case.engine.worker.results, RESULTS.index(case.entry.name)
         right, late = ring.download, torch.zeros_like(case.entry.tensor, device="cpu")
 
         def download(num_sources: int, num_rows: int) -> Download:

@@ -1,0 +1,62 @@
+"""Messages and tools as clients send them. What they become in a prompt is tools.py's to know."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Asked(BaseModel):
+    """No conversions, and no fields that are not here."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Function(Asked):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Asked):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Asked):
+    name: str
+
+
+class NamedTool(Asked):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Asked):
+    name: str
+    arguments: str
+
+
+class ToolCall(Asked):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # some clients send a streamed call back as it came
+
+
+class TextPart(Asked):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Asked):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # what our own answers hold, so that they can be sent back as they are
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
