@@ -107,7 +107,9 @@ class Tokenizer:
             raise RequestError(
                 f"the prompt has half a character at position {error.start}; send valid Unicode"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # as a batch of one: that lets other threads run meanwhile, and a long text takes a second
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
