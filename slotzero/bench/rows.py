@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slotzero.bench.workloads import VOCAB_SIZE, fixed
 from slotzero.engine import Engine
-from slotzero.errors import CapacityError
+from slotzero.errors import CapacityError, ContractError
 from slotzero.graph import GraphKey, Refusal, Runner
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
@@ -75,6 +75,8 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
 
 def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
     """Why rows of this key cannot stand at this context, if they cannot."""
+    if engine.has_work:
+        raise ContractError("rows stand only in an engine without requests: let it finish first")
     lens, limit = _prompt_lens(engine, key, context), engine.limits.max_model_len
     if max(lens) >= limit:
         return Refusal(

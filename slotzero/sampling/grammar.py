@@ -35,7 +35,9 @@ class Grammar:
     """The answer so far, as a state of its grammar; `allowed` is [words] uint32, bit i % 32 of word
     i // 32 for token i."""
 
-    def __init__(self, matcher: "LLMatcher", allowed: np.ndarray, vocabulary: "_Vocabulary"):
+    def __init__(
+        self, matcher: "LLMatcher", allowed: np.ndarray, vocabulary: "_Vocabulary"
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self.allowed = allowed
