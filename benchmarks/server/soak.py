@@ -171,11 +171,8 @@ async def idle_within(site: Site, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         text = "\n".join([line async for line in site._exchange("GET", "/metrics", b"")])
-        values = {
-            line.split()[0]: float(line.split()[1])
-            for line in text.splitlines()
-            if line and not line.startswith("#")
-        }
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in ("", "#")]
+        values = {name: float(value) for name, value in lines}
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         if all(values.get(f"slotzero_{name}", 1.0) == 0 for name in names):
             return True
