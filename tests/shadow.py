@@ -1,18 +1,13 @@
 """Runs every recorded step twice from one state, replayed and eagerly, and compares all of it."""
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from slotzero.engine import Engine
 from slotzero.graph import GraphKey, Kind, Runner
-from slotzero.graph.backend import EagerBackend
-
-Replay = Callable[[GraphKey, int], None]
+from slotzero.graph.observer import Observer
 
 
-class Shadow:
+class Shadow(Observer):
     """`differences[tensor]` is the largest difference seen in any table or output."""
 
     def __init__(self, engine: Engine) -> None:
@@ -21,15 +16,15 @@ class Shadow:
         self._registry = engine.worker.registry
         for runner in engine.worker.runners:
             if runner.is_recorded:
-                runner.run = partial(self.run, runner, runner.run)  # type: ignore[method-assign]
+                runner.observer = self
 
-    def run(self, runner: Runner, replay: Replay, key: GraphKey, num_tokens: int) -> None:
+    def replay(self, runner: Runner, key: GraphKey, num_tokens: int) -> None:
         before = self._state()
-        replay(key, num_tokens)
+        runner.replay(key)
         replayed = self._state()
         for name, tensor in before.items():
             self._registry[name].copy_(tensor)
-        EagerBackend().record(lambda pieces: runner.spec.function(key, pieces)).replay()
+        runner.eager(key)
         for name, eager in self._state().items():
             worst = (replayed[name].double() - eager.double()).abs().max().item()
             self.differences[name] = max(self.differences.get(name, 0.0), worst)

@@ -21,7 +21,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from slotzero import LLM, SamplingParams
 from slotzero.bench.http import HttpError, Site
@@ -71,6 +70,7 @@ async def soak(
 ) -> Report:
     site = Site("127.0.0.1", port, {})
     await healthy(site, 120)
+    model = (await site.get("/v1/models"))["data"][0]["id"]
     steady = Counter[str]()
     memory: list[int] = []
 
@@ -81,16 +81,21 @@ async def soak(
 
     watcher = asyncio.create_task(watch())
     end = time.monotonic() + seconds
-    await asyncio.gather(*(stream(site, expected, i, end, steady, 0.0) for i in range(clients)))
+    await asyncio.gather(
+        *(stream(site, model, expected, i, end, steady, 0.0) for i in range(clients))
+    )
     watcher.cancel()
     leaving = Counter[str]()
     end = time.monotonic() + seconds / 4
-    await asyncio.gather(*(stream(site, expected, i, end, leaving, 0.5) for i in range(clients)))
+    await asyncio.gather(
+        *(stream(site, model, expected, i, end, leaving, 0.5) for i in range(clients))
+    )
     idle = await idle_within(site, 10)
     killed = Counter[str]()
     end = time.monotonic() + seconds / 4
     tasks = [
-        asyncio.create_task(stream(site, expected, i, end, killed, 0.0)) for i in range(clients)
+        asyncio.create_task(stream(site, model, expected, i, end, killed, 0.0))
+        for i in range(clients)
     ]
     await asyncio.sleep(seconds / 16)
     os.kill(engine_of(pid), signal.SIGKILL)
@@ -110,20 +115,26 @@ async def soak(
 
 
 async def stream(
-    site: Site, expected: dict[str, str], seed: int, end: float, fates: Counter[str], leave: float
+    site: Site,
+    model: str,
+    expected: dict[str, str],
+    seed: int,
+    end: float,
+    fates: Counter[str],
+    leave: float,
 ) -> None:
     """Requests one after the other until the time is over; what became of each is counted."""
     rng = random.Random(seed)
     while time.monotonic() < end:
         prompt = rng.choice(list(expected))
         body = {
-            "model": "any", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0,
+            "model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0,
             "stream": True, "ignore_eos": True,
         }  # fmt: skip
         most = rng.randrange(1, NUM_TOKENS) if rng.random() < leave else NUM_TOKENS + 1
         text, num, error = "", 0, ""
         try:
-            events = site.events("/v1/completions", await with_model(site, body))
+            events = site.events("/v1/completions", body)
             async for event in events:
                 if "error" in event:
                     error = "error in the stream"
@@ -131,7 +142,7 @@ async def stream(
                 text += "".join(choice["text"] for choice in event.get("choices", ()))
                 num += 1
                 if num >= most:
-                    await events.aclose()  # type: ignore[attr-defined]
+                    await events.aclose()
                     break
         except HttpError as failure:
             error = f"status {failure.status}"
@@ -144,15 +155,6 @@ async def stream(
             fates["left"] += 1
         else:
             fates["right" if text == expected[prompt] else "wrong"] += 1
-
-
-_model: dict[int, str] = {}
-
-
-async def with_model(site: Site, body: dict[str, Any]) -> dict[str, Any]:
-    if site.port not in _model:
-        _model[site.port] = (await site.get("/v1/models"))["data"][0]["id"]
-    return body | {"model": _model[site.port]}
 
 
 async def healthy(site: Site, within: float) -> None:
@@ -170,7 +172,7 @@ async def idle_within(site: Site, seconds: float) -> bool:
     """Whether nothing runs, waits or holds a slot or a page of its own any more."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        text = "\n".join([line async for line in site._exchange("GET", "/metrics", b"")])
+        text = await site.text("/metrics")
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in ("", "#")]
         values = {name: float(value) for name, value in lines}
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

@@ -5,7 +5,7 @@ It speaks to the server that is measured and to nothing else; what it costs is n
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,10 +42,14 @@ class Site:
         return cls(parts.hostname, port, headers)
 
     async def get(self, path: str) -> Any:
-        return json.loads("".join([line async for line in self._exchange("GET", path, b"")]))
+        return json.loads(await self.text(path))
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Server-sent events, each a JSON value; the last, [DONE], is not one of them."""
+    async def text(self, path: str) -> str:
+        return "\n".join([line async for line in self._exchange("GET", path, b"")])
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """Server-sent events, each a JSON value; the last, [DONE], is not one of them. Closing it
+        leaves the server."""
         async for line in self._exchange("POST", path, json.dumps(body).encode()):
             if line.startswith("data: ") and line != "data: [DONE]":
                 yield json.loads(line[6:])
