@@ -19,7 +19,7 @@ from slotzero.bench.rows import standing
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
 from slotzero.kernels.triton.kernels import CUBLAS, TritonKernels
-from slotzero.kernels.triton.linear import tiles_for
+from slotzero.kernels.triton.tiles import tiles_for
 
 ROWS = (1, 8, 16, 64)
 CONTEXT = 384

@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from slotzero.kernels.contract import Normed
 from slotzero.kernels.triton.elementwise import add_norm, applied, gated
-from slotzero.kernels.triton.linear import linear, linear_add, padded_rows, tiles_for
+from slotzero.kernels.triton.linear import linear, linear_add
+from slotzero.kernels.triton.tiles import padded_rows, tiles_for
 
 SHAPES = [(48, 256), (50, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 2, 11, 20, 64]

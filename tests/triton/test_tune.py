@@ -6,7 +6,7 @@ import pytest
 
 from slotzero.kernels.triton import tune
 from slotzero.kernels.triton.kernels import CUBLAS
-from slotzero.kernels.triton.linear import padded_rows, tiles_for
+from slotzero.kernels.triton.tiles import padded_rows, tiles_for
 
 
 def test_what_ships_names_tiles_that_exist():

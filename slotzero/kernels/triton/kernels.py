@@ -17,9 +17,9 @@ from slotzero.kernels.triton import linear as few
 from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import add_norm, applied, gated
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
-from slotzero.kernels.triton.linear import MAX_ROWS, Tile, padded_rows, tiles_for
 from slotzero.kernels.triton.opening import locate, open_step
 from slotzero.kernels.triton.sample import sample
+from slotzero.kernels.triton.tiles import MAX_ROWS, Tile, padded_rows, tiles_for
 from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 

@@ -1,0 +1,59 @@
+"""How a product over few rows may be cut, and which cuts are worth trying."""
+
+import functools
+from dataclasses import dataclass
+
+MAX_ROWS = 64
+SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
+    side by side along the inner dimension, summed at the end, or loads run `stages` ahead. With
+    several `shares`, the inner dimension is split over programs; another kernel adds them up."""
+
+    features: int
+    depth: int
+    slices: int
+    stages: int
+    num_warps: int
+    shares: int = 1
+
+    def __str__(self) -> str:
+        how = f"{self.slices} slices" if self.slices else f"{self.stages} stages"
+        shares = f", {self.shares} shares" if self.shares > 1 else ""
+        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
+
+
+def padded_rows(rows: int) -> int:
+    """The rows that a kernel is compiled for; few sizes, because each is compiled at the start."""
+    return next(size for size in (1, 8, 16, MAX_ROWS) if rows <= size)
+
+
+@functools.cache
+def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
+    """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
+    that is added to the residual has few features, so its inner dimension may be shared out."""
+    if rows == 1:
+        shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
+        return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
+    if rows <= SLICED_ROWS:
+        sliced = [(8, 128, 8, 8), (8, 256, 8, 8), (16, 64, 8, 4), (16, 128, 4, 4), (16, 256, 4, 4)]
+        staged = [(16, 256, 4, 2), (32, 256, 3, 4), (32, 256, 4, 4), (32, 128, 5, 4)]
+        shared = [(32, 256, 3, 4, 4), (64, 128, 4, 4, 4)]
+    else:
+        sliced = []
+        staged = [
+            (16, 128, 6, 4),
+            (32, 128, 5, 4),
+            (64, 64, 4, 4),
+            (64, 128, 4, 4),
+            (128, 64, 4, 8),
+        ]
+        shared = [(64, 128, 4, 4, 2), (64, 128, 4, 4, 4)]
+    return (
+        *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
+        *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
+        *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
+    )
