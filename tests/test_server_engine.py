@@ -22,17 +22,17 @@ import pytest
 from slotzero import LLM, SamplingParams
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
-from slotzero.errors import CapacityError, ConfigError
+from slotzero.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDiedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestRefusedError,
+)
 from slotzero.server import client as client_module
 from slotzero.server import process
-from slotzero.server.client import (
-    EngineClient,
-    EngineDied,
-    EngineUnavailable,
-    Overloaded,
-    RequestRefused,
-    Stream,
-)
+from slotzero.server.client import EngineClient
 from slotzero.server.messages import (
     Add,
     Cancel,
@@ -44,6 +44,7 @@ from slotzero.server.messages import (
     Refused,
     Stats,
 )
+from slotzero.server.stream import Stream
 
 SETTINGS = {
     "model": "tiny:llama",
@@ -426,7 +427,7 @@ def test_a_refused_request_disturbs_nobody(
     async def ask() -> list[int]:
         kept = asyncio.create_task(tokens_of(served.client.submit("kept", *neighbour)))
         stream = served.client.submit("bad", prompt, params)
-        with pytest.raises(RequestRefused) as caught:
+        with pytest.raises(RequestRefusedError) as caught:
             await collect(stream)
         assert caught.value.error == "RequestError"
         assert caught.value.message.startswith(message)
@@ -446,7 +447,9 @@ def test_what_is_too_large_for_a_frame_is_refused(
     monkeypatch.setattr(client_module, "MAX_FRAME", 100)
 
     async def ask() -> None:
-        with pytest.raises(RequestRefused, match=r"prompt: a request of .* bytes is too large"):
+        with pytest.raises(
+            RequestRefusedError, match=r"prompt: a request of .* bytes is too large"
+        ):
             await collect(served.client.submit("bad", [200] * 100, {}))
 
     served.run(ask())
@@ -460,7 +463,7 @@ def test_too_many_waiting_is_said_at_once(
 
     async def ask() -> list[list[int]]:
         streams = [served.client.submit(f"{i}", prompt, params) for i in range(3)]
-        with pytest.raises(Overloaded, match="3 requests wait already") as caught:
+        with pytest.raises(OverloadedError, match="3 requests wait already") as caught:
             served.client.submit("3", prompt, params)
         assert caught.value.retry_after > 0
         answers = [await tokens_of(stream) for stream in streams]
@@ -496,13 +499,13 @@ def test_draining_finishes_what_it_can_in_time(
         await anext(longer[0])
         draining = asyncio.create_task(client.drain(2.0))
         await asyncio.sleep(0)
-        with pytest.raises(EngineUnavailable, match="takes no more requests"):
+        with pytest.raises(EngineUnavailableError, match="takes no more requests"):
             client.submit("late", prompt, params)
         assert client.is_draining
         await draining
         assert short.done()
         for stream in longer[-20:]:
-            with pytest.raises(EngineUnavailable, match="the server is stopping"):
+            with pytest.raises(EngineUnavailableError, match="the server is stopping"):
                 await collect(stream)
         await is_empty(client)
         await client.drain(0)  # nobody is left
@@ -522,7 +525,7 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
     async def end_of(stream: Stream) -> str:
         try:
             return (await collect(stream))[-1].finish_reason or ""
-        except EngineDied as error:
+        except EngineDiedError as error:
             assert "the engine's process ended" in str(error)
             return "died"
 
@@ -537,7 +540,7 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
 
     async def live() -> None:
         await client.start()
-        with pytest.raises(EngineUnavailable, match="the engine is loading"):
+        with pytest.raises(EngineUnavailableError, match="the engine is loading"):
             client.submit("early", prompt, params)
         await client.ready(SOON)
         first_pid = client.pid
@@ -546,17 +549,17 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
         assert set(ends[5:]) == {"died"}
         assert client.state == "restarting"
         assert (client.num_open, client.num_waiting, client.stats) == (0, 0, None)
-        with pytest.raises(EngineUnavailable, match="the engine is restarting"):
+        with pytest.raises(EngineUnavailableError, match="the engine is restarting"):
             client.submit("early", prompt, params)
         await client.ready(SOON)
         assert client.pid != first_pid
         assert client.generation == 1
         assert await tokens_of(client.submit("again", prompt, params)) == expected
         assert "died" in await kill_under_load()
-        with pytest.raises(EngineUnavailable, match=r"ended 2 times in 300 s, last: signal 9"):
+        with pytest.raises(EngineUnavailableError, match=r"ended 2 times in 300 s, last: signal 9"):
             await client.ready(SOON)
         assert client.state == "failed"
-        with pytest.raises(EngineUnavailable, match="ended 2 times"):
+        with pytest.raises(EngineUnavailableError, match="ended 2 times"):
             client.submit("late", prompt, params)
         assert client.pid is None
         await client.stop()
@@ -570,7 +573,7 @@ def test_an_engine_that_cannot_start_says_why() -> None:
 
     async def live() -> None:
         await client.start()
-        with pytest.raises(EngineUnavailable, match="nobody") as caught:
+        with pytest.raises(EngineUnavailableError, match="nobody") as caught:
             await client.ready(SOON)
         assert client.state == "failed"
         assert client.failure == str(caught.value)
@@ -585,7 +588,7 @@ def test_an_engine_that_is_stopped_while_it_loads_is_gone() -> None:
 
     async def live() -> int:
         await client.start()
-        with pytest.raises(EngineUnavailable, match=r"not ready after 0\.3 s"):
+        with pytest.raises(EngineUnavailableError, match=r"not ready after 0\.3 s"):
             await client.ready(0.3)
         await until(lambda: client.pid)
         pid = client.pid
@@ -658,7 +661,7 @@ class Fakes:
 
 async def fail(client: EngineClient) -> str:
     await client.start()
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailableError):
         await client.ready(SOON)
     assert client.state == "failed"
     await client.stop()
@@ -715,7 +718,7 @@ def test_starting_twice_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
         await client.drain(0)
         await client.stop()
         await client.stop()
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(EngineUnavailableError):
             await client.ready(1)
 
     asyncio.run(live())

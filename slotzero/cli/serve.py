@@ -76,9 +76,9 @@ def run(args: argparse.Namespace) -> int:
         app = make_app(client, tokenizer, settings)
         asyncio.run(_serve(app, client, settings, listener, address))
     if client.failure:
-        from slotzero.server.client import EngineUnavailable
+        from slotzero.errors import EngineUnavailableError
 
-        raise EngineUnavailable(client.failure, client.exit_code)
+        raise EngineUnavailableError(client.failure, client.exit_code)
     return 0
 
 

@@ -6,7 +6,7 @@ protocol.py, replies.py what clients may ask, and what they are told
 asks.py, runs.py        from a request to its answers, and those to their last token
 answers.py              tokens to text; chat.py, completion.py: the two shapes of it
 tools.py                tools in a prompt; tool_calls.py: calls out of an answer
-client.py               the engine as this process sees it; restarts it if it dies
+client.py, stream.py    the engine as this process sees it, and one request of it
 messages.py             what crosses between the two
 process.py              the other process: an engine, and the loop that feeds it
 metrics.py, page/       for those who watch

@@ -16,8 +16,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
-from slotzero.server.client import EngineDied
 from slotzero.server.messages import Grown, TokenLogprobs
 from slotzero.server.replies import CachedTokens, Usage
 from slotzero.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class Answer:
 
     def grow(self, grown: Grown) -> Piece:
         if grown.finish_reason == "abort":
-            raise EngineDied("the engine gave this request up; send it again")
+            raise EngineDiedError("the engine gave this request up; send it again")
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.ask.prompt))
         is_end = grown.finish_reason is not None

@@ -3,12 +3,6 @@
 It lives in one event loop and knows neither text nor torch. The rules it keeps: every request that
 was submitted ends, with a finish_reason or an error, or is cancelled by whoever asked; and nobody
 waits for a reader that is slow.
-
-    SlotzeroError
-    ├── EngineUnavailable      it is loading, restarting, stopping, or has failed
-    │   └── EngineDied         with this request in it
-    ├── Overloaded             too many wait already
-    └── RequestRefused         this one cannot run, or its step failed; others go on
 """
 
 import asyncio
@@ -20,15 +14,20 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
-from slotzero.errors import SlotzeroError
+from slotzero.errors import (
+    EngineDiedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestRefusedError,
+    SlotzeroError,
+)
 from slotzero.server.messages import (
     MAX_FRAME,
     Add,
@@ -43,82 +42,14 @@ from slotzero.server.messages import (
     Stats,
     frame,
 )
+from slotzero.server.stream import Mail, Stream
 
 State = Literal["loading", "ready", "restarting", "failed", "stopped"]
 
-RETRY_AFTER = 1.0  # seconds that a client is told to wait when too many do
 FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits twice as long
 PATIENCE = 5.0  # seconds that the process has to end once its socket is closed
 _READ = 1 << 18
 _log = logging.getLogger("slotzero.server")
-
-
-class EngineUnavailable(SlotzeroError):  # noqa: N818
-    def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-        """What the engine's process ended with, if that is why."""
-
-
-class EngineDied(EngineUnavailable):
-    pass
-
-
-class Overloaded(SlotzeroError):  # noqa: N818
-    def __init__(self, message: str, retry_after: float = RETRY_AFTER) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-        """Seconds."""
-
-
-class RequestRefused(SlotzeroError):  # noqa: N818
-    def __init__(self, error: str, message: str) -> None:
-        super().__init__(message)
-        self.error = error
-        """The name of a class in errors.py, or of another exception if the engine is at fault."""
-        self.message = message
-
-
-_Mail = asyncio.Queue[Grown | SlotzeroError | None]  # None: closed by its reader
-
-
-class Stream(AsyncIterator[Grown]):
-    """What one request gains, step by step. Whoever stops reading it cancels the request: by
-    `aclose`, by being cancelled while it waits, or by forgetting it."""
-
-    _is_over = True  # until it has begun
-
-    def __init__(self, mail: _Mail, cancel: Callable[[], None]) -> None:
-        self._mail = mail
-        self._cancel = cancel
-        self._loop = asyncio.get_running_loop()
-        self._is_over = False
-
-    async def __anext__(self) -> Grown:
-        if self._is_over:
-            raise StopAsyncIteration
-        try:
-            item = await self._mail.get()
-        except asyncio.CancelledError:
-            await self.aclose()
-            raise
-        if isinstance(item, Grown):
-            self._is_over = item.finish_reason is not None
-            return item
-        self._is_over = True
-        raise item or StopAsyncIteration
-
-    async def aclose(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._cancel()
-            self._mail.put_nowait(None)  # for another task that waits here
-
-    def __del__(self) -> None:
-        if not self._is_over:
-            with suppress(RuntimeError):  # the loop is closed
-                # the garbage collector runs in whichever thread
-                self._loop.call_soon_threadsafe(self._cancel)
 
 
 @dataclass
@@ -126,7 +57,7 @@ class _Open:
     """A request in the engine."""
 
     request_id: str
-    mail: _Mail = field(default_factory=asyncio.Queue)
+    mail: Mail = field(default_factory=asyncio.Queue)
     has_started: bool = False
 
 
@@ -201,22 +132,22 @@ class EngineClient:
                 while self.state in ("loading", "restarting"):
                     await self._pulse.wait()
         except TimeoutError:
-            raise EngineUnavailable(f"the engine is not ready after {timeout} s") from None
+            raise EngineUnavailableError(f"the engine is not ready after {timeout} s") from None
         if self.state != "ready":
             raise self._unavailable()
 
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:
-        """Raises Overloaded or EngineUnavailable at once; other errors come from the stream."""
+        """Refuses at once (OverloadedError, EngineUnavailableError); the stream raises the rest."""
         if self.state != "ready" or self.is_draining or self._writer is None:
             raise self._unavailable()
         if self._num_waiting >= self.max_waiting:
-            raise Overloaded(f"{self._num_waiting} requests wait already: try again later")
+            raise OverloadedError(f"{self._num_waiting} requests wait already: try again later")
         number = f"{next(self._numbers)}"
         request = _Open(request_id)
         stream = Stream(request.mail, partial(self._cancel, number))
         try:
             data = _add_frame(number, prompt, params)
-        except RequestRefused as error:
+        except RequestRefusedError as error:
             request.mail.put_nowait(error)
             return stream
         self._open[number] = request
@@ -236,10 +167,10 @@ class EngineClient:
             _log.warning("%d requests did not end within %g s", len(self._open), grace)
             for number in list(self._open):
                 self._send_cancel(number)
-                self._end(number, EngineUnavailable("the server is stopping: ask again later"))
+                self._end(number, EngineUnavailableError("the server is stopping: ask again later"))
 
     async def stop(self) -> None:
-        """The process is gone when this returns; what is still open ends with EngineDied."""
+        """The process is gone when this returns; what is still open ends with EngineDiedError."""
         self._enter("stopped")
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -328,7 +259,7 @@ class EngineClient:
         if self.state == "ready":
             self._enter("restarting")
         for number in list(self._open):
-            self._end(number, EngineDied("the engine's process ended with this request in it"))
+            self._end(number, EngineDiedError("the engine's process ended with this request in it"))
 
     def _fail(self, why: str, code: int) -> None:
         self.failure = why
@@ -340,12 +271,12 @@ class EngineClient:
         self.state = state
         self._pulse.beat()
 
-    def _unavailable(self) -> EngineUnavailable:
+    def _unavailable(self) -> EngineUnavailableError:
         if self.is_draining or self.state == "stopped":
-            return EngineUnavailable("the server is stopping and takes no more requests")
+            return EngineUnavailableError("the server is stopping and takes no more requests")
         if self.state == "failed":
-            return EngineUnavailable(self.failure, self.exit_code)
-        return EngineUnavailable(f"the engine is {self.state}: try again later")
+            return EngineUnavailableError(self.failure, self.exit_code)
+        return EngineUnavailableError(f"the engine is {self.state}: try again later")
 
     # Messages
 
@@ -355,7 +286,7 @@ class EngineClient:
                 for grown in message.grown:
                     self._deliver(grown)
             case Refused():
-                self._end(message.id, RequestRefused(message.error, message.message))
+                self._end(message.id, RequestRefusedError(message.error, message.message))
             case Stats():
                 self.stats = message
                 self._pulse.beat()
@@ -403,9 +334,11 @@ def _add_frame(number: str, prompt: list[int], params: Mapping[str, Any]) -> byt
         tokens = msgspec.convert(prompt, list[int])
         data = frame(Add(number, tokens, msgspec.convert(dict(params), dict[str, Any])))
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
-        raise RequestRefused("RequestError", f"{_culprit(params)}: {error}") from None
+        raise RequestRefusedError("RequestError", f"{_culprit(params)}: {error}") from None
     if len(data) > MAX_FRAME:
-        raise RequestRefused("RequestError", f"prompt: a request of {len(data)} bytes is too large")
+        raise RequestRefusedError(
+            "RequestError", f"prompt: a request of {len(data)} bytes is too large"
+        )
     return data
 
 

@@ -10,9 +10,9 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from slotzero.errors import EngineDiedError, RequestRefusedError
 from slotzero.server.answers import Answer, Ask, Piece
 from slotzero.server.asks import refusal
-from slotzero.server.client import EngineDied, RequestRefused
 from slotzero.server.messages import Grown, Stats
 from slotzero.server.status import DeadlineError, status_of
 from slotzero.tokenizer import Tokenizer
@@ -161,7 +161,7 @@ class Run:
                 if answer.finish_reason is not None:
                     break
             else:
-                raise EngineDied("the engine gave this request up; send it again")
+                raise EngineDiedError("the engine gave this request up; send it again")
         except Exception as raised:
             error = self._named(answer.ask, raised)
             self._mail.put_nowait(error)
@@ -186,7 +186,7 @@ class Run:
         return now
 
     def _named(self, ask: Ask, error: Exception) -> Exception:
-        if not isinstance(error, RequestRefused) or status_of(error).code != 400:
+        if not isinstance(error, RequestRefusedError) or status_of(error).code != 400:
             return error
         found = refusal(error.message, ask.names)
         if found.param is None and "structured_outputs" in ask.engine_params:

@@ -13,9 +13,15 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from slotzero import errors
-from slotzero.errors import RequestError, SlotzeroError
+from slotzero.errors import (
+    EngineDiedError,
+    EngineUnavailableError,
+    OverloadedError,
+    RequestError,
+    RequestRefusedError,
+    SlotzeroError,
+)
 from slotzero.sampling.params import SamplingParams
-from slotzero.server.client import EngineDied, EngineUnavailable, Overloaded, RequestRefused
 
 MAX_MESSAGE_LEN = 600
 _NAMED = {"prompt", "structured_outputs"} | {field.name for field in fields(SamplingParams)}
@@ -64,9 +70,9 @@ TABLE: Mapping[type[SlotzeroError], Status] = {
     errors.ContractError: BUG,
     errors.RecordingError: BUG,
     errors.PoolError: BUG,
-    Overloaded: Status(429, "rate_limit_error", "rate_limit_exceeded"),
-    EngineUnavailable: Status(503, "service_unavailable_error", "engine_unavailable"),
-    EngineDied: Status(503, "service_unavailable_error", "engine_died"),
+    OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
+    EngineUnavailableError: Status(503, "service_unavailable_error", "engine_unavailable"),
+    EngineDiedError: Status(503, "service_unavailable_error", "engine_died"),
     DeadlineError: Status(504, "timeout_error", "request_timeout"),
 }
 HTTP: Mapping[int, Status] = {
@@ -82,7 +88,7 @@ RETRY_SECONDS = 1  # where nobody knows better
 
 def status_of(error: Exception) -> Status:
     kind: type = type(error)
-    if isinstance(error, RequestRefused):
+    if isinstance(error, RequestRefusedError):
         kind = getattr(errors, error.error, SlotzeroError)
     return next((TABLE[base] for base in kind.__mro__ if base in TABLE), BUG)
 
@@ -99,7 +105,7 @@ def error_reply(error: Exception) -> tuple[Status, dict[str, Any]]:
     status = status_of(error)
     if status is BUG:
         return status, error_body(status, "the server failed; its log says where")
-    message = error.message if isinstance(error, RequestRefused) else str(error)
+    message = error.message if isinstance(error, RequestRefusedError) else str(error)
     return status, error_body(status, message, param_of(error, message))
 
 
@@ -107,7 +113,7 @@ def retry_after(error: Exception) -> dict[str, str]:
     """The header that tells a client when to come again."""
     if status_of(error).code not in (429, 503):
         return {}
-    seconds = error.retry_after if isinstance(error, Overloaded) else RETRY_SECONDS
+    seconds = error.retry_after if isinstance(error, OverloadedError) else RETRY_SECONDS
     return {"Retry-After": str(max(1, round(seconds)))}
 
 

@@ -1,0 +1,49 @@
+"""What one request gains, as whoever asked for it reads it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from slotzero.errors import SlotzeroError
+from slotzero.server.messages import Grown
+
+Mail = asyncio.Queue[Grown | SlotzeroError | None]  # None: closed by its reader
+
+
+class Stream(AsyncIterator[Grown]):
+    """What one request gains, step by step. Whoever stops reading it cancels the request: by
+    `aclose`, by being cancelled while it waits, or by forgetting it."""
+
+    _is_over = True  # until it has begun
+
+    def __init__(self, mail: Mail, cancel: Callable[[], None]) -> None:
+        self._mail = mail
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+
+    async def __anext__(self) -> Grown:
+        if self._is_over:
+            raise StopAsyncIteration
+        try:
+            item = await self._mail.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if isinstance(item, Grown):
+            self._is_over = item.finish_reason is not None
+            return item
+        self._is_over = True
+        raise item or StopAsyncIteration
+
+    async def aclose(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._cancel()
+            self._mail.put_nowait(None)  # for another task that waits here
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            with suppress(RuntimeError):  # the loop is closed
+                # the garbage collector runs in whichever thread
+                self._loop.call_soon_threadsafe(self._cancel)
