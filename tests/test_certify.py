@@ -16,7 +16,7 @@ from slotzero.config import EngineConfig
 from slotzero.engine import Engine
 from slotzero.graph import Runner
 from slotzero.graph.transfer import UploadRing
-from slotzero.sanitizer import mutants
+from slotzero.sanitizer import mutants, stage
 from slotzero.sanitizer.certify import all_sizes, few_checks, few_sizes, left_out
 from slotzero.sanitizer.mutants import Mutant
 from slotzero.sanitizer.page import html
@@ -217,6 +217,15 @@ def test_few_and_all_sizes() -> None:
 
 def test_a_runner_of_one_size_is_tried_once() -> None:
     assert [str(key) for _, key in few_sizes([runner_of("decode", 1)])] == ["decode[1]"]
+
+
+def test_a_spoilt_page_table_makes_no_page_of_another_ours(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
+    monkeypatch.setattr(stage, "MOST_STORED", 3)
+    code, out, _ = run(*TINY)
+    assert code == 0, out
 
 
 def test_a_step_that_the_context_cannot_hold_is_left_out(run: Run) -> None:

@@ -45,24 +45,26 @@ class Fate:
     """One request; moments are seconds since the load began."""
 
     arrival: float
-    tokens: list[float] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)
+    """When each came; one can hold many tokens."""
+    num_tokens: int = 0
     error: str = ""
 
     @property
     def is_whole(self) -> bool:
-        return not self.error and bool(self.tokens)
+        return not self.error and bool(self.chunks) and self.num_tokens > 0
 
     @property
     def first(self) -> float:
-        return self.tokens[0] - self.arrival
+        return self.chunks[0] - self.arrival
 
     @property
     def latency(self) -> float:
-        return self.tokens[-1] - self.arrival
+        return self.chunks[-1] - self.arrival
 
     @property
     def per_token(self) -> float:
-        return (self.tokens[-1] - self.tokens[0]) / max(1, len(self.tokens) - 1)
+        return (self.chunks[-1] - self.chunks[0]) / max(1, self.num_tokens - 1)
 
 
 def sharegpt(num: int, seed: int, longest: int) -> list[tuple[int, int]]:
@@ -123,14 +125,16 @@ async def _one(
     fate = Fate(time.perf_counter() - begin)
     body = {
         "model": model, "prompt": prompt, "max_tokens": num_out, "temperature": 0, "stream": True,
-        "ignore_eos": True,
+        "ignore_eos": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     try:
         async for event in site.events("/v1/completions", body):
             if "error" in event:
                 fate.error = str(event["error"])
             elif event.get("choices"):
-                fate.tokens.append(time.perf_counter() - begin)
+                fate.chunks.append(time.perf_counter() - begin)
+            elif event.get("usage"):
+                fate.num_tokens = event["usage"]["completion_tokens"]
     except (HttpError, OSError, asyncio.IncompleteReadError, ConfigError) as error:
         fate.error = str(error)
     seen(1)
@@ -141,7 +145,7 @@ def _sum_up(load: Load, fates: Sequence[Fate], seconds: float, goal: Goal) -> Ma
     whole = [fate for fate in fates if fate.is_whole]
     good = [f for f in whole if f.first <= goal.first_token and f.per_token <= goal.per_token]
     errors = [fate.error for fate in fates if fate.error]
-    num_events = sum(len(fate.tokens) for fate in whole)
+    num_tokens = sum(fate.num_tokens for fate in whole)
     return {
         "rate": load.rate if load.rate != float("inf") else "inf",
         "requests": len(fates),
@@ -149,19 +153,20 @@ def _sum_up(load: Load, fates: Sequence[Fate], seconds: float, goal: Goal) -> Ma
         "first_error": errors[0] if errors else "",
         "seconds": rounded(seconds),
         "input_tokens": sum(n for n, _ in load.shapes),
-        "output_events": num_events,
-        "events_per_second": rounded(num_events / seconds),
+        "output_tokens": num_tokens,
+        "output_chunks": sum(len(fate.chunks) for fate in whole),
+        "tokens_per_second": rounded(num_tokens / seconds),
         "requests_per_second": rounded(len(whole) / seconds),
         "goodput": rounded(len(good) / seconds),
         "time_to_first_token": summary([fate.first for fate in whole]),
-        "time_per_token": summary([fate.per_token for fate in whole if len(fate.tokens) > 1]),
+        "time_per_token": summary([fate.per_token for fate in whole if fate.num_tokens > 1]),
         "request_latency": summary([fate.latency for fate in whole]),
     }
 
 
 def sheets(report: Report) -> list[Sheet]:
     header = (
-        "requests/s", "sent", "failed", "served/s", "good/s", "chunks/s", "first p50", "p99 ms",
+        "requests/s", "sent", "failed", "served/s", "good/s", "tokens/s", "first p50", "p99 ms",
         "token p50", "p99 ms", "whole p50", "p99 ms",
     )  # fmt: skip
     lines = []
@@ -174,7 +179,7 @@ def sheets(report: Report) -> list[Sheet]:
         lines.append((
             str(rate["rate"]), str(rate["requests"]), str(rate["failed"]),
             f"{rate['requests_per_second']:.2f}", f"{rate['goodput']:.2f}",
-            f"{rate['events_per_second']:.1f}", *spread,
+            f"{rate['tokens_per_second']:.1f}", *spread,
         ))  # fmt: skip
     return [Sheet(f"serve of {report['model']} at {report['url']}", lines, header)]
 

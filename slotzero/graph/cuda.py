@@ -11,6 +11,7 @@ from slotzero.errors import RecordingError
 from slotzero.graph.backend import Backend, Line, PlainPieces, Recording, StepFunction
 from slotzero.graph.nodes import Node, nodes_of, pointers_of
 
+TORCH_KERNEL = "2at6native"  # in a mangled name: the namespace at::native
 WARM_UPS = 1  # lazy initialisation (kernel builds, cuBLAS handles) happens before the capture
 
 
@@ -39,6 +40,8 @@ class CudaBackend(Backend):
     """Sizes never replay at once and keep nothing in the pool, so all of them share it.
 
     The pool is that of a graph which stays: none can be captured into a pool whose last is gone.
+    cuBLAS takes its workspace for a stream once, at the first product: in that graph, so that it
+    lies in the pool and not wherever there was room.
     """
 
     name = "cuda"
@@ -46,7 +49,9 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._anchor = self._capture(self._nothing, pool=None)
+        self._multiply()  # makes the handle, which no capture may do
+        self._anchor = self._capture(self._multiply, pool=None)
+        self._pools = [self._anchor.pool()]
 
     def record(self, function: StepFunction) -> Recording:
         pieces = PlainPieces()
@@ -82,18 +87,20 @@ class CudaBackend(Backend):
         return [_line(node, segments) for node in nodes_of(graph)]
 
     def memory(self) -> list[tuple[int, int]]:
-        pool = tuple(self._anchor.pool())
+        pools = [tuple(pool) for pool in self._pools]
         return [
-            _span(segment) for segment in _segments() if tuple(segment["segment_pool_id"]) == pool
+            _span(segment) for segment in _segments() if tuple(segment["segment_pool_id"]) in pools
         ]
 
     def _recover(self) -> None:
         """After a capture that failed, torch's allocator takes it to go on for ever, in that pool,
         and its random generator until a good one ends: a new pool, and a good one, mend both."""
-        self._anchor = self._capture(self._nothing, pool=None)
+        self._anchor = self._capture(self._multiply, pool=None)
+        self._pools.append(self._anchor.pool())
 
-    def _nothing(self) -> None:
-        torch.zeros(1, device=self._device)
+    def _multiply(self) -> None:
+        one = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
+        torch.mm(one, one)
 
     def _capture(
         self, function: Callable[[], object], pool: Any, keep_graph: bool = False
@@ -109,8 +116,14 @@ class CudaBackend(Backend):
 
 
 def _line(node: Node, segments: list[tuple[int, int]]) -> Line:
-    """An address is a word that lies in memory which torch has; any other is a number."""
-    found = [w for w in pointers_of(node) if any(start <= w < end for start, end in segments)]
+    """An address is a word that lies in memory which torch has; any other is a number.
+
+    In the structs that torch's own kernels get, some words were never written and hold anything.
+    What those kernels read is known from their operators, which S5 watches.
+    """
+    is_plain = TORCH_KERNEL not in node.name
+    certain = node._replace(params=tuple(p for p in node.params if is_plain or len(p) <= 8))
+    found = [w for w in pointers_of(certain) if any(start <= w < end for start, end in segments)]
     numbers = []
     for param in node.params:
         is_number = len(param) in (1, 2, 4, 8) and int.from_bytes(param, "little") not in found

@@ -81,7 +81,7 @@ class Examination:
         for entry in self.registry.entries():
             after = plain.tensors.get(entry.name)
             if entry.kind is Kind.TABLE and after is not None:
-                foreign = ~owned_rows(self.registry, entry, plain.slots)
+                foreign = ~owned_rows(entry, plain.slots, plain.tensors)
                 before = scene.tables[entry.name].movedim(entry.axis, 0)[foreign]
                 after = after.movedim(entry.axis, 0)[foreign]
                 indices = foreign.nonzero()[:, 0].tolist()
@@ -186,7 +186,7 @@ class Examination:
                 yield mismatch
         for name, unused in self.trial.scene.unused.items():
             entry = self.registry.entry(name)
-            owned = owned_rows(self.registry, entry, outcome.slots)
+            owned = owned_rows(entry, outcome.slots, self.plain.tensors)
             got, expected = (
                 of.tensors[name].movedim(entry.axis, 0)[owned].masked_fill(unused[owned], 0)
                 for of in (outcome, self.plain)

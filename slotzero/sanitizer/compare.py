@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slotzero.graph import Kind, Registry
 from slotzero.graph.registry import Entry
-from slotzero.sanitizer.scene import Outcome, owned_rows
+from slotzero.sanitizer.scene import Outcome, Tables, owned_rows
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def differences(
             slots = shared
             if bound and entry.follows:
                 slots = _with_equal(registry.entry(entry.follows), shared, got, expected)
-            ours, theirs = (_part(registry, entry, slots, o) for o in (got, expected))
+            ours, theirs = (_part(entry, slots, o, expected.tensors) for o in (got, expected))
             found = first_difference(ours, theirs, bound)
             if found is not None:
                 index, a, b = found
@@ -96,7 +96,8 @@ def extent(entry: Entry, outcome: Outcome) -> int:
     return outcome.key.tokens if entry.per == "token" else outcome.key.rows
 
 
-def _part(registry: Registry, entry: Entry, slots: Sequence[int], outcome: Outcome) -> Tensor:
+def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) -> Tensor:
+    """Who owns what, `tables` say: those of an outcome can be spoilt."""
     tensor = outcome.tensors[entry.name]
     if entry.kind is Kind.PUBLISHED:
         return tensor
@@ -109,7 +110,7 @@ def _part(registry: Registry, entry: Entry, slots: Sequence[int], outcome: Outco
         return by_row
     if not entry.through:
         return by_row[list(slots)]
-    return by_row[owned_rows(registry, entry, slots)]
+    return by_row[owned_rows(entry, slots, tables)]
 
 
 def _with_equal(

@@ -57,7 +57,7 @@ class Memory:
         self.entries = [e for e in registry.entries() if e.kind in MUTABLE]
         self.tables = [e for e in self.entries if e.kind is Kind.TABLE]
         self.paged = [e for e in self.tables if e.through]
-        self.owned = {e.name: owned_rows(registry, e, self.slots) for e in self.tables}
+        self.owned = {e.name: owned_rows(e, self.slots, registry) for e in self.tables}
         self._key = key
         self._pages = {e.name: self.owned[e.name].nonzero()[:, 0] for e in self.paged}
         self._others = {e.name: self._rows_of_others(e) for e in self.paged}
@@ -128,7 +128,7 @@ class Memory:
     def _rows_of_others(self, entry: Entry) -> Tensor:
         """Row 0, and what slots own that do not run."""
         all_slots = range(len(self.registry[entry.through]))
-        others = owned_rows(self.registry, entry, all_slots) & ~self.owned[entry.name]
+        others = owned_rows(entry, all_slots, self.registry) & ~self.owned[entry.name]
         others[0] = True
         return others.nonzero()[:, 0]
 

@@ -5,6 +5,7 @@ It knows registered tensors and who owns what of them. It does not know requests
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ class Trial:
             entry.tensor.fill_(hostile)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
-        running = owned_rows(self.registry, entry, self.scene.published[self._who])
+        running = owned_rows(entry, self.scene.published[self._who], self.scene.tables)
         foreign = ~running
         foreign[0] = False
         by_row[foreign] = hostile
@@ -150,14 +151,18 @@ class Trial:
                 by_row.masked_fill_(masks[entry.name], hostile)
 
 
-def owned_rows(registry: Registry, entry: Entry, slots: Sequence[int]) -> Tensor:
-    """[rows of a table] bool: those that slots own; never row 0."""
+class Tables(Protocol):
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+def owned_rows(entry: Entry, slots: Sequence[int], tables: Tables) -> Tensor:
+    """[rows of a table] bool: those that slots own, going by `tables`; never row 0."""
     owned = torch.zeros(
         entry.tensor.shape[entry.axis], dtype=torch.bool, device=entry.tensor.device
     )
     index = torch.tensor(slots, dtype=torch.long, device=owned.device)
     if entry.through:
-        index = registry[entry.through][index].long().flatten()
+        index = tables[entry.through][index].long().flatten()
         index = index[(index >= 0) & (index < len(owned))]  # one that is wrong is not ours to read
     owned[index] = True
     owned[0] = False

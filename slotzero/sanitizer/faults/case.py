@@ -77,7 +77,7 @@ class Case:
     def unused(self) -> tuple[int, ...]:
         """Where, in rows of this table that running slots own, nothing is: one such place."""
         unused = self.scene.unused[self.entry.name]
-        owned = owned_rows(self.registry, self.entry, self.plain.slots)
+        owned = owned_rows(self.entry, self.plain.slots, self.plain.tensors)
         return tuple((unused & owned.view(-1, *[1] * (unused.dim() - 1))).nonzero()[0].tolist())
 
     @cached_property
