@@ -38,6 +38,12 @@ class EngineConfig:
     """Token budget of a step; longer prompts are prefilled in chunks."""
     kv_cache_memory: int | None = None
     """Bytes for KV pages (suffixes K, M, G); default: from free memory."""
+    sliding_kv_memory: int | None = None
+    """Of those, bytes for sliding-window layers; default: such that they and the other layers run
+    out at the same number of requests of --expected-len."""
+    expected_len: int = 8192
+    """Tokens of a usual request, prompt and answer, by which KV memory is split between kinds of
+    layers."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use in all."""
     page_size: int = 16
@@ -71,6 +77,8 @@ class EngineConfig:
             ("max_num_seqs", _positive(self.max_num_seqs), "is at least 1"),
             ("max_num_batched_tokens", _positive(self.max_num_batched_tokens), "is at least 1"),
             ("kv_cache_memory", _positive(self.kv_cache_memory), "is a size in bytes"),
+            ("sliding_kv_memory", _positive(self.sliding_kv_memory), "is a size in bytes"),
+            ("expected_len", _positive(self.expected_len), "is at least 1"),
             ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "is in (0, 1]"),
             ("sanitize", self.sanitize in SANITIZE_MODES, f"is one of {', '.join(SANITIZE_MODES)}"),
             ("sanitize_every", _positive(self.sanitize_every), "is at least 1"),

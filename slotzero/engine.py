@@ -16,6 +16,7 @@ from slotzero.config import EngineConfig
 from slotzero.errors import RequestError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
+from slotzero.pools.ledger import KvPool
 from slotzero.pools.pages import PagePool
 from slotzero.pools.slots import SlotPool
 from slotzero.progress import recording_bar, weights_bar
@@ -91,7 +92,7 @@ class Engine:
                 enable_prefix_caching=limits.enable_prefix_caching,
             ),
             SlotPool(limits.max_num_seqs),
-            PagePool(limits.num_pages),
+            [KvPool(PagePool(n), limits.windows[g]) for g, n in limits.num_pages.items()],
             self.worker,
         )
         self.recording_seconds = 0.0
@@ -134,6 +135,10 @@ class Engine:
             answer = self._answers.pop(request_id, None)
             if answer is not None:
                 self.scheduler.cancel(answer.request)
+
+    def prepare_grammars(self) -> None:
+        """What the first structured answer needs, built before somebody waits for it."""
+        self._grammars.prepare()
 
     @property
     def has_work(self) -> bool:

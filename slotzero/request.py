@@ -6,12 +6,13 @@ samples that steps already launched will bring:
 
     tokens[0 : num_cached)             KV found in the prefix cache at the last admission
     tokens[0 : num_computed)           KV computed by launched steps, or found
+    tokens[0 : num_paged)              have pages, or had them and need them no more
     tokens[0 : target)                 known at the last admission; the first sample follows them
     tokens[0 : num_tokens)             committed: the host knows their ids
     tokens[num_tokens : num_known)     in flight: only the device knows their ids
 
-While it runs, num_cached <= num_computed <= num_known <= max_len, and it is done on the device, if
-not yet on the host, when num_known == max_len.
+While it runs, num_cached <= num_computed <= num_known <= max_len and num_computed <= num_paged. It
+is done on the device, if not yet on the host, when num_known == max_len.
 """
 
 import enum
@@ -28,7 +29,7 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     """Holds no slot and no pages. A preempted request may still have a sample in flight."""
     RUNNING = enum.auto()
-    """Holds one slot, and pages for every position below num_computed."""
+    """Holds one slot, and in every KV group the pages of the positions that are still read."""
     FINISHED = enum.auto()
     """Holds nothing; tokens that arrive late are discarded."""
 
@@ -57,7 +58,10 @@ class Request:
 
     slot: int = 0
     """0: none."""
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
+    """By KV group, then by page of the sequence. 0 where a window has passed the page."""
+    num_paged: int = 0
+    """Up to this position every group has its pages, and keeps them."""
     num_computed: int = 0
     target: int = 0
     num_in_flight: int = 0

@@ -25,12 +25,12 @@ class StandIns:
         """All of the prompt is known, and the KV of its first tokens is said to be stored."""
         engine, scheduler = self._engine, self._engine.scheduler
         request = engine.validate(f"stand-in-{len(self.requests)}", prompt, params)
-        if not scheduler.ledger.grow(request, request.num_tokens):  # never pages of a cache
+        if scheduler.ledger.grow(request, request.num_tokens, num_stored) is None:
             raise CapacityError(f"{request.id}: no KV pages left: raise --kv-cache-memory")
         request.slot = scheduler.slots.take()
         self.requests.append(request)
         request.target = request.num_tokens
-        engine.worker.admitted(request, request.prompt_token_ids, num_stored, list(request.pages))
+        engine.worker.admitted(request, request.prompt_token_ids, num_stored, request.pages)
         return request
 
     def release(self) -> None:

@@ -22,11 +22,11 @@ from slotzero.graph.runner import Record
 from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.kernels.contract import kernels_for
 from slotzero.loading.checkpoint import Checkpoint
-from slotzero.models.config import parse_config
-from slotzero.models.decoder import Decoder, KvPages, heads_of
+from slotzero.models.config import FULL, ModelConfig, parse_config
+from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import Progress, load_weights, random_weights
-from slotzero.pools.budget import PageShape, count_pages, free_bytes
+from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
 from slotzero.pools.tables import SlotTables
 from slotzero.request import Request
 from slotzero.runners import passes
@@ -74,7 +74,8 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_pages: int  # page 0 included
+    num_pages: Mapping[str, int]  # by group of layers, page 0 included
+    windows: Mapping[str, int | None]
     page_size: int
     enable_prefix_caching: bool
 
@@ -86,26 +87,30 @@ class Worker:
         dtype = choose_dtype(config.dtype, device, checkpoint.config)
         self.registry = registry = Registry(device)
         self.kernels = kernels_for(device)
-        self.kernels.refuse(heads_of(model))
+        for group in model.groups:
+            self.kernels.refuse(group.heads)
         if config.load_format == "dummy":
             weights = random_weights(model, registry, self.kernels, dtype, config.seed)
         else:
             weights = load_weights(model, checkpoint, registry, self.kernels, dtype, progress)
-        frequency = registry.constant("rope_frequency", frequencies(model.rope).to(device))
-        decoder = Decoder(model, weights, frequency, self.kernels)
+        turns = {
+            g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(device))
+            for g in model.groups
+        }
+        decoder = Decoder(model, weights, turns, self.kernels)
         self.vocab_size = model.vocab_size
         self.weight_bytes = sum(
             e.tensor.numel() * e.tensor.dtype.itemsize
             for e in registry.entries()
             if e.name.startswith("weight.")
         )
-        shape = PageShape(
-            model.num_layers, config.page_size, model.num_kv_heads, model.head_dim, dtype
-        )
-        self.limits = limits = _resolve(config, device, backend, dtype, shape, model.max_position)
-        if model.rope.depends_on_prompt and limits.max_model_len > model.rope.original_max_position:
+        shapes = group_shapes(model, config.page_size, dtype)
+        self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
+        ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
+        if any(limits.max_model_len > rope.original_max_position for rope in ropes):
             # keys then depend on the prompt's length: equal prefixes do not have equal keys
             self.limits = limits = replace(limits, enable_prefix_caching=False)
+        self.page_tables = tuple(page_table(shape.name) for shape in shapes)
         pages_per_slot = -(-limits.max_model_len // config.page_size)
         self.tables = SlotTables(
             registry,
@@ -113,8 +118,15 @@ class Worker:
             limits.max_model_len,
             pages_per_slot,
             model.vocab_size,
+            self.page_tables,
         )
-        kv = KvPages(_kv_pages(registry, shape, limits.num_pages), self.tables["page_table"])
+        kv = {
+            shape.name: KvPages(
+                _kv_pages(registry, shape, limits.num_pages[shape.name]),
+                self.tables[page_table(shape.name)],
+            )
+            for shape in shapes
+        }
         rows = limits.max_num_seqs
         step = passes.Passes(
             registry,
@@ -149,6 +161,19 @@ class Worker:
     @property
     def runners(self) -> tuple[Runner, ...]:
         return self.decode, *self.prefills
+
+    @property
+    def kv(self) -> dict[str, dict[str, int | None]]:
+        """How KV memory is split, by group of layers."""
+        limits = self.limits
+        return {
+            name: {
+                "pages": num_pages,
+                "bytes": self.registry[f"kv_{name}"].nbytes,
+                "window": limits.windows[name],
+            }
+            for name, num_pages in limits.num_pages.items()
+        }
 
     @property
     def recorded_keys(self) -> list[tuple[Runner, GraphKey]]:
@@ -207,20 +232,23 @@ class Worker:
     # SlotWriter: in the order of these calls, before the step that was planned with them.
 
     def admitted(
-        self, request: Request, tokens: list[int], num_computed: int, pages: list[int]
+        self, request: Request, tokens: list[int], num_computed: int, pages: list[list[int]]
     ) -> None:
         stage, slot = self.tables.stage, request.slot
         stage("tokens", slot, tokens)
         stage("length", slot, [num_computed])
         stage("target", slot, [request.target])
-        stage("page_table", slot, pages)
+        for table, numbers in zip(self.page_tables, pages, strict=True):
+            stage(table, slot, numbers)
         prompt_len = len(request.prompt_token_ids)
         row = encode(request.params, request.seed, prompt_len, request.stop_ids)
         for spec in SAMPLING_TABLES:
             stage(spec.name, slot, _without_tail(row[spec.name], spec.neutral))
 
-    def pages_added(self, request: Request, first_index: int, pages: list[int]) -> None:
-        self.tables.stage("page_table", request.slot, pages, first_index)
+    def pages_changed(
+        self, request: Request, group: int, first_index: int, pages: list[int]
+    ) -> None:
+        self.tables.stage(self.page_tables[group], request.slot, pages, first_index)
 
     def constrained(self, request: Request) -> None:
         assert request.grammar is not None
@@ -281,7 +309,7 @@ def _resolve(
     device: torch.device,
     backend: str,
     dtype: torch.dtype,
-    shape: PageShape,
+    shapes: Sequence[GroupShape],
     max_position: int,
 ) -> Limits:
     on_cpu = device.type == "cpu"
@@ -293,8 +321,9 @@ def _resolve(
         default_max_num_seqs(device), config.max_num_batched_tokens or sys.maxsize
     )
     budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
-    pages, length = count_pages(shape, budget, rows, config.max_model_len, max_position)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
+    demand = Demand(rows, tokens, config.expected_len, config.max_model_len, max_position)
+    pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
     return Limits(
         device=str(device),
         backend=backend,
@@ -303,27 +332,40 @@ def _resolve(
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         num_pages=pages,
+        windows={shape.name: shape.window for shape in shapes},
         page_size=config.page_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
 
 
-def _kv_pages(registry: Registry, shape: PageShape, num_pages: int) -> torch.Tensor:
-    size = (
-        shape.num_layers,
-        2,
-        num_pages,
-        shape.page_size,
-        shape.num_kv_heads,
-        shape.head_dim,
-    )
+def group_shapes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> list[GroupShape]:
+    return [
+        GroupShape(
+            g.name,
+            len(g.layers),
+            page_size,
+            g.heads.num_kv_heads,
+            g.heads.head_dim + g.heads.value_dim,
+            dtype,
+            g.heads.window,
+        )
+        for g in model.groups
+    ]
+
+
+def page_table(group: str) -> str:
+    return "page_table" if group == FULL else f"page_table_{group}"
+
+
+def _kv_pages(registry: Registry, shape: GroupShape, num_pages: int) -> torch.Tensor:
+    size = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.width)
     try:
         pages = torch.zeros(size, dtype=shape.dtype, device=registry.device)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         raise CapacityError(
             f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
         ) from error
-    return registry.table("kv_full", pages, axis=2, through="page_table")
+    return registry.table(f"kv_{shape.name}", pages, axis=1, through=page_table(shape.name))
 
 
 def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:

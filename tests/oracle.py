@@ -17,6 +17,8 @@ class Family:
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
+    causal: str = ""
+    """Of the model's class, where it is not the config's."""
 
 
 BASE = {
@@ -65,6 +67,83 @@ FAMILIES = {
         "Qwen3",
         {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1013},
     ),
+    "mistral-window": Family("Mistral", {"head_dim": 32, "sliding_window": 20}),
+    "qwen2-window": Family(
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2": Family(
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3Text",
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "num_hidden_layers": 4,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": True,
+        },
+        causal="Gemma3",
+    ),
+    "olmo3": Family(
+        "Olmo3", {"sliding_window": 17, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    ),
+    "gpt-oss": Family(
+        "GptOss",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 96,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 150000.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
+    "mimo-v2": Family(
+        "MiMoV2Flash",
+        {
+            "num_attention_heads": 8,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 25,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -102,6 +181,10 @@ FAMILIES = {
 }
 
 
+HYBRIDS = ("mistral-window", "qwen2-window", "gemma2", "gemma3", "olmo3", "gpt-oss", "mimo-v2")
+"""Families with layers that see a window."""
+
+
 @dataclass(frozen=True)
 class Oracle:
     folder: Path
@@ -131,12 +214,16 @@ class Oracle:
 def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Oracle:
     torch.manual_seed(1)
     config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
-    model = getattr(transformers, f"{family.model}ForCausalLM")(config).eval()
+    config._attn_implementation = "eager"  # which knows sinks and soft caps
+    model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)  # buffers, rope's frequencies, stay float32
         if name.endswith("bias"):  # transformers starts them at zero, which would hide them
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:
             torch.nn.init.normal_(parameter, 1, 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.2)
     model.save_pretrained(folder)
     return Oracle(folder, model, copy.deepcopy(model.model.rotary_emb), config.vocab_size)

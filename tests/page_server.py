@@ -42,6 +42,7 @@ class FakeClient:
     """Grows with the clock: about 40 steps a second of 5 to 23 rows."""
 
     state = "ready"
+    failure = ""
     generation = 0
 
     def __init__(self, has_gpu: bool) -> None:
@@ -72,7 +73,8 @@ def fake_info(has_gpu: bool) -> dict[str, Any]:
         "limits": {
             "device": device, "backend": backend, "dtype": "bfloat16" if has_gpu else "float32",
             "max_model_len": 8192, "max_num_seqs": most, "max_num_batched_tokens": 2048,
-            "num_pages": 2049, "page_size": 16, "enable_prefix_caching": True,
+            "num_pages": {"full": 2049}, "windows": {"full": None}, "page_size": 16,
+            "enable_prefix_caching": True,
         },
         "eos_token_ids": [2],
         "vocab_size": 49152,
@@ -153,7 +155,7 @@ def make_app(client: Any, key: str = "", delay: float = 0.02) -> FastAPI:
     def live() -> StreamingResponse:
         async def objects() -> AsyncIterator[str]:
             while True:
-                yield f"data: {json.dumps(told.live())}\n\n"
+                yield _event(told.live() | {"failure": client.failure or None})
                 await asyncio.sleep(1)
 
         return StreamingResponse(objects(), media_type="text/event-stream")
@@ -190,8 +192,8 @@ async def _answer(asked: dict[str, Any], told: metrics.Metrics, delay: float) ->
     yield "data: [DONE]\n\n"
 
 
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
 
 
 if __name__ == "__main__":

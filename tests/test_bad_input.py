@@ -428,7 +428,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
         Unsupported,
         ["architecture 'mamba'", "supported"],
     ),
-    "sliding window": (mistral(sliding_window=128), Unsupported, ["sliding_window=128"]),
+    "no window": (mistral(sliding_window=0), Unsupported, ["sliding_window=0"]),
+    "window": (mistral(sliding_window=513), Unsupported, ["sliding_window=513", "1 to"]),
     "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
     "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
     "rope field": (
@@ -445,9 +446,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "experts": (config(num_experts=8), Unsupported, ["num_experts=8"]),
     "local experts": (config(num_local_experts=8), Unsupported, ["num_local_experts=8"]),
     "layer types": (
-        config(layer_types=["full_attention", "sliding_attention"]),
+        config(layer_types=["full_attention", "chunked_attention"]),
         Unsupported,
-        ["layer_types", "sliding_attention"],
+        ["layer_types", "chunked_attention"],
     ),
     "soft cap": (config(final_logit_softcapping=30.0), Unsupported, ["final_logit_softcapping"]),
     "a size missing": (config(hidden_size=None), Unsupported, ["hidden_size", "positive"]),
@@ -496,7 +497,7 @@ def test_a_damaged_or_foreign_folder(run: Run, folder: Path, what: str) -> None:
     refused_by_command(run, 3, names, str(folder), "--prompt", "x", "--no-show-progress")
 
 
-def test_a_window_longer_than_the_context_is_no_window(folder: Path) -> None:
+def test_a_window_as_long_as_the_context(folder: Path) -> None:
     """The refusal above is of the value, not of the field."""
     mistral(sliding_window=512)(folder)
     assert make(str(folder)).generate("x", GREEDY, use_tqdm=False)[0].finished

@@ -3,47 +3,28 @@
 Triton's are in tests/triton.
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapes import SHAPES
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
+from slotzero.kernels.composed import ComposedKernels, gated
+from slotzero.kernels.contract import Angles, Experts, ExpertWeights, Heads, Normed
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
+EPS = 1e-5
 
-
-class Pages:
-    """A few slots with pages scattered over a pool whose every other value is NaN."""
-
-    def __init__(self, heads: int, kv_heads: int, dim: int, page: int, lengths: list[int]) -> None:
-        self.lengths, self.page = lengths, page
-        per_slot = max(-(-(n + 1) // page) for n in lengths)
-        used = 1 + len(lengths) * per_slot
-        order = (torch.randperm(used + 3)[: len(lengths) * per_slot] + 1).int()
-        self.table = torch.zeros(len(lengths) + 1, per_slot, dtype=torch.int32)
-        self.table[1:] = order.view(len(lengths), per_slot)
-        self.kv = torch.full((2, used + 4, page, kv_heads, dim), torch.nan)
-        for slot, length in enumerate(lengths, start=1):
-            for position in range(length):
-                at = self.table[slot, position // page], position % page
-                self.kv[0, at[0], at[1]] = torch.randn(kv_heads, dim)
-                self.kv[1, at[0], at[1]] = torch.randn(kv_heads, dim)
-
-
-def decode_batch(pages: Pages, heads: int, dim: int) -> tuple[torch.Tensor, ...]:
-    """One token of each slot at its last position, with padding between and after."""
-    slots, positions = [0], [0]
-    for slot, length in enumerate(pages.lengths, start=1):
-        slots += [slot, 0]
-        positions += [length - 1, 0]
-    return (
-        torch.randn(len(slots), heads, dim),
-        torch.tensor(slots, dtype=torch.int32),
-        torch.tensor(positions, dtype=torch.int32),
-    )
+Span = tuple[int, int]  # the positions [begin, end) of a slot
 
 
 @pytest.fixture
@@ -51,52 +32,151 @@ def kernels() -> CpuKernels:
     return CpuKernels()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_attention_of_decode(kernels, shape):
-    heads, _, dim, _ = shape
-    pages = Pages(*shape, lengths=[1, 7, 33, 16, 17])
-    q, slots, positions = decode_batch(pages, heads, dim)
-    args = (q, pages.kv, pages.table, slots, positions, dim**-0.5)
-    out = kernels.attend(*args)
-    assert torch.allclose(out, REFERENCE.attend(*args), atol=2e-6)
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Attending(NamedTuple):
+    """Tokens at `spans` of slots 1, 2, ..., and all that `attend` wants to know of them."""
+
+    heads: Heads
+    page: int
+    spans: list[Span]
+    sinks: Tensor | None
+
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """KV and the page table: pages are scattered over a pool in which all that no token may see
+        is NaN; what lies before a window has no page, and its entry says 0."""
+        window = self.heads.window or max(end for _, end in self.spans)
+        seen = [(max(0, begin + 1 - window), end) for begin, end in self.spans]
+        most = max((end - 1) // self.page for _, end in seen) + 1
+        table = torch.zeros(len(seen) + 1, most, dtype=torch.int32)
+        pool = iter((torch.randperm(len(seen) * most + 3) + 1).tolist())
+        pair = self.heads.head_dim + self.heads.value_dim
+        size = (len(seen) * most + 4, self.page, self.heads.num_kv_heads, pair)
+        kv = torch.full(size, torch.nan)
+        for slot, (first, end) in enumerate(seen, start=1):
+            for i in range(first // self.page, (end - 1) // self.page + 1):
+                table[slot, i] = next(pool)
+            for position in range(first, end):
+                stored = kv[table[slot, position // self.page], position % self.page]
+                stored.copy_(torch.randn_like(stored))
+        return kv, table
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions, with padding before, between and after the slots."""
+        rows = [(0, 0)]
+        for slot, span in enumerate(self.spans, start=1):
+            rows += [(slot, position) for position in range(*span)] + [(0, 0)] * (slot % 3)
+        return ints([slot for slot, _ in rows]), ints([position for _, position in rows])
+
+    def queries(self, count: int) -> Tensor:
+        return torch.randn(count, self.heads.num_heads, self.heads.head_dim)
+
+
+def heads_of(num_heads: int, num_kv_heads: int, dim: int, **more: object) -> Heads:
+    plain = Heads(num_heads, num_kv_heads, dim, dim, norm_eps=EPS, scale=dim**-0.5)
+    return dataclasses.replace(plain, **more)
+
+
+@st.composite
+def attendings(draw: Callable) -> Attending:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    spans = draw(
+        st.lists(st.tuples(st.integers(0, 50), st.integers(1, 12)), min_size=1, max_size=3)
+    )
+    spans = [(begin, begin + count) for begin, count in spans]
+    kv_heads, dims = draw(st.integers(1, 3)), st.sampled_from([1, 2, 6, 16, 24, 33, 64])
+    heads = heads_of(
+        kv_heads * draw(st.integers(1, 4)),
+        kv_heads,
+        draw(dims),
+        value_dim=draw(dims),
+        window=draw(st.sampled_from([None, 1, spans[0][1], 100]) | st.integers(1, 60)),
+        softcap=draw(st.sampled_from([None, 0.5, 20.0])),
+    )
+    sinks = torch.randn(heads.num_heads) * 3 if draw(st.booleans()) else None
+    return Attending(heads, draw(st.sampled_from([1, 4, 16, 32])), spans, sinks)
+
+
+def attend_both(case: Attending) -> None:
+    kv, table = case.pages()
+    slots, positions = case.tokens()
+    args = (case.queries(len(slots)), case.sinks, kv, table, slots, positions, case.heads)
+    out = CpuKernels().attend(*args)
+    torch.testing.assert_close(out, REFERENCE.attend(*args), atol=5e-6, rtol=1e-5)
     assert out[slots == 0].abs().max() == 0
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=attendings())
+def test_attention_of_any_shape(case):
+    attend_both(case)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 17, 100])  # 7 and 17 are whole contexts too
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_of_prefill_over_a_prefix(kernels, shape):
-    heads, _, dim, _ = shape
-    pages = Pages(*shape, lengths=[40, 23])
-    rows = [(1, p) for p in range(11, 40)] + [(2, p) for p in range(23)] + [(0, 0)] * 5
-    slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int32)
-    positions = torch.tensor([position for _, position in rows], dtype=torch.int32)
-    args = (torch.randn(len(rows), heads, dim), pages.kv, pages.table, slots, positions, dim**-0.5)
-    assert torch.allclose(kernels.attend(*args), REFERENCE.attend(*args), atol=2e-6)
+def test_attention_of_decode(shape, window):
+    *heads, page = shape
+    spans = [(n - 1, n) for n in (1, 7, 33, 16, 17)]
+    attend_both(Attending(heads_of(*heads, window=window), page, spans, None))
 
 
+@pytest.mark.parametrize("window", [None, 1, 12, 100])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_store_writes_each_token_once_and_drops_slot_0(kernels, shape):
-    _, kv_heads, dim, _ = shape
-    pages = Pages(*shape, lengths=[9, 30])
-    slots = torch.tensor([1, 0, 2, 2, 0], dtype=torch.int32)
-    positions = torch.tensor([9, 3, 30, 29, 0], dtype=torch.int32)
-    k, v = torch.randn(2, 5, kv_heads, dim)
-    expected = pages.kv.clone()
-    REFERENCE.store_kv(k, v, expected, pages.table, slots, positions)
-    kernels.store_kv(k, v, pages.kv, pages.table, slots, positions)
-    assert torch.equal(pages.kv.nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
-    assert pages.kv[:, 0].isnan().all(), "page 0 was written"
+def test_attention_of_prefill_over_a_prefix(shape, window):
+    *heads, page = shape
+    sinks = torch.randn(heads[0])
+    attend_both(Attending(heads_of(*heads, window=window), page, [(11, 40), (0, 23)], sinks))
 
 
-def test_a_token_attends_alike_alone_and_in_a_prompt():
+@settings(max_examples=60, deadline=None)
+@given(case=attendings(), cut=st.integers(1, 11))
+def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut):
     kernels = CpuKernels()
-    pages = Pages(4, 2, 16, 16, lengths=[50])
-    q = torch.randn(50, 4, 16)
-    slots, positions = torch.ones(50, dtype=torch.int32), torch.arange(50, dtype=torch.int32)
-    together = kernels.attend(q, pages.kv, pages.table, slots, positions, 0.25)
-    for i in range(50):
-        one = slice(i, i + 1)
-        alone = kernels.attend(q[one], pages.kv, pages.table, slots[one], positions[one], 0.25)
-        assert torch.equal(alone, together[one])
+    kv, table = case.pages()
+    slots, positions = case.tokens()
+    q = case.queries(len(slots))
+
+    def attend(rows: slice | Tensor) -> Tensor:
+        batch = q[rows].contiguous(), slots[rows].contiguous(), positions[rows].contiguous()
+        return kernels.attend(batch[0], case.sinks, kv, table, *batch[1:], case.heads)
+
+    together = attend(slice(None))
+    for size in (1, cut):  # token by token, and cut without regard to slots
+        parts = [attend(slice(i, i + size)) for i in range(0, len(q), size)]
+        assert torch.equal(torch.cat(parts), together)
+    shuffled = torch.randperm(len(q))
+    assert torch.equal(attend(shuffled), together[shuffled])
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=attendings())
+def test_store_writes_each_token_once_and_drops_slot_0(case):
+    kv, table = case.pages()
+    slots, positions = case.tokens()
+    k = torch.randn(len(slots), case.heads.num_kv_heads, case.heads.head_dim)
+    v = torch.randn(len(slots), case.heads.num_kv_heads, case.heads.value_dim)
+    before, expected = kv.clone(), kv.clone()
+    REFERENCE.store_kv(k, v, expected, table, slots, positions)
+    CpuKernels().store_kv(k, v, kv, table, slots, positions)
+    assert torch.equal(kv.nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
+    assert kv[0].isnan().all(), "page 0 was written"
+    written = (kv.nan_to_num(nan=-1e9) != before.nan_to_num(nan=-1e9)).any(-1).any(-1)
+    assert written.sum() == (slots > 0).sum()
+
+
+def test_attention_refuses_pages_of_another_shape(kernels):
+    heads, table, one = heads_of(4, 2, 8), torch.zeros(2, 1, dtype=torch.int32), ints([1])
+    q, k = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
+    with pytest.raises(RuntimeError, match="attend: kv_pages do not fit"):
+        kernels.attend(q, None, torch.randn(2, 4, 2, 15), table, one, one, heads)
+    with pytest.raises(RuntimeError, match=r"attend: .* must be contiguous"):
+        kernels.attend(q, None, torch.randn(2, 2, 4, 16).mT, table, one, one, heads)
+    with pytest.raises(RuntimeError, match="attend: sinks"):
+        kernels.attend(q, torch.randn(3), torch.randn(2, 4, 2, 16), table, one, one, heads)
+    with pytest.raises(RuntimeError, match="store_kv: kv_pages do not fit"):
+        kernels.store_kv(k, k, torch.randn(2, 4, 4, 16), table, one, one)
 
 
 @settings(max_examples=40, deadline=None)
@@ -110,14 +190,273 @@ def test_linear_of_any_shape(rows, out, inner, bias):
     packed = kernels.pack(weight)
     assert packed.shape == kernels.packed_shape(out, inner)
     got = kernels.product(x, packed, b, out)
-    exact = torch.nn.functional.linear(x.double(), weight.double(), b.double() if bias else None)
+    exact = F.linear(x.double(), weight.double(), b.double() if bias else None)
     assert torch.allclose(got.double(), exact, atol=1e-4)
     for i in range(rows):  # a row is the same bits alone and in company
         assert torch.equal(kernels.product(x[i : i + 1].contiguous(), packed, b, out)[0], got[i])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9) | st.just(40), min_size=2, max_size=7),
+    out=st.integers(1, 70),
+    inner=st.integers(1, 90),
+    bias=st.booleans(),
+)
+def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, bias):
+    """The last count is of rows that no expert wants."""
+    kernels = CpuKernels()
+    experts = len(counts) - 1
+    which = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    x, weights = torch.randn(len(which), inner), torch.randn(experts, out, inner)
+    biases = torch.randn(experts, out) if bias else None
+    x[which == experts] = torch.nan
+    packed = kernels.pack(weights)
+    assert packed.shape == (experts, *kernels.packed_shape(out, inner))
+    got = kernels.grouped_product(x, packed, biases, which, out)
+    for i in range(experts):
+        alone = kernels.product(x[which == i], packed[i], biases[i] if bias else None, out)
+        assert torch.equal(got[which == i], alone)
+    assert not got[which == experts].any()
+    expected = REFERENCE.grouped_product(x, weights, biases, which, out)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_grouped_refuses_what_does_not_fit(kernels):
+    x, which = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="grouped: the packed weights do not fit"):
+        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 9)), None, which, 16)
+    with pytest.raises(RuntimeError, match="grouped: which must be int64"):
+        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 8)), None, which.int(), 16)
+
+
 def test_embedding_reads_rows_of_the_packed_head():
     kernels = CpuKernels()
     weight = torch.randn(37, 20)
-    tokens = torch.tensor([0, 36, 5, 16, 15], dtype=torch.int32)
+    tokens = ints([0, 36, 5, 16, 15])
     assert torch.equal(kernels.embed(tokens, kernels.pack(weight)), weight[tokens])
+
+
+EXPERTS = {
+    "softmax": Experts(8, 3, 32, "silu", is_sigmoid=False),
+    "softmax, clamped": Experts(8, 4, 48, "clamped_silu", is_sigmoid=False),
+    "one of many": Experts(40, 1, 16, "gelu_tanh", is_sigmoid=False),
+    "sigmoid": Experts(8, 2, 32, "silu", is_sigmoid=True),
+    "sigmoid, normed": Experts(8, 2, 32, "clamped_silu", is_sigmoid=True, is_normed=True),
+    "groups": Experts(
+        12, 3, 16, "silu", is_sigmoid=True, is_normed=True, factor=2.5, num_groups=4, top_groups=2
+    ),
+}
+
+
+def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
+    """Not packed yet."""
+    n, inner = shape.num_experts, shape.inner_size
+    return ExpertWeights(
+        router=torch.randn(n, hidden),
+        router_bias=torch.randn(n) if bias else None,
+        correction=torch.randn(n) if shape.is_sigmoid else None,
+        gate_up=torch.randn(n, 2 * inner, hidden),
+        gate_up_bias=torch.randn(n, 2 * inner) if bias else None,
+        down=torch.randn(n, hidden, inner),
+        down_bias=torch.randn(n, hidden) if bias else None,
+    )
+
+
+def packed(kernels: ComposedKernels, weights: ExpertWeights) -> ExpertWeights:
+    pack = kernels.pack
+    return weights._replace(
+        router=pack(weights.router), gate_up=pack(weights.gate_up), down=pack(weights.down)
+    )
+
+
+def choose(scores: list[float], correction: list[float], shape: Experts) -> dict[int, float]:
+    """Expert -> share, of one token."""
+    if not shape.is_sigmoid:
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: shape.top_k]
+        shares = torch.tensor([scores[i] for i in best]).softmax(0).tolist()
+        return dict(zip(best, shares, strict=True))
+    sigmoids = torch.tensor(scores).sigmoid().tolist()
+    wanted = [a + b for a, b in zip(sigmoids, correction, strict=True)]
+    size = len(scores) // shape.num_groups
+    groups = [range(i, i + size) for i in range(0, len(scores), size)]
+    groups.sort(key=lambda group: -sum(sorted(wanted[i] for i in group)[-2:]))
+    open_to = [i for group in groups[: shape.top_groups] for i in group]
+    best = sorted(open_to, key=lambda i: -wanted[i])[: shape.top_k]
+    total = sum(sigmoids[i] for i in best) if shape.is_normed else 1
+    return {i: sigmoids[i] / total * shape.factor for i in best}
+
+
+def one_token(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
+    """x [hidden] through its experts, by the book, in double precision."""
+    x, weights = x.double(), ExpertWeights(*(w if w is None else w.double() for w in weights))
+    scores = F.linear(x, weights.router, weights.router_bias).tolist()
+    correction = None if weights.correction is None else weights.correction.tolist()
+    out = torch.zeros_like(x)
+    for i, share in choose(scores, correction or [0.0] * len(scores), shape).items():
+        biases = (None if b is None else b[i] for b in (weights.gate_up_bias, weights.down_bias))
+        up, down = biases
+        inner = activate(F.linear(x, weights.gate_up[i], up), shape.activation)
+        out += share * F.linear(inner, weights.down[i], down)
+    return out
+
+
+def activate(joined: Tensor, activation: str) -> Tensor:
+    gate, value = joined.chunk(2, -1)
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * value
+    if activation == "gelu_tanh":
+        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return gate / 2 * (1 + torch.tanh(inner)) * value
+    gate, value = torch.clip(gate, None, 7), torch.clip(value, -7, 7)
+    return (value + 1) * gate / (1 + torch.exp(-1.702 * gate))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias):
+    shape, hidden = EXPERTS[name], 48
+    weights = expert_weights(shape, hidden, bias)
+    slots = ints([3, 0, 1, 2, 0, 1, 1, 4, 0])
+    x = torch.randn(len(slots), hidden)
+    x[slots == 0] = torch.nan
+    got = kernels.experts(Normed(x, None), EPS, slots, packed(kernels, weights), shape)
+    expected = REFERENCE.experts(Normed(x, None), EPS, slots, weights, shape)
+    assert not got[slots == 0].any() and not expected[slots == 0].any()
+    close = {"atol": 2e-4, "rtol": 1e-4}
+    torch.testing.assert_close(got, expected, **close)
+    for t in slots.nonzero()[:, 0].tolist():
+        torch.testing.assert_close(got[t].double(), one_token(x[t], weights, shape), **close)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
+    shape, hidden = EXPERTS[name], 48
+    weights = packed(kernels, expert_weights(shape, hidden, bias=True))
+
+    def experts(x: Tensor, slots: Tensor) -> Tensor:
+        return kernels.experts(Normed(x, None), EPS, slots, weights, shape)
+
+    x, slots = torch.randn(50, hidden), torch.arange(50, dtype=torch.int32) % 5
+    before = experts(x, slots)
+    kept, others = torch.arange(50) % 3 == 0, torch.arange(50) % 3 == 1
+    x[others] = torch.randn_like(x[others])
+    x[~kept & ~others], slots[~kept & ~others] = torch.nan, 0
+    assert torch.equal(experts(x, slots)[kept], before[kept])
+    for i in range(0, 50, 3):  # torch's sigmoids of one row round otherwise than those of many
+        alone = experts(x[i : i + 1], slots[i : i + 1])
+        torch.testing.assert_close(alone, before[i : i + 1], atol=1e-4, rtol=1e-4)
+
+
+def test_experts_without_any_token(kernels):
+    shape = EXPERTS["softmax"]
+    weights = packed(kernels, expert_weights(shape, 48, bias=True))
+    x = Normed(torch.full((4, 48), torch.inf), None)
+    assert not kernels.experts(x, EPS, ints([0] * 4), weights, shape).any()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
+def test_gates(kernels, activation):
+    joined = torch.randn(9, 40) * 6  # beyond where gates and values are clamped
+    expected = activate(joined.double(), activation)
+    torch.testing.assert_close(gated(joined, activation).double(), expected, atol=1e-5, rtol=1e-5)
+    x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
+    args = (Normed(x, None), EPS, kernels.pack(weight), bias, 17, activation)
+    expected = activate(F.linear(x, weight, bias).double(), activation)
+    got = kernels.linear_gated(*args).double()
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of each row, in double precision."""
+    return (
+        x.double() / ((x.double() ** 2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
+    )
+
+
+@pytest.mark.parametrize("has_after", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
+    x, residual, (after, before) = torch.randn(5, 24), torch.randn(5, 20), torch.randn(2, 20)
+    weight, bias = torch.randn(20, 24), torch.randn(20)
+    change = F.linear(x, weight, bias)
+    total = residual + (norm(change, after) if has_after else change)
+    normed = norm(total, before) if has_norm else total
+    norms = (after if has_after else None, before if has_norm else None, EPS)
+    for got in (
+        kernels.add_norm(change, residual.clone(), *norms),
+        kernels.linear_add_norm(x, kernels.pack(weight), bias, residual.clone(), *norms),
+    ):
+        torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)
+        assert got[1].squares is None
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
+    x, weight, slots = torch.randn(6, 24), torch.randn(70, 24), ints([1, 0, 2, 0, 3, 0])
+    expected = F.linear(x, weight).double()
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    expected[slots == 0] = 0
+    x[slots == 0] = torch.nan
+    out = torch.full((6, 70), torch.nan)
+    kernels.logits(Normed(x, None), EPS, kernels.pack(weight), slots, softcap, out)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, window):
+    """A prompt of 7 tokens whose first 2 came a step before, against attention by the book."""
+    heads = heads_of(6, 2, 16, value_dim=10, window=window, norms_whole=is_whole)
+    joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
+    q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
+    frequency = torch.rand(8)
+    kv, table = torch.full((5, 4, 2, 26), torch.nan), ints([0, 0, 3, 1]).view(2, 2)
+    outs = []
+    for span in ((0, 2), (2, 7)):
+        plan = torch.ones(span[1] - span[0], dtype=torch.int32), torch.arange(*span).int()
+        angle = plan[1][:, None, None] * frequency
+        outs.append(
+            kernels.attention(
+                joined[slice(*span)], q_norm, k_norm, sinks, Angles(angle.cos(), angle.sin()),
+                kv, table, plan, heads,
+            )
+        )  # fmt: skip
+    q, k, v = joined.double().split(heads.sizes, -1)
+    if is_whole:
+        q, k = norm(q, q_norm), norm(k, k_norm)
+    q, k, v = q.view(7, 6, 16), k.view(7, 2, 16), v.view(7, 2, 10)
+    if not is_whole:
+        q, k = norm(q, q_norm), norm(k, k_norm)
+    turns = torch.polar(torch.ones(1).double(), torch.arange(7)[:, None, None] * frequency.double())
+    q, k = turned(q, turns), turned(k, turns)
+    expected = torch.zeros(7, 6, 10, dtype=torch.float64)
+    for t in range(7):
+        seen = slice(max(0, t + 1 - (window or 7)), t + 1)
+        for head in range(6):
+            shares = (k[seen, head // 3] @ q[t, head] * heads.scale).exp()
+            shares = shares / (shares.sum() + sinks[head].double().exp())
+            expected[t, head] = shares @ v[seen, head // 3]
+    torch.testing.assert_close(torch.cat(outs).double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Pairs (i, i + size / 2) are complex numbers."""
+    pairs = torch.complex(*x.chunk(2, -1)) * turns
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+def test_a_compiler_can_trace_every_op(kernels):
+    heads = heads_of(4, 2, 8, value_dim=6, window=3, softcap=5.0)
+    with FakeTensorMode():
+        k, v, kv = torch.empty(3, 2, 8), torch.empty(3, 2, 6), torch.empty(5, 4, 2, 14)
+        table, slots = (torch.empty(size, dtype=torch.int32) for size in ((3, 2), (3,)))
+        kernels.store_kv(k, v, kv, table, slots, slots)
+        sinks, q = torch.empty(4), torch.empty(3, 4, 8)
+        assert kernels.attend(q, sinks, kv, table, slots, slots, heads).shape == (3, 4, 6)
+        x, which = torch.empty(3, 24), torch.empty(3, dtype=torch.int64)
+        weights = torch.empty(5, *kernels.packed_shape(20, 24))
+        assert kernels.product(x, weights[0], None, 20).shape == (3, 20)
+        assert kernels.grouped_product(x, weights, None, which, 20).shape == (3, 20)

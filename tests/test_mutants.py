@@ -85,7 +85,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=[("tiny:llama", "cpu"), ("tiny:qwen3", "eager")],
+    params=[("tiny:llama", "cpu"), ("tiny:gemma3", "eager")],
     ids=lambda param: " ".join(param),
 )
 def scored(request: pytest.FixtureRequest) -> Scored:
@@ -122,7 +122,7 @@ def test_every_tensor_of_every_runner_is_in_the_matrix(scored):
             elif entry.kind is not Kind.CONSTANT:
                 assert entry.name in tried, f"{runner.spec.name}: {entry.name}"
         constants = [e.name for e in runner.registry.entries() if e.kind is Kind.CONSTANT]
-        assert "rope_frequency" in tried
+        assert "rope_full" in tried
         assert len(tried & set(constants)) == 4
 
 
@@ -130,7 +130,9 @@ def test_every_fault_of_the_issue_is_in_the_matrix_of_every_runner(scored):
     for runner in scored.engine.worker.runners:
         tried = {m.fault for m in scored.mutants if m.runner == runner.spec.name}
         assert tried >= ASKED
-        assert tried == {fault.name for fault in FAULTS}
+        is_hybrid = len(scored.engine.limits.windows) > 1
+        alone = set() if is_hybrid else {"another group's location"}
+        assert tried == {fault.name for fault in FAULTS} - alone
 
 
 def test_no_mutant_is_counted_twice(scored):

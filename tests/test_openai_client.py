@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +14,20 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from served import ADD, HEADERS, HELLO, KEY, PATIENCE, Server, tiny_server, wait_until
 
 from slotzero import LLM, SamplingParams
-from slotzero.loading.tiny import TINY_CONFIGS
-from slotzero.tokenizer import Tokenizer
-
-KEY = "only-for-tests"
-PATIENCE = 120.0  # seconds; machines that test are busy
-HELLO: Any = [{"role": "user", "content": "Hello"}]
-# tiny models have no template that knows tools
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-ADD: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}},
-            "required": ["a", "b"],
-            "additionalProperties": False,
-        },
-    },
-}
-
-
-class Server:
-    def __init__(self, words: list[str], log: Path) -> None:
-        self.log = log
-        command = [sys.executable, "-m", "slotzero", "serve", *words, "--port", "0"]
-        with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
-        self.lines: list[str] = []
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if line.startswith("curl"):
-                break
-        assert self.lines, log.read_text()
-        self.url = self.lines[0].split()[2].rstrip(",")
-
-    def client(self, **given: Any) -> OpenAI:
-        given = {"api_key": KEY, "max_retries": 0, "timeout": PATIENCE} | given
-        return OpenAI(base_url=f"{self.url}/v1", **given)
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
-    Tokenizer.bytes_tokenizer()._backend.save(str(path / "tokenizer.json"))
-    names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
-    (path / "tokenizer_config.json").write_text(json.dumps(names))
-    return path
+    return tmp_path_factory.mktemp("served")
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    words = f"{folder} --load-format dummy --backend eager --served-model-name tiny --api-key {KEY}"
-    made = Server(words.split(), tmp_path_factory.mktemp("log") / "log")
-    yield made
-    assert made.end() == 0, made.log.read_text()
+def server(folder: Path) -> Iterator[Server]:
+    with tiny_server(folder) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -91,20 +36,13 @@ def client(server: Server) -> OpenAI:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
+def llm(folder: Path, server: Server) -> LLM:
     return LLM(str(folder), load_format="dummy", backend="eager", show_progress=False)
 
 
 def offline(llm: LLM, prompt: str, **params: Any) -> list[str]:
     made = llm.generate(prompt, SamplingParams(**params), use_tqdm=False)
     return [output.text for output in made[0].outputs]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_where_it_listens(server: Server) -> None:
@@ -267,20 +205,14 @@ ODD = [
 @pytest.mark.parametrize("odd", ODD)
 def test_numbers_at_the_edge_harm_nobody(server: Server, client: OpenAI, odd: dict) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | odd
-    headers = {"Authorization": f"Bearer {KEY}"}
     response = httpx.post(
-        f"{server.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE
+        f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE
     )
     assert response.status_code in (200, 400)
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0]
 
 
 def test_leaving_a_stream_cancels_it(server: Server, client: OpenAI) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-
-    def pools() -> Any:
-        return httpx.get(f"{server.url}/server_info", headers=headers).json()["pools"]
-
     with client.completions.create(
         model="tiny",
         prompt="Once",
@@ -290,7 +222,7 @@ def test_leaving_a_stream_cancels_it(server: Server, client: OpenAI) -> None:
         extra_body={"ignore_eos": True},
     ) as stream:
         next(iter(stream))
-    wait_until(lambda: pools()["running"] == pools()["waiting"] == pools()["pages_used"] == 0)
+    server.wait_until_idle()
 
 
 def test_many_at_once_answer_as_one_by_one(server: Server, client: OpenAI) -> None:
@@ -404,6 +336,19 @@ def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{own_server.url}/health")
     assert not any(os.path.exists(f"/proc/{pid}") for pid in engine)
+
+
+def test_an_engine_that_dies_is_replaced_and_it_is_said_why(own_server: Server) -> None:
+    def told() -> tuple[str, str | None]:
+        info = httpx.get(f"{own_server.url}/server_info").json()
+        return info["state"], info["failure"]
+
+    assert told() == ("ready", None)
+    (engine,) = _children(own_server.process.pid)
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: told() == ("restarting", "signal 9"))
+    wait_until(lambda: told() == ("ready", None))
+    assert own_server.end() == 0
 
 
 def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,22 +153,14 @@ class Browser:
             self.complaints.append(params["entry"]["text"])
 
 
-Serve = Callable[..., str]
+class Serve:
+    """Starts stand-in servers, and ends them."""
 
+    def __init__(self) -> None:
+        self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Starts a stand-in server and gives its address."""
-    running: list[tuple[uvicorn.Server, threading.Thread]] = []
-
-    def start(client: Any, **options: Any) -> str:
+    def __call__(self, client: Any, **options: Any) -> str:
+        """-> its address"""
         config = uvicorn.Config(
             make_app(client, **options),
             port=0,
@@ -183,14 +175,28 @@ def serve() -> Iterator[Serve]:
         while not server.started:
             assert time.monotonic() < end, "the stand-in server does not start"
             time.sleep(0.02)
-        running.append((server, thread))
+        self._running.append((server, thread))
         port = server.servers[0].sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}/"
 
-    yield start
-    for server, thread in running:
-        server.should_exit = server.force_exit = True
-        thread.join(PATIENCE)
+    def end(self) -> None:
+        for server, thread in self._running:
+            server.should_exit = server.force_exit = True
+            thread.join(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    made = Serve()
+    yield made
+    made.end()
 
 
 class StillClient:
@@ -198,6 +204,7 @@ class StillClient:
 
     def __init__(self, stats: Stats | None, info: dict[str, Any] | None, state: str) -> None:
         self.stats, self.info, self.state = stats, info, state
+        self.failure = ""
         self.generation = 0
 
 
@@ -281,6 +288,7 @@ def test_an_error_is_shown_and_the_prompt_comes_back(browser: Browser, serve: Se
 def test_a_key_opens_the_page(browser: Browser, serve: Serve) -> None:
     browser.open(serve(FakeClient(has_gpu=False), key="secret", delay=0.001))
     browser.wait_for("document.getElementById('engine-state').textContent === 'needs an API key'")
+    assert "Settings" in browser.text("notice")
     ask(browser, "hello")
     browser.wait_for("document.activeElement.id === 'api-key'")
     assert "API key" in browser.evaluate(f"{LAST}.querySelector('.note').textContent")
@@ -337,6 +345,28 @@ def test_an_engine_that_loads_and_starts_anew(browser: Browser, serve: Serve) ->
         browser.wait_for(f"document.getElementById('stat-running').textContent === '{age}'")
     assert browser.text("stat-steps-per-second") != NONE
     assert browser.complaints == []
+
+
+@needs_chromium
+def test_why_there_is_no_engine_is_said(browser: Browser, serve: Serve) -> None:
+    client = StillClient(None, None, "loading")
+    browser.open(serve(client))
+
+    def notice(state: str) -> str:
+        browser.wait_for(f"document.getElementById('engine-state').textContent === '{state}'")
+        is_seen = browser.evaluate("document.getElementById('notice').offsetHeight > 0")
+        return browser.text("notice") if is_seen else ""
+
+    assert "loading" in notice("loading")
+    client.info, client.stats, client.state = fake_info(False), fake_stats(500, False), "ready"
+    assert notice("ready") == ""
+    client.stats, client.state, client.failure = None, "restarting", "signal 9"
+    assert notice("restarting").endswith("is started again. Why: signal 9")
+    assert browser.evaluate("document.querySelectorAll('.size').length") == 0, "it counts anew"
+    client.state, client.failure = "failed", "<b>no memory</b> is left"
+    assert notice("failed").endswith("Why: <b>no memory</b> is left")
+    serve.end()
+    assert notice("no connection").endswith("Why: <b>no memory</b> is left")
 
 
 @needs_chromium

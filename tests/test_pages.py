@@ -1,14 +1,14 @@
-"""The page pool against a plain counter."""
+"""The page pool against a plain counter; what a window reads, position by position."""
 
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from slotzero.errors import CapacityError, PoolError
-from slotzero.pools.pages import PagePool
+from slotzero.pools.pages import KvPool, PagePool
 
 
 def test_page_zero_is_never_handed_out() -> None:
@@ -121,3 +121,12 @@ class PagesLikeACounter(RuleBasedStateMachine):
 
 TestPagesLikeACounter = PagesLikeACounter.TestCase
 TestPagesLikeACounter.settings = settings(max_examples=60, deadline=None)
+
+
+@given(position=st.integers(0, 40), page_size=st.integers(1, 5), window=st.integers(1, 50))
+def test_a_window_begins_in_the_first_page_that_is_read(position, page_size, window) -> None:
+    read = [p for p in range(position + 1) if p > position - window]
+    assert len(read) == min(window, position + 1)
+    pool = PagePool(2)
+    assert KvPool(pool, window).first_read(position, page_size) == read[0] // page_size
+    assert KvPool(pool).first_read(position, page_size) == 0

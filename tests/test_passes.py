@@ -34,7 +34,7 @@ def test_slot_0_and_page_0_stay_as_they_were_made(oracles, backend):
         assert tables[name][0].abs().max() == 0, name
     for spec in (*SAMPLING_TABLES, *mask_tables(1)):
         assert (tables[spec.name][0] == spec.neutral).all(), spec.name
-    assert traced.engine.worker.registry["kv_full"][:, :, 0].abs().max() == 0
+    assert traced.engine.worker.registry["kv_full"][:, 0].abs().max() == 0
 
 
 @BACKENDS
@@ -46,7 +46,7 @@ def test_hostile_memory_changes_no_real_row(oracles, backend):
     clean.generate(prompts)
     hostile = Traced(oracle.path, backend=backend, max_num_seqs=4)
     registry = hostile.engine.worker.registry
-    registry["kv_full"][:, :, 1:] = torch.nan
+    registry["kv_full"][:, 1:] = torch.nan
     run = hostile.engine.worker.run
 
     def poisoned(step):

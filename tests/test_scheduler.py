@@ -2,12 +2,14 @@
 
 The device below obeys table writes and steps and nothing else. Its KV is a chain of hashes: the
 entry of a position depends on every token up to it, so a page that was shared, freed, reused or
-recomputed wrongly cannot read like the right one. The next token is taken from the last entry. So
+recomputed wrongly cannot read like the right one. In every KV group each row reads all that its
+tokens may read, before and after the rows write. The next token is taken from the last entry. So
 if each request gets the tokens that it gets alone, no decision of the scheduler changed an answer.
 """
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
+from slotzero.pools.ledger import KvPool
 from slotzero.pools.pages import PagePool
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request, Status
@@ -70,7 +73,7 @@ class SlotRow:
     tokens: list[int]
     length: int
     target: int
-    pages: list[int]
+    pages: list[list[int]]
     num_constrained: int = -1
     """How many tokens were known when it was last said what may follow them."""
 
@@ -80,17 +83,19 @@ class Device:
     """Tables and KV as the device sees them. Writes wait until the next step, as staged ones do."""
 
     page_size: int
+    windows: Sequence[int | None]
     staged: list[tuple] = field(default_factory=list)
     table: dict[int, SlotRow] = field(default_factory=dict)
-    kv: dict[tuple[int, int], int] = field(default_factory=dict)
+    kv: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """By group, page and place in it."""
 
     def admitted(self, request: Request, tokens, num_computed: int, pages) -> None:
         row = SlotRow(tokens, num_computed, request.target, pages)
         self.staged.append(("admitted", request.slot, row))
 
-    def pages_added(self, request: Request, first_index: int, pages) -> None:
+    def pages_changed(self, request: Request, group: int, first_index: int, pages) -> None:
         assert pages
-        self.staged.append(("pages", request.slot, first_index, pages))
+        self.staged.append(("pages", request.slot, group, first_index, pages))
 
     def constrained(self, request: Request) -> None:
         assert request.grammar.num_taken == len(request.output_token_ids)
@@ -103,9 +108,15 @@ class Device:
         self._apply()
         slots = [row.slot for row in step.rows]
         assert len(set(slots)) == len(slots)
-        # every row reads before any row writes: a step must not lean on its own neighbours
-        contexts = [self._read(row) for row in step.rows]
-        return [self._run(row, last) for row, last in zip(step.rows, contexts, strict=True)]
+        for row in step.rows:
+            assert row.start == self.table[row.slot].length
+            assert row.request.pages == self.table[row.slot].pages, "a change was not told"
+            # every row reads before any row writes: a step must not lean on its own neighbours
+            self._read(row, row.start)
+        sampled = [self._run(row) for row in step.rows]
+        for row in step.rows:  # nor may it be hurt by them
+            self._read(row, row.start + row.count)
+        return sampled
 
     def _apply(self) -> None:
         for kind, slot, *rest in self.staged:
@@ -113,31 +124,43 @@ class Device:
                 assert slot not in self.table, "the slot still belongs to another"
                 self.table[slot] = rest[0]
             elif kind == "pages":
-                assert rest[0] == len(self.table[slot].pages)
-                self.table[slot].pages += rest[1]
+                self._write_pages(self.table[slot].pages[rest[0]], rest[1], rest[2])
             elif kind == "constrained":
                 self.table[slot].num_constrained = rest[0]
             else:
                 del self.table[slot]
         self.staged.clear()
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
-        page = self.table[slot].pages[position // self.page_size]
+    def _write_pages(self, table: list[int], first: int, pages: list[int]) -> None:
+        if any(pages):
+            assert first == len(table) and all(pages)
+            table += pages
+        else:
+            assert all(table[first : first + len(pages)]), "let go twice"
+            assert not any(table[:first]), "let go in the middle"
+            table[first : first + len(pages)] = pages
+
+    def _place(self, slot: int, group: int, position: int) -> tuple[int, int, int]:
+        page = self.table[slot].pages[group][position // self.page_size]
         assert page != 0
-        return page, position % self.page_size
+        return group, page, position % self.page_size
 
-    def _read(self, row: Row) -> int:
-        assert row.start == self.table[row.slot].length
+    def _read(self, row: Row, end: int) -> None:
         _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
-        entries = [self.kv.get(self._place(row.slot, i)) for i in range(row.start)]
-        assert entries == truth[: row.start], f"{row.request.id} reads KV that is not its own"
-        return entries[-1] if entries else 0
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, row.start - window + 1)
+            places = [self._place(row.slot, group, position) for position in range(first, end)]
+            entries = [self.kv.get(place) for place in places]
+            assert entries == truth[first:end], f"{row.request.id} reads KV that is not its own"
 
-    def _run(self, row: Row, entry: int) -> int:
+    def _run(self, row: Row) -> int:
         own = self.table[row.slot]
+        _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
+        entry = truth[row.start - 1] if row.start else 0
         for position in range(row.start, row.start + row.count):
             entry = hash((entry, own.tokens[position]))
-            self.kv[self._place(row.slot, position)] = entry
+            for group in range(len(self.windows)):
+                self.kv[self._place(row.slot, group, position)] = entry
         own.length += row.count
         assert row.samples == (own.length >= own.target)
         if row.samples:
@@ -151,14 +174,20 @@ class Device:
 class World:
     """An engine without a model: plans, launches, and commits late."""
 
-    def __init__(self, num_pages: int, **config) -> None:
+    def __init__(
+        self, num_pages: int | Sequence[int], windows: Sequence[int | None] = (None,), **config
+    ) -> None:
         self.config = SchedulerConfig(**config)
-        self.device = Device(self.config.page_size)
-        self.pages = PagePool(num_pages)
+        self.device = Device(self.config.page_size, windows)
+        counts = [num_pages] * len(windows) if isinstance(num_pages, int) else num_pages
+        pools = zip(counts, windows, strict=True)
+        self.groups = [KvPool(PagePool(count), window) for count, window in pools]
         slots = SlotPool(self.config.max_num_seqs)
-        self.scheduler = Scheduler(self.config, slots, self.pages, self.device)
+        self.scheduler = Scheduler(self.config, slots, self.groups, self.device)
         self.pending: deque[tuple[Step, list[int]]] = deque()
         self.requests: list[Request] = []
+        self.num_sat_out = 0
+        """Chunks that found too few pages of a window."""
 
     def add(
         self, prompt: list[int], max_tokens: int = 99, stop_ids=(), min_tokens=0, grammar=None
@@ -194,6 +223,10 @@ class World:
         if can_advance:
             assert step is not None
             assert step.rows[0].request is oldest, "the oldest did not advance"
+        rows = {row.request for row in step.rows} if step else set()
+        for request in self.alive:
+            is_chunk = request.status is Status.RUNNING and request.num_computed < request.target
+            self.num_sat_out += is_chunk and request not in rows
         if step is not None:
             self._inspect(step)
             for row in step.rows:
@@ -210,6 +243,16 @@ class World:
             assert row.count >= 1
             assert row.slot == row.request.slot != 0
             assert row.start + row.count < row.request.max_len
+            self._inspect_pages(row)
+
+    def _inspect_pages(self, row: Row) -> None:
+        size = self.config.page_size
+        for (_, window), pages in zip(self.groups, row.request.pages, strict=True):
+            num_held = sum(page != 0 for page in pages)
+            if window is None:
+                assert num_held == len(pages)
+            else:  # a window and a chunk, wherever they begin
+                assert num_held <= (window - 1 + row.count - 1 + size - 1) // size + 1
 
     def commit(self) -> None:
         step, sampled = self.pending.popleft()
@@ -247,13 +290,14 @@ class World:
                 assert request.output_token_ids == output[: len(request.output_token_ids)]
             else:
                 assert (request.output_token_ids, request.finish_reason) == (output, reason)
-        cache = self.scheduler.ledger.cache
+        ledger, cache = self.scheduler.ledger, self.scheduler.ledger.cache
         assert self.scheduler.slots.num_free == self.config.max_num_seqs
-        assert self.pages.num_free + cache.num_pages == self.pages.max_free
-        assert cache.num_evictable == cache.num_pages
+        assert ledger.num_used == (0,) * len(self.groups)
+        assert ledger.num_cached == tuple(len(cache.pages(g)) for g in range(len(self.groups)))
+        assert cache.num_pages == sum(ledger.num_cached)
         assert cache.num_pages == 0 or self.config.enable_prefix_caching
         cache.clear()
-        assert self.pages.num_free == self.pages.max_free
+        assert ledger.num_pages == tuple(group.pool.num_free for group in self.groups)
 
 
 def _world(**changes) -> World:
@@ -274,19 +318,35 @@ def _shape(step: Step | None) -> list[tuple[str, int, int, bool]]:
 # -- whole lives, at random ---------------------------------------------------------------------
 
 
+def _smallest(window: int | None, max_len: int, batch: int, page_size: int) -> int:
+    """Pages of the smallest pool that is not refused, with page 0."""
+    if window is None:
+        return 1 + -(-max_len // page_size)
+    return 2 + -(-min(max_len, window - 1 + batch) // page_size)
+
+
+window = st.integers(1, 9) | st.just(99)
+
+
 class Traffic(RuleBasedStateMachine):
     @initialize(
+        windows=st.just((None,))
+        | st.tuples(st.none(), window)
+        | st.tuples(window)
+        | st.lists(st.none() | window, min_size=2, max_size=3),
         page_size=st.integers(1, 4),
         spare_pages=st.integers(0, 6),
         max_num_seqs=st.integers(1, 4),
         spare_tokens=st.integers(0, 8),
         caching=st.booleans(),
     )
-    def start(self, page_size, spare_pages, max_num_seqs, spare_tokens, caching) -> None:
+    def start(self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching) -> None:
+        batch = max_num_seqs + spare_tokens
         self.world = World(
-            num_pages=1 + -(-14 // page_size) + spare_pages,
+            num_pages=[_smallest(w, 14, batch, page_size) + spare_pages for w in windows],
+            windows=windows,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + spare_tokens,
+            max_num_batched_tokens=batch,
             max_model_len=14,
             page_size=page_size,
             enable_prefix_caching=caching,
@@ -341,11 +401,20 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestTraffic.settings = settings(max_examples=600, stateful_step_count=40, deadline=None)
 
 
-def _soak(rng: random.Random, caching: bool) -> World:
-    world = _world(num_pages=rng.randint(7, 12), enable_prefix_caching=caching)
+def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> World:
+    batch = rng.choice([5, 16])
+    world = _world(
+        num_pages=[
+            _smallest(window, 24, batch, 4) + rng.randint(0, 5 if window is None else 2)
+            for window in windows
+        ],
+        windows=windows,
+        max_num_batched_tokens=batch,
+        enable_prefix_caching=caching,
+    )
     while len(world.requests) < 30 or world.scheduler.has_work:
         if len(world.requests) < 30 and rng.random() < 0.4:
             head = [1, 2, 3, 4] * rng.randint(0, 2)
@@ -361,13 +430,15 @@ def _soak(rng: random.Random, caching: bool) -> World:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_soak_meets_everything(caching: bool) -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (6,), (1, None)])
+def test_soak_meets_everything(windows, caching: bool) -> None:
     """The same property, with proof that the hard paths were walked."""
-    worlds = [_soak(random.Random(seed), caching) for seed in range(25)]
+    worlds = [_soak(random.Random(seed), caching, windows) for seed in range(25)]
     stats = [world.scheduler.ledger.cache.stats for world in worlds]
     reasons = {request.finish_reason for world in worlds for request in world.requests}
     assert reasons == {"stop", "length", "abort"}
     assert sum(world.scheduler.num_preemptions for world in worlds) > 50
+    assert (sum(world.num_sat_out for world in worlds) > 50) == (6 in windows)
     assert (sum(s.num_hit_tokens for s in stats) > 500) == caching
     assert (sum(s.num_evicted_pages for s in stats) > 100) == caching
 
@@ -449,7 +520,7 @@ def test_the_second_of_two_equal_prompts_shares_only_in_a_later_step() -> None:
     step = world.turn()
     assert late.num_cached == 4  # of 8, at least one token is computed
     assert _shape(step)[-1] == ("r2", 4, 4, True)
-    assert late.pages[0] == first.pages[0] != twin.pages[0]
+    assert late.pages[0][0] == first.pages[0][0] != twin.pages[0][0]
     world.drain()
 
 
@@ -579,6 +650,10 @@ def test_cancelling_reaches_a_request_in_every_state() -> None:
 def test_what_cannot_be_served_is_refused() -> None:
     with pytest.raises(CapacityError, match="max_model_len=24 needs 6 pages of KV, there are 5"):
         _world(num_pages=6)
+    with pytest.raises(CapacityError, match="max_num_batched_tokens=16 needs 6 pages of KV, there"):
+        _world(num_pages=[7, 6], windows=[None, 5])
+    with pytest.raises(CapacityError, match="there are 6; lower max_num_batched_tokens or"):
+        _world(num_pages=7, windows=[99])  # the window is longer than any request
     with pytest.raises(ConfigError, match="max_num_batched_tokens=3"):
         _world(max_num_batched_tokens=3)
     with pytest.raises(ConfigError, match="page_size=0"):
@@ -603,11 +678,133 @@ def test_a_single_request_fits_the_smallest_pool() -> None:
     assert len(request.all_token_ids) == 24
 
 
+# -- windows ------------------------------------------------------------------------------------
+
+
+def _held(request: Request, group: int) -> list[int]:
+    """Indices of the pages it owns."""
+    return [i for i, page in enumerate(request.pages[group]) if page]
+
+
+def test_a_window_lets_go_of_the_pages_it_has_passed() -> None:
+    world = _world(windows=[None, 6])
+    request = world.add([1, 2], max_tokens=20)
+    held = {}
+    while world.turn() is not None:
+        start = request.num_computed - 1
+        held[start] = _held(request, 1)
+        assert _held(request, 0) == list(range(start // 4 + 1))
+    # the next page is when the window is looked at: it reads from start - 5
+    assert held[7] == [0, 1]
+    assert held[8] == held[11] == [0, 1, 2]
+    assert held[12] == held[15] == [1, 2, 3]
+    assert held[16] == [2, 3, 4]
+    world.drain()
+
+
+def test_a_window_is_paged_chunk_by_chunk() -> None:
+    world = _world(windows=[None, 3], max_num_batched_tokens=9, num_pages=[40, 5])
+    request = world.add([1] * 22, max_tokens=2)
+    held = []
+    while world.turn() is not None:
+        held.append((request.num_computed, len(request.pages[0]), _held(request, 1)))
+    assert held == [(9, 6, [0, 1, 2]), (18, 6, [1, 2, 3, 4]), (22, 6, [4, 5]), (23, 6, [5])]
+    world.drain()
+
+
+def test_after_its_prompt_a_request_keeps_a_window() -> None:
+    world = _world(windows=[5], max_num_batched_tokens=24, max_model_len=40)
+    request = world.add([1] * 18, max_tokens=9)
+    world.turn()
+    assert _held(request, 0) == [0, 1, 2, 3, 4]
+    world.turn()  # the fifth page has room, yet the first three are not kept until it is full
+    assert _held(request, 0) == [3, 4]
+    world.drain()
+
+
+def test_a_chunk_without_pages_sits_out_and_nobody_passes_it() -> None:
+    world = _world(windows=[8], num_pages=8, max_model_len=40, enable_prefix_caching=False)
+    world.add([1] * 14, max_tokens=3)
+    chunked, last = world.add([2] * 30, max_tokens=2), world.add([3], max_tokens=2)
+    assert _shape(world.turn()) == [("r0", 0, 14, True), ("r1", 0, 2, False)]
+    # three pages are free: one would do for the last and two to spare, the chunk needs four
+    assert _shape(world.turn()) == [("r0", 14, 1, True)]
+    assert world.scheduler.ledger.num_available == (3,)
+    assert (chunked.status, last.status) == (Status.RUNNING, Status.WAITING)
+    assert _shape(world.turn()) == [("r0", 15, 1, True)]
+    while chunked.num_computed == 2:
+        world.turn()
+    assert (chunked.num_computed, chunked.num_preemptions) == (18, 0)
+    world.drain()
+
+
+def test_a_prompt_is_found_at_every_page_after_its_window_has_passed() -> None:
+    world = _world(windows=[None, 6], max_num_batched_tokens=32, max_model_len=40)
+    world.add([1] * 17, max_tokens=12)
+    world.run_out()
+    for num_same, num_cached in [(6, 4), (11, 8), (17, 16)]:
+        branch = world.add([1] * num_same + [3] * 4, max_tokens=1)
+        world.turn()
+        assert branch.num_cached == num_cached
+        world.run_out()
+    world.drain()
+
+
+def test_a_prefix_is_found_only_where_its_window_is() -> None:
+    world = _world(windows=[None, 6], max_num_batched_tokens=32, max_model_len=40)
+    first = world.add([1] * 17, max_tokens=12)
+    world.run_out()
+    cache = world.scheduler.ledger.cache
+    assert cache.num_evictable(0) == cache.num_evictable(1) == 7
+    cache.evict(1, 5)  # the window of the whole conversation is the youngest
+    follow_up = world.add([*first.all_token_ids, 3], max_tokens=1)
+    world.turn()
+    assert follow_up.num_cached == 28
+    world.run_out()
+    branch = world.add([1] * 17 + [3], max_tokens=1)
+    world.turn()
+    assert branch.num_cached == 0
+    world.run_out()
+    again = world.add([1] * 17 + [4], max_tokens=1)  # the branch has filled what was missing
+    world.turn()
+    assert again.num_cached == 16
+    world.drain()
+
+
+def test_both_halves_of_a_hybrid_can_run_out_first() -> None:
+    """The whole group preempts as ever; so does the window, when rows grow into theirs."""
+    for num_pages in ([8, 40], [40, 10]):
+        world = _world(
+            windows=[None, 12], num_pages=num_pages, max_num_batched_tokens=16,
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        old = world.add([0, 0, 0], max_tokens=14)
+        for n in range(1, 4):
+            world.add([n, n, n], max_tokens=14)
+        world.drain()
+        assert world.scheduler.num_preemptions > 0
+        assert old.num_preemptions == 0
+
+
+def test_a_failed_step_leaves_no_page_behind() -> None:
+    world = _world(windows=[None, 3], max_num_batched_tokens=8)
+    world.add([1] * 20)
+    world.launch()
+    world.launch()
+    world.scheduler.abandon()
+    ledger = world.scheduler.ledger
+    assert (ledger.num_used, ledger.num_cached) == ((0, 0), (0, 0))
+    while world.pending:
+        world.commit()
+    world.drain()
+
+
 def _share_a_page_to_be_written(world: World) -> None:
-    old, young = world.requests
-    world.pages.release(young.pages[-1])
-    young.pages[-1] = old.pages[-1]
-    world.pages.share(old.pages[-1])
+    (pool, _), *_ = world.groups
+    (old,), (young,) = (request.pages for request in world.requests)
+    pool.release(young[-1])
+    young[-1] = old[-1]
+    pool.share(old[-1])
 
 
 @pytest.mark.parametrize(
@@ -615,8 +812,10 @@ def _share_a_page_to_be_written(world: World) -> None:
     [
         lambda world: setattr(world.requests[0], "slot", world.requests[1].slot),
         lambda world: world.scheduler.slots.take(),
-        lambda world: world.requests[0].pages.pop(),
-        lambda world: world.pages.share(world.requests[0].pages[0]),
+        lambda world: world.requests[0].pages[0].pop(),
+        lambda world: world.groups[0].pool.share(world.requests[0].pages[0][0]),
+        lambda world: setattr(world.requests[0], "num_paged", 4),
+        lambda world: setattr(world.requests[0], "num_paged", 99),
         lambda world: setattr(world.requests[0], "num_computed", 23),
         lambda world: setattr(world.requests[0], "target", 23),
         lambda world: setattr(world.requests[0], "arrival", 23),

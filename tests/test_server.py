@@ -464,6 +464,7 @@ WRONG_FIELDS = [
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(100_000)}}, "logit_bias"),
     ({"logit_bias": {"1": "x"}}, "logit_bias.1"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": [str(i) for i in range(100_000)]}, "stop"),
@@ -481,6 +482,9 @@ WRONG_FIELDS = [
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [str(i) for i in range(100_000)]}, "guided_choice"),
+    ({"guided_regex": "a" * 100_001}, "guided_regex"),
+    ({"guided_json": {"enum": ["a" * 100_000]}}, "guided_json"),
 ]  # fmt: skip
 
 
@@ -512,6 +516,8 @@ def test_a_wrong_field_is_named(body: dict[str, Any], param: str) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"messages": [{"role": "user", "content": ""}] * 2049}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, "tools"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(body: dict[str, Any], param: str) -> None:
@@ -528,6 +534,8 @@ def test_a_wrong_field_of_a_chat_is_named(body: dict[str, Any], param: str) -> N
         ({"prompt": 3}, "prompt"),
         ({"prompt": ["a", 3]}, "prompt[1]"),
         ({"prompt": ["a"] * 600, "n": 2}, "prompt"),
+        ({"prompt": [[1, 2], [3, "4"]]}, "prompt[1][1]"),
+        ({"prompt": [1.5] * 100_000}, "prompt[0]"),
         ({"messages": []}, "messages"),
     ],
 )
@@ -1026,7 +1034,9 @@ def test_bodies_that_are_no_request(content: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         response = ask(FakeClient(), path, content=content, method="POST")
         assert response.status_code == 400
-        assert response.json()["error"]["type"] == "invalid_request_error"
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "JSON" in error["message"] or error["param"]
 
 
 def test_json_must_say_that_it_is_json() -> None:
@@ -1082,8 +1092,12 @@ def test_models_that_are_not_served() -> None:
 
 
 def test_routes_that_do_not_exist() -> None:
-    assert refused("/v1/nothing", None, status=404)["code"] == "not_found"
-    assert refused("/v1/completions", None, status=405)["code"] == "method_not_allowed"
+    error = refused("/chat/completions", CHAT, status=404)
+    assert error["code"] == "not_found"
+    assert error["message"].startswith("no route /chat/completions; OpenAI's begin with /v1")
+    error = refused("/v1/completions", None, status=405)
+    assert error["code"] == "method_not_allowed"
+    assert error["message"] == "/v1/completions does not take GET"
 
 
 document = schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok")))
@@ -1338,7 +1352,8 @@ def test_models() -> None:
 
 def test_health_version_metrics() -> None:
     health = ask(FakeClient(), "/health")
-    assert (health.status_code, health.json()) == (200, {"status": "ready", "failure": None})
+    assert (health.status_code, health.json()) == (200, {"status": "ready"})
+    assert ask(FakeClient(), "/health", method="HEAD").status_code == 200
     assert ask(FakeClient(), "/version").json() == {"version": __version__}
     metrics = ask(FakeClient(), "/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
@@ -1380,6 +1395,8 @@ def test_tokenize_and_back() -> None:
     assert ask(client, "/detokenize", {"tokens": [256, 72, 195, 169]}).json()["prompt"] == "<bos>Hé"
     for tokens in ([-1], [10**30], [259]):
         assert refused("/detokenize", {"tokens": tokens})["param"] == "tokens"
+    assert refused("/detokenize", {"tokens": [72] * 513})["code"] == "context_length_exceeded"
+    assert ask(client, "/detokenize", {"tokens": [72] * 512}).json()["prompt"] == "H" * 512
     assert refused("/tokenize", {})["param"] == "prompt"
     assert refused("/tokenize", {"prompt": "x", "model": "odd"}, status=404)
 
@@ -1406,9 +1423,31 @@ def test_live() -> None:
 
     response = asyncio.run(call())
     assert response.headers["content-type"].startswith("text/event-stream")
-    live = json.loads(response.text.split("\n\n")[0].removeprefix("data: "))
-    assert live["state"] == "ready"
-    assert live["stats"]["generated_tokens"] == 5
+    *events, end = response.text.split("\n\n")
+    assert end == ""
+    first, last = (json.loads(event.removeprefix("data: ")) for event in events)
+    assert (first["state"], first["failure"]) == ("ready", None)
+    assert first["stats"]["generated_tokens"] == 5
+    assert last["state"] == "stopping"
+
+
+def test_why_there_is_no_engine_is_told_to_those_with_a_key() -> None:
+    client = FakeClient(state="failed")
+    client.failure = "no memory is left"
+    for path in ("/server_info", "/live"):
+        assert ask(client, path, api_key=("k",)).status_code == 401
+    assert ask(client, "/health", api_key=("k",)).json() == {"status": "failed"}
+    assert ask(client, "/server_info").json()["failure"] == "no memory is left"
+
+    async def last_words() -> Any:
+        app = app_of(client)
+        app.state.front.is_closing = True  # a server whose engine failed ends
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return json.loads((await http.get("/live")).text.removeprefix("data: "))
+
+    told = asyncio.run(last_words())
+    assert (told["state"], told["failure"]) == ("failed", "no memory is left")
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1436,7 +1475,8 @@ def test_the_engine_lives_as_long_as_the_application() -> None:
 
 def test_the_fake_is_like_the_client() -> None:
     real = engine_client.EngineClient({})
-    for name in ("settings", "state", "failure", "info", "stats", "start", "drain", "stop"):
+    known = "settings state failure info stats start submit drain stop"
+    for name in known.split():
         assert hasattr(real, name)
         assert hasattr(FakeClient(), name)
     assert {field.name for field in fields(SamplingParams)} >= {"structured_outputs"}

@@ -286,7 +286,7 @@ def test_info_and_stats_tell_what_the_engine_is(served: Served, offline: LLM) ->
     assert last.prefix_asked_tokens - first.prefix_asked_tokens == 40
     assert last.steps - first.steps == 30
     assert last.real_tokens["decode"] - first.real_tokens["decode"] == 29
-    assert (last.slots, last.pages) == (4, info["limits"]["num_pages"] - 1)
+    assert (last.slots, last.pages) == (4, info["limits"]["num_pages"]["full"] - 1)
     assert last.eager["eager backend"] > 0
     assert (last.failed_sizes, last.replays, last.violations) == ({}, {}, 0)
 

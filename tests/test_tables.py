@@ -24,7 +24,9 @@ FLOATS = {spec.name for spec in SPECS if spec.dtype == "float32"}
 
 
 def make() -> SlotTables:
-    return SlotTables(Registry(torch.device("cpu")), NUM_SLOTS, MAX_LEN, PAGES, VOCAB)
+    return SlotTables(
+        Registry(torch.device("cpu")), NUM_SLOTS, MAX_LEN, PAGES, VOCAB, ["page_table"]
+    )
 
 
 def rows_of(tables: SlotTables, name: str) -> list[list[int | float]]:
@@ -67,7 +69,7 @@ def test_the_later_value_wins() -> None:
 
 @pytest.mark.parametrize(("vocab", "words"), [(1, 1), (32, 1), (33, 2), (151_936, 4748)])
 def test_a_mask_has_a_bit_for_every_token(vocab: int, words: int) -> None:
-    tables = SlotTables(Registry(torch.device("cpu")), 2, 1, 1, vocab)
+    tables = SlotTables(Registry(torch.device("cpu")), 2, 1, 1, vocab, ["page_table"])
     assert tables["allowed"].shape == (3, words)
     assert (tables["allowed"] == -1).all() and not tables["is_masked"].any()
 

@@ -3,14 +3,17 @@
 Everything is drawn from a `random.Random`, which may be a seeded one or Hypothesis's own.
 """
 
-import math
 import random
 from dataclasses import dataclass
+
+import torch
 
 from slotzero.config import EngineConfig
 from slotzero.engine import Answer, Engine
 from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.models.config import parse_config
 from slotzero.sampling.params import SamplingParams
+from slotzero.worker import group_shapes
 
 TEXT = 256  # token ids of a tiny model that are bytes
 # Pages run out in the first; prompts are long and rows are padded in the second.
@@ -26,12 +29,16 @@ NUM_PAGES = {"tight": 19, "wide": 57}
 
 
 def settings_of(family: str, shape: str) -> dict[str, object]:
-    config = TINY_CONFIGS[family]
-    sizes = ("num_hidden_layers", "num_key_value_heads", "head_dim")
-    page_bytes = 2 * 4 * SHAPES[shape]["page_size"] * math.prod(config[name] for name in sizes)
+    fields = SHAPES[shape]
+    groups = group_shapes(parse_config(TINY_CONFIGS[family]), fields["page_size"], torch.float32)
+    longest, chunk = fields["max_model_len"], fields["max_num_batched_tokens"]
+    room = {
+        g.name: NUM_PAGES[shape] if g.window is None else g.needed(longest, chunk) + 6
+        for g in groups
+    }
     return {
         "model": f"tiny:{family}",
-        "kv_cache_memory": NUM_PAGES[shape] * page_bytes,
+        "kv_cache_memory": sum(room[g.name] * g.num_bytes for g in groups),
         "skip_tokenizer_init": True,
         "show_progress": False,
         "lazy_recording": True,

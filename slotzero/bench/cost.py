@@ -98,7 +98,7 @@ def _measure(session: Session, rows: int, context: int, repeats: int) -> Mapping
     assert not isinstance(key, Refusal)
     with standing(engine, decode, key, context) as stood:
         _, seconds = host_and_replay(session, stood, repeats)
-    least = session.least_seconds(rows * context)
+    least = session.least_seconds([context] * rows)
     return {
         "rows": rows,
         "context": context,

@@ -135,7 +135,7 @@ def _measure(
         host, replay = host_and_replay(session, rows, repeats)
         eager = device_seconds(rows.eager, rows.rewind, repeats, device)
         checks, share = checks_cost(rows, repeats, device)
-        least = session.least_seconds(rows.step.num_rows * context)
+        least = session.least_seconds([context] * rows.step.num_rows)
     record = runner.records[key]
     return {
         "key": str(key),

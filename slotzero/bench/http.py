@@ -15,15 +15,17 @@ from slotzero.errors import ConfigError
 _LINE_LIMIT = 1 << 20
 
 
-class HttpError(Exception):
-    def __init__(self, status: int, body: str) -> None:
-        super().__init__(f"HTTP {status}: {body[:200]}")
+class HttpError(ConfigError):
+    """An answer that is a refusal."""
+
+    def __init__(self, name: str, status: int, body: str) -> None:
+        super().__init__(f"{name} answers {status}: {_reason(body)}")
         self.status = status
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the server is, and what it asks of everyone."""
+    """Where the server is, and what it asks of everyone. Whatever goes wrong is a ConfigError."""
 
     host: str
     port: int
@@ -32,7 +34,8 @@ class Site:
     @classmethod
     def at(cls, url: str, api_key: str | None) -> "Site":
         parts = urlsplit(url if "//" in url else f"//{url}")
-        if parts.scheme not in ("", "http") or not parts.hostname:
+        is_plain = parts.path.rstrip("/") in ("", "/v1") and not parts.query
+        if parts.scheme not in ("", "http") or not parts.hostname or not is_plain:
             raise ConfigError(f"--url {url}: give http://HOST:PORT")
         try:
             port = parts.port or 80
@@ -40,6 +43,11 @@ class Site:
             raise ConfigError(f"--url {url}: its port is not a number") from None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         return cls(parts.hostname, port, headers)
+
+    @property
+    def name(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
     async def get(self, path: str) -> Any:
         return json.loads(await self.text(path))
@@ -59,11 +67,11 @@ class Site:
             reader, writer = await asyncio.open_connection(self.host, self.port, limit=_LINE_LIMIT)
         except OSError as error:
             raise ConfigError(
-                f"no server at {self.host}:{self.port} ({error}): start one with `slotzero serve`"
+                f"no server at {self.name} ({error}): start one with `slotzero serve`"
             ) from error
         try:
             headers = {
-                "Host": f"{self.host}:{self.port}",
+                "Host": self.name,
                 "Connection": "close",
                 "Content-Type": "application/json",
                 "Content-Length": str(len(body)),
@@ -72,21 +80,35 @@ class Site:
             lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
             await writer.drain()
-            status = int((await reader.readline()).split()[1])
-            chunked = False
-            while (header := (await reader.readline()).strip().lower()) != b"":
-                chunked |= header == b"transfer-encoding: chunked"
-            text = _lines(_chunks(reader) if chunked else _rest(reader))
-            if status != 200:
-                raise HttpError(status, "".join([line async for line in text]))
-            async for line in text:
+            async for line in self._answer(reader):
                 yield line
+        except (OSError, EOFError, LookupError, ValueError) as error:
+            raise ConfigError(f"{self.name} does not answer as HTTP does ({error})") from error
         finally:
             writer.close()
 
+    async def _answer(self, reader: asyncio.StreamReader) -> AsyncIterator[str]:
+        status = int((await reader.readuntil()).split()[1])
+        chunked = False
+        while (header := (await reader.readuntil()).strip().lower()) != b"":
+            chunked |= header == b"transfer-encoding: chunked"
+        lines = _lines(_chunks(reader) if chunked else _rest(reader))
+        if status != 200:
+            raise HttpError(self.name, status, "".join([line async for line in lines]))
+        async for line in lines:
+            yield line
+
+
+def _reason(body: str) -> str:
+    """Of an error in OpenAI's shape, its message."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body[:200]
+
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while size := int(await reader.readline() or b"0", 16):
+    while size := int(await reader.readuntil(), 16):
         yield await reader.readexactly(size)
         await reader.readexactly(2)
 

@@ -6,6 +6,7 @@ nothing that is not in it.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slotzero.bench import hardware
 from slotzero.bench.profile import profile_rows
@@ -13,6 +14,7 @@ from slotzero.bench.session import Session
 from slotzero.bench.sheets import Report, Sheet, print_sheets, rounded
 from slotzero.bench.timeline import Timeline
 from slotzero.bench.workloads import Workload
+from slotzero.pools.budget import show
 
 
 def make_report(
@@ -58,6 +60,7 @@ def setting(benchmark: str, session: Session) -> Report:
         "kernels": session.engine.worker.kernels.name,
         "dtype": limits.dtype,
         "max_num_seqs": limits.max_num_seqs,
+        "kv": session.engine.worker.kv,
         "read_bandwidth_gb_per_second": rounded(session.read_bandwidth / 1e9),
         "startup_seconds": {
             "load": rounded(session.load_seconds),
@@ -95,8 +98,14 @@ def setting_rows(report: Report) -> list[tuple[str, str]]:
     return [
         ("hardware", f"{report['hardware']} ({device}, {report['dtype']})"),
         ("backend", f"{report['backend']}, {report['kernels']} kernels"),
+        ("KV", ", ".join(_kv_row(name, group) for name, group in report["kv"].items())),
         ("start-up", f"load {startup['load']:.1f} s, record {startup['record']:.1f} s"),
     ]
+
+
+def _kv_row(name: str, group: Mapping[str, Any]) -> str:
+    seen = f" (window {group['window']:,})" if group["window"] else ""
+    return f"{name}{seen}: {group['pages']:,} pages, {show(group['bytes'])}"
 
 
 def rows(report: Report) -> list[tuple[str, str]]:

@@ -14,7 +14,6 @@ from slotzero.bench.workloads import VOCAB_SIZE, fixed
 from slotzero.engine import Engine
 from slotzero.errors import CapacityError, ContractError
 from slotzero.graph import GraphKey, Refusal, Runner
-from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 from slotzero.standins import stand_ins
 from slotzero.step import Row, Step
@@ -69,7 +68,9 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
             request = ins.admit(prompt[: lens[i]], _GREEDY, context)
             is_decode = runner is engine.worker.decode
             rows.append(Row(request, request.slot, context, counts[i], samples=is_decode))
-        _fill_with_noise(engine.worker.registry["kv_full"], ins.requests)
+        for group, name in enumerate(engine.limits.windows):
+            pages = [page for request in ins.requests for page in request.pages[group] if page]
+            _fill_with_noise(engine.worker.registry[f"kv_{name}"], pages)
         yield StandingRows(engine.worker, runner, key, Step(tuple(rows)))
 
 
@@ -83,13 +84,17 @@ def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
             f"{key} at a context of {context} needs {max(lens) + 1} tokens a row and the context "
             f"holds {limit}: lower --context or raise --max-model-len"
         )
-    ledger = engine.scheduler.ledger
-    num_pages = sum(map(ledger.pages_for, lens))
-    if num_pages > ledger.num_available:
-        return Refusal(
-            f"{key} at a context of {context} needs {num_pages} KV pages and there are "
-            f"{ledger.num_available}: lower --context or raise --kv-cache-memory"
-        )
+    ledger, page_size = engine.scheduler.ledger, engine.limits.page_size
+    for name, window, available in zip(
+        engine.limits.windows, engine.limits.windows.values(), ledger.num_pages, strict=True
+    ):
+        first = 0 if window is None else max(0, context + 1 - window) // page_size
+        num_pages = sum(-(-length // page_size) - first for length in lens)
+        if num_pages > available:
+            return Refusal(
+                f"{key} at a context of {context} needs {num_pages} KV pages of {name} layers and "
+                f"there are {available}: lower --context or raise --kv-cache-memory"
+            )
     return None
 
 
@@ -107,9 +112,9 @@ def _prompt_lens(engine: Engine, key: GraphKey, context: int) -> list[int]:
     return [context + count + more for count in _counts(key)]
 
 
-def _fill_with_noise(kv: Tensor, requests: Sequence[Request]) -> None:
+def _fill_with_noise(kv: Tensor, pages: Sequence[int]) -> None:
     """One page of noise, everywhere: memory that holds zeros is faster than it will be."""
-    pages = torch.tensor([page for r in requests for page in r.pages], device=kv.device)
-    noise = torch.randn_like(kv[0, :, :1])  # [2, 1, page_size, kv_heads, head_dim]
+    index = torch.tensor(pages, device=kv.device)
+    noise = torch.randn_like(kv[0, :1])  # [1, page_size, ...]
     for layer in kv:
-        layer[:, pages] = noise
+        layer[index] = noise

@@ -5,13 +5,14 @@ Lengths are drawn before the first request is sent. It knows the server by its A
 """
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotzero.bench.http import HttpError, Site
+from slotzero.bench.http import Site
 from slotzero.bench.report import summary
 from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.errors import ConfigError
@@ -45,6 +46,7 @@ class Fate:
     """One request; moments are seconds since the load began."""
 
     arrival: float
+    """When it was due, so that what we are late with counts too."""
     chunks: list[float] = field(default_factory=list)
     """When each came; one can hold many tokens."""
     num_tokens: int = 0
@@ -68,40 +70,43 @@ class Fate:
 
 
 def sharegpt(num: int, seed: int, longest: int) -> list[tuple[int, int]]:
-    """Lengths like those of people who talk with a model: many short ones, a few long."""
+    """Lengths like those of people who talk with a model: many short ones, a few long. In and out
+    together are at most `longest`."""
     rng = random.Random(seed)
     in_mean, in_spread, out_mean, out_spread = SHAREGPT
+    most = min(LONGEST, longest // 2)
 
-    def draw(mean: float, spread: float, most: int) -> int:
+    def draw(mean: float, spread: float) -> int:
         return max(1, min(most, round(rng.lognormvariate(mean, spread))))
 
-    most_in = min(LONGEST, longest // 2)
-    return [
-        (draw(in_mean, in_spread, most_in), draw(out_mean, out_spread, min(LONGEST, longest // 2)))
-        for _ in range(num)
-    ]
+    return [(draw(in_mean, in_spread), draw(out_mean, out_spread)) for _ in range(num)]
+
+
+def arrivals(load: Load) -> list[float]:
+    """When each request is sent, in seconds from the first."""
+    rng = random.Random(load.seed)
+    gaps = (rng.expovariate(load.rate) if load.rate != float("inf") else 0.0 for _ in load.shapes)
+    return list(itertools.accumulate(gaps, initial=0.0))[: len(load.shapes)]
 
 
 async def run_loads(site: Site, make: Callable[[Mapping[str, Any]], Sequence[Load]], goal: Goal,
                     seen: Seen) -> Report:  # fmt: skip
     """One rate after the other; `make` is given what the server says of itself."""
     info = await site.get("/server_info")
-    if not info["engine"]:
-        raise ConfigError(
-            f"the server at {site.host}:{site.port} is still loading: wait for /health"
-        )
+    if info["state"] != "ready":
+        why = info["failure"] or "wait until /health answers 200"
+        raise ConfigError(f"the server at {site.name} is {info['state']}: {why}")
     models = await site.get("/v1/models")
     model = models["data"][0]["id"]
-    loads = make(info)
     rates = []
-    for load in loads:
+    for load in make(info):
         start = time.perf_counter()
         fates = await _run(site, model, load, info["engine"]["vocab_size"], seen)
         rates.append(_sum_up(load, fates, time.perf_counter() - start, goal))
     return {
         "benchmark": "serve",
         "model": model,
-        "url": f"http://{site.host}:{site.port}",
+        "url": f"http://{site.name}",
         "goal": {"first_token_ms": 1000 * goal.first_token, "per_token_ms": 1000 * goal.per_token},
         "rates": rates,
     }
@@ -111,18 +116,17 @@ async def _run(site: Site, model: str, load: Load, vocab_size: int, seen: Seen) 
     rng = random.Random(load.seed)
     prompts = [[rng.randrange(_FIRST_ID, vocab_size) for _ in range(n)] for n, _ in load.shapes]
     begin = time.perf_counter()
-    tasks, arrival = [], 0.0
-    for prompt, (_, num_out) in zip(prompts, load.shapes, strict=True):
+    tasks = []
+    for arrival, prompt, (_, num_out) in zip(arrivals(load), prompts, load.shapes, strict=True):
         await asyncio.sleep(begin + arrival - time.perf_counter())
-        tasks.append(asyncio.create_task(_one(site, model, prompt, num_out, begin, seen)))
-        arrival += rng.expovariate(load.rate) if load.rate != float("inf") else 0.0
+        fate = Fate(arrival)
+        tasks.append(asyncio.create_task(_one(site, model, prompt, num_out, begin, fate, seen)))
     return list(await asyncio.gather(*tasks))
 
 
 async def _one(
-    site: Site, model: str, prompt: list[int], num_out: int, begin: float, seen: Seen
+    site: Site, model: str, prompt: list[int], num_out: int, begin: float, fate: Fate, seen: Seen
 ) -> Fate:
-    fate = Fate(time.perf_counter() - begin)
     body = {
         "model": model, "prompt": prompt, "max_tokens": num_out, "temperature": 0, "stream": True,
         "ignore_eos": True, "stream_options": {"include_usage": True},
@@ -130,12 +134,12 @@ async def _one(
     try:
         async for event in site.events("/v1/completions", body):
             if "error" in event:
-                fate.error = str(event["error"])
+                fate.error = event["error"]["message"]
             elif event.get("choices"):
                 fate.chunks.append(time.perf_counter() - begin)
             elif event.get("usage"):
                 fate.num_tokens = event["usage"]["completion_tokens"]
-    except (HttpError, OSError, asyncio.IncompleteReadError, ConfigError) as error:
+    except ConfigError as error:
         fate.error = str(error)
     seen(1)
     return fate

@@ -6,7 +6,7 @@ It does not know how results are shown.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -69,17 +69,23 @@ class Session:
 
     def bytes_read(self, workload: Workload, num_steps: int) -> int:
         """What no implementation can avoid reading: all weights once a step, and for every token
-        after the first the KV of all tokens before it."""
-        kv_tokens = sum(
-            _sum_of_range(len(prompt) + 1, len(prompt) + output_len)
+        after the first the KV of those before it that it sees."""
+        kv_bytes = sum(
+            each * _sum_of_range(len(prompt) + 1, len(prompt) + output_len, window)
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
+            for each, window in self._kv_bytes_per_token()
         )
-        return num_steps * self._weight_bytes() + kv_tokens * self._kv_bytes_per_token()
+        return num_steps * self._weight_bytes() + kv_bytes
 
-    def least_seconds(self, num_kv_tokens: int) -> float:
-        """Of one step that reads all weights once and so much KV, at the measured bandwidth."""
-        num_bytes = self._weight_bytes() + num_kv_tokens * self._kv_bytes_per_token()
-        return num_bytes / self.read_bandwidth
+    def least_seconds(self, contexts: Iterable[int]) -> float:
+        """Of one step that reads all weights once, and the KV of rows with so many tokens each, at
+        the measured bandwidth."""
+        kv_bytes = sum(
+            each * min(context, window)
+            for context in contexts
+            for each, window in self._kv_bytes_per_token()
+        )
+        return (self._weight_bytes() + kv_bytes) / self.read_bandwidth
 
     def _weight_bytes(self) -> int:
         """Without an embedding that is not also the head: of that, a step reads a few rows."""
@@ -90,10 +96,14 @@ class Session:
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
         return worker.weight_bytes - unread
 
-    def _kv_bytes_per_token(self) -> int:
-        kv = self.engine.worker.registry["kv_full"]
-        # [layers, 2, pages, page_size, kv_heads, head_dim]
-        return kv.numel() * kv.dtype.itemsize // (kv.shape[2] * kv.shape[3])
+    def _kv_bytes_per_token(self) -> list[tuple[int, int]]:
+        """Of each group of layers, and how many tokens it sees at most."""
+        limits, registry = self.engine.limits, self.engine.worker.registry
+        found = []
+        for name, window in limits.windows.items():
+            kv = registry[f"kv_{name}"]  # [layers, pages, page_size, ...]
+            found.append((kv[:, 0, 0].nbytes, window or limits.max_model_len))
+        return found
 
     def _counts(self) -> dict[str, Counts]:
         return {runner.spec.name: deepcopy(runner.counts) for runner in self.engine.worker.runners}
@@ -108,9 +118,10 @@ def _since(now: Counts, before: Counts) -> Counts:
     )
 
 
-def _sum_of_range(start: int, end: int) -> int:
-    """start + ... + (end - 1)"""
-    return (end - start) * (start + end - 1) // 2
+def _sum_of_range(start: int, end: int, most: int) -> int:
+    """start + ... + (end - 1), of each at most so much"""
+    bend = min(max(start, most), end)
+    return (bend - start) * (start + bend - 1) // 2 + (end - bend) * most
 
 
 def _now_and_then(update: Callable[[int, int], None]) -> Callable[[int, int], None]:

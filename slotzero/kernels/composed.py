@@ -1,7 +1,7 @@
 """The calls of a layer, composed of primitives in plain torch: what every fused kernel means.
 
-A set that inherits from this writes a matrix product, a page store, paged attention and sampling,
-and leaves it to a compiler to fuse the rest.
+A set that inherits from this writes a matrix product, one over experts, a page store, paged
+attention and sampling, and leaves it to a compiler to fuse the rest.
 """
 
 from abc import abstractmethod
@@ -11,13 +11,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.contract import Heads, Kernels, Normed, Opened, Plan, Rows, Tokens
+from slotzero.kernels.contract import (
+    Activation,
+    Angles,
+    Experts,
+    ExpertWeights,
+    Heads,
+    Kernels,
+    Normed,
+    Plan,
+    Rows,
+    Tokens,
+)
+
+CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
 
 
 class ComposedKernels(Kernels):
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         """x [rows, in_features], a packed weight -> [rows, out_features]"""
+
+    @abstractmethod
+    def grouped_product(
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, which: Tensor, out_features: int
+    ) -> Tensor:
+        """Row r of x times weights[which[r]], each packed; `which` [rows] ascends, and rows past
+        the last weight are anything."""
 
     @abstractmethod
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -27,7 +47,7 @@ class ComposedKernels(Kernels):
     def store_kv(
         self,
         k: Tensor,  # [T, kv_heads, head_dim]
-        v: Tensor,
+        v: Tensor,  # [T, kv_heads, value_dim]
         kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,  # [T]
@@ -39,13 +59,15 @@ class ComposedKernels(Kernels):
     def attend(
         self,
         q: Tensor,  # [T, heads, head_dim]
+        sinks: Tensor | None,
         kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
-        scale: float,
+        heads: Heads,
     ) -> Tensor:
-        """Each token attends to positions [0, its own] of its slot; slot 0 gets zeros."""
+        """-> [T, heads, value_dim]; each token attends to its own position and those before it, the
+        last `window` of them; slot 0 gets zeros."""
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Nothing here is compiled at its first use."""
@@ -63,35 +85,52 @@ class ComposedKernels(Kernels):
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         return tokens
 
+    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+        angle = (tokens.positions[:, None].float() * frequency)[:, None]
+        return Angles(angle.cos() * factor, angle.sin() * factor)
+
     def open(
         self,
         tokens: Tokens,
         table: Tensor,
         embedding: Tensor,
-        norm: Tensor,
+        scale: float,
+        norm: Tensor | None,
         eps: float,
-        frequency: Tensor,
-        factor: float,
-    ) -> Opened:
+    ) -> tuple[Tensor, Normed]:
         residual = self.embed(table[tokens.slots, tokens.positions], embedding)
-        angle = (tokens.positions[:, None].float() * frequency)[:, None]
-        normed = Normed(rms_norm(residual, norm, eps), None)
-        return Opened(residual, normed, angle.cos() * factor, angle.sin() * factor)
+        if scale != 1:
+            residual = residual * scale
+        return residual, _normed(residual, norm, eps)
 
     def linear(
         self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
     ) -> Tensor:
         return self.product(x.x, weight, bias, out_features)
 
-    def logits(self, x: Normed, eps: float, weight: Tensor, slots: Tensor, out: Tensor) -> None:
+    def logits(
+        self,
+        x: Normed,
+        eps: float,
+        weight: Tensor,
+        slots: Tensor,
+        softcap: float | None,
+        out: Tensor,
+    ) -> None:
         rows = x.x.masked_fill((slots == 0)[:, None], 0)
-        out.copy_(self.product(rows, weight, None, out.shape[-1]))
+        scores = self.product(rows, weight, None, out.shape[-1])
+        out.copy_(scores if softcap is None else softcap * (scores / softcap).tanh())
 
     def linear_gated(
-        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
+        self,
+        x: Normed,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        activation: Activation,
     ) -> Tensor:
-        gate, value = self.product(x.x, weight, bias, 2 * out_features).chunk(2, -1)
-        return F.silu(gate) * value
+        return gated(self.product(x.x, weight, bias, 2 * out_features), activation)
 
     def linear_add_norm(
         self,
@@ -99,35 +138,66 @@ class ComposedKernels(Kernels):
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        norm: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        residual = residual + self.product(x, weight, bias, residual.shape[-1])
-        return residual, Normed(rms_norm(residual, norm, eps), None)
+        change = self.product(x, weight, bias, residual.shape[-1])
+        return self.add_norm(change, residual, after, norm, eps)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Normed]:
+        residual = residual + (x if after is None else rms_norm(x, after, eps))
+        return residual, _normed(residual, norm, eps)
+
+    def experts(
+        self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
+    ) -> Tensor:
+        scores = self.product(x.x, weights.router, weights.router_bias, shape.num_experts)
+        share, chosen = route(scores, weights.correction, shape)  # [T, top_k] each
+        chosen = chosen.masked_fill((slots == 0)[:, None], shape.num_experts)
+        which, order = chosen.flatten().sort(stable=True)  # nobody's come last
+        rows = x.x[order // shape.top_k]
+        joined = self.grouped_product(
+            rows, weights.gate_up, weights.gate_up_bias, which, 2 * shape.inner_size
+        )
+        results = self.grouped_product(
+            gated(joined, shape.activation),
+            weights.down, weights.down_bias, which, x.x.shape[-1],
+        )  # fmt: skip
+        by_token = torch.empty_like(results).index_copy_(0, order, results)
+        mixed = (by_token.view(*share.shape, -1) * share[:, :, None].to(results.dtype)).sum(1)
+        return mixed.masked_fill((slots == 0)[:, None], 0)  # whatever their shares came to
 
     def attention(
         self,
         joined: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        sinks: Tensor | None,
+        angles: Angles,
         kv_pages: Tensor,
         page_table: Tensor,
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
         slots, positions = plan
-        q, k, v = (
-            part.view(len(joined), -1, heads.head_dim)
-            for part in torch.split(joined, [heads.q_size, heads.kv_size, heads.kv_size], dim=-1)
-        )
-        if q_norm is not None and k_norm is not None:
-            q, k = rms_norm(q, q_norm, heads.norm_eps), rms_norm(k, k_norm, heads.norm_eps)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self.store_kv(k, v.contiguous(), kv_pages, page_table, slots, positions)
-        out = self.attend(q, kv_pages, page_table, slots, positions, heads.scale)
-        return out.view(len(joined), -1)
+        q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
+        if heads.norms_whole:
+            q, k = _maybe_norm(q, q_norm, heads), _maybe_norm(k, k_norm, heads)
+        q, k = (part.view(len(joined), -1, heads.head_dim) for part in (q, k))
+        if not heads.norms_whole:
+            q, k = _maybe_norm(q, q_norm, heads), _maybe_norm(k, k_norm, heads)
+        q, k = rotate(q, *angles), rotate(k, *angles)
+        v = v.contiguous().view(len(joined), -1, heads.value_dim)
+        self.store_kv(k, v, kv_pages, page_table, slots, positions)
+        return self.attend(q, sinks, kv_pages, page_table, slots, positions, heads).flatten(1)
 
     def advance(
         self,
@@ -153,7 +223,45 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
+def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Normed:
+    return Normed(x if norm is None else rms_norm(x, norm, eps), None)
+
+
+def _maybe_norm(x: Tensor, norm: Tensor | None, heads: Heads) -> Tensor:
+    return x if norm is None else rms_norm(x, norm, heads.norm_eps)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); arithmetic in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def gated(joined: Tensor, activation: Activation) -> Tensor:
+    """[rows, 2 * size], gates and then values -> [rows, size]"""
+    gate, value = joined.chunk(2, -1)
+    if activation == "silu":
+        return F.silu(gate) * value
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * value
+    gate, value = gate.clamp(max=CLAMP), value.clamp(-CLAMP, CLAMP)
+    return (value + 1) * (gate * torch.sigmoid(SLOPE * gate))
+
+
+def route(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[Tensor, Tensor]:
+    """scores [T, experts] -> weight and index of the experts that each token chooses, [T, top_k]"""
+    if not shape.is_sigmoid:
+        best, chosen = scores.topk(shape.top_k, dim=-1)
+        return best.softmax(-1), chosen
+    scores = scores.float().sigmoid()
+    wanted = scores if correction is None else scores + correction
+    if shape.num_groups > 1:
+        groups = wanted.view(len(wanted), shape.num_groups, -1)
+        best = groups.topk(2, dim=-1).values.sum(-1).topk(shape.top_groups, dim=-1).indices
+        outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
+        wanted = groups.masked_fill(outside[:, :, None], float("-inf")).flatten(1)
+    chosen = wanted.topk(shape.top_k, dim=-1).indices
+    share = scores.gather(1, chosen)
+    if shape.is_normed:
+        share = share / (share.sum(-1, keepdim=True) + 1e-20)
+    return share * shape.factor, chosen

@@ -1,15 +1,16 @@
 """The contract of a kernel set: what a step needs done, by whichever kernels the device has.
 
-A layer is five calls: linear, attention, linear_add_norm, linear_gated, linear_add_norm. All are
-functions of their arguments. A token is (slot, position); kernels read pages through the slot's
-row of the page table, drop every write of slot 0 and give slot 0 zeros. What each call means is
-written down in composed.py, in plain torch.
+A layer is five calls: linear, attention, linear_add_norm, linear_gated, linear_add_norm; with
+experts the last two are experts and add_norm. All are functions of their arguments. A token is
+(slot, position); kernels read pages through the slot's row of its group's page table, drop every
+write of slot 0 and give slot 0 zeros. What each call means is written down in composed.py, in plain
+torch.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +45,9 @@ class Normed(NamedTuple):
         return Normed(self.x[rows], None if self.squares is None else self.squares[:, rows])
 
 
-class Opened(NamedTuple):
-    """What the first layer begins with, for each token."""
+class Angles(NamedTuple):
+    """The rotation of each token's heads."""
 
-    residual: Tensor
-    normed: Normed
     cos: Tensor  # [T, 1, head_dim / 2] float32
     sin: Tensor
 
@@ -58,21 +57,63 @@ Plan = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """The shape of a model's attention."""
+    """The shape of attention in one group of layers."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
+    value_dim: int
     norm_eps: float
     scale: float
+    window: int | None = None
+    """A token sees so many keys, its own included; None: all of them."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    norms_whole: bool = False
+    """Norms of queries and keys are over all heads of a token at once, not head by head."""
 
     @property
-    def q_size(self) -> int:
-        return self.num_heads * self.head_dim
+    def sizes(self) -> tuple[int, int, int]:
+        """Of q, k and v in a joined row."""
+        kv = self.num_kv_heads
+        return self.num_heads * self.head_dim, kv * self.head_dim, kv * self.value_dim
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
+    def out_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""Of gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and |v| <= 7."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a token chooses among many small networks."""
+
+    num_experts: int
+    top_k: int
+    inner_size: int
+    activation: Activation
+    is_sigmoid: bool
+    """Scores are sigmoids of the router, chosen with a correction added; else the softmax of those
+    chosen."""
+    is_normed: bool = False
+    """The chosen sigmoids are divided by their sum."""
+    factor: float = 1.0
+    num_groups: int = 1
+    """Of experts; only the best `top_groups` of them are chosen from."""
+    top_groups: int = 1
+
+
+class ExpertWeights(NamedTuple):
+    router: Tensor  # packed [experts, hidden]
+    router_bias: Tensor | None
+    correction: Tensor | None  # [experts] float32
+    gate_up: Tensor  # [experts, packed [2 * inner, hidden]]: gates and then values
+    gate_up_bias: Tensor | None
+    down: Tensor  # [experts, packed [hidden, inner]]
+    down_bias: Tensor | None
 
 
 class Kernels(ABC):
@@ -110,17 +151,21 @@ class Kernels(ABC):
         """
 
     @abstractmethod
+    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+        """frequency [head_dim / 2], or [T, head_dim / 2] where tokens differ; factor is of cos and
+        sin."""
+
+    @abstractmethod
     def open(
         self,
         tokens: Tokens,
         table: Tensor,  # [slots + 1, max_len] token ids by position
         embedding: Tensor,  # packed [vocab, hidden]
-        norm: Tensor,
+        scale: float,  # of embeddings, rounded to their dtype
+        norm: Tensor | None,
         eps: float,
-        frequency: Tensor,  # [head_dim / 2], or [T, head_dim / 2] where tokens differ
-        factor: float,  # of cos and sin
-    ) -> Opened:
-        """Looks up and embeds every token, norms it, and finds its rotary angles."""
+    ) -> tuple[Tensor, Normed]:
+        """Looks up and embeds every token -> what the first layer begins with, and its RMSNorm."""
 
     @abstractmethod
     def linear(
@@ -134,14 +179,28 @@ class Kernels(ABC):
         """x [rows, in_features] times a packed weight -> [rows, out_features]"""
 
     @abstractmethod
-    def logits(self, x: Normed, eps: float, weight: Tensor, slots: Tensor, out: Tensor) -> None:
+    def logits(
+        self,
+        x: Normed,
+        eps: float,
+        weight: Tensor,
+        slots: Tensor,
+        softcap: float | None,
+        out: Tensor,
+    ) -> None:
         """x [rows, in_features] times a packed weight, into out; zeros for rows of slot 0"""
 
     @abstractmethod
     def linear_gated(
-        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
+        self,
+        x: Normed,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        activation: Activation,
     ) -> Tensor:
-        """x times a packed weight of gates and then values -> silu(gate) * value"""
+        """x times a packed weight of gates and then values -> activation(gate) * value"""
 
     @abstractmethod
     def linear_add_norm(
@@ -150,28 +209,48 @@ class Kernels(ABC):
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        norm: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        """residual + x times a packed weight, which may be written over `residual`, and its
-        RMSNorm."""
+        """`add_norm` of x times a packed weight"""
+
+    @abstractmethod
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: Tensor | None,  # the weight of an RMSNorm of x, before it is added
+        norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Normed]:
+        """residual + x, which may be written over `residual`, and its RMSNorm; without a norm,
+        itself."""
+
+    @abstractmethod
+    def experts(
+        self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
+    ) -> Tensor:
+        """Each token [T, hidden] through the experts that it chooses, their results weighted and
+        added up. Tokens of slot 0 choose none and get zeros."""
 
     @abstractmethod
     def attention(
         self,
-        joined: Tensor,  # [T, (heads + 2 kv_heads) * head_dim]: q, k and v of each token
-        q_norm: Tensor | None,  # [head_dim]
+        joined: Tensor,  # [T, sum(heads.sizes)]: q, k and v of each token
+        q_norm: Tensor | None,  # [head_dim], or of all heads
         k_norm: Tensor | None,
-        cos: Tensor,  # [T, 1, head_dim / 2] float32
-        sin: Tensor,
-        kv_pages: Tensor,  # [2, pages, page_size, kv_heads, head_dim], keys then values
+        sinks: Tensor
+        | None,  # [heads]: a score that takes its share of the softmax and adds nothing
+        angles: Angles,
+        kv_pages: Tensor,  # [pages, page_size, kv_heads, head_dim + value_dim]: a key, its value
         page_table: Tensor,  # [slots + 1, pages_per_slot]
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
-        """Norms and rotates q and k, stores k and v at each token's position, and attends to
-        positions [0, its own] of its slot -> [T, heads * head_dim]. Slot 0 stores nothing and
-        gets zeros."""
+        """Norms and rotates q and k, stores k and v at each token's position, and attends to the
+        positions of its slot up to its own, the last `window` of them -> [T, out_size]. Slot 0
+        stores nothing and gets zeros."""
 
     @abstractmethod
     def sample(

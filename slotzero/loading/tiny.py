@@ -48,6 +48,11 @@ def _config(
     }
 
 
+def _layers(letters: str) -> list[str]:
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    return [kinds[letter] for letter in letters]
+
+
 TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama": _config("llama", 2, 64, 176, (4, 2, 16)),
     "smollm2": _config(
@@ -56,7 +61,28 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "mistral": _config("mistral", 2, 96, 160, (4, 1, 32), sliding_window=None),
     "qwen2": _config("qwen2", 2, 112, 144, (7, 1, 16), tie_word_embeddings=True, rms_norm_eps=1e-6),
     "qwen3": _config("qwen3", 3, 64, 136, (4, 2, 32), rms_norm_eps=1e-6, rope_theta=1000000.0),
-}
+    "gemma3": _config(
+        "gemma3_text", 4, 64, 136, (4, 2, 32), hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24, sliding_window=24, layer_types=_layers("ssfs"),
+        rope_theta=1000000.0, rope_local_base_freq=10000.0, tie_word_embeddings=True,
+        initializer_range=0.05,  # its embeddings are multiplied by 8, and would drown the rest
+    ),
+    "gpt-oss": _config(
+        "gpt_oss", 3, 64, 40, (4, 2, 16), sliding_window=24, layer_types=_layers("sfs"),
+        attention_bias=True, num_local_experts=6, num_experts_per_tok=4,
+    ),
+    "mimo-v2": _config(
+        "mimo_v2_flash", 3, 64, 136, (8, 2, 24), v_head_dim=16, sliding_window=25,
+        layer_types=_layers("fss"), n_routed_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=40, attention_value_scale=0.707,
+        rope_parameters={
+            "full_attention": {"rope_theta": 5e6, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.334},
+        },
+    ),
+    "olmo3": _config("olmo3", 4, 64, 136, (4, 4, 16), sliding_window=24,
+                     layer_types=_layers("sssf"), rope_theta=500000.0),
+}  # fmt: skip
 
 
 def tiny_names() -> list[str]:

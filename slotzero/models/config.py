@@ -3,12 +3,27 @@
 It reads a Hugging Face style mapping and knows no tensors.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.contract import Activation, Experts, Heads
 from slotzero.models.rope import RopeConfig, parse_rope
+
+FULL, SLIDING = "full", "sliding"
+LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers whose KV lies in one pool, behind one page table."""
+
+    name: str
+    layers: tuple[int, ...]
+    heads: Heads
+    rope: RopeConfig
+    has_sinks: bool
 
 
 @dataclass(frozen=True)
@@ -18,17 +33,28 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    groups: tuple[KvGroup, ...]
     norm_eps: float
+    norms: Literal["before", "after", "around"]
+    """What attention and MLP have an RMSNorm of: what goes in, what comes out, or both."""
+    norm_offset: float
+    """What a stored norm weight lacks."""
+    qk_norm: Literal["head", "whole"] | None
     max_position: int
     tied_embeddings: bool
+    embedding_scale: float
+    final_softcap: float | None
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    rope: RopeConfig
+    activation: Activation
+    value_scale: float
+    experts: Experts | None
+    sparse_layers: tuple[int, ...]
+    """Those that have experts in place of one MLP."""
+
+    def group_of(self, layer: int) -> KvGroup:
+        return next(group for group in self.groups if layer in group.layers)
 
 
 @dataclass(frozen=True)
@@ -36,28 +62,101 @@ class Family:
     """How one architecture differs from the skeleton where its config does not say so."""
 
     model_type: str
+    knows: frozenset[str] = frozenset()
+    """Fields of NEUTRAL that it implements."""
     qkv_bias: bool | None = None  # None: the config's attention_bias decides
     out_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
+    norms: Literal["before", "after", "around"] = "before"
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
+    is_sliding: Callable[[int, Mapping[str, Any]], bool] = lambda layer, config: False
+    """Of a layer, where the config has no layer_types."""
+    thetas: tuple[float, float] = (10000.0, 10000.0)  # of full and of sliding layers
+    scales_full_only: bool = False
+    """Rope scaling that the config does not give by kind of layer is for full layers."""
+    sinks: frozenset[str] = frozenset()  # groups whose heads have one
+    kv_heads_of_sliding: int = 1  # as many times those of full layers
 
 
+def _all_slide(layer: int, config: Mapping[str, Any]) -> bool:
+    return config.get("sliding_window") is not None
+
+
+def _late_slide(layer: int, config: Mapping[str, Any]) -> bool:
+    is_late = layer >= config.get("max_window_layers", 0)
+    return bool(config.get("use_sliding_window")) and is_late
+
+
+def _slide_but_every(default: int, field: str = "") -> Callable[[int, Mapping[str, Any]], bool]:
+    return lambda layer, config: (layer + 1) % (config.get(field) or default) != 0
+
+
+def _mimo_slides(layer: int, config: Mapping[str, Any]) -> bool:
+    return layer > 0 and (layer + 1) % 6 != 0
+
+
+_GEMMA = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama"),  # SmolLM2 too
-    "MistralForCausalLM": Family("mistral", qkv_bias=False, out_bias=False),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, out_bias=False),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True),
-}
+    "MistralForCausalLM": Family(
+        "mistral", qkv_bias=False, out_bias=False, is_sliding=_all_slide
+    ),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", frozenset({"use_sliding_window"}), qkv_bias=True, out_bias=False,
+        is_sliding=_late_slide,
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", frozenset({"use_sliding_window"}), qk_norm="head", is_sliding=_late_slide
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2", _GEMMA, norms="around", norm_offset=1.0, scales_embedding=True,
+        is_sliding=_slide_but_every(2),
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", _GEMMA - {"attn_logit_softcapping"}, qk_norm="head", norms="around",
+        norm_offset=1.0, scales_embedding=True,
+        is_sliding=_slide_but_every(6, "sliding_window_pattern"), thetas=(1e6, 1e4),
+        scales_full_only=True,
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3", qk_norm="whole", norms="after", is_sliding=_slide_but_every(4),
+        thetas=(5e5, 5e5), scales_full_only=True,
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss", frozenset({"num_local_experts", "num_experts", "quantization_config"}),
+        is_sliding=_slide_but_every(2), thetas=(150000.0, 150000.0),
+        sinks=frozenset({FULL, SLIDING}),
+    ),
+    "MiMoV2FlashForCausalLM": Family(
+        "mimo_v2_flash", frozenset({"n_routed_experts", "v_head_dim", "attention_value_scale"}),
+        out_bias=False, is_sliding=_mimo_slides, thetas=(5e6, 1e4), sinks=frozenset({SLIDING}),
+        kv_heads_of_sliding=2,
+    ),
+}  # fmt: skip
 
 ARCHITECTURES: Mapping[str, str] = {f.model_type: name for name, f in FAMILIES.items()}
 
-# Fields that change results and that we do not implement, with the values that change nothing.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+# Fields that change results where nobody implements them, with the values that change nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
     "use_sliding_window": (None, False),
+    "use_bidirectional_attention": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "v_head_dim": (None,),
+    "attention_value_scale": (None, 1, 1.0),
+    "hybrid_layer_pattern": (None,),
+    "swa_num_key_value_heads": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "embedding_multiplier": (None, 1, 1.0),
@@ -71,40 +170,42 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
 }
+DEQUANTISED = ("mxfp4",)  # quant_method of weights that are turned into plain ones at load
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     family = _family(config)
-    _refuse_unimplemented(config)
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    if heads % kv_heads:
-        raise UnsupportedModelError(
-            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
-        )
-    if head_dim % 2:
-        raise UnsupportedModelError(f"head_dim={head_dim}: rotary embedding needs an even size")
-    bias = bool(config.get("attention_bias", False))
+    _refuse_unimplemented(config, family)
+    hidden = _positive(config, "hidden_size")
+    num_layers = _positive(config, "num_hidden_layers")
     max_position = _positive(config, "max_position_embeddings")
-    rope = parse_rope(config, head_dim, max_position)
+    groups = _groups(config, family, num_layers, max_position)
+    bias = bool(config.get("attention_bias", False))
+    experts = _experts(config, family)
+    sparse = _sparse_layers(config, num_layers) if experts else ()
+    softcap = config.get("final_logit_softcapping")
     return ModelConfig(
         family=family.model_type,
         vocab_size=_positive(config, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_positive(config, "intermediate_size"),
-        num_layers=_positive(config, "num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_position=rope.extended(max_position),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        num_layers=num_layers,
+        groups=groups,
+        norm_eps=_eps(config),
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        qk_norm=family.qk_norm,
+        max_position=min(group.rope.extended(max_position) for group in groups),
+        tied_embeddings=bool(config.get("tie_word_embeddings", family.scales_embedding)),
+        embedding_scale=hidden**0.5 if family.scales_embedding else 1.0,
+        final_softcap=None if softcap is None else float(softcap),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=family.qk_norm,
-        rope=rope,
+        activation=_activation(config),
+        value_scale=float(config.get("attention_value_scale") or 1.0),
+        experts=experts,
+        sparse_layers=sparse,
     )
 
 
@@ -124,24 +225,162 @@ def _family(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def _refuse_unimplemented(config: Mapping[str, Any]) -> None:
+def _refuse_unimplemented(config: Mapping[str, Any], family: Family) -> None:
     for field, neutral in NEUTRAL.items():
-        if field in config and config[field] not in neutral:
+        if field in family.knows or field not in config:
+            continue
+        if config[field] not in neutral:
             raise UnsupportedModelError(
                 f"config field {field}={config[field]!r} changes results and is not implemented"
             )
+    method = quantisation_of(config)
+    if method not in (None, *DEQUANTISED):
+        raise UnsupportedModelError(
+            f"config field quantization_config has quant_method={method!r}: "
+            f"only {', '.join(DEQUANTISED)} is implemented"
+        )
+
+
+def quantisation_of(config: Mapping[str, Any]) -> str | None:
+    given = config.get("quantization_config")
+    return None if given is None else str(dict(given).get("quant_method", "unknown"))
+
+
+def _groups(
+    config: Mapping[str, Any], family: Family, num_layers: int, max_position: int
+) -> tuple[KvGroup, ...]:
+    kinds = _layer_kinds(config, family, num_layers)
+    num_heads = _positive(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or _positive(config, "hidden_size") // num_heads
+    if head_dim % 2:
+        raise UnsupportedModelError(f"head_dim={head_dim}: rotary embedding needs an even size")
+    scalar, softcap = config.get("query_pre_attn_scalar"), config.get("attn_logit_softcapping")
+    full = Heads(
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        value_dim=config.get("v_head_dim") or head_dim,
+        norm_eps=_eps(config),
+        scale=(scalar or head_dim) ** -0.5,
+        softcap=None if softcap is None else float(softcap),
+        norms_whole=family.qk_norm == "whole",
+    )
+    groups = []
+    for name in (FULL, SLIDING):
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == name)
+        if not layers:
+            continue
+        heads = full
+        if name == SLIDING:
+            more = full.num_kv_heads * family.kv_heads_of_sliding
+            heads = replace(full, num_kv_heads=more, window=_window(config, max_position))
+        if heads.num_heads % heads.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads={heads.num_heads} is not a multiple of "
+                f"num_key_value_heads={heads.num_kv_heads} of {name} layers"
+            )
+        rope = parse_rope(_rope_of(config, family, name), head_dim, max_position)
+        groups.append(KvGroup(name, layers, heads, rope, name in family.sinks))
+    return tuple(groups)
+
+
+def _layer_kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
+    given = config.get("layer_types")
+    if given is None:
+        slides = (family.is_sliding(layer, config) for layer in range(num_layers))
+        return [SLIDING if is_sliding else FULL for is_sliding in slides]
+    if len(given) != num_layers:
+        raise UnsupportedModelError(
+            f"config field layer_types names {len(given)} layers of {num_layers}"
+        )
+    unknown = sorted({str(kind) for kind in given if kind not in LAYER_TYPES})
+    if unknown:
+        raise UnsupportedModelError(
+            f"config field layer_types holds {', '.join(unknown)}: "
+            f"implemented are {', '.join(LAYER_TYPES)}"
+        )
+    return [LAYER_TYPES[kind] for kind in given]
+
+
+def _window(config: Mapping[str, Any], max_position: int) -> int:
     window = config.get("sliding_window")
-    uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
-    if window is not None and uses_window and window < config.get("max_position_embeddings", 0):
+    if not isinstance(window, int) or not 1 <= window <= max_position:
         raise UnsupportedModelError(
-            f"config field sliding_window={window} changes results and is not implemented"
+            f"config field sliding_window={window!r}: a number from 1 to "
+            f"max_position_embeddings={max_position} is needed"
         )
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
+    return window
+
+
+def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[str, Any]:
+    """The config as if all layers were of this group: nested parameters, or the older flat ones,
+    of which the scaling is for full layers and another base may be for sliding ones."""
+    theta = family.thetas[group == SLIDING]
+    nested = config.get("rope_parameters") or {}
+    for kind, name in LAYER_TYPES.items():
+        if name == group and isinstance(nested.get(kind), Mapping):
+            return {"rope_parameters": {"rope_theta": theta, **nested[kind]}}
+    if group == SLIDING and family.scales_full_only:
+        return {"rope_theta": config.get("rope_local_base_freq") or theta}
+    return {**config, "rope_theta": config.get("rope_theta") or theta}
+
+
+def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
+    if family.model_type == "gpt_oss":
+        for field, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+            if config.get(field, value) != value:
+                raise UnsupportedModelError(
+                    f"config field {field}={config[field]!r}: only {value} is implemented"
+                )
+        return Experts(
+            num_experts=_positive(config, "num_local_experts"),
+            top_k=_positive(config, "num_experts_per_tok"),
+            inner_size=_positive(config, "intermediate_size"),
+            activation="clamped_silu",
+            is_sigmoid=False,
+        )
+    if family.model_type == "mimo_v2_flash":
+        return Experts(
+            num_experts=_positive(config, "n_routed_experts"),
+            top_k=_positive(config, "num_experts_per_tok"),
+            inner_size=_positive(config, "moe_intermediate_size"),
+            activation=_activation(config),
+            is_sigmoid=True,
+            is_normed=bool(config.get("norm_topk_prob", True)),
+            factor=float(config.get("routed_scaling_factor") or 1.0),
+            num_groups=config.get("n_group") or 1,
+            top_groups=config.get("topk_group") or 1,
+        )
+    return None
+
+
+def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Where the config does not say: gpt-oss has experts everywhere, MiMo-V2 but in the first."""
+    first = 1 if config.get("model_type") == "mimo_v2_flash" else 0
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense"] * first + ["sparse"] * (num_layers - first)
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
         raise UnsupportedModelError(
-            f"config field layer_types holds {', '.join(sorted(kinds))}: "
-            "only full_attention is implemented"
+            f"config field mlp_layer_types={kinds!r}: dense or sparse is needed for each of "
+            f"{num_layers} layers"
         )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
+def _activation(config: Mapping[str, Any]) -> Activation:
+    field = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    name = config.get(field) or "silu"
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"config field {field}={name!r} changes results and is not implemented; "
+            f"implemented: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def _eps(config: Mapping[str, Any]) -> float:
+    return float(config.get("rms_norm_eps", 1e-6))
 
 
 def _positive(config: Mapping[str, Any], field: str) -> int:

@@ -1,20 +1,31 @@
-"""The decoder skeleton: Llama, SmolLM2, Mistral, Qwen2 and Qwen3 are this, told apart by data.
+"""The decoder skeleton: every family of models/config.py is this, told apart by data.
 
 It maps tokens that carry (slot, position) to hidden states. It does not know requests, batches or
 sampling, and allocates nothing that outlives a step.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Heads, Kernels, Normed, Rows, Tokens
-from slotzero.models.config import ModelConfig
+from slotzero.kernels.contract import (
+    Angles,
+    Experts,
+    ExpertWeights,
+    Kernels,
+    Normed,
+    Rows,
+    Tokens,
+)
+from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.rope import speeds
 from slotzero.models.weights import DecoderWeights, LayerWeights
 
-LAYER_WEIGHTS = [name for name in LayerWeights.__dataclass_fields__ if name != "input_norm"]
+LAYER_WEIGHTS = [field.name for field in fields(LayerWeights) if field.name != "input_norm"]
 
 
 class Batch(NamedTuple):
@@ -27,60 +38,27 @@ class Batch(NamedTuple):
 
 
 class KvPages(NamedTuple):
-    pages: Tensor  # [layers, 2, pages, page_size, kv_heads, head_dim]
+    """Of one group of layers."""
+
+    pages: Tensor  # [layers, pages, page_size, kv_heads, head_dim + value_dim]
     page_table: Tensor  # [slots + 1, pages_per_slot]
 
 
-def heads_of(config: ModelConfig) -> Heads:
-    return Heads(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        norm_eps=config.norm_eps,
-        scale=config.head_dim**-0.5,
-    )
+@dataclass(frozen=True)
+class Kind:
+    """Layers that differ in nothing but their weights: what is compiled once for all of them."""
 
+    config: ModelConfig
+    group: KvGroup
+    experts: Experts | None
+    kernels: Kernels
 
-class Decoder:
-    def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, frequency: Tensor, kernels: Kernels
-    ) -> None:
-        self.config = config
-        self._weights = weights
-        self._frequency = frequency
-        self._kernels = kernels
-        norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-        self._layers = [
-            [*(getattr(layer, name) for name in LAYER_WEIGHTS), next_norm]
-            for layer, next_norm in zip(weights.layers, norms, strict=True)
-        ]
-        self._heads = heads_of(config)
-
-    def forward(self, batch: Batch, kv: KvPages, pieces: Pieces) -> Normed:
-        """-> [T, hidden] under the final norm; KV of every real token is stored on the way."""
-        kernels, rope, weights = self._kernels, self.config.rope, self._weights
-        plan = kernels.plan(batch.tokens, batch.rows, self._heads)
-        speed = speeds(rope, self._frequency, *batch.tokens, batch.prompt_len)
-        residual, normed, cos, sin = kernels.open(
-            batch.tokens, batch.ids, weights.embedding, weights.layers[0].input_norm,
-            self.config.norm_eps, speed, rope.attention_factor,
-        )  # fmt: skip
-        for pages, layer in zip(kv.pages.unbind(0), self._layers, strict=True):
-            residual, *parts = pieces(
-                self._layer, residual, *normed, cos, sin, pages, kv.page_table, *layer, *plan
-            )
-            normed = Normed(*parts)
-        return normed
-
-    def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
-        """[rows, hidden] -> [rows, vocab]; zeros for rows of slot 0"""
-        self._kernels.logits(normed, self.config.norm_eps, self._weights.head, slots, out)
-
-    def _layer(
+    def run(
         self,
         residual: Tensor,
         x: Tensor,
         squares: Tensor | None,
+        slots: Tensor,
         cos: Tensor,
         sin: Tensor,
         kv_pages: Tensor,
@@ -89,28 +67,103 @@ class Decoder:
         qkv_bias: Tensor | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        sinks: Tensor | None,
         out: Tensor,
         out_bias: Tensor | None,
-        post_norm: Tensor,
+        after_attention: Tensor | None,
+        mlp_norm: Tensor | None,
+        router: Tensor | None,
+        router_bias: Tensor | None,
+        correction: Tensor | None,
         gate_up: Tensor,
         gate_up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        next_norm: Tensor,
+        after_mlp: Tensor | None,
+        next_norm: Tensor | None,
         *plan: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The residual, and it under this layer's norm -> the same under the next one's."""
-        kernels, heads, eps = self._kernels, self._heads, self.config.norm_eps
-        width = heads.q_size + 2 * heads.kv_size
-        joined = kernels.linear(Normed(x, squares), eps, qkv, qkv_bias, width)
+        kernels, config, heads = self.kernels, self.config, self.group.heads
+        eps = config.norm_eps
+        joined = kernels.linear(Normed(x, squares), eps, qkv, qkv_bias, sum(heads.sizes))
         attended = kernels.attention(
-            joined, q_norm, k_norm, cos, sin, kv_pages, page_table, plan, heads
+            joined, q_norm, k_norm, sinks, Angles(cos, sin), kv_pages, page_table, plan, heads
         )
         residual, normed = kernels.linear_add_norm(
-            attended, out, out_bias, residual, post_norm, eps
+            attended, out, out_bias, residual, after_attention, mlp_norm, eps
         )
-        gated = kernels.linear_gated(
-            normed, eps, gate_up, gate_up_bias, self.config.intermediate_size
-        )
-        residual, normed = kernels.linear_add_norm(gated, down, down_bias, residual, next_norm, eps)
+        if self.experts is None or router is None:
+            gated = kernels.linear_gated(
+                normed, eps, gate_up, gate_up_bias, config.intermediate_size, config.activation
+            )
+            residual, normed = kernels.linear_add_norm(
+                gated, down, down_bias, residual, after_mlp, next_norm, eps
+            )
+        else:
+            weights = ExpertWeights(
+                router, router_bias, correction, gate_up, gate_up_bias, down, down_bias
+            )
+            change = kernels.experts(normed, eps, slots, weights, self.experts)
+            residual, normed = kernels.add_norm(change, residual, after_mlp, next_norm, eps)
         return residual, *normed
+
+
+class Decoder:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        frequencies: Mapping[str, Tensor],  # by group
+        kernels: Kernels,
+    ) -> None:
+        self.config = config
+        self._weights = weights
+        self._frequencies = frequencies
+        self._kernels = kernels
+        dtype = weights.embedding.dtype
+        self._scale = float(torch.tensor(config.embedding_scale).to(dtype))
+        norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
+        self._layers = [
+            [*(getattr(layer, name) for name in LAYER_WEIGHTS), next_norm]
+            for layer, next_norm in zip(weights.layers, norms, strict=True)
+        ]
+        kinds: dict[tuple[str, bool], Kind] = {}
+        self._kinds = []
+        for i in range(config.num_layers):
+            group, is_sparse = config.group_of(i), i in config.sparse_layers
+            experts = config.experts if is_sparse else None
+            kind = Kind(config, group, experts, kernels)
+            self._kinds.append(kinds.setdefault((group.name, is_sparse), kind))
+
+    def forward(self, batch: Batch, kv: Mapping[str, KvPages], pieces: Pieces) -> Normed:
+        """-> [T, hidden] under the final norm; KV of every real token is stored on the way."""
+        kernels, config, weights = self._kernels, self.config, self._weights
+        plans, angles = {}, {}
+        for group in config.groups:
+            plans[group.name] = kernels.plan(batch.tokens, batch.rows, group.heads)
+            frequency = self._frequencies[group.name]
+            speed = speeds(group.rope, frequency, *batch.tokens, batch.prompt_len)
+            angles[group.name] = kernels.turn(batch.tokens, speed, group.rope.attention_factor)
+        residual, normed = kernels.open(
+            batch.tokens, batch.ids, weights.embedding, self._scale,
+            weights.layers[0].input_norm, config.norm_eps,
+        )  # fmt: skip
+        seen = dict.fromkeys(kv, 0)
+        for kind, layer in zip(self._kinds, self._layers, strict=True):
+            name = kind.group.name
+            pages, page_table = kv[name].pages[seen[name]], kv[name].page_table
+            seen[name] += 1
+            residual, *parts = pieces(
+                kind.run, residual, *normed, batch.tokens.slots, *angles[name], pages, page_table,
+                *layer, *plans[name],
+            )  # fmt: skip
+            normed = Normed(*parts)
+        return normed
+
+    def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
+        """[rows, hidden] -> [rows, vocab]; zeros for rows of slot 0"""
+        config = self.config
+        self._kernels.logits(
+            normed, config.norm_eps, self._weights.head, slots, config.final_softcap, out
+        )

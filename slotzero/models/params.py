@@ -4,74 +4,204 @@ It knows names and shapes, and no numbers. Real checkpoints are compared to it a
 made from it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from slotzero.models.config import ModelConfig, parse_config
+from slotzero.models.config import KvGroup, ModelConfig, parse_config
+from slotzero.models.rope import halves
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a checkpoint, or one for each layer and expert, and how its rows are used."""
+
+    name: str  # with {expert} where every expert has its own
+    rows: int  # output features; a vector has only these
+    order: Sequence[int] | None = None  # the rows as we want them, if not as they come
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Param:
     """One stacked weight: the checkpoint's tensors that it joins, row upon row."""
 
-    name: str
-    sources: tuple[str, ...]
-    rows: tuple[int, ...]  # output features of each source; a vector has only these
+    name: str  # of the stacked tensor
+    field: str  # of LayerWeights or DecoderWeights
+    sources: tuple[Source, ...]
     columns: int | None = None  # input features; None for a vector
-    layers: int | None = None  # None: not a weight of a layer
+    layers: tuple[int, ...] | None = None  # None: not a weight of a layer
+    experts: int | None = None
+    is_joint: bool = False
+    """Each source holds all experts, and of a matrix input features before output features."""
+    offset: float = 0.0  # to be added to what is stored
+    is_wide: bool = False  # float32, whatever the others are
 
     @property
     def out_features(self) -> int:
-        return sum(self.rows)
+        return sum(source.rows for source in self.sources)
 
-    def names(self, layer: int) -> tuple[str, ...]:
-        """Its sources as a checkpoint names them; `layer` counts for weights of a layer only."""
-        if self.layers is None:
-            return self.sources
-        return tuple(f"model.layers.{layer}.{source}" for source in self.sources)
+    def stored(self, layer: int) -> Iterator["Stored"]:
+        """What a checkpoint holds of it; `layer` counts for weights of a layer only."""
+        prefix = "" if self.layers is None else f"model.layers.{layer}."
+        for expert in range(self.experts or 1) if not self.is_joint else (None,):
+            for source in self.sources:
+                shape: tuple[int, ...] = (source.rows,)
+                if self.columns is not None:
+                    shape = (source.rows, self.columns)
+                if self.is_joint:
+                    assert self.experts is not None
+                    shape = (self.experts, *reversed(shape))
+                yield Stored(prefix + source.name.format(expert=expert), shape, source)
+
+
+class Stored(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    source: Source
+
+
+@dataclass
+class _Params:
+    """Makes params of the layers that it is for."""
+
+    layers: tuple[int, ...]
+    suffix: str = ""
+    made: list[Param] = field(default_factory=list)
+
+    def matrix(self, name: str, columns: int, *sources: Source, **more: Any) -> None:
+        sources = tuple(_named(source, ".weight") for source in sources)
+        self.add(name, sources, columns=columns, **more)
+
+    def bias(self, name: str, *sources: Source) -> None:
+        self.add(name, tuple(_named(source, ".bias") for source in sources))
+
+    def norm(self, name: str, source: str, size: int, offset: float) -> None:
+        self.add(name, (Source(f"{source}.weight", size),), offset=offset)
+
+    def add(self, name: str, sources: tuple[Source, ...], **more: Any) -> None:
+        self.made.append(Param(name + self.suffix, name, sources, layers=self.layers, **more))
+
+
+def _named(source: Source, ending: str) -> Source:
+    return Source(source.name + ending, source.rows, source.order, source.scale)
 
 
 def params_of(config: ModelConfig) -> list[Param]:
-    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_layers
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    vocab, hidden, offset = config.vocab_size, config.hidden_size, config.norm_offset
 
-    def matrix(name: str, modules: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Param:
-        return Param(name, tuple(f"{m}.weight" for m in modules), rows, columns, layers)
+    def single(name: str, source: str, rows: int, columns: int | None, offset: float = 0) -> Param:
+        return Param(name, name, (Source(source, rows),), columns, offset=offset)
 
-    def vector(name: str, source: tuple[str, ...], rows: tuple[int, ...]) -> Param:
-        return Param(name, source, rows, None, layers)
-
-    def bias(name: str, modules: tuple[str, ...], rows: tuple[int, ...]) -> Param:
-        return vector(name, tuple(f"{m}.bias" for m in modules), rows)
-
-    mlp = ("mlp.gate_proj", "mlp.up_proj")
-    norms = [vector(f"{n}_norm", (f"self_attn.{n}_norm.weight",), (config.head_dim,)) for n in "qk"]
-    head = [Param("head", ("lm_head.weight",), (config.vocab_size,), hidden)]
-    return [
-        Param("embedding", ("model.embed_tokens.weight",), (config.vocab_size,), hidden),
-        *([] if config.tied_embeddings else head),
-        Param("final_norm", ("model.norm.weight",), (hidden,)),
-        vector("input_norm", ("input_layernorm.weight",), (hidden,)),
-        matrix("qkv", attention, (q, kv, kv), hidden),
-        *([bias("qkv_bias", attention, (q, kv, kv))] if config.qkv_bias else []),
-        *(norms if config.qk_norm else []),
-        matrix("out", ("self_attn.o_proj",), (hidden,), q),
-        *([bias("out_bias", ("self_attn.o_proj",), (hidden,))] if config.out_bias else []),
-        vector("post_norm", ("post_attention_layernorm.weight",), (hidden,)),
-        matrix("gate_up", mlp, (inner, inner), hidden),
-        *([bias("gate_up_bias", mlp, (inner, inner))] if config.mlp_bias else []),
-        matrix("down", ("mlp.down_proj",), (hidden,), inner),
-        *([bias("down_bias", ("mlp.down_proj",), (hidden,))] if config.mlp_bias else []),
+    everywhere = _Params(tuple(range(config.num_layers)))
+    _norms(everywhere, config)
+    params = [
+        single("embedding", "model.embed_tokens.weight", vocab, hidden),
+        *([] if config.tied_embeddings else [single("head", "lm_head.weight", vocab, hidden)]),
+        single("final_norm", "model.norm.weight", hidden, None, offset),
+        *everywhere.made,
     ]
+    for group in config.groups:
+        params += _attention(config, group)
+    dense = tuple(i for i in range(config.num_layers) if i not in config.sparse_layers)
+    if dense:
+        params += _mlp(config, dense)
+    if config.sparse_layers:
+        params += _experts(config)
+    return params
+
+
+def _norms(params: _Params, config: ModelConfig) -> None:
+    hidden, offset = config.hidden_size, config.norm_offset
+    after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
+    if config.norms == "before":
+        before = after
+    if config.norms in ("before", "around"):
+        params.norm("input_norm", "input_layernorm", hidden, offset)
+        params.norm("mlp_norm", before, hidden, offset)
+    if config.norms in ("after", "around"):
+        params.norm("after_attention", after, hidden, offset)
+        params.norm("after_mlp", "post_feedforward_layernorm", hidden, offset)
+
+
+def _attention(config: ModelConfig, group: KvGroup) -> list[Param]:
+    heads, hidden = group.heads, config.hidden_size
+    params = _Params(group.layers, "" if group is config.groups[0] else f"_{group.name}")
+    order = halves(group.rope)
+    q_size, k_size, v_size = heads.sizes
+    qkv = (
+        Source("self_attn.q_proj", q_size, _by_head(order, heads.num_heads)),
+        Source("self_attn.k_proj", k_size, _by_head(order, heads.num_kv_heads)),
+        Source("self_attn.v_proj", v_size, scale=config.value_scale),
+    )
+    out = Source("self_attn.o_proj", hidden)
+    params.matrix("qkv", hidden, *qkv)
+    params.matrix("out", heads.out_size, out)
+    if config.qkv_bias:
+        params.bias("qkv_bias", *qkv)
+    if config.out_bias:
+        params.bias("out_bias", out)
+    if config.qk_norm:
+        is_whole = config.qk_norm == "whole"
+        sizes = (q_size, k_size) if is_whole else (heads.head_dim, heads.head_dim)
+        for name, size in zip("qk", sizes, strict=True):
+            params.norm(f"{name}_norm", f"self_attn.{name}_norm", size, config.norm_offset)
+    if group.has_sinks:
+        name = "attention_sink_bias" if config.family == "mimo_v2_flash" else "sinks"
+        params.add("sinks", (Source(f"self_attn.{name}", heads.num_heads),))
+    return params.made
+
+
+def _by_head(order: Sequence[int] | None, num_heads: int) -> list[int] | None:
+    if order is None:
+        return None
+    return [head * len(order) + row for head in range(num_heads) for row in order]
+
+
+def _mlp(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
+    params, inner = _Params(layers), config.intermediate_size
+    gate_up = Source("mlp.gate_proj", inner), Source("mlp.up_proj", inner)
+    down = Source("mlp.down_proj", config.hidden_size)
+    params.matrix("gate_up", config.hidden_size, *gate_up)
+    params.matrix("down", inner, down)
+    if config.mlp_bias:
+        params.bias("gate_up_bias", *gate_up)
+        params.bias("down_bias", down)
+    return params.made
+
+
+def _experts(config: ModelConfig) -> list[Param]:
+    shape, hidden = config.experts, config.hidden_size
+    assert shape is not None
+    num, inner = shape.num_experts, shape.inner_size
+    params = _Params(config.sparse_layers, "_experts")
+    if config.family == "gpt_oss":  # gates and values take turns in its rows
+        order = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
+        params.matrix("router", hidden, Source("mlp.router", num))
+        params.bias("router_bias", Source("mlp.router", num))
+        for name, rows, columns, taken in (
+            ("gate_up", 2 * inner, hidden, order),
+            ("down", hidden, inner, None),
+        ):
+            source = Source(f"mlp.experts.{name}_proj", rows, taken)
+            bias = Source(f"mlp.experts.{name}_proj_bias", rows, taken)
+            params.add(name, (source,), columns=columns, experts=num, is_joint=True)
+            params.add(f"{name}_bias", (bias,), experts=num, is_joint=True)
+        return params.made
+    gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
+    params.matrix("router", hidden, Source("mlp.gate", num))
+    correction = Source("mlp.gate.e_score_correction_bias", num)
+    params.add("correction", (correction,), is_wide=True)
+    params.matrix("gate_up", hidden, Source(gate, inner), Source(up, inner), experts=num)
+    params.matrix("down", inner, Source(down, hidden), experts=num)
+    return params.made
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config: Hugging Face name to shape."""
     return {
-        name: (rows,) if param.columns is None else (rows, param.columns)
+        stored.name: stored.shape
         for param in params_of(parse_config(config))
-        for i in range(param.layers or 1)
-        for name, rows in zip(param.names(i), param.rows, strict=True)
+        for layer in param.layers or (0,)
+        for stored in param.stored(layer)
     }

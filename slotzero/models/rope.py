@@ -20,6 +20,7 @@ class RopeConfig:
     kind: str  # default, linear, dynamic, llama3, yarn
     theta: float
     head_dim: int
+    rotary_dim: int  # of each head, what is rotated: its first so many
     original_max_position: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -64,8 +65,16 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError("rope field partial_rotary_factor is not implemented")
+    rotary_dim = int(head_dim * (given.pop("partial_rotary_factor", None) or 1.0))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise UnsupportedModelError(
+            f"rope field partial_rotary_factor rotates {rotary_dim} of {head_dim}: "
+            "an even number up to all of them is needed"
+        )
+    if rotary_dim < head_dim and kind != "default":
+        raise UnsupportedModelError(
+            f"rope field partial_rotary_factor is not implemented with rope scaling {kind!r}"
+        )
     if kind not in _FIELDS:
         raise UnsupportedModelError(
             f"rope scaling {kind!r} is not implemented; implemented: {', '.join(_FIELDS)}"
@@ -88,6 +97,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         kind=kind,
         theta=float(theta),
         head_dim=head_dim,
+        rotary_dim=rotary_dim,
         original_max_position=int(original),
         factor=factor,
         truncate=bool(given.get("truncate", True)),
@@ -110,8 +120,10 @@ def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
 
 def frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each pair: [head_dim / 2], float32 on the CPU."""
-    exponent = torch.arange(0, rope.head_dim, 2, dtype=torch.int64).float() / rope.head_dim
+    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
     plain = 1.0 / (rope.theta**exponent)
+    if rope.rotary_dim < rope.head_dim:  # what is not rotated turns by nothing
+        return torch.cat((plain, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
@@ -119,6 +131,17 @@ def frequencies(rope: RopeConfig) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, plain)
     return plain
+
+
+def halves(rope: RopeConfig) -> list[int] | None:
+    """The order in which a head's rows go, if another than the checkpoint's: pairs that rotate
+    together lie half a head apart, as they do where all of it is rotated."""
+    if rope.rotary_dim == rope.head_dim:
+        return None
+    half, turned = rope.head_dim // 2, rope.rotary_dim // 2
+    still = list(range(rope.rotary_dim, rope.head_dim))
+    first = [*range(turned), *still[: half - turned]]
+    return [*first, *range(turned, rope.rotary_dim), *still[half - turned :]]
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
-from slotzero.models.params import Param, params_of
+from slotzero.models.params import Param, Stored, params_of
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
@@ -25,18 +25,24 @@ _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 @dataclass(frozen=True)
 class LayerWeights:
-    input_norm: Tensor  # [hidden]
-    qkv: Tensor  # packed [(heads + 2 kv_heads) * head_dim, hidden]
+    input_norm: Tensor | None  # [hidden], like all norms but those of q and k
+    qkv: Tensor  # packed [sum(heads.sizes), hidden]
     qkv_bias: Tensor | None
-    q_norm: Tensor | None  # [head_dim]
+    q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor  # packed [hidden, heads * head_dim]
+    sinks: Tensor | None  # [heads]
+    out: Tensor  # packed [hidden, heads.out_size]
     out_bias: Tensor | None
-    post_norm: Tensor  # [hidden]
+    after_attention: Tensor | None
+    mlp_norm: Tensor | None
+    router: Tensor | None  # packed [experts, hidden]; None: no experts, and the next four plain
+    router_bias: Tensor | None
+    correction: Tensor | None
     gate_up: Tensor  # packed [2 * intermediate, hidden]
     gate_up_bias: Tensor | None
     down: Tensor  # packed [hidden, intermediate]
     down_bias: Tensor | None
+    after_mlp: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -60,25 +66,27 @@ def load_weights(
     tensors = _allocate(params, registry, kernels, dtype)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for param in params:
-        for target, sources in _places(param, tensors[param.name]):
-            target.copy_(_read(param, sources, checkpoint, kernels, target))
+        for target, stored in _places(param, tensors[param.name]):
+            target.copy_(_read(param, stored, checkpoint, kernels, target))
             done += target.numel()
             progress(done, total)
-    return _assemble(config, tensors)
+    return _assemble(config, params, tensors)
 
 
 def random_weights(
     config: ModelConfig, registry: Registry, kernels: Kernels, dtype: torch.dtype, seed: int
 ) -> DecoderWeights:
     """`--load-format dummy`: drawn on the device, so that a large model starts at once."""
-    tensors = _allocate(params_of(config), registry, kernels, dtype)
+    params = params_of(config)
+    tensors = _allocate(params, registry, kernels, dtype)
     generator = torch.Generator(registry.device).manual_seed(seed)
-    for name, tensor in tensors.items():
-        if name.endswith("norm"):
+    for param in params:
+        tensor = tensors[param.name]
+        if param.field.endswith("norm") or param.field.startswith("after"):
             tensor.fill_(1)
         else:
             tensor.normal_(0, 0.02, generator=generator)
-    return _assemble(config, tensors)
+    return _assemble(config, params, tensors)
 
 
 def _allocate(
@@ -89,10 +97,13 @@ def _allocate(
         shape: tuple[int, ...] = (p.out_features,)
         if p.columns is not None:
             shape = kernels.packed_shape(p.out_features, p.columns)
+        if p.experts is not None:
+            shape = (p.experts, *shape)
         if p.layers is not None:
-            shape = (p.layers, *shape)
+            shape = (len(p.layers), *shape)
+        wanted = torch.float32 if p.is_wide else dtype
         try:
-            tensor = torch.empty(shape, dtype=dtype, device=registry.device)
+            tensor = torch.empty(shape, dtype=wanted, device=registry.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise CapacityError(
                 f"weight {p.name} {list(shape)} does not fit into memory: "
@@ -102,26 +113,38 @@ def _allocate(
     return tensors
 
 
-def _places(param: Param, tensor: Tensor) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
-    if param.layers is None:
-        yield tensor, param.names(0)
-        return
-    for i in range(param.layers):
-        yield tensor[i], param.names(i)
+def _places(param: Param, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:
+    """What is filled at once, and with what: a layer, or an expert of it that is stored alone."""
+    for i, layer in enumerate(param.layers or (0,)):
+        target = tensor if param.layers is None else tensor[i]
+        stored = list(param.stored(layer))
+        if param.experts is None or param.is_joint:
+            yield target, stored
+            continue
+        size = len(param.sources)
+        for expert in range(param.experts):
+            yield target[expert], stored[expert * size : (expert + 1) * size]
 
 
 def _read(
-    param: Param, names: tuple[str, ...], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
+    param: Param, stored: list[Stored], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
 ) -> Tensor:
     parts = []
-    for name, rows in zip(names, param.rows, strict=True):
+    for name, shape, source in stored:
         part = checkpoint.read(name)
-        expected = (rows,) if param.columns is None else (rows, param.columns)
-        if tuple(part.shape) != expected:
+        if tuple(part.shape) != shape:
             raise CorruptCheckpointError(
                 f"{checkpoint.name}: tensor {name} has shape {list(part.shape)}, "
-                f"its config asks for {list(expected)}"
+                f"its config asks for {list(shape)}"
             )
+        if param.is_joint and param.columns is not None:
+            part = part.transpose(1, 2)
+        if source.order is not None:
+            part = part[:, source.order] if param.is_joint else part[source.order]
+        if source.scale != 1:
+            part = part.float() * source.scale
+        if param.offset:
+            part = part.float() + param.offset
         parts.append(part.to(target.device).to(target.dtype))  # converted where it is fast
     joined = torch.cat(parts) if len(parts) > 1 else parts[0]
     return joined if param.columns is None else kernels.pack(joined)
@@ -129,7 +152,7 @@ def _read(
 
 def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
     """A tensor that we would not use changes results; one that is missing cannot be made up."""
-    expected = {name for p in params for i in range(p.layers or 1) for name in p.names(i)}
+    expected = {s.name for p in params for i in p.layers or (0,) for s in p.stored(i)}
     names = set(checkpoint.names())
     missing = sorted(expected - names)
     if missing:
@@ -146,14 +169,18 @@ def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
         )
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> DecoderWeights:
-    def layer(i: int) -> LayerWeights:
-        fields = LayerWeights.__dataclass_fields__
-        return LayerWeights(**{f: tensors[f][i] if f in tensors else None for f in fields})  # type: ignore[arg-type]
-
+def _assemble(
+    config: ModelConfig, params: list[Param], tensors: dict[str, Tensor]
+) -> DecoderWeights:
+    layers: list[dict[str, Tensor | None]] = [
+        dict.fromkeys(LayerWeights.__dataclass_fields__) for _ in range(config.num_layers)
+    ]
+    for param in params:
+        for i, layer in enumerate(param.layers or ()):
+            layers[layer][param.field] = tensors[param.name][i]
     return DecoderWeights(
         embedding=tensors["embedding"],
         head=tensors.get("head", tensors["embedding"]),
         final_norm=tensors["final_norm"],
-        layers=tuple(layer(i) for i in range(config.num_layers)),
+        layers=tuple(LayerWeights(**fields) for fields in layers),  # type: ignore[arg-type]
     )

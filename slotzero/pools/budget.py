@@ -1,5 +1,11 @@
-"""How many KV pages this machine can hold: from free memory, or from an explicit size."""
+"""How many KV pages this machine can hold, and how they are split between groups of layers.
 
+Whole groups keep a page for every position, windowed ones as many as the window covers, and more
+while a chunk of a prompt is computed. The split is such that both run out at the same number of
+requests of the expected length; what is left over goes to the whole group.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +17,48 @@ CUDA_RESERVE = 2 << 30  # graphs, workspaces and activations
 
 
 @dataclass(frozen=True)
-class PageShape:
+class GroupShape:
+    """The pages of one group of layers."""
+
+    name: str
     num_layers: int
     page_size: int
     num_kv_heads: int
-    head_dim: int
+    width: int  # of a key and its value
     dtype: torch.dtype
+    window: int | None = None
 
     @property
     def num_bytes(self) -> int:
-        values = 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim
+        """Of one page."""
+        values = self.num_layers * self.page_size * self.num_kv_heads * self.width
         return values * self.dtype.itemsize
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def held(self, num_tokens: int) -> int:
+        """Pages of a request of that length that decodes."""
+        if self.window is None:
+            return self.pages_for(num_tokens)
+        return min(self.pages_for(num_tokens), self.pages_for(self.window - 1) + 1)
+
+    def needed(self, num_tokens: int, chunk: int) -> int:
+        """Pages that one request of that length needs at some moment."""
+        if self.window is None:
+            return self.pages_for(num_tokens)
+        return self.pages_for(min(num_tokens, self.window - 1 + chunk)) + 1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the KV of an engine is to hold."""
+
+    max_num_seqs: int
+    chunk: int  # tokens that a step may compute
+    expected_len: int
+    max_model_len: int | None = None  # None: what fits, up to the limit
+    limit: int = 0
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
@@ -34,28 +71,90 @@ def free_bytes(device: torch.device, utilization: float) -> int:
     return int(available * 1024 * CPU_SHARE)
 
 
-def count_pages(
-    shape: PageShape, budget: int, max_num_seqs: int, max_model_len: int | None, limit: int
-) -> tuple[int, int]:
-    """-> (pages, context length).
+def split(
+    shapes: Sequence[GroupShape], budget: int, demand: Demand, sliding_budget: int | None = None
+) -> tuple[dict[str, int], int]:
+    """-> pages by group, page 0 of each included, and the context length.
 
-    Page 0 is reserved. A request of the whole context always fits. A context that was not asked
-    for shrinks to what fits; one that was asked for and does not fit is an error.
+    A request of the whole context always fits. A context that was not asked for shrinks to what
+    fits; one that was asked for and does not fit is an error.
     """
-    fitting = budget // shape.num_bytes - 1
-    wanted_len = max_model_len or limit
-    pages_per_slot = -(-wanted_len // shape.page_size)
-    if fitting < pages_per_slot:
-        need = (pages_per_slot + 1) * shape.num_bytes
-        if max_model_len is not None or fitting < 1:
-            raise CapacityError(
-                f"a KV budget of {show(budget)} does not hold one request of {wanted_len} tokens, "
-                f"which needs {show(need)}: raise --kv-cache-memory or lower --max-model-len "
-                f"(at most {max(fitting, 0) * shape.page_size})"
+    length = _fitting_len(shapes, budget, demand)
+    pages = {s.name: s.needed(length, demand.chunk) for s in shapes}
+    most = {s.name: _most(s, length, demand) for s in shapes}
+    spent = sum(s.num_bytes for s in shapes)  # page 0 of each
+    expected = min(demand.expected_len, length)
+    for num in range(1, demand.max_num_seqs + 1):
+        wanted = {
+            s.name: max(
+                pages[s.name], min(most[s.name], num * s.held(expected) + _extra(s, demand))
             )
-        wanted_len = fitting * shape.page_size
-        pages_per_slot = fitting
-    return min(fitting, pages_per_slot * max_num_seqs) + 1, wanted_len
+            for s in shapes
+        }
+        if spent + sum(wanted[s.name] * s.num_bytes for s in shapes) > budget:
+            break
+        pages = wanted
+    if sliding_budget is not None:
+        pages |= {s.name: _asked(s, sliding_budget, length, demand) for s in shapes if s.window}
+    for s in sorted(shapes, key=lambda s: s.window is not None):  # whole groups first
+        others = sum(pages[o.name] * o.num_bytes for o in shapes if o is not s)
+        fitting = (budget - spent - others) // s.num_bytes
+        if s.window is None or sliding_budget is None:
+            pages[s.name] = min(max(pages[s.name], fitting), most[s.name])
+        if fitting < pages[s.name]:
+            raise CapacityError(
+                f"of a KV budget of {show(budget)}, {show(others)} for other layers leave too "
+                f"little for {s.name} layers: raise --kv-cache-memory or lower --sliding-kv-memory"
+            )
+    return {name: num + 1 for name, num in pages.items()}, length
+
+
+def _fitting_len(shapes: Sequence[GroupShape], budget: int, demand: Demand) -> int:
+    def need(num_tokens: int) -> int:
+        return sum((s.needed(num_tokens, demand.chunk) + 1) * s.num_bytes for s in shapes)
+
+    wanted = demand.max_model_len or demand.limit
+    if need(wanted) <= budget:
+        return wanted
+    page_size = shapes[0].page_size
+    low, high = 0, -(-wanted // page_size)  # pages that fit, pages that do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle * page_size) <= budget else (low, middle)
+    if demand.max_model_len is not None or low < 1:
+        windows = [
+            f"a window of {s.window} and a step of {demand.chunk}" for s in shapes if s.window
+        ]
+        holds = f" ({windows[0]} tokens among it)" if windows else ""
+        lower = [f"--max-model-len (at most {low * page_size})"] if low else []
+        lower += ["--max-num-batched-tokens"] if windows else []
+        remedy = f" or lower {' or '.join(lower)}" if lower else ""
+        raise CapacityError(
+            f"a KV budget of {show(budget)} does not hold one request of {wanted} tokens, "
+            f"which needs {show(need(wanted))}{holds}: raise --kv-cache-memory{remedy}"
+        )
+    return low * page_size
+
+
+def _most(shape: GroupShape, length: int, demand: Demand) -> int:
+    """More pages than these can never be held at once."""
+    most = demand.max_num_seqs * shape.held(length) + _extra(shape, demand)
+    return max(shape.needed(length, demand.chunk), most)
+
+
+def _extra(shape: GroupShape, demand: Demand) -> int:
+    """Beyond what decoding requests hold: the step's own tokens."""
+    return 0 if shape.window is None else shape.pages_for(demand.chunk) + 1
+
+
+def _asked(shape: GroupShape, budget: int, length: int, demand: Demand) -> int:
+    num, needed = budget // shape.num_bytes - 1, shape.needed(length, demand.chunk)
+    if num < needed:
+        raise CapacityError(
+            f"--sliding-kv-memory of {show(budget)} does not hold one window of {shape.window} and "
+            f"a step of {demand.chunk} tokens: give at least {show((needed + 1) * shape.num_bytes)}"
+        )
+    return num
 
 
 def show(num_bytes: int) -> str:

@@ -1,64 +1,127 @@
 """The ledger: which pages each request holds, and when a page may be shared.
 
-It keeps `pages`, `num_computed` and `num_cached` of a request, between the pool that counts owners
-and the cache that finds prefixes. It does not know slots, steps, or who should run. The rule it
-keeps, with `full = num_computed // page_size` and `cached = num_cached // page_size`:
+It keeps `pages`, `num_paged`, `num_computed` and `num_cached` of a request, between the pools that
+count owners and the cache that finds prefixes. It does not know slots, steps, or who should run.
+The rule it keeps, in each KV group, with `first` the first page that the token at num_computed
+reads, `full = num_computed // page_size` and `cached = num_cached // page_size`:
 
-    pages[0 : cached)     came from the cache: others own them too, nobody writes them again
+    pages[0 : first)      a whole group: first is 0. Windowed: 0 where the page was let go
+    pages[first : cached) came from the cache: others own them too, nobody writes them again
     pages[cached : full)  written by this request; the cache may have adopted them
     pages[full : ]        still to be written: this request is the one owner
 
 A page enters the cache only when it is full of positions that are both computed (by a step already
 planned; later steps run after it on the one stream) and committed (the host knows the tokens).
+
+Windowed pages are let go of when the next are taken, so a request that decodes holds at most what
+covers its window. The ones of its prompt were offered to the cache by then and stay to be found.
+Those of its answer were not: few would come back to the middle of it.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from slotzero.errors import PoolError
-from slotzero.pools.pages import PagePool
+from slotzero.pools.pages import KvPool
 from slotzero.pools.prefix import PrefixCache
 from slotzero.request import Request
 
+__all__ = ["KvPool", "PageChange", "PageLedger"]
+
+
+class PageChange(NamedTuple):
+    """The page table of a group goes on with these from this index, or has let go: zeros."""
+
+    group: int
+    first_index: int
+    pages: list[int]
+
 
 class PageLedger:
-    def __init__(self, pool: PagePool, page_size: int, enable_prefix_caching: bool = True) -> None:
-        self.pool = pool
+    def __init__(
+        self, groups: Sequence[KvPool], page_size: int, enable_prefix_caching: bool = True
+    ) -> None:
+        self.groups = tuple(groups)
         self.page_size = page_size
-        self.cache = PrefixCache(pool, page_size)
+        self.cache = PrefixCache(self.groups, page_size)
         self.enable_prefix_caching = enable_prefix_caching
+        self._has_window = any(group.window is not None for group in self.groups)
+
+    # By group; num_pages == num_used + num_cached + free
 
     @property
-    def num_available(self) -> int:
+    def num_pages(self) -> tuple[int, ...]:
+        """Pages that can be handed out at all."""
+        return tuple(group.pool.max_free for group in self.groups)
+
+    @property
+    def num_used(self) -> tuple[int, ...]:
+        """Pages that requests own."""
+        return tuple(
+            total - left for total, left in zip(self.num_pages, self.num_available, strict=True)
+        )
+
+    @property
+    def num_cached(self) -> tuple[int, ...]:
+        """Pages that only the cache owns."""
+        return tuple(self.cache.num_evictable(g) for g in range(len(self.groups)))
+
+    @property
+    def num_available(self) -> tuple[int, ...]:
         """Pages that nobody owns, or only the cache."""
-        return self.pool.num_free + self.cache.num_evictable
+        return tuple(map(self._num_available, range(len(self.groups))))
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def admit(self, request: Request, spare: int = 0) -> bool:
-        """Pages for every known token, found or fresh, if `spare` pages then remain for others."""
+    def admit(self, request: Request, budget: int, spare: int = 0) -> bool:
+        """Pages, found or fresh, if `spare` of each group then remain for others: of whole groups
+        for every known token, of windowed ones for the first chunk, of at most `budget` tokens."""
         tokens = request.all_token_ids
         found = self._match(tokens)
-        num_fresh = self.pages_for(len(tokens)) - len(found)
-        if num_fresh + spare > self.num_available:
+        num_found = len(found[0])
+        num_cached = num_found * self.page_size
+        chunk_end = min(num_cached + budget, len(tokens))
+        num_fresh = [
+            self.pages_for(len(tokens) if group.window is None else chunk_end) - num_found
+            for group in self.groups
+        ]
+        if any(n + spare > self._num_available(g) for g, n in enumerate(num_fresh)):
             self.cache.release((), found)
             return False
-        request.pages = found + self._take(num_fresh)
-        request.num_computed = request.num_cached = len(found) * self.page_size
+        request.pages = [pages + self._take(g, num_fresh[g]) for g, pages in enumerate(found)]
+        request.num_computed = request.num_cached = num_cached
+        self._set_num_paged(request, num_cached, chunk_end)
         self.cache.stats.num_asked_tokens += len(tokens)
-        self.cache.stats.num_hit_tokens += request.num_cached
+        self.cache.stats.num_hit_tokens += num_cached
         return True
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Pages for the first `num_tokens` positions; False, and nothing changed, if too few."""
-        num_fresh = self.pages_for(num_tokens) - len(request.pages)
-        if num_fresh <= 0:
-            return True
-        if num_fresh > self.num_available:
-            return False
-        request.pages += self._take(num_fresh)
-        return True
+    def grow(
+        self, request: Request, num_tokens: int, num_stored: int | None = None
+    ) -> list[PageChange] | None:
+        """Pages to compute positions [num_stored, num_tokens), by default from num_computed; the
+        ones before the window are let go. None, and nothing changed, if there are too few."""
+        start = request.num_computed if num_stored is None else num_stored
+        num_pages = self.pages_for(num_tokens)
+        firsts = [group.first_read(start, self.page_size) for group in self.groups]
+        by_group = request.pages or [[0] * first for first in firsts]
+        passed = [_held_before(first, pages) for first, pages in zip(firsts, by_group, strict=True)]
+        for g, pages in enumerate(by_group):
+            num_short = num_pages - len(pages) - self._num_available(g)
+            if num_short > 0 and num_short > self._num_freed(g, [pages[i] for i in passed[g]]):
+                return None
+        changes: list[PageChange] = []
+        for g, pages in enumerate(by_group):
+            if passed[g]:
+                changes.append(self._let_go(g, pages, passed[g]))
+            if num_pages > len(pages):
+                fresh = self._take(g, num_pages - len(pages))
+                changes.append(PageChange(g, len(pages), fresh))
+                pages += fresh
+        request.pages = by_group
+        self._set_num_paged(request, start, num_tokens)
+        return changes
 
     def remember(self, request: Request) -> None:
         """Let later requests find what this one has computed while it goes on."""
@@ -70,38 +133,95 @@ class PageLedger:
         tokens = self._cacheable(request) if self.enable_prefix_caching else []
         self.cache.release(tokens, request.pages)
         request.pages = []
-        request.num_computed = 0
+        request.num_paged = request.num_computed = 0
 
     def check(self, requests: Iterable[Request]) -> None:
         """Recount, given everyone who holds pages."""
-        self.pool.check()
-        self.cache.check()
         holders = list(requests)
-        owners = Counter(page for request in holders for page in request.pages)
-        owners.update(self.cache.pages())
-        for page in range(1, self.pool.num_pages):
-            if owners[page] != self.pool.references(page):
-                counted = self.pool.references(page)
-                raise PoolError(f"page {page} counts {counted} owners, a recount {owners[page]}")
+        self.cache.check()
+        for g, group in enumerate(self.groups):
+            group.pool.check()
+            owners = Counter(page for request in holders for page in request.pages[g] if page)
+            owners.update(self.cache.pages(g))
+            for page in range(1, group.pool.num_pages):
+                counted = group.pool.references(page)
+                if owners[page] != counted:
+                    raise PoolError(
+                        f"page {page} of group {g} counts {counted} owners, "
+                        f"a recount {owners[page]}"
+                    )
         for request in holders:
-            self._check_intervals(request)
+            self._check_pages(request)
 
-    def _match(self, tokens: list[int]) -> list[int]:
+    def _num_available(self, group: int) -> int:
+        return self.groups[group].pool.num_free + self.cache.num_evictable(group)
+
+    def _match(self, tokens: list[int]) -> list[list[int]]:
         if not self.enable_prefix_caching:
-            return []
+            return [[] for _ in self.groups]
         # one token at least is computed: its logits are what the first sample needs
         return self.cache.match(tokens, limit=len(tokens) - 1)
 
-    def _take(self, n: int) -> list[int]:
-        self.cache.evict(n - self.pool.num_free)
-        return self.pool.take(n)
+    def _take(self, group: int, n: int) -> list[int]:
+        pool = self.groups[group].pool
+        if n > pool.num_free:
+            self.cache.evict(group, n - pool.num_free)
+        return pool.take(n)
+
+    def _num_freed(self, group: int, pages: list[int]) -> int:
+        """How many more are available when a request lets go of these."""
+        return sum(self.cache.is_last_owner(group, page) for page in pages)
+
+    def _let_go(self, group: int, pages: list[int], passed: range) -> PageChange:
+        zeros = [0] * len(passed)
+        self.cache.let_go(group, pages[passed.start : passed.stop])
+        pages[passed.start : passed.stop] = zeros
+        return PageChange(group, passed.start, zeros)
+
+    def _set_num_paged(self, request: Request, num_stored: int, num_tokens: int) -> None:
+        """After a chunk of several tokens a window has much to let go of, so the next one asks."""
+        if self._has_window and num_tokens > num_stored + 1:
+            request.num_paged = num_tokens
+        else:
+            request.num_paged = min(map(len, request.pages)) * self.page_size
 
     def _cacheable(self, request: Request) -> list[int]:
         return request.all_token_ids[: request.num_computed]
 
-    def _check_intervals(self, request: Request) -> None:
-        if len(request.pages) < self.pages_for(request.num_computed):
-            raise PoolError(f"request {request.id} computed past its {len(request.pages)} pages")
-        for page in request.pages[request.num_computed // self.page_size :]:
-            if self.pool.references(page) != 1:
-                raise PoolError(f"page {page} is shared, and request {request.id} will write it")
+    def _check_pages(self, request: Request) -> None:
+        if not request.num_computed <= request.num_paged:
+            raise PoolError(f"request {request.id} computed past its {request.num_paged} paged")
+        for g, group in enumerate(self.groups):
+            pages = request.pages[g]
+            if len(pages) * self.page_size < request.num_paged:
+                raise PoolError(f"request {request.id} has {len(pages)} pages of group {g}")
+            first = group.first_read(request.num_computed, self.page_size)
+            held = [page for page in pages if page]
+            if 0 in pages[first:] or pages[len(pages) - len(held) :] != held:
+                raise PoolError(f"request {request.id} let go of a page of group {g} that it reads")
+            for page in pages[request.num_computed // self.page_size :]:
+                if group.pool.references(page) != 1:
+                    raise PoolError(
+                        f"page {page} of group {g} is shared, "
+                        f"and request {request.id} will write it"
+                    )
+        for g, pages in enumerate(request.pages):
+            self._check_companions(request, g, pages)
+
+    def _check_companions(self, request: Request, group: int, pages: list[int]) -> None:
+        """Who owns a page of a node owns its whole pages."""
+        for i, page in enumerate(pages):
+            for g, companion in enumerate(self.cache.companions(group, page)):
+                if self.groups[g].window is None and companion != request.pages[g][i]:
+                    raise PoolError(
+                        f"request {request.id} owns page {page} of group {group}, "
+                        f"and not page {companion} of group {g}, which the cache keeps with it"
+                    )
+
+
+def _held_before(stop: int, pages: list[int]) -> range:
+    """Indices of the pages held before this one: they lie together, behind those let go of."""
+    start = stop
+    while start and pages[start - 1]:
+        start -= 1
+    return range(start, stop)

@@ -7,7 +7,11 @@ out; every other page is free exactly when its count is 0.
 A page freed last is handed out first. Which page it is makes no difference to the device, the
 touched memory stays small, and a reader that held on to a freed page meets foreign data at once,
 in the first test, and not after the pool has gone round.
+
+Layers that need the same pages of a request are one KV group, with a pool of its own: `KvPool`.
 """
+
+from typing import NamedTuple
 
 from slotzero.errors import CapacityError, PoolError
 
@@ -46,12 +50,13 @@ class PagePool:
         self._require_owned(page, "shared")
         self._references[page] += 1
 
-    def release(self, page: int) -> None:
-        """One owner fewer; without owners the page is free."""
+    def release(self, page: int) -> int:
+        """One owner fewer; says how many are left. Without owners the page is free."""
         self._require_owned(page, "released")
         self._references[page] -= 1
         if self._references[page] == 0:
             self._free.append(page)
+        return self._references[page]
 
     def references(self, page: int) -> int:
         self._require_ours(page)
@@ -74,3 +79,15 @@ class PagePool:
         self._require_ours(page)
         if self._references[page] == 0:
             raise PoolError(f"page {page} was {verb}, but it is free")
+
+
+class KvPool(NamedTuple):
+    """The pool of a KV group, and what its layers read of a request: all of it, or a window."""
+
+    pool: PagePool
+    window: int | None = None
+    """The token at position p reads the keys of positions p - window + 1 to p. None: 0 to p."""
+
+    def first_read(self, position: int, page_size: int) -> int:
+        """Index of the first page that the token at this position reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // page_size

@@ -42,14 +42,16 @@ class SlotTables:
         max_len: int,
         pages_per_slot: int,
         vocab_size: int,
+        page_tables: Sequence[str],
     ) -> None:
+        """`page_tables` are their names, one for each group of layers."""
         self.num_slots = num_slots
         specs = (
             # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
             TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),
             TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
             TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
-            TableSpec("page_table", pages_per_slot, "int32", 0, is_matrix=True),
+            *(TableSpec(name, pages_per_slot, "int32", 0, is_matrix=True) for name in page_tables),
             *SAMPLING_TABLES,
             *mask_tables(vocab_size),
         )

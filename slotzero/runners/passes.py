@@ -5,6 +5,8 @@ begins is not published: it is `length[slot]`, the number of tokens whose KV is 
 derived below, by the same lines for recording, replay and eager.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
@@ -26,7 +28,7 @@ class Passes:
         decoder: Decoder,
         kernels: Kernels,
         tables: SlotTables,
-        kv: KvPages,
+        kv: Mapping[str, KvPages],
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,

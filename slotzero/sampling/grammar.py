@@ -10,13 +10,14 @@ is, and a request that is computed again after a preemption finds it as it left 
 import functools
 import json
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from slotzero.errors import RequestError
+from slotzero.errors import RequestError, SlotzeroError
 from slotzero.sampling.structured import Kind, StructuredOutputs
 from slotzero.tokenizer import Tokenizer
 
@@ -75,6 +76,11 @@ class Grammars:
         """A new answer; raises RequestError where this is no grammar, or none that we can keep."""
         start = self._compiled(asked.kind, asked.text)
         return Grammar(start.matcher.deep_copy(), start.allowed, self._vocabulary)
+
+    def prepare(self) -> None:
+        """Builds what the first request would wait for: most of a second for 50,000 tokens."""
+        with suppress(SlotzeroError):  # whoever asks for a grammar is told
+            _ = self._vocabulary
 
     @functools.cached_property
     def _vocabulary(self) -> "_Vocabulary":

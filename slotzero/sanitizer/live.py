@@ -37,7 +37,7 @@ def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
         bound=bounds_of(engine).replay,
         highest_trap=min(
             limits.max_num_seqs,
-            limits.num_pages - 1,
+            *(num_pages - 1 for num_pages in limits.num_pages.values()),
             limits.max_model_len - 1,
             engine.worker.vocab_size - 1,
         ),

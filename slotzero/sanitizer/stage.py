@@ -24,6 +24,7 @@ from slotzero.standins import StandIns, stand_ins
 from slotzero.worker import RESULTS
 
 MOST_STORED = 37  # tokens of a stand-in before the step: two pages and a bit
+WIDE_WINDOW = 64  # tokens; wider ones are not filled
 CROWD = 8  # more rows than run, for the step before
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 _ASKS: tuple[dict[str, object], ...] = (
@@ -65,8 +66,10 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
         idle = [_admit(engine, ins, rng, 1) for _ in range(num_more)]
         engine.worker.tables.apply()
         registry = engine.worker.registry
-        stored, storing = _fill(registry["kv_full"], [*running, *idle], engine.limits.page_size)
-        unknown, sampling = _unknown_columns(registry["tokens"], running)
+        unused, fresh = _fill(engine, [*running, *idle])
+        for group, table in enumerate(engine.worker.page_tables):
+            unused[table] = _unused_columns(registry[table], running, group)
+        unused["tokens"], fresh["tokens"] = _unknown_columns(registry["tokens"], running)
         crowd = [*idle, *reversed(running)]
         yield Scene(
             key=key,
@@ -74,12 +77,8 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
             crowd=_columns(runner, crowd, [1] * len(crowd)),
             trap=idle[0].request.slot if idle else engine.limits.max_num_seqs,
             tables=memory_of(registry),
-            unused={
-                "kv_full": ~(stored | storing),
-                "page_table": _unused_columns(registry["page_table"], running),
-                "tokens": unknown,
-            },
-            fresh={"kv_full": storing, "tokens": sampling},
+            unused=unused,
+            fresh=fresh,
             fetch=partial(_fetch, engine),
         )
 
@@ -125,7 +124,9 @@ def _most_rows(runner: Runner) -> int:
 def _admit(engine: Engine, ins: StandIns, rng: random.Random, count: int) -> Actor:
     """One in three that computes many tokens has one more after those, and does not sample."""
     room = engine.limits.max_model_len - count - 2
-    start = rng.randint(0, max(0, min(MOST_STORED, room)))
+    start = most = max(0, min(_most_stored(engine), room))
+    if ins.requests:  # the first has as much as there may be
+        start = rng.randint(0, most)
     more = rng.choice((0, 0, 1)) if count > 1 else 0
     prompt = [rng.randrange(engine.worker.vocab_size) for _ in range(start + count + more)]
     asks = _ASKS[len(ins.requests) % len(_ASKS)]
@@ -143,28 +144,47 @@ def _constrain(engine: Engine, slot: int) -> None:
     tables.stage("allowed", slot, [0x55555555] * tables["allowed"].shape[1])
 
 
-def _fill(kv: Tensor, actors: Sequence[Actor], page_size: int) -> tuple[Tensor, Tensor]:
-    """Noise where KV is stored, zeros elsewhere -> [pages, 1, 1, page_size, 1, 1] where it is, and
-    where the step stores"""
-    stored = torch.zeros(kv.shape[2], page_size, dtype=torch.bool, device=kv.device)
-    storing = torch.zeros_like(stored)
-    generator = torch.Generator(device=kv.device).manual_seed(1)
-    kv.zero_()
-    for request, start, count in actors:
-        pages = torch.tensor(request.pages, device=kv.device)
-        position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
-        stored[pages] = position < start
-        storing[pages] = (position >= start) & (position < start + count)
-        shape = (*kv.shape[:2], *position.shape, *kv.shape[4:])
-        noise = torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
-        kv[:, :, pages] = noise * (position < start)[:, :, None, None]
-    return stored[:, None, None, :, None, None], storing[:, None, None, :, None, None]
+def _most_stored(engine: Engine) -> int:
+    """Enough that pages fall out of a window, unless it is wide."""
+    windows = [window for window in engine.limits.windows.values() if window is not None]
+    narrow = [window for window in windows if window <= WIDE_WINDOW]
+    return max([MOST_STORED, *(window + 2 * engine.limits.page_size for window in narrow)])
 
 
-def _unused_columns(table: Tensor, running: Sequence[Actor]) -> Tensor:
+def _fill(engine: Engine, actors: Sequence[Actor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Noise where KV is stored, zeros elsewhere -> by group's pages, [pages, 1, page_size, 1, 1]:
+    where nothing is that the step may read or write, and where it stores."""
+    unused, fresh = {}, {}
+    page_size = engine.limits.page_size
+    for group, (name, window) in enumerate(engine.limits.windows.items()):
+        kv = engine.worker.registry[f"kv_{name}"]
+        stored = torch.zeros(kv.shape[1], page_size, dtype=torch.bool, device=kv.device)
+        storing = torch.zeros_like(stored)
+        generator = torch.Generator(device=kv.device).manual_seed(1)
+        kv.zero_()
+        for request, start, count in actors:
+            pages = torch.tensor(request.pages[group], device=kv.device)
+            position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
+            pages, position = pages[pages > 0], position[pages > 0]
+            first = 0 if window is None else start + 1 - window
+            is_stored = (position >= first) & (position < start)
+            stored[pages] = is_stored
+            storing[pages] = (position >= start) & (position < start + count)
+            shape = (len(kv), *position.shape, *kv.shape[3:])
+            noise = torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
+            kv[:, pages] = noise * is_stored[:, :, None, None]
+        unused[f"kv_{name}"] = ~(stored | storing)[:, None, :, None, None]
+        fresh[f"kv_{name}"] = storing[:, None, :, None, None]
+    return unused, fresh
+
+
+def _unused_columns(table: Tensor, running: Sequence[Actor], group: int) -> Tensor:
+    """Those without a page: past the last one, or before the window."""
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
     for actor in running:
-        unused[actor.request.slot, len(actor.request.pages) :] = True
+        pages = torch.tensor(actor.request.pages[group], device=table.device)
+        unused[actor.request.slot] = True
+        unused[actor.request.slot, : len(pages)] = pages == 0
     return unused
 
 

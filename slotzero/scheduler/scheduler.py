@@ -15,6 +15,9 @@ The rules it keeps:
 - A prompt is chunked only when it exhausts the step's tokens, and nobody is admitted behind it. So
   at most one running request is short of its target, and it is the youngest: running in order of
   arrival is decodes first, then that chunk, then newcomers.
+- Of a KV group with a window, pages are taken chunk by chunk. A chunk that finds too few sits the
+  step out, for to throw it out would only compute it again. It has older ones before it, whose
+  leaving frees pages: alone it always fits.
 - What a grammar allows next depends on the last token, so whoever has a grammar sits a step out
   while its sample is in flight. The others go on.
 """
@@ -25,8 +28,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
-from slotzero.pools.ledger import PageLedger
-from slotzero.pools.pages import PagePool
+from slotzero.pools.ledger import KvPool, PageLedger
 from slotzero.pools.slots import SlotPool
 from slotzero.request import FinishReason, Request, Status
 from slotzero.step import Row, Step
@@ -60,12 +62,16 @@ class SlotWriter(Protocol):
     all that came before a step was planned must be applied before that step runs."""
 
     def admitted(
-        self, request: Request, tokens: list[int], num_computed: int, pages: list[int]
+        self, request: Request, tokens: list[int], num_computed: int, pages: list[list[int]]
     ) -> None:
-        """`request.slot` now holds these tokens, this length, `request.target` and these pages."""
+        """`request.slot` now holds these tokens, this length, `request.target` and, by KV group,
+        these pages."""
 
-    def pages_added(self, request: Request, first_index: int, pages: list[int]) -> None:
-        """Its page table goes on with these, from this index."""
+    def pages_changed(
+        self, request: Request, group: int, first_index: int, pages: list[int]
+    ) -> None:
+        """Its page table of the group has these from this index: new ones, or zeros where pages
+        were let go and may soon be another's."""
 
     def constrained(self, request: Request) -> None:
         """Its next sample is one of the tokens that `request.grammar` allows now."""
@@ -76,23 +82,23 @@ class SlotWriter(Protocol):
 
 class Scheduler:
     def __init__(
-        self, config: SchedulerConfig, slots: SlotPool, pages: PagePool, writer: SlotWriter
+        self,
+        config: SchedulerConfig,
+        slots: SlotPool,
+        groups: Sequence[KvPool],
+        writer: SlotWriter,
     ) -> None:
         self.config = config
         self.slots = slots
-        self.ledger = PageLedger(pages, config.page_size, config.enable_prefix_caching)
+        self.ledger = PageLedger(groups, config.page_size, config.enable_prefix_caching)
         self.writer = writer
         self.num_preemptions = 0
         # arrivals grow along _running, then along _waiting
         self._running: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._last_arrival: int | None = None
-        needed = self.ledger.pages_for(config.max_model_len)
-        if needed > pages.max_free:
-            raise CapacityError(
-                f"max_model_len={config.max_model_len} needs {needed} pages of KV, "
-                f"there are {pages.max_free}; lower it or give more memory"
-            )
+        for group in groups:
+            self._require_room_for_one(group)
 
     @property
     def has_work(self) -> bool:
@@ -194,9 +200,24 @@ class Scheduler:
             if holds or request.status is not Status.WAITING:
                 raise PoolError(f"request {request.id} waits, yet holds a slot, pages or KV")
 
+    def _require_room_for_one(self, group: KvPool) -> None:
+        max_len, batch = self.config.max_model_len, self.config.max_num_batched_tokens
+        if group.window is None:
+            asked, remedy = f"max_model_len={max_len} needs", "lower it"
+            needed = self.ledger.pages_for(max_len)
+        else:  # a window and a chunk, which may begin in the middle of a page
+            asked = f"a window of {group.window} with max_num_batched_tokens={batch} needs"
+            remedy = "lower max_num_batched_tokens or max_model_len"
+            needed = self.ledger.pages_for(min(max_len, group.window - 1 + batch)) + 1
+        if needed > group.pool.max_free:
+            raise CapacityError(
+                f"{asked} {needed} pages of KV, there are {group.pool.max_free}; "
+                f"{remedy} or give more memory"
+            )
+
     def _continue_running(self) -> list[Row]:
         rows: list[Row] = []
-        budget, page_size = self.config.max_num_batched_tokens, self.config.page_size
+        budget = self.config.max_num_batched_tokens
         for request in list(self._running.values()):
             num_known = request.num_known
             if request.status is not Status.RUNNING or num_known == request.max_len:
@@ -205,16 +226,19 @@ class Scheduler:
                 continue
             count = min(budget, num_known - request.num_computed)
             num_tokens = request.num_computed + count
-            if num_tokens <= len(request.pages) * page_size or self._grow(request, num_tokens):
+            if num_tokens <= request.num_paged or self._grow(request, num_tokens):
                 rows.append(_advance(request, count, samples=num_tokens == num_known))
                 budget -= count
         return rows
 
     def _admit_waiting(self, rows: list[Row]) -> None:
+        youngest = next(reversed(self._running.values()), None)
+        if youngest is not None and youngest.num_computed < youngest.target:
+            return  # nobody goes before a chunk, also if it sat this step out
         budget = self.config.max_num_batched_tokens - sum(row.count for row in rows)
         while budget and self._waiting and self._has_seat():
             request = next(iter(self._waiting.values()))
-            if not self._admit(request):
+            if not self._admit(request, budget):
                 return
             missing = request.target - request.num_computed
             rows.append(_advance(request, min(budget, missing), samples=missing <= budget))
@@ -223,30 +247,32 @@ class Scheduler:
     def _has_seat(self) -> bool:
         return self.slots.num_free > 0 and len(self._running) < self.config.max_num_seqs
 
-    def _admit(self, request: Request) -> bool:
-        # a sample in flight is a token that the host cannot write to the new row yet. And one page
-        # is left for each who runs, or the newcomer would be thrown out at their next page
-        if request.num_in_flight or not self.ledger.admit(request, spare=len(self._running)):
+    def _admit(self, request: Request, budget: int) -> bool:
+        if request.num_in_flight:  # a token that the host cannot write to the new row yet
+            return False
+        # one page is left for each who runs, or the newcomer would be thrown out at their next page
+        if not self.ledger.admit(request, budget, spare=len(self._running)):
             return False
         del self._waiting[request.id]
         self._running[request.id] = request
         request.status = Status.RUNNING
         request.slot = self.slots.take()
         request.target = request.num_tokens
-        self.writer.admitted(
-            request, request.all_token_ids, request.num_computed, list(request.pages)
-        )
+        pages = [list(of_group) for of_group in request.pages]
+        self.writer.admitted(request, request.all_token_ids, request.num_computed, pages)
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Pages up to num_tokens, at the cost of the youngest; False if that is the request."""
-        num_pages = len(request.pages)
-        while not self.ledger.grow(request, num_tokens):
+        while (changes := self.ledger.grow(request, num_tokens)) is None:
+            if request.num_computed < request.target:
+                return False  # a chunk, and the youngest: it waits for the others
             youngest = next(reversed(self._running.values()))
             self._preempt(youngest)
             if youngest is request:
                 return False
-        self.writer.pages_added(request, num_pages, request.pages[num_pages:])
+        for change in changes:
+            self.writer.pages_changed(request, *change)
         return True
 
     def _preempt(self, request: Request) -> None:

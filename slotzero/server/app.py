@@ -22,7 +22,15 @@ from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_openai import openai_routes
 from slotzero.server.runs import Client
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import BUG, HTTP, Status, error_body, error_reply, retry_after
+from slotzero.server.status import (
+    BUG,
+    HTTP,
+    INVALID,
+    Status,
+    error_body,
+    error_reply,
+    retry_after,
+)
 from slotzero.tokenizer import Tokenizer
 
 
@@ -45,7 +53,7 @@ def make_app(client: Client, tokenizer: Tokenizer, settings: ServerSettings) -> 
     app.include_router(openai_routes(front))
     app.include_router(engine_routes(front))
     _tell_errors(app, front)
-    app.add_middleware(Gate, settings=settings, refused=front.observer.refused)
+    app.add_middleware(Gate, settings=settings, refused=front.metrics.refused)
     if settings.allowed_origins:  # outside the gate: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
@@ -59,7 +67,7 @@ def make_app(client: Client, tokenizer: Tokenizer, settings: ServerSettings) -> 
 
 def _tell_errors(app: FastAPI, front: Front) -> None:
     def refuse(status: Status, body: Any, headers: dict[str, str] | None = None) -> Response:
-        front.observer.refused(status.code)
+        front.metrics.refused(status.code)
         return Response(json_bytes(body), status.code, headers, "application/json")
 
     @app.exception_handler(SlotzeroError)
@@ -78,10 +86,21 @@ def _tell_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = Status(error.status_code, "invalid_request_error")
-        status = HTTP.get(error.status_code, known)
+        status = HTTP.get(error.status_code, Status(error.status_code, INVALID))
         headers = dict(error.headers or {})
-        return refuse(status, error_body(status, error.detail), headers)
+        return refuse(status, error_body(status, http_message(request, error)), headers)
+
+
+def http_message(request: Request, error: HTTPException) -> str:
+    """In place of the few words that the framework has."""
+    path = request.url.path[:100]
+    if error.status_code == 400 and error.__cause__ is not None:
+        return f"the body is not JSON: {error.__cause__}"
+    if error.status_code == 404 and error.detail == "Not Found":
+        return f"no route {path}; OpenAI's begin with /v1, and /openapi.json has all"
+    if error.status_code == 405:
+        return f"{path} does not take {request.method}"
+    return error.detail
 
 
 def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str]:

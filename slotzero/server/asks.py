@@ -11,12 +11,14 @@ from typing import Any
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.structured import StructuredOutputs, structured_outputs
 from slotzero.server.answers import Ask
 from slotzero.server.protocol import ChatRequest, CompletionRequest, Generation
 from slotzero.server.status import FieldError, param_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
+MAX_STRUCTURE_LEN = 100_000  # characters; while the engine compiles a grammar, everybody waits
 _SAME_NAME = (
     "temperature",
     "top_p",
@@ -136,6 +138,7 @@ def _asks(
     engine_params = given if structure is None else given | {"structured_outputs": structure}
     try:
         params = SamplingParams(**engine_params, stop=body.stop or ())
+        _check_structure(structured_outputs(params.structured_outputs))
     except RequestError as error:
         raise refusal(str(error), names) from None
     return [
@@ -151,6 +154,13 @@ def _asks(
         for i, (prompt, echo) in enumerate(zip(prompts, echoes, strict=True))
         for j in range(n)
     ]
+
+
+def _check_structure(asked: StructuredOutputs | None) -> None:
+    if asked is not None and len(asked.text) > MAX_STRUCTURE_LEN:
+        raise RequestError(
+            f"structured_outputs: {len(asked.text)} characters, at most {MAX_STRUCTURE_LEN}"
+        )
 
 
 @contextmanager

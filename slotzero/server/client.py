@@ -91,6 +91,7 @@ class EngineClient:
         self.restart_window = restart_window
         self.state: State = "stopped"
         self.failure = ""
+        """Why it is started again, or will not be; else empty."""
         self.exit_code = 0
         """What `failed` means for a command that waits for the engine."""
         self.info: Mapping[str, Any] = {}
@@ -171,6 +172,8 @@ class EngineClient:
 
     async def stop(self) -> None:
         """The process is gone when this returns; what is still open ends with EngineDiedError."""
+        if self.state != "failed":
+            self.failure = ""
         self._enter("stopped")
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -210,6 +213,7 @@ class EngineClient:
                     return self._fail(f"the engine's process ended {times}, last: {why}", code)
                 deaths.append(now)
                 _log.error("the engine's process ended (%s) and is started again", why)
+                self.failure = why
                 self._enter("restarting")
                 await asyncio.sleep(FIRST_PAUSE * 2 ** (len(deaths) - 1))
                 self.generation += 1
@@ -291,7 +295,7 @@ class EngineClient:
                 self.stats = message
                 self._pulse.beat()
             case Ready():
-                self.info = message.info
+                self.info, self.failure = message.info, ""
                 self._enter("ready")
             case Failed():
                 self._last_words = message

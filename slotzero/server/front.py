@@ -2,30 +2,27 @@
 them. It knows no request in particular.
 """
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from slotzero.config import DEFAULT_MODEL
 from slotzero.server.answers import Ask
-from slotzero.server.runs import Client, Observer, Run
+from slotzero.server.metrics import Metrics
+from slotzero.server.runs import Client, Run
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import ContextError, UnknownModelError
 from slotzero.server.tools import choose_format
 from slotzero.tokenizer import Tokenizer
 
-T = TypeVar("T")
-
 
 class Front:
     def __init__(
-        self, client: Client, tokenizer: Tokenizer, settings: ServerSettings, observer: Observer
+        self, client: Client, tokenizer: Tokenizer, settings: ServerSettings, metrics: Metrics
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
-        self.observer = observer
+        self.metrics = metrics
         self.started_at = int(time.time())
         self.names = settings.served_model_name or (DEFAULT_MODEL,)
         self.call_format = choose_format(settings.tool_call_parser, tokenizer.tool_template)
@@ -35,6 +32,12 @@ class Front:
         )
         self.is_closing = False
         """Set when the server is asked to end: what would never end by itself does so now."""
+
+    @property
+    def state(self) -> str:
+        """The engine's, unless the server ends before it."""
+        is_stopping = self.is_closing and self.client.state != "failed"
+        return "stopping" if is_stopping else self.client.state
 
     @property
     def max_model_len(self) -> int | None:
@@ -55,22 +58,18 @@ class Front:
                 param, f"{param}: {len(text)} characters, and the context holds {limit} tokens"
             )
 
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+    def check_tokens(self, tokens: Sequence[int], param: str, has_answer: bool = True) -> None:
+        """An answer needs one more."""
         limit = self.max_model_len
-        if limit is not None and len(tokens) >= limit:
+        if limit is not None and len(tokens) + has_answer > limit:
+            rest = ", one of them for the answer" if has_answer else ""
             raise ContextError(
-                param,
-                f"{param}: {len(tokens)} tokens, and the context holds {limit}, one of them for "
-                "the answer",
+                param, f"{param}: {len(tokens)} tokens, and the context holds {limit}{rest}"
             )
 
-    async def aside(self, work: Callable[[], T]) -> T:
-        """Rendering and tokenising take long for long prompts: in a thread."""
-        return await asyncio.to_thread(work)
-
     async def run(self, asks: Sequence[Ask]) -> Run:
-        self.observer.arrived()
+        self.metrics.arrived()
         timeout = self.settings.request_timeout
-        run = Run(self.client, self.tokenizer, self.observer, asks, timeout)
+        run = Run(self.client, self.tokenizer, self.metrics, asks, timeout)
         await run.submit()
         return run

@@ -173,17 +173,17 @@ def _by_name(values: Mapping[str, float]) -> Values:
     return {(name,): value for name, value in values.items()}
 
 
-class Client(Protocol):
-    """The engine as the HTTP process sees it. It may also have `generation: int`, which counts the
-    processes that were replaced: 0 for the first."""
+class Watched(Protocol):
+    """The engine's client, as far as it is known here. It may also have `generation: int`, which
+    counts the processes that were replaced: 0 for the first."""
 
     @property
     def state(self) -> str:
         """ "ready" while the engine takes requests."""
 
     @property
-    def info(self) -> Mapping[str, Any] | None:
-        """Of Ready; empty or None until then."""
+    def info(self) -> Mapping[str, Any]:
+        """Of Ready; empty until then."""
 
     @property
     def stats(self) -> Stats | None:
@@ -191,7 +191,7 @@ class Client(Protocol):
 
 
 class Metrics:
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Watched) -> None:
         # without it, every counter and histogram has a series beside it that nobody asked for
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._client = client
@@ -268,7 +268,7 @@ def percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
 class _Engine(Collector):
     """The engine's own numbers, read when Prometheus asks."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Watched) -> None:
         self._client = client
         self._totals = _Totals()
 

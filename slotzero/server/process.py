@@ -97,6 +97,7 @@ class EngineLoop:
         self._prompt_tokens = self._generated_tokens = 0
         self._num_failures = 0
         self._has_changed = True
+        self._has_grammars = False
         self._reported_at = -LATEST
 
     def run(self) -> int:
@@ -131,7 +132,9 @@ class EngineLoop:
                 self._apply(self._inbox.get(timeout > 0, timeout))
                 timeout = 0.0
         except queue.Empty:
-            pass
+            if timeout > SOONEST and not self._has_grammars:  # nobody has come for a while
+                self._has_grammars = True
+                self._engine.prepare_grammars()
 
     def _apply(self, message: ToEngine) -> None:
         self._has_changed = True
@@ -200,9 +203,9 @@ class EngineLoop:
 
 
 def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Stats:
-    """Pages are used by requests, or else cached, or else free."""
+    """Pages, of all groups of layers, are used by requests, or else cached, or else free."""
     scheduler, runners = engine.scheduler, engine.worker.runners
-    pool, cache = scheduler.ledger.pool, scheduler.ledger.cache
+    ledger, cache = scheduler.ledger, scheduler.ledger.cache
     eager: Counter[str] = Counter()
     for runner in runners:
         eager.update(runner.counts.eager)
@@ -210,9 +213,9 @@ def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Sta
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         slots=scheduler.slots.num_slots,
-        pages_used=pool.max_free - pool.num_free - cache.num_evictable,
-        pages_cached=cache.num_evictable,
-        pages=pool.max_free,
+        pages_used=sum(ledger.num_used),
+        pages_cached=sum(ledger.num_cached),
+        pages=sum(ledger.num_pages),
         prompt_tokens=prompt_tokens,
         generated_tokens=generated_tokens,
         prefix_asked_tokens=cache.stats.num_asked_tokens,
@@ -240,6 +243,7 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
 
     return {
         "limits": asdict(engine.limits),
+        "kv": engine.worker.kv,
         "eos_token_ids": list(engine.eos_token_ids),
         "vocab_size": engine.worker.vocab_size,
         "sizes": {

@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from slotzero.sampling.params import MAX_LOGIT_BIAS
 from slotzero.server.conversation import Asked, Message, NamedTool, Tool
 from slotzero.server.status import FieldError
 
 MAX_ANSWERS = 128
+MAX_MESSAGES = 2048  # this and the next are OpenAI's
+MAX_TOOLS = 128
 MAX_STOPS = 16
 MAX_STOP_LEN = 256
 
@@ -39,6 +42,11 @@ _INSTEAD = {
     "function_call": "send tool_choice",
     "best_of": "send n, and choose among the answers",
 }
+
+
+# a long list of another kind would be wrong in every place
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 class JsonSchema(Asked):
@@ -67,8 +75,8 @@ def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
     return stop
 
 
-def _token_ids(bias: dict[str, float] | None) -> dict[str, float] | None:
-    for key in bias or ():
+def _token_ids(bias: dict[str, float]) -> dict[str, float]:
+    for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise FieldError("logit_bias", f"logit_bias: {key[:20]!r} is not a token id")
     return bias
@@ -86,7 +94,10 @@ class Generation(Asked):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, AfterValidator(_token_ids)] = None
+    logit_bias: (
+        Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS), AfterValidator(_token_ids)]
+        | None
+    ) = None
     stop: Annotated[str | list[str] | None, AfterValidator(_check_stops)] = None
     max_tokens: int | None = None
     user: str | None = None
@@ -115,11 +126,11 @@ class Generation(Asked):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -158,7 +169,7 @@ class ChatRequest(Generation):
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # NEUTRAL
@@ -175,7 +186,7 @@ class CompletionRequest(Generation):
 class TokenizeRequest(Asked):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -188,7 +199,7 @@ class TokenizeRequest(Asked):
 
 class DetokenizeRequest(Asked):
     model: str | None = None
-    tokens: list[int]
+    tokens: Tokens
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

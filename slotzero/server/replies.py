@@ -151,7 +151,6 @@ class Prompt(Told):
 
 class Health(Told):
     status: str
-    failure: str | None
 
 
 class Version(Told):
@@ -161,6 +160,8 @@ class Version(Told):
 class ServerInfo(Told):
     version: str
     state: str
+    failure: str | None
+    """Why the engine is started again, or will not be."""
     config: dict[str, Any]
     runners: dict[str, Any]
     """The sizes of each, and how each was recorded."""

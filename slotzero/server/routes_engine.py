@@ -1,7 +1,6 @@
 """Routes of our own: how the server fares, what it is made of, and text to tokens and back."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,12 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse
+from starlette.responses import FileResponse, PlainTextResponse
 
 from slotzero import __version__
 from slotzero.server.events import EventStream, event
 from slotzero.server.front import Front
+from slotzero.server.gate import json_bytes
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import Health, Prompt, ServerInfo, Tokens, Version
@@ -29,17 +29,14 @@ _POOL_FIELDS = ("running", "waiting", "slots", "pages_used", "pages_cached", "pa
 
 def engine_routes(front: Front) -> APIRouter:
     router = APIRouter()
-    client = front.client
 
+    @router.head("/health", include_in_schema=False, response_model=None)
     @router.get(
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
     )
     async def health() -> Response:
         """200 once requests are answered; 503 while loading, recording, restarting or ending."""
-        is_ready = client.state == "ready" and not front.is_closing
-        status = "stopping" if front.is_closing else client.state
-        body = {"status": status, "failure": client.failure or None}
-        return JSONResponse(body, 200 if is_ready else 503)
+        return told(Health(status=front.state), 200 if front.state == "ready" else 503)
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
@@ -48,7 +45,7 @@ def engine_routes(front: Front) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus' text format."""
-        body, kind = front.observer.render()
+        body, kind = front.metrics.render()
         return Response(body, headers={"Content-Type": kind})
 
     @router.get("/server_info", responses=responses(ServerInfo), response_model=None)
@@ -58,25 +55,20 @@ def engine_routes(front: Front) -> APIRouter:
     @router.post("/tokenize", responses=responses(Tokens), response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
         front.check_model(body.model)
-        tokens = await front.aside(lambda: _tokens(front, body))
+        tokens = await asyncio.to_thread(_tokens, front, body)
         return told(Tokens(count=len(tokens), max_model_len=front.max_model_len, tokens=tokens))
 
     @router.post("/detokenize", responses=responses(Prompt), response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
         front.check_model(body.model)
-        bad = next((t for t in body.tokens if not 0 <= t < front.tokenizer.vocab_size), None)
-        if bad is not None:
-            raise FieldError("tokens", f"tokens: {bad} is not in the vocabulary")
-        text = await front.aside(
-            lambda: front.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
-        return told(Prompt(prompt=text))
+        return told(Prompt(prompt=await asyncio.to_thread(_text, front, body.tokens)))
 
     @router.get("/live", responses={200: {"content": {EventStream.media_type: {}}}})
     async def live() -> Response:
-        """Server-sent events: once a second, what the page at / shows."""
+        """Server-sent events: once a second and at the end, what the page at / shows."""
         return EventStream(_live(front))
 
+    @router.head("/", include_in_schema=False, response_model=None)
     @router.get("/", include_in_schema=False, response_model=None)
     async def page() -> Response:
         if not PAGE.is_file():
@@ -102,13 +94,22 @@ def _tokens(front: Front, body: TokenizeRequest) -> list[int]:
     return front.tokenizer.encode(text, add_special_tokens=False)
 
 
+def _text(front: Front, tokens: list[int]) -> str:
+    front.check_tokens(tokens, "tokens", has_answer=False)
+    bad = next((token for token in tokens if not 0 <= token < front.tokenizer.vocab_size), None)
+    if bad is not None:
+        raise FieldError("tokens", f"tokens: {bad} is not in the vocabulary")
+    return front.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
 def _server_info(front: Front) -> ServerInfo:
     client = front.client
     info, stats = dict(client.info), client.stats
     counts: dict[str, Any] = {} if stats is None else msgspec.structs.asdict(stats)
     return ServerInfo(
         version=__version__,
-        state=client.state,
+        state=front.state,
+        failure=client.failure or None,
         config={"engine": dict(client.settings), "server": front.settings.as_json()},
         runners=info.pop("sizes", {}),
         pools={name: counts[name] for name in _POOL_FIELDS if name in counts},
@@ -123,6 +124,10 @@ def _server_info(front: Front) -> ServerInfo:
 
 
 async def _live(front: Front) -> AsyncGenerator[bytes, None]:
-    while not front.is_closing:
-        yield event(json.dumps(front.observer.live()).encode())
+    while True:
+        is_last = front.is_closing
+        why = {"state": front.state, "failure": front.client.failure or None}
+        yield event(json_bytes(front.metrics.live() | why))
+        if is_last:
+            return
         await asyncio.sleep(LIVE_SECONDS)

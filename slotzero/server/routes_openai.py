@@ -6,6 +6,7 @@ The rule: nothing is sent before the first token is there or the request is refu
 error has its own status. An error later on is the stream's last event.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
@@ -88,7 +89,7 @@ def openai_routes(front: Front) -> APIRouter:
             return text, front.tokenizer.encode(text, add_special_tokens=False)
 
         with about("messages"):
-            text, tokens = await front.aside(encode)
+            text, tokens = await asyncio.to_thread(encode)
         front.check_tokens(tokens, "messages")
         log_prompt(request, text)
         asks = chat_asks(body, tokens, plan.schema, plan.form is not None)
@@ -104,13 +105,17 @@ def openai_routes(front: Front) -> APIRouter:
                 front.check_text(text, "prompt")
             else:
                 front.check_tokens(text, "prompt")
+
+        def encode() -> tuple[list[list[int]], list[str]]:
+            tokens = [encoded(front, prompt) for prompt in given]
+            return tokens, [echo(front, prompt) if body.echo else "" for prompt in given]
+
         with about("prompt"):
-            prompts = await front.aside(lambda: [encoded(front, prompt) for prompt in given])
+            prompts, echoes = await asyncio.to_thread(encode)
         for prompt in prompts:
             front.check_tokens(prompt, "prompt")
-        echoes = await front.aside(lambda: [echo(front, p) for p in given]) if body.echo else []
         log_prompt(request, given)
-        asks = completion_asks(body, prompts, echoes or [""] * len(prompts))
+        asks = completion_asks(body, prompts, echoes)
         return await reply(
             request, asks, CompletionWriter(body, asks, front.tokenizer), body.stream
         )
@@ -151,7 +156,7 @@ def openai_routes(front: Front) -> APIRouter:
         except BaseException:
             await run.close()
             raise
-        return EventStream(events(first, pieces, run, writer, front.observer.refused), run.close)
+        return EventStream(events(first, pieces, run, writer, front.metrics.refused), run.close)
 
     return router
 
@@ -197,8 +202,8 @@ async def events(
     yield DONE
 
 
-def told(reply: Told) -> Response:
-    return Response(reply.json_bytes(), media_type="application/json")
+def told(reply: Told, status: int = 200) -> Response:
+    return Response(reply.json_bytes(), status, media_type="application/json")
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

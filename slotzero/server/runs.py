@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from slotzero.errors import EngineDiedError, RequestRefusedError
 from slotzero.server.answers import Answer, Ask, Piece
 from slotzero.server.asks import refusal
-from slotzero.server.messages import Grown, Stats
+from slotzero.server.messages import Grown
+from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import DeadlineError, status_of
 from slotzero.tokenizer import Tokenizer
 
@@ -24,19 +25,13 @@ class GrownStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Client(Protocol):
+class Client(Watched, Protocol):
     """EngineClient, as far as the application knows it."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
     @property
-    def state(self) -> str: ...
-    @property
     def failure(self) -> str: ...
-    @property
-    def info(self) -> Mapping[str, Any]: ...
-    @property
-    def stats(self) -> Stats | None: ...
 
     async def start(self) -> None: ...
 
@@ -49,39 +44,19 @@ class Client(Protocol):
     async def stop(self) -> None: ...
 
 
-class Observer(Protocol):
-    """Who counts what happens: metrics.Metrics."""
-
-    def arrived(self) -> None: ...
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def token(self, seconds: float) -> None: ...
-
-    def finished(
-        self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int
-    ) -> None: ...
-
-    def refused(self, status: int) -> None: ...
-
-    def render(self) -> tuple[bytes, str]: ...
-
-    def live(self) -> dict[str, Any]: ...
-
-
 class Run:
     def __init__(
         self,
         client: Client,
         tokenizer: Tokenizer,
-        observer: Observer,
+        metrics: Metrics,
         asks: Sequence[Ask],
         timeout: float | None,
     ) -> None:
         ends = client.info.get("eos_token_ids", ())
         self.answers = [Answer(ask, tokenizer, ends) for ask in asks]
         self._client = client
-        self._observer = observer
+        self._metrics = metrics
         self._began = time.monotonic()
         self._timeout = timeout
         self._streams: list[GrownStream] = []
@@ -168,7 +143,7 @@ class Run:
         finally:
             await stream.aclose()
             if error is None or answer.num_tokens:
-                self._observer.finished(
+                self._metrics.finished(
                     answer.finish_reason or "abort",
                     time.monotonic() - self._began,
                     len(answer.ask.prompt),
@@ -179,10 +154,10 @@ class Run:
         now = time.monotonic()
         num_new = len(grown.token_ids)
         if num_new and answer.num_tokens == 0:
-            self._observer.first_token(now - self._began)
+            self._metrics.first_token(now - self._began)
             num_new -= 1
         for _ in range(num_new):
-            self._observer.token((now - latest) / num_new)
+            self._metrics.token((now - latest) / num_new)
         return now
 
     def _named(self, ask: Ask, error: Exception) -> Exception:

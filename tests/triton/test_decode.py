@@ -4,7 +4,7 @@ import pytest
 import torch
 from shapes import SHAPES as ODD
 
-from slotzero.kernels.contract import Heads, Tokens
+from slotzero.kernels.contract import Angles, Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import decode
 
@@ -16,51 +16,70 @@ LENGTHS = [1, 7, 33, 16, 17, 150]
 class Case:
     """Rows of every length with padding between, over pages whose every other value is NaN."""
 
-    def __init__(self, shape, lengths, device, dtype=torch.float32, norm=True) -> None:
+    def __init__(
+        self, shape, lengths, device, dtype=torch.float32, norm=True, value_dim=None, sinks=False,
+        **kind,
+    ) -> None:  # fmt: skip
         heads, kv_heads, dim, page = shape
-        self.heads = Heads(heads, kv_heads, dim, 1e-6, dim**-0.5)
+        value_dim = value_dim or dim
+        self.heads = Heads(heads, kv_heads, dim, value_dim, 1e-6, dim**-0.5, **kind)
         per_slot = max(-(-n // page) for n in lengths)
         used = len(lengths) * per_slot
         self.table = torch.zeros(len(lengths) + 1, per_slot, dtype=torch.int32)
         self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
-        self.kv = torch.full((2, used + 4, page, kv_heads, dim), torch.nan)
+        self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
         for slot, length in enumerate(lengths, start=1):
-            for at in range(length - 1):
-                self.kv[:, self.table[slot, at // page], at % page] = torch.randn(2, kv_heads, dim)
+            low = max(0, length - (self.heads.window or length))
+            for at in range(low, length - 1):
+                seen = torch.randn(kv_heads, dim + value_dim)
+                self.kv[self.table[slot, at // page], at % page] = seen
+            self.table[slot, : low // page] = 0  # nobody's any more
         slots, positions = [0], [0]
         for slot, length in enumerate(lengths, start=1):
             slots += [slot, 0]
             positions += [length - 1, 0]
         rows = len(slots)
         self.tokens = Tokens(*(torch.tensor(v, dtype=torch.int32) for v in (slots, positions)))
-        self.joined = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+        self.joined = torch.randn(rows, sum(self.heads.sizes))
         self.norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if norm else (None, None)
+        self.sinks = torch.randn(heads) * 2 if sinks else None
         angle = torch.rand(rows, 1, dim // 2) * 6
-        self.cos, self.sin = angle.cos(), angle.sin()
+        self.angles = Angles(angle.cos(), angle.sin())
         self.device, self.dtype = device, dtype
 
     def expected(self):
         """In float32, of what the kernel is given -> attention, pages"""
         pages, joined = (t.to(self.dtype).float() for t in (self.kv, self.joined))
-        norms = [None if n is None else n.to(self.dtype).float() for n in self.norms]
+        constants = (*self.norms, self.sinks)
+        constants = [None if c is None else c.to(self.dtype).float() for c in constants]
         out = REFERENCE.attention(
-            joined, *norms, self.cos, self.sin, pages, self.table, self.tokens, self.heads
+            joined, *constants, self.angles, pages, self.table, self.tokens, self.heads
         )
         return out, pages
 
     def run(self, num_layers=1):
         """Of the last of some equal layers, which share one plan."""
         joined = self.joined.to(self.device, self.dtype)
-        norms = [None if n is None else n.to(self.device, self.dtype) for n in self.norms]
+        constants = (*self.norms, self.sinks)
+        constants = [None if c is None else c.to(self.device, self.dtype) for c in constants]
         slots, positions = (t.to(self.device) for t in self.tokens)
         shares = decode.plan(slots, positions, self.heads)
-        cos, sin, table = (t.to(self.device) for t in (self.cos, self.sin, self.table))
+        angles, table = (
+            Angles(*(t.to(self.device) for t in self.angles)),
+            self.table.to(self.device),
+        )
         for _ in range(num_layers):
             pages = self.kv.to(self.device, self.dtype, copy=True)
-            out = decode.attend(joined, *norms, cos, sin, pages, table, shares, self.heads)
+            out = decode.attend(joined, *constants, angles, pages, table, shares, self.heads)
             last = out.to("cpu", torch.float32, copy=True)
             assert shares.done.abs().max() == 0, "a layer leaves its counts to the next"
         return last, pages.cpu().float()
+
+    def check(self, num_layers=1):
+        (out, pages), (expected, expected_pages) = self.run(num_layers), self.expected()
+        assert torch.allclose(out, expected, atol=1e-5)
+        assert out[self.tokens.slots == 0].abs().max() == 0
+        same_pages(pages, expected_pages, 1e-5)
 
 
 def same_pages(got, expected, atol):
@@ -68,18 +87,20 @@ def same_pages(got, expected, atol):
     assert torch.allclose(got.nan_to_num(), expected.nan_to_num(), atol=atol)
 
 
+@pytest.fixture
+def small_grid(monkeypatch):
+    """Of few programs, in which short rows are in several chunks."""
+    monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_reference(device, shape, norm):
-    case = Case(shape, LENGTHS, device, norm=norm)
-    (out, pages), (expected, expected_pages) = case.run(), case.expected()
-    assert torch.allclose(out, expected, atol=1e-5)
-    assert out[case.tokens.slots == 0].abs().max() == 0
-    same_pages(pages, expected_pages, 1e-5)
+def test_equals_the_reference(device, small_grid, shape, norm):
+    Case(shape, LENGTHS, device, norm=norm).check()
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]])
-def test_16_bits(device, half, shape):
+def test_16_bits(device, half, small_grid, shape):
     case = Case(shape, LENGTHS, device, half)
     (out, pages), (expected, expected_pages) = case.run(), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
@@ -88,28 +109,58 @@ def test_16_bits(device, half, shape):
 
 @pytest.mark.parametrize("lengths", [[1], [700], [1, 900], [5] * 40, [300, 1, 1, 1, 1, 1, 1]])
 def test_any_share_of_the_grid(device, lengths):
-    case = Case((4, 2, 16, 16), lengths, device)
-    (out, pages), (expected, expected_pages) = case.run(), case.expected()
-    assert torch.allclose(out, expected, atol=1e-5)
-    same_pages(pages, expected_pages, 1e-5)
+    Case((4, 2, 16, 16), lengths, device).check()
 
 
 def test_every_layer_of_a_step_uses_one_plan(device):
-    case = Case((4, 2, 16, 16), [700, 65, 3], device)
-    (out, pages), (expected, expected_pages) = case.run(num_layers=3), case.expected()
-    assert torch.allclose(out, expected, atol=1e-5)
-    same_pages(pages, expected_pages, 1e-5)
+    Case((4, 2, 16, 16), [700, 65, 3], device).check(num_layers=3)
 
 
-def test_the_plan_covers_every_position_once(device):
-    heads = Heads(8, 4, 16, 1e-6, 1.0)
+@pytest.mark.parametrize("window", [1, 20, 130, 1000])
+def test_a_window_ends_at_the_newest_key(device, small_grid, window):
+    Case((4, 2, 16, 8), LENGTHS, device, window=window).check()
+
+
+@pytest.mark.parametrize("rows", [1, 70, 130])
+def test_a_window_in_every_shape_of_program(device, small_grid, rows):
+    Case((2, 1, 16, 8), [90] + [3] * (rows // 2), device, window=40).check()
+
+
+@pytest.mark.parametrize("window", [None, 1, 90])
+def test_a_sink_takes_its_share_once(device, small_grid, window):
+    """Of rows in one chunk and in several."""
+    Case((6, 2, 16, 8), LENGTHS, device, sinks=True, window=window).check()
+
+
+@pytest.mark.parametrize("kind", [{}, {"sinks": True}, {"window": 40}])
+def test_scores_are_capped(device, small_grid, kind):
+    Case((4, 2, 16, 16), LENGTHS, device, softcap=2.0, **kind).check()
+
+
+@pytest.mark.parametrize("kind", [{}, {"sinks": True, "window": 40, "softcap": 2.0}])
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (16, 40), (192, 128)])
+def test_values_of_another_size(device, small_grid, dim, value_dim, kind):
+    Case((4, 2, dim, 16), [150, 7], device, value_dim=value_dim, **kind).check()
+
+
+def test_16_bits_of_every_kind(device, half, small_grid):
+    kind = {"sinks": True, "window": 100, "softcap": 5.0, "value_dim": 32}
+    case = Case((8, 2, 48, 16), LENGTHS, device, half, **kind)
+    (out, pages), (expected, expected_pages) = case.run(), case.expected()
+    assert (out - expected).norm() / expected.norm() < 1e-2
+    same_pages(pages, expected_pages, 0.1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 600])
+def test_the_plan_covers_every_key_once(device, window):
+    heads = Heads(8, 4, 16, 16, 1e-6, 1.0, window=window)
     for lengths in ([1], [1000], [3, 0, 500, 77, 32, 33], [40] * 200, [8000] + [1] * 63):
         slots = torch.tensor([r + 1 if n else 0 for r, n in enumerate(lengths)], dtype=torch.int32)
         positions = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32)
         shares = decode.plan(slots.to(device), positions.to(device), heads)
         row, slot, begin, end, first, count = (t.tolist() for t in shares[:6])
         assert shares.done.abs().max() == 0
-        covered = [0] * len(lengths)
+        covered = [max(0, n - (window or n)) for n in lengths]
         for i, r in enumerate(row):
             if r < 0:
                 continue
@@ -119,8 +170,8 @@ def test_the_plan_covers_every_position_once(device):
         assert covered == lengths
 
 
-def test_the_same_bits_again(device, half):
-    case = Case((8, 2, 64, 16), [600, 31, 64, 65], device, half)
+def test_the_same_bits_again(device, half, small_grid):
+    case = Case((8, 2, 64, 16), [200, 31, 64, 65], device, half)
     first, _ = case.run()
     for _ in range(3):
         again, _ = case.run()

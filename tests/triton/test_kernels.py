@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.contract import Heads, Normed, Tokens
+from slotzero.kernels.contract import Angles, Heads, Normed, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton.elementwise import applied
 from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -24,37 +25,106 @@ def test_locate(device, rows):
 
 
 @pytest.mark.parametrize("two_speeds", [False, True])
-def test_open(device, two_speeds):
+def test_turn(device, two_speeds):
+    tokens = Tokens(*(torch.tensor(v).int() for v in ([0, 2, 1, 2], [0, 5, 131071, 6])))
+    frequency = torch.rand(4, 6) if two_speeds else 1e6 ** -(torch.arange(6) / 6)
+    expected = REFERENCE.turn(tokens, frequency, 1.25)
+    moved = Tokens(*(t.to(device) for t in tokens))
+    got = TritonKernels().turn(moved, frequency.to(device), 1.25)
+    for one, other in zip(got, expected, strict=True):
+        # angles reach 131071 radians, where float32 itself is off by 0.004
+        assert torch.allclose(one.cpu(), other, atol=1e-5) and one.shape == other.shape
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.8984375])
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_open(device, half, is_half, with_norm, scale):
+    dtype = half if is_half else torch.float32
     tokens = Tokens(*(torch.tensor(v).int() for v in ([0, 2, 1, 2], [0, 5, 131071, 6])))
     table = torch.zeros(3, 131072, dtype=torch.int32)
     table[1, 131071], table[2, 5], table[2, 6] = 7, 3, 9
-    embedding, norm = torch.randn(10, 24), torch.randn(24)
-    frequency = torch.rand(4, 8) if two_speeds else 1e6 ** -(torch.arange(8) / 8)
-    given = (table, embedding, norm, 1e-6, frequency, 1.25)
-    expected = REFERENCE.open(tokens, *given)
+    embedding = torch.randn(10, 24).to(dtype)
+    norm = torch.randn(24).to(dtype) if with_norm else None
+    given = (table, embedding, scale, norm, 1e-6)
+    residual, normed = REFERENCE.open(tokens, *given)
     moved = (t.to(device) if isinstance(t, torch.Tensor) else t for t in given)
-    got = TritonKernels().open(Tokens(*(t.to(device) for t in tokens)), *moved)
-    assert torch.equal(got.residual.cpu(), expected.residual)
-    assert torch.allclose(got.normed.x.cpu(), expected.normed.x, atol=1e-6)
-    # angles reach 131071 radians, where float32 itself is off by 0.004
-    assert torch.allclose(got.cos.cpu(), expected.cos, atol=1e-5)
-    assert torch.allclose(got.sin.cpu(), expected.sin, atol=1e-5)
+    got, got_normed = TritonKernels().open(Tokens(*(t.to(device) for t in tokens)), *moved)
+    assert torch.equal(got.cpu(), residual)
+    assert (got_normed.x is got) == (not with_norm)
+    near = 2 * torch.finfo(dtype).eps
+    got_x = applied(got_normed, 1e-6).cpu()
+    assert torch.allclose(got_x, normed.x, atol=near, rtol=near)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("rows", [3, 70])
-def test_logits_of_slot_0_are_zeros(device, rows):
+def test_logits_of_slot_0_are_zeros(device, rows, softcap):
     x, weight = torch.randn(rows, 32, device=device), torch.randn(50, 32, device=device)
     slots = torch.arange(rows, device=device).int() % 3
     x[slots == 0] = torch.nan
     out = torch.full((rows, 50), torch.nan, device=device)
-    TritonKernels().logits(Normed(x, None), 1e-6, weight, slots, out)
+    TritonKernels().logits(Normed(x, None), 1e-6, weight, slots, softcap, out)
+    expected = x[slots > 0] @ weight.t()
+    if softcap is not None:
+        expected = softcap * (expected / softcap).tanh()
     assert out[slots == 0].abs().max() == 0
-    assert torch.allclose(out[slots > 0], x[slots > 0] @ weight.t(), atol=1e-4)
+    assert torch.allclose(out[slots > 0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [5, 70])
+@pytest.mark.parametrize("with_after", [True, False])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_products_are_added_and_normed(device, rows, with_after, with_norm):
+    x, weight = torch.randn(rows, 48, device=device), torch.randn(24, 48, device=device)
+    bias, after, norm = torch.randn(3, 24, device=device)
+    after, norm = after if with_after else None, norm if with_norm else None
+    before = torch.randn(rows, 24, device=device)
+    for kernels_add, reference_add, given in (
+        (TritonKernels().linear_add_norm, REFERENCE.linear_add_norm, (x, weight, bias)),
+        (TritonKernels().add_norm, REFERENCE.add_norm, (x[:, :24].contiguous(),)),
+    ):
+        want, want_normed = reference_add(*given, before, after, norm, 1e-6)
+        got, normed = kernels_add(*given, before.clone(), after, norm, 1e-6)
+        assert torch.allclose(got, want, atol=1e-4)
+        assert torch.allclose(applied(normed, 1e-6), want_normed.x, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_norms_over_all_heads(device, is_decode):
+    """Of a joined row that is a part of something wider, and which nobody writes to."""
+    heads = Heads(6, 2, 16, 24, 1e-6, 0.25, norms_whole=True)
+    q_size, k_size, _ = heads.sizes
+    slots, positions = ([1, 0, 2], [2, 0, 0]) if is_decode else ([1, 1, 1, 0], [0, 1, 2, 0])
+    tokens = Tokens(*(torch.tensor(v, device=device).int() for v in (slots, positions)))
+    wide = torch.randn(len(slots), sum(heads.sizes) + 8, device=device)
+    joined, kept = wide[:, :-8], wide.clone()
+    norms = [torch.rand(size, device=device) + 0.5 for size in (q_size, k_size)]
+    angles = Angles(*torch.rand(2, len(slots), 1, 8, device=device))
+    table = torch.tensor([[0, 0], [2, 1], [3, 0]], device=device).int()
+    pages = torch.randn(4, 2, 2, 40, device=device)
+    rows = None
+    if not is_decode:
+        rows = Rows(*(torch.tensor(v, device=device).int() for v in ([1], [0], [3], [3])))
+    outs = []
+    for kernels in (TritonKernels(), REFERENCE):
+        stored = pages.clone()
+        plan = kernels.plan(tokens, rows, heads)
+        out = kernels.attention(joined, *norms, None, angles, stored, table, plan, heads)
+        outs.append((out, stored))
+    for got, want in zip(*outs, strict=True):
+        assert torch.allclose(got, want, atol=1e-5)
+    assert torch.equal(wide, kept)
 
 
 def test_a_head_that_no_kernel_holds_is_refused():
     kernels = TritonKernels()
-    kernels.refuse(Heads(8, 1, 256, 1e-6, 1.0))
-    for heads in (Heads(8, 1, 320, 1e-6, 1.0), Heads(256, 1, 64, 1e-6, 1.0)):
-        with pytest.raises(UnsupportedModelError, match="--backend cpu"):
+    kernels.refuse(Heads(8, 1, 256, 256, 1e-6, 1.0))
+    kernels.refuse(Heads(128, 128, 192, 128, 1e-6, 1.0))
+    for heads, name in (
+        (Heads(8, 1, 320, 256, 1e-6, 1.0), "head_dim: 320"),
+        (Heads(8, 1, 256, 512, 1e-6, 1.0), "value_dim: 512"),
+        (Heads(256, 1, 64, 64, 1e-6, 1.0), "query heads for each KV head: 256"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
             kernels.refuse(heads)

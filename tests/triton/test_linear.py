@@ -1,17 +1,21 @@
 """Products over few rows against plain torch: every tile, with norm, gate, bias and residual."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from slotzero.kernels import composed
 from slotzero.kernels.contract import Normed
-from slotzero.kernels.triton.elementwise import add_norm, applied, gated
+from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.linear import linear, linear_add
 from slotzero.kernels.triton.tiles import padded_rows, tiles_for
 
-SHAPES = [(48, 256), (50, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
+SHAPES = [(32, 256), (26, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 2, 11, 20, 64]
 EPS = 1e-3
+ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
 
 def made(rows, out, inner, device, half):
@@ -42,20 +46,32 @@ def test_linear_after_a_late_norm(device, half, rows, shape):
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
     for tile in tiles_for(rows, adds=False):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
-        linear(late(x, norm, 5), EPS, weight, bias, out, tile, gated=False)
+        linear(late(x, norm, 5), EPS, weight, bias, out, tile)
         assert close(out, expected), tile
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated(device, half, rows, shape):
+    check_gated(device, half, rows, shape, "silu", tiles_for(rows, adds=False))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("rows", [1, 11, 64])
+def test_other_activations(device, half, rows, activation):
+    tiles = tiles_for(rows, adds=False)
+    check_gated(device, half, rows, SHAPES[1], activation, {tiles[0], tiles[-1]})
+
+
+def check_gated(device, half, rows, shape, activation, tiles) -> None:
+    """Of gates and values that are large enough for a clamp"""
     x, weight, bias, norm = made(rows, *shape, device, half)
     size = shape[0] // 2
     joined = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    expected = F.silu(joined[:, :size]) * joined[:, size:]
-    for tile in tiles_for(rows, adds=False):
+    expected = composed.gated(joined, activation)
+    for tile in tiles:
         out = torch.full((rows, size), torch.nan, device=device).to(half)
-        linear(late(x, norm, 1), EPS, weight, bias, out, tile, gated=True)
+        linear(late(x, norm, 1), EPS, weight, bias, out, tile, activation=activation)
         assert close(out, expected), tile
 
 
@@ -81,7 +97,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(16, 48, device=device).to(half)
-            linear(late(rows, norm, 3), EPS, weight, None, out, tile, gated=False)
+            linear(late(rows, norm, 3), EPS, weight, None, out, tile)
             outs.append(out[others])
         assert torch.equal(*outs), tile
 
@@ -91,15 +107,54 @@ def test_rows_are_padded_to_few_sizes():
 
 
 @pytest.mark.parametrize("size", [6, 576, 1024])
-def test_norm_and_gate_beside_a_product(device, size):
+def test_norms_beside_a_product(device, size):
     before, delta = torch.randn(2, 5, size, device=device)
-    weight = torch.randn(size, device=device)
-    for is_late in (True, False):
+    weight, after = torch.randn(2, size, device=device)
+    for is_late, change_norm in itertools.product((True, False), (None, after)):
         residual = before.clone()
-        after = add_norm(residual, delta, weight, EPS, late=is_late)
-        assert torch.equal(residual, before + delta)
-        assert (after.squares is not None) == is_late
-        assert torch.allclose(applied(after, EPS), normed(residual, weight), atol=1e-5)
-    joined = torch.randn(3, 2 * size, device=device)
-    expected = F.silu(joined[:, :size]) * joined[:, size:]
-    assert torch.allclose(gated(joined), expected, atol=1e-5)
+        made = add_norm(residual, delta, change_norm, weight, EPS, late=is_late)
+        change = delta if change_norm is None else normed(delta, after)
+        assert torch.allclose(residual, before + change, atol=1e-5)
+        assert (made.squares is not None) == is_late
+        assert torch.allclose(applied(made, EPS), normed(residual, weight), atol=1e-5)
+
+
+@pytest.mark.parametrize("change_norm", [True, False])
+def test_without_a_norm_the_residual_is_what_follows(device, change_norm):
+    before, delta = torch.randn(2, 5, 72, device=device)
+    after = torch.randn(72, device=device) if change_norm else None
+    residual = before.clone()
+    made = add_norm(residual, delta, after, None, EPS, late=True)
+    assert made.x is residual and made.squares is None
+    change = delta if after is None else normed(delta, after)
+    assert torch.allclose(residual, before + change, atol=1e-5)
+
+
+def test_an_added_norm_is_rounded_where_the_model_rounds(device, half):
+    before, delta = torch.randn(2, 5, 72, device=device).to(half)
+    after, norm = torch.randn(2, 72, device=device).to(half)
+    expected = before + composed.rms_norm(delta, after, EPS)
+    made = add_norm(before, delta, after, norm, EPS, late=False)
+    assert torch.equal(before, expected)
+    assert torch.equal(made.x, composed.rms_norm(expected, norm, EPS))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("size", [6, 1030])
+def test_a_gate_beside_a_product(device, half, size, activation):
+    joined = torch.randn(3, 2 * size, device=device) * 6
+    joined[0, 0], joined[1, size] = torch.nan, torch.nan
+    expected = composed.gated(joined, activation)
+    assert torch.allclose(gated(joined, activation), expected, atol=1e-5, equal_nan=True)
+    joined = joined[2:].to(half)
+    assert close(gated(joined, activation), composed.gated(joined.float(), activation))
+
+
+@pytest.mark.parametrize("size", [6, 5000])
+def test_a_cap_in_place(device, size):
+    x = torch.randn(3, size, device=device) * 50
+    x[0, :5] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+    expected = 30 * (x / 30).tanh()
+    cap(x, 30.0)
+    assert torch.allclose(x, expected, atol=1e-5, equal_nan=True)
+    assert (x[0, :2] == 0).all()

@@ -6,6 +6,7 @@ from shapes import SHAPES as ODD
 from torch import Tensor
 
 from slotzero.kernels.composed import rms_norm, rotate
+from slotzero.kernels.contract import Angles, Heads
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import prefill
 from slotzero.kernels.triton.launch import INTERPRETED
@@ -20,6 +21,7 @@ BFLOAT16 = pytest.param(
     marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies its bits as integers"),
 )
 ROWS = [(0, 70), (31, 2), (32, 1), (0, 1), (63, 5), (17, 33), (127, 3), (0, 3), (130, 1)]
+FEW_ROWS = [(0, 40), (31, 2), (63, 5), (127, 3), (130, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +42,27 @@ class Step:
     Kept on the CPU, in float32, of values that `dtype` holds exactly.
     """
 
-    def __init__(self, shape, rows, dtype=torch.float32, norm=True, pad_tokens=7, pad_rows=3):
+    def __init__(
+        self, shape, rows, dtype=torch.float32, norm=True, pad_tokens=7, pad_rows=3,
+        value_dim=None, sinks=False, **kind,
+    ):  # fmt: skip
         torch.manual_seed(0)
-        self.shape, self.rows, self.dtype = shape, rows, dtype
+        self.rows, self.dtype = rows, dtype
         heads, kv_heads, dim, page = shape
+        value_dim = value_dim or dim
+        self.heads = Heads(heads, kv_heads, dim, value_dim, EPS, dim**-0.5, **kind)
         per_slot = max(-(-(start + count) // page) for start, count in rows) + 1
         used = len(rows) * per_slot
         self.table = torch.zeros(len(rows) + 1, per_slot, dtype=torch.int32)
         self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
-        self.kv = torch.full((2, used + 4, page, kv_heads, dim), torch.nan)
+        self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
         for slot, (start, count) in enumerate(rows, start=1):
             self.table[slot, -(-(start + count) // page) :] = 2**30  # a trap
-            at = torch.arange(start)
+            low = max(0, start + 1 - (self.heads.window or start + 1))
+            at = torch.arange(low, start)
             pages = self.table[slot, at // page]
-            self.kv[:, pages, at % page] = self.exact(torch.randn(2, start, kv_heads, dim))
+            self.kv[pages, at % page] = self.exact(torch.randn(len(at), *self.kv.shape[2:]))
+            self.table[slot, : low // page] = 0  # nobody's any more
 
         ints = {"dtype": torch.int32}
         self.counts = torch.tensor([count for _, count in rows] + [0] * pad_rows, **ints)
@@ -68,30 +77,33 @@ class Step:
         offset = torch.arange(self.real) - (self.ends - self.counts).repeat_interleave(self.counts)
         self.positions[: self.real] = self.starts.repeat_interleave(self.counts) + offset
 
-        self.joined = torch.full((self.num_tokens, (heads + 2 * kv_heads) * dim), torch.nan)
+        self.joined = torch.full((self.num_tokens, sum(self.heads.sizes)), torch.nan)
         self.joined[: self.real] = self.exact(torch.randn(self.real, self.joined.shape[1]))
         angle = self.positions[:, None, None] * 10000 ** -(torch.arange(dim // 2) / (dim // 2))
-        self.cos, self.sin = angle.cos(), angle.sin()
-        self.cos[self.real :], self.sin[self.real :] = torch.nan, torch.nan
+        self.angles = Angles(angle.cos(), angle.sin())
+        for part in self.angles:
+            part[self.real :] = torch.nan
         self.q_norm, self.k_norm = self.exact(torch.randn(2, dim)) if norm else (None, None)
+        self.sinks = self.exact(torch.randn(heads) * 2) if sinks else None
 
     def exact(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).float()
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """-> q and the pages, by the reference in `dtype`"""
-        heads, kv_heads, dim, _ = self.shape
-        joined = self.joined[: self.real].to(self.dtype).view(self.real, -1, dim)
-        q, k, v = joined.split([heads, kv_heads, kv_heads], dim=1)
+        joined = self.joined[: self.real].to(self.dtype)
+        q, k, v = joined.split(self.heads.sizes, dim=1)
+        q, k = (part.reshape(self.real, -1, self.heads.head_dim) for part in (q, k))
+        v = v.reshape(self.real, -1, self.heads.value_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm.to(self.dtype), EPS)
             k = rms_norm(k, self.k_norm.to(self.dtype), EPS)
-        cos, sin = self.cos[: self.real], self.sin[: self.real]
+        angles = [part[: self.real] for part in self.angles]
         kv = self.kv.to(self.dtype)
         slots, positions = self.token_slots[: self.real], self.positions[: self.real]
-        REFERENCE.store_kv(rotate(k, cos, sin), v, kv, self.table, slots, positions)
-        padding = q.new_full((self.num_tokens - self.real, heads, dim), torch.nan)
-        return torch.cat((rotate(q, cos, sin), padding)), kv
+        REFERENCE.store_kv(rotate(k, *angles), v, kv, self.table, slots, positions)
+        padding = q.new_full((self.num_tokens - self.real, *q.shape[1:]), torch.nan)
+        return torch.cat((rotate(q, *angles), padding)), kv
 
     def rope_store(self, device) -> tuple[Tensor, Tensor]:
         """-> q and the pages, by the kernel; joined is a part of something wider"""
@@ -103,9 +115,9 @@ class Step:
             None if w is None else w.to(device, self.dtype) for w in (self.q_norm, self.k_norm)
         ]
         q = prefill.rope_store(
-            joined, *norms, EPS, self.cos.to(device), self.sin.to(device), kv,
+            joined, *norms, Angles(*(part.to(device) for part in self.angles)), kv,
             self.table.to(device), self.token_slots.to(device), self.positions.to(device),
-            *self.shape[:3],
+            self.heads,
         )  # fmt: skip
         return q, kv
 
@@ -115,27 +127,44 @@ class Step:
         return blocks
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
-        blocks = self.plan(q.device, self.shape[0] // self.shape[1])
-        return prefill.attend(q, kv, self.table.to(q.device), blocks, self.shape[2] ** -0.5)
+        blocks = self.plan(q.device, self.heads.num_heads // self.heads.num_kv_heads)
+        sinks = None if self.sinks is None else self.sinks.to(q.device, q.dtype)
+        return prefill.attend(q, sinks, kv, self.table.to(q.device), blocks, self.heads)
 
     def attend_slowly(self, q: Tensor, kv: Tensor) -> Tensor:
         """In float32, of the real tokens"""
         slots, positions = self.token_slots[: self.real], self.positions[: self.real]
         q, kv = q[: self.real].float(), kv.float()
-        return REFERENCE.attend(q, kv, self.table, slots, positions, self.shape[2] ** -0.5)
+        return REFERENCE.attend(q, self.sinks, kv, self.table, slots, positions, self.heads)
+
+    def check(self, device, noise: float) -> None:
+        q, kv = self.expected()
+        got = self.attend(q.to(device), kv.to(device)).float().cpu()
+        near = {"atol": noise, "rtol": noise}
+        assert torch.allclose(got[: self.real], self.attend_slowly(q, kv), **near)
+        assert got[self.real :].abs().max() == 0
 
 
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_tokens_are_normed_rotated_and_stored(device, shape, norm):
-    step = Step(shape, [(0, 3), (14, 5), (9, 1)], norm=norm)
-    step.kv[:, 0] = 0
+@pytest.mark.parametrize(
+    ("shape", "value_dim"),
+    [
+        *((s, s[2]) for s in SHAPES),
+        ((4, 2, 48, 16), 32),
+        ((3, 3, 6, 4), 17),
+        ((9, 1, 192, 16), 128),
+    ],
+)
+def test_tokens_are_normed_rotated_and_stored(device, shape, value_dim, norm):
+    step = Step(shape, [(0, 3), (14, 5), (9, 1)], norm=norm, value_dim=value_dim)
+    step.kv[0] = 0
     want_q, want_kv = step.expected()
     q, kv = step.rope_store(device)
     assert torch.allclose(q.cpu(), want_q, atol=2e-6, equal_nan=True)
-    assert torch.allclose(kv[0].cpu(), want_kv[0], atol=2e-6, equal_nan=True)
-    assert torch.equal(kv[1].cpu().nan_to_num(nan=-1e9), want_kv[1].nan_to_num(nan=-1e9))
-    assert (kv[:, 0] == 0).all(), "page 0 was written"
+    got, want = (pages.split((shape[2], value_dim), -1) for pages in (kv.cpu(), want_kv))
+    assert torch.allclose(got[0], want[0], atol=2e-6, equal_nan=True)
+    assert torch.equal(got[1].nan_to_num(nan=-1e9), want[1].nan_to_num(nan=-1e9))
+    assert (kv[0] == 0).all(), "page 0 was written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
@@ -185,33 +214,52 @@ def test_plan_covers_every_token_once_longest_first(device, group):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_of_ragged_rows(device, shape):
-    step = Step(shape, ROWS)
-    q, kv = step.expected()
-    got = step.attend(q.to(device), kv.to(device)).cpu()
-    assert torch.allclose(got[: step.real], step.attend_slowly(q, kv), atol=5e-6)
-    assert got[step.real :].abs().max() == 0
+    Step(shape, ROWS).check(device, 5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_in_16_bits(device, shape, dtype):
-    step = Step(shape, [*ROWS, (250, 10)], dtype)
-    q, kv = step.expected()
-    got = step.attend(q.to(device), kv.to(device)).float().cpu()
     noise = torch.finfo(dtype).eps  # half of it for the weights, half for the result
-    assert torch.allclose(got[: step.real], step.attend_slowly(q, kv), atol=noise, rtol=noise)
-    assert got[step.real :].abs().max() == 0
+    Step(shape, [*ROWS, (250, 10)], dtype).check(device, noise)
 
 
+@pytest.mark.parametrize("window", [1, 9, 40, 70, 1000])
+def test_a_window_ends_at_each_token(device, window):
+    """Smaller and larger than a tile of keys, a page and all contexts."""
+    Step((3, 1, 16, 16), FEW_ROWS, window=window).check(device, 5e-6)
+    Step((2, 2, 16, 24), [(100, 70)], torch.float16, window=window).check(device, 1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+def test_a_sink_takes_its_share(device, window):
+    Step((6, 2, 16, 16), FEW_ROWS, sinks=True, window=window).check(device, 5e-6)
+
+
+@pytest.mark.parametrize("kind", [{}, {"sinks": True}, {"window": 40}])
+def test_scores_are_capped(device, kind):
+    Step((4, 2, 16, 16), FEW_ROWS, softcap=2.0, **kind).check(device, 5e-6)
+
+
+@pytest.mark.parametrize("kind", [{}, {"sinks": True, "window": 40, "softcap": 2.0}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
-def test_a_token_is_the_same_bits_however_its_prompt_is_cut(device, dtype):
-    shape = (8, 2, 64, 16)
-    whole = Step(shape, [(0, 100), (3, 40)], dtype, pad_tokens=0, pad_rows=0)
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (16, 40), (192, 128)])
+def test_values_of_another_size(device, dim, value_dim, dtype, kind):
+    noise = 5e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
+    rows = [(0, 20), (31, 2), (70, 9)]
+    Step((2, 1, dim, 16), rows, dtype, value_dim=value_dim, **kind).check(device, noise)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 9}, {"window": 40, "sinks": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+def test_a_token_is_the_same_bits_however_its_prompt_is_cut(device, dtype, kind):
+    shape = (4, 1, 64, 16)
+    whole = Step(shape, [(0, 100), (3, 40)], dtype, pad_tokens=0, pad_rows=0, **kind)
     q, kv = (x.to(device) for x in whole.expected())
     together = whole.attend(q, kv)
     for start, count in [(0, 1), (0, 33), (33, 31), (64, 36), (99, 1)]:
-        part = Step(shape, [(start, count)], dtype)
-        part.table = whole.table
+        part = Step(shape, [(start, count)], dtype, **kind)
+        part.table, part.sinks = whole.table, whole.sinks
         mine = torch.full((part.num_tokens, *q.shape[1:]), torch.nan, dtype=dtype, device=device)
         mine[:count] = q[start : start + count]
         assert torch.equal(part.attend(mine, kv)[:count], together[start : start + count])

@@ -1,8 +1,9 @@
 // Paged attention and the KV store of the CPU, float32.
 //
-// A token is (slot, position). It reads positions [0, position] of its slot through the page table
-// and nothing else; a token of slot 0 writes no KV and gets zeros. Each token's arithmetic is the
-// same whether it comes alone (decode) or beside others of its prompt (prefill).
+// A token is (slot, position). It reads positions (position - window, position] of its slot through
+// the page table and nothing else; a token of slot 0 writes no KV and gets zeros. Keys come in
+// blocks that begin at multiples of a constant, so each token's arithmetic is the same whether it
+// comes alone (decode) or beside others of its prompt (prefill).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <vector>
 
 #include "simd.h"
@@ -59,36 +61,48 @@ void scale(float* y, float a, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] *= a;
 }
 
+struct Shape {
+  int64_t head_dim, value_dim;
+  int64_t stride;  // from a key to the next one of its head
+  float scale, softcap;  // softcap 0: none
+};
+
 // One head of one token: running maximum, sum and weighted values of a softmax.
 struct Query {
   const float* q;
   float* out;
-  int32_t position;
+  int32_t begin, end;  // it sees positions [begin, end)
   float max, sum;
 };
 
-// Scores keys [first, first + count) of one page and folds them into the query's softmax.
-void fold(Query& query, const float* keys, const float* values, int32_t first, int count,
-          int64_t stride, int64_t head_dim, float softmax_scale) {
-  count = std::min<int>(count, query.position + 1 - first);
+// Folds positions [first, first + count) into the query's softmax, as far as it sees them. `kv` is
+// the key of the first; its value comes after it.
+void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
+  const int unseen = std::max(0, query.begin - first);
+  count = std::min<int>(count, query.end - first) - unseen;
   if (count <= 0) return;
+  const int64_t stride = shape.stride, head_dim = shape.head_dim, value_dim = shape.value_dim;
+  const float *keys = kv + unseen * stride, *values = keys + head_dim;
   float score[KEYS], max = query.max;
   int j = 0;
   for (; j + UNIT <= count; j += UNIT)
     dots<UNIT>(query.q, keys + j * stride, stride, head_dim, score + j);
   for (; j < count; ++j) dots<1>(query.q, keys + j * stride, stride, head_dim, score + j);
-  for (j = 0; j < count; ++j) max = std::max(max, score[j] *= softmax_scale);
+  for (j = 0; j < count; ++j) score[j] *= shape.scale;
+  if (shape.softcap != 0)
+    for (j = 0; j < count; ++j) score[j] = shape.softcap * std::tanh(score[j] / shape.softcap);
+  for (j = 0; j < count; ++j) max = std::max(max, score[j]);
   if (max > query.max) {
     const float shrink = std::exp(query.max - max);
     query.sum *= shrink;
-    scale(query.out, shrink, head_dim);
+    scale(query.out, shrink, value_dim);
     query.max = max;
   }
   for (j = 0; j < count; ++j) query.sum += score[j] = std::exp(score[j] - query.max);
   for (j = 0; j + UNIT <= count; j += UNIT)
-    add_weighted<UNIT>(query.out, score + j, values + j * stride, stride, head_dim);
+    add_weighted<UNIT>(query.out, score + j, values + j * stride, stride, value_dim);
   for (; j < count; ++j)
-    add_weighted<1>(query.out, score + j, values + j * stride, stride, head_dim);
+    add_weighted<1>(query.out, score + j, values + j * stride, stride, value_dim);
 }
 
 // Runs of neighbouring tokens of one slot: [begin, end) in the token batch.
@@ -107,15 +121,26 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
   return runs;
 }
 
-// q [T, heads, D]; kv_pages [2, pages, page, kv_heads, D]; page_table [slots + 1, width]
-void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions,
-            double softmax_scale, Tensor out) {
-  STD_TORCH_CHECK(q.is_contiguous() && out.is_contiguous() && page_table.is_contiguous(),
-                  "attend: q, out and page_table must be contiguous");
-  const int64_t heads = q.size(1), head_dim = q.size(2);
-  const int64_t page = kv_pages.size(2), kv_heads = kv_pages.size(3);
-  const int64_t stride = kv_heads * head_dim, width = page_table.size(1);
-  const float *qp = floats(q), *kp = floats(kv_pages), *vp = kp + kv_pages.stride(0);
+// q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, D + V]; page_table
+// [slots + 1, width]; out [T, heads, V]
+void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
+            Tensor positions, double softmax_scale, std::optional<int64_t> window,
+            std::optional<double> softcap, Tensor out) {
+  STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
+                      out.is_contiguous() && (!sinks || sinks->is_contiguous()),
+                  "attend: q, sinks, kv_pages, page_table and out must be contiguous");
+  const int64_t heads = q.size(1), head_dim = q.size(2), value_dim = out.size(2);
+  const int64_t page = kv_pages.size(1), kv_heads = kv_pages.size(2), pair = kv_pages.size(3);
+  STD_TORCH_CHECK(pair == head_dim + value_dim && heads % kv_heads == 0,
+                  "attend: kv_pages do not fit q and out");
+  STD_TORCH_CHECK(!sinks || sinks->size(0) == heads, "attend: sinks must have one of each head");
+  STD_TORCH_CHECK(!window || *window > 0, "attend: a window must have a key");
+  const Shape shape{head_dim, value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
+                    static_cast<float>(softcap.value_or(0))};
+  constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
+  const auto seen = static_cast<int32_t>(std::min<int64_t>(window.value_or(ALL), ALL));
+  const int64_t width = page_table.size(1);
+  const float *qp = floats(q), *kvp = floats(kv_pages), *sp = sinks ? floats(*sinks) : nullptr;
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
@@ -123,7 +148,8 @@ void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor p
   const int64_t group = heads / kv_heads;  // query heads that share a KV head
   const int64_t items = static_cast<int64_t>(runs.size()) * kv_heads;
   int64_t work = 0;
-  for (int64_t t = 0; t < q.size(0); ++t) work += (position_of[t] + 1) * heads * head_dim;
+  for (int64_t t = 0; t < q.size(0); ++t)
+    work += std::min(position_of[t] + 1, seen) * heads * head_dim;
 #pragma omp parallel for schedule(dynamic, 1) if (work > WORTH_THREADS)
   for (int64_t item = 0; item < items; ++item) {
     const Run run = runs[item / kv_heads];
@@ -131,42 +157,49 @@ void attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor p
     const int32_t slot = slot_of[run.begin];
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
-    int32_t last = -1;
+    int32_t first = ALL, last = 0;
     for (int64_t t = run.begin; t < run.end; ++t) {
-      const int32_t position = slot ? position_of[t] : -1;
-      last = std::max(last, position);
-      for (int64_t g = 0; g < group; ++g) {
-        const int64_t at = (t * heads + kv_head * group + g) * head_dim;
-        queries.push_back({qp + at, op + at, position, -std::numeric_limits<float>::infinity(), 0});
-        std::fill_n(op + at, head_dim, 0.0f);
+      const int32_t end = slot ? position_of[t] + 1 : 0, begin = std::max(0, end - seen);
+      first = std::min(first, begin);
+      last = std::max(last, end);
+      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        // A sink is a score of which the sum begins with 1; without, that 1 is shrunk to nothing.
+        const float sink = sp ? sp[head] : -std::numeric_limits<float>::infinity();
+        float* sums = op + (t * heads + head) * value_dim;
+        queries.push_back({qp + (t * heads + head) * head_dim, sums, begin, end, sink, 1});
+        std::fill_n(sums, value_dim, 0.0f);
       }
     }
-    for (int32_t first = 0; first <= last; first += block) {
+    for (first -= first % block; first < last; first += block) {
       const int64_t page_id = table[slot * width + first / page];
-      const int64_t at = (page_id * page + first % page) * stride + kv_head * head_dim;
-      for (Query& query : queries)
-        fold(query, kp + at, vp + at, first, block, stride, head_dim, softmax_scale);
+      const float* kv = kvp + ((page_id * page + first % page) * kv_heads + kv_head) * pair;
+      for (Query& query : queries) fold(query, kv, first, block, shape);
     }
-    for (Query& query : queries)
-      if (query.position >= 0) scale(query.out, 1.0f / query.sum, head_dim);
+    for (Query& query : queries) scale(query.out, 1.0f / query.sum, value_dim);
   }
 }
 
-// k, v [T, kv_heads, D] go to position `positions[t]` of slot `slots[t]`; slot 0 is dropped.
+// k [T, kv_heads, D] and v [T, kv_heads, V] go side by side to position `positions[t]` of slot
+// `slots[t]`; slot 0 is dropped.
 void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slots,
               Tensor positions) {
-  STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && page_table.is_contiguous(),
-                  "store_kv: k, v and page_table must be contiguous");
-  const int64_t page = kv_pages.size(2), row = k.size(1) * k.size(2), width = page_table.size(1);
+  STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && kv_pages.is_contiguous() &&
+                      page_table.is_contiguous(),
+                  "store_kv: k, v, kv_pages and page_table must be contiguous");
+  const int64_t kv_heads = k.size(1), head_dim = k.size(2), value_dim = v.size(2);
+  const int64_t page = kv_pages.size(1), pair = head_dim + value_dim, width = page_table.size(1);
+  STD_TORCH_CHECK(kv_pages.size(2) == kv_heads && kv_pages.size(3) == pair,
+                  "store_kv: kv_pages do not fit k and v");
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
-  auto* kp = static_cast<float*>(kv_pages.data_ptr());
-  auto* vp = kp + kv_pages.stride(0);
+  auto* kvp = static_cast<float*>(kv_pages.data_ptr());
   for (int64_t t = 0; t < k.size(0); ++t) {
     if (slot_of[t] == 0) continue;
     const int64_t page_id = table[slot_of[t] * width + position_of[t] / page];
-    const int64_t at = (page_id * page + position_of[t] % page) * row;
-    std::copy_n(floats(k) + t * row, row, kp + at);
-    std::copy_n(floats(v) + t * row, row, vp + at);
+    float* to = kvp + (page_id * page + position_of[t] % page) * kv_heads * pair;
+    for (int64_t head = 0; head < kv_heads; ++head, to += pair) {
+      std::copy_n(floats(k) + (t * kv_heads + head) * head_dim, head_dim, to);
+      std::copy_n(floats(v) + (t * kv_heads + head) * value_dim, value_dim, to + head_dim);
+    }
   }
 }
 
@@ -174,8 +207,8 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
-      "attend(Tensor q, Tensor kv_pages, Tensor page_table, Tensor slots, Tensor positions, "
-      "float scale, Tensor(a!) out) -> ()");
+      "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor slots, "
+      "Tensor positions, float scale, int? window, float? softcap, Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "
       "Tensor positions) -> ()");

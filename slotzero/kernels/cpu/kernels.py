@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
+from slotzero.kernels.contract import Heads
 from slotzero.kernels.cpu import build
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -37,6 +38,13 @@ class CpuKernels(ComposedKernels):
         torch.ops.slotzero.linear.default(x, weight, bias, out)
         return out
 
+    def grouped_product(
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, which: Tensor, out_features: int
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0], out_features)
+        torch.ops.slotzero.grouped.default(x, weights, biases, which, out)
+        return out
+
     def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
         return weight[tokens // FEATURES, :, tokens % FEATURES]
 
@@ -54,14 +62,18 @@ class CpuKernels(ComposedKernels):
     def attend(
         self,
         q: Tensor,
+        sinks: Tensor | None,
         kv_pages: Tensor,
         page_table: Tensor,
         slots: Tensor,
         positions: Tensor,
-        scale: float,
+        heads: Heads,
     ) -> Tensor:
-        out = torch.empty_like(q)
-        torch.ops.slotzero.attend.default(q, kv_pages, page_table, slots, positions, scale, out)
+        out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
+        torch.ops.slotzero.attend.default(
+            q, sinks, kv_pages, page_table, slots, positions,
+            heads.scale, heads.window, heads.softcap, out,
+        )  # fmt: skip
         return out
 
     def sample(
@@ -78,5 +90,5 @@ class CpuKernels(ComposedKernels):
 @functools.cache
 def _register_shapes() -> None:
     """Every op writes into tensors that it is given, so the compiler has no shape to infer."""
-    for name in ("linear", "store_kv", "attend", "sample"):
+    for name in ("linear", "grouped", "store_kv", "attend", "sample"):
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)

@@ -1,9 +1,10 @@
 """Paged attention of a decode step: one token a row, each with its own length.
 
 The grid of a size is fixed; how it is shared out is derived in the graph, once a step, by `plan`.
-A row's context is cut into chunks of one common size, chosen so that all chunks fit the grid, and
-one program takes one chunk of one KV head. Whoever finishes a row last merges its chunks, in order,
-so the result does not depend on who that was.
+The keys that a row sees, all of its context or the window at its end, are cut into chunks of one
+common size, chosen so that all chunks fit the grid, and one program takes one chunk of one KV head.
+Whoever finishes a row last merges its chunks, in order, so the result does not depend on who that
+was. A sink is counted by the program with the newest position alone.
 
 The same program norms and rotates its query heads, and the one with the newest position its key,
 which it stores with the value and attends to without reading them back. Rows of slot 0 store
@@ -18,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Heads
+from slotzero.kernels.contract import Angles, Heads
+from slotzero.kernels.triton.activation import LOG2E, tanh
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Shares(NamedTuple):
@@ -34,7 +34,7 @@ class Shares(NamedTuple):
     first: Tensor  # the first chunk of its row
     num: Tensor  # chunks of its row
     done: Tensor  # [rows, kv_heads] programs that finished; 0 between layers
-    partial: Tensor  # [num_chunks, heads, head_dim] float32
+    partial: Tensor  # [num_chunks, heads, value_dim] float32
     peak: Tensor  # [num_chunks, heads] float32
     total: Tensor
 
@@ -42,24 +42,28 @@ class Shares(NamedTuple):
 @triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
 def _plan_kernel(
     slots, positions, rows, row_of, slot_of, begin_of, end_of, first_of, count_of, done, num_done,
-    num_chunks, spare, smallest, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    num_chunks, spare, smallest, WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Never launched to overlap: what follows it may read the plan at once."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
     length = tl.where(slot > 0, position + 1, 0)
-    share = tl.cdiv(tl.sum(length.to(tl.int64), axis=0), spare).to(tl.int32)
+    low = tl.zeros_like(length)  # the first key that the row sees
+    if WINDOW is not None:
+        low = tl.maximum(length - WINDOW, 0)
+    seen = length - low
+    share = tl.cdiv(tl.sum(seen.to(tl.int64), axis=0), spare).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
-    count = tl.where(r < rows, tl.maximum(tl.cdiv(length, chunk), 1), 0)
+    count = tl.where(r < rows, tl.maximum(tl.cdiv(seen, chunk), 1), 0)
     last = tl.cumsum(count, axis=0)
     first = last - count
     for i in range(tl.max(count, axis=0)):
         mine = i < count
         tl.store(row_of + first + i, r, mask=mine)
         tl.store(slot_of + first + i, slot, mask=mine)
-        tl.store(begin_of + first + i, i * chunk, mask=mine)
-        tl.store(end_of + first + i, tl.minimum((i + 1) * chunk, length), mask=mine)
+        tl.store(begin_of + first + i, low + i * chunk, mask=mine)
+        tl.store(end_of + first + i, tl.minimum(low + (i + 1) * chunk, length), mask=mine)
         tl.store(first_of + first + i, first, mask=mine)
         tl.store(count_of + first + i, count, mask=mine)
     used = tl.sum(count, axis=0)
@@ -100,26 +104,34 @@ def _load_table(table, key, end, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_pages(
-    k_pages, v_pages, page, kv_head, key, end, half, dim,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    kv_pages, v_pages, page, kv_head, key, end, half, dim,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros from `end` on."""
     known = key < end
-    at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * DIM
-    key_at = k_pages + at[None, :] + half[:, None]
+    at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
+    key_at = kv_pages + at[None, :] + half[:, None]
     present = known[None, :] & (half < DIM // 2)[:, None]
     a = tl.load(key_at, mask=present, other=0.0)
     b = tl.load(key_at + DIM // 2, mask=present, other=0.0)
     value_at = v_pages + at[:, None] + dim[None, :]
-    v = tl.load(value_at, mask=known[:, None] & (dim < DIM)[None, :], other=0.0)
+    v = tl.load(value_at, mask=known[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
     return a, b, v
 
 
 @triton.jit
-def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc):
+def _cap(score, SOFTCAP: tl.constexpr):
+    """A scaled score, in powers of two"""
+    if SOFTCAP is not None:
+        score = tanh(score) * (SOFTCAP * LOG2E)
+    return score
+
+
+@triton.jit
+def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
     """One more tile of keys: the usual running softmax, in powers of two."""
     score = tl.dot(qa, a, input_precision="ieee")
-    score = tl.dot(qb, b, score, input_precision="ieee") * scale
+    score = _cap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(known[None, :], score, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(score, axis=1))
     weight = tl.exp2(score - new_peak[:, None])
@@ -132,7 +144,7 @@ def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc):
 @triton.jit
 def _merge(
     partial, peak_of, total_of, out, kv_head, first, count, dim,
-    HEADS: tl.constexpr, DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
     """All chunks of a row, in order, into its heads of one KV head; a batch of them at a time, so
@@ -140,7 +152,7 @@ def _merge(
     g, lane = tl.arange(0, MERGED), tl.arange(0, BATCH)
     real = g < GROUP_SIZE
     head = kv_head * GROUP_SIZE + g
-    inside = real[:, None] & (dim < DIM)[None, :]
+    inside = real[:, None] & (dim < VALUE_DIM)[None, :]
     peak = tl.full([MERGED], float("-inf"), tl.float32)
     total = tl.zeros([MERGED], tl.float32)
     acc = tl.zeros([MERGED, WIDTH], tl.float32)
@@ -149,7 +161,7 @@ def _merge(
         at = (start + lane)[:, None] * HEADS + head[None, :]
         its_peak = tl.load(peak_of + at, mask=known & real[None, :], other=float("-inf"))
         its_total = tl.load(total_of + at, mask=known & real[None, :], other=0.0)
-        its_at = partial + at[:, :, None] * DIM + dim[None, None, :]
+        its_at = partial + at[:, :, None] * VALUE_DIM + dim[None, None, :]
         its_acc = tl.load(its_at, mask=known[:, :, None] & inside[None, :, :], other=0.0)
         new_peak = tl.maximum(peak, tl.max(its_peak, axis=0))
         old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak[None, :])
@@ -157,18 +169,18 @@ def _merge(
         acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=0)
         peak = new_peak
     result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + head[:, None] * DIM + dim[None, :], result, mask=inside)
+    tl.store(out + head[:, None] * VALUE_DIM + dim[None, :], result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out,
+    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
-    joined_stride, pages_stride, table_stride, eps, scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    joined_stride, values_at, table_stride, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
+    BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     kv_head, chunk = tl.program_id(0), tl.program_id(1)
@@ -180,9 +192,10 @@ def _decode_kernel(
         return
     is_last = chunk == first + count - 1
     group_size: tl.constexpr = HEADS // KV_HEADS
-    g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
+    g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     head = kv_head * group_size + g
-    k_pages, v_pages, table = kv_pages, kv_pages + pages_stride, page_table + slot * table_stride
+    # values_at is DIM, not known to the compiler: a constant here costs it registers
+    v_pages, table = kv_pages + values_at, page_table + slot * table_stride
     stored = end - is_last.to(tl.int32)  # the newest position is not in the pages yet
 
     # constants, and what earlier steps stored, can be on their way before the query is known
@@ -190,15 +203,18 @@ def _decode_kernel(
     page = _load_table(table, key, stored, PAGE)
     if EARLY:
         a, b, v = _load_pages(
-            k_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, PAGE
+            kv_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
         )
     newest = tl.maximum(end - 1, 0)
     new_page = tl.load(table + newest // PAGE).to(tl.int64)
-    place = ((new_page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * DIM
+    place = ((new_page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
         by_qa, by_qb = _load_norm(q_norm, half, DIM)
         by_ka, by_kb = _load_norm(k_norm, half, DIM)
+    sink = 0.0
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
     wait_for_writer(PDL)
 
     row64 = row.to(tl.int64)
@@ -210,52 +226,62 @@ def _decode_kernel(
     k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
     ka = tl.load(k_at + half[None, :], mask=turn, other=0.0)
     kb = tl.load(k_at + DIM // 2 + half[None, :], mask=turn, other=0.0)
-    own_v = tl.load(k_at + KV_HEADS * DIM + dim, mask=dim < DIM, other=0.0)
+    v_at = joined + row64 * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+    own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
     angle = row64 * (DIM // 2) + half[None, :]
     c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
-    inside = (g < group_size)[:, None] & (dim < DIM)[None, :]
-    out_at = out + (row64 * HEADS + head[:, None]) * DIM + dim[None, :]
+    inside = (g < group_size)[:, None] & (dim < VALUE_DIM)[None, :]
+    out_at = out + (row64 * HEADS + head[:, None]) * VALUE_DIM + dim[None, :]
     if slot == 0:
-        tl.store(out_at, tl.zeros([GROUP, 2 * HALF], out.dtype.element_ty), mask=inside)
+        tl.store(out_at, tl.zeros([GROUP, WIDTH], out.dtype.element_ty), mask=inside)
         return
 
     qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
-    scale *= LOG2E
+    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, 2 * HALF], tl.float32)
+    acc = tl.zeros([GROUP, WIDTH], tl.float32)
     if is_last:
         ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
-        tl.store(k_pages + place + half[None, :], ka, mask=turn)
-        tl.store(k_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
-        tl.store(v_pages + place + dim, own_v, mask=dim < DIM)
+        tl.store(kv_pages + place + half[None, :], ka, mask=turn)
+        tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
+        tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
         product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
-        peak = tl.sum(product, axis=1) * scale
+        peak = _cap(tl.sum(product, axis=1) * scale, SOFTCAP)
         total += 1.0
         acc += own_v.to(tl.float32)[None, :]
+        if sinks is not None:
+            new_peak = tl.maximum(peak, sink)
+            shrink = tl.exp2(peak - new_peak)
+            total = total * shrink + tl.exp2(sink - new_peak)
+            acc, peak = acc * shrink[:, None], new_peak
 
     begin_loop = begin
     if EARLY:
         begin_loop += KEYS
         if begin < stored:
-            peak, total, acc = _attend_keys(qa, qb, a, b, v, key < stored, scale, peak, total, acc)
+            peak, total, acc = _attend_keys(
+                qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
+            )
     for start in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         if EARLY:  # the compiler runs it ahead, which a short loop likes better
             page = _load_table(table, key, stored, PAGE)
         a, b, v = _load_pages(
-            k_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, PAGE
+            kv_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
         )
         if not EARLY:
             page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
-        peak, total, acc = _attend_keys(qa, qb, a, b, v, key < stored, scale, peak, total, acc)
+        peak, total, acc = _attend_keys(
+            qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
+        )
 
     if count == 1:
         tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         return
 
     flat = chunk * HEADS + head
-    tl.store(partial + flat[:, None] * DIM + dim[None, :], acc, mask=inside)
+    tl.store(partial + flat[:, None] * VALUE_DIM + dim[None, :], acc, mask=inside)
     tl.store(peak_of + flat, peak, mask=g < group_size)
     tl.store(total_of + flat, total, mask=g < group_size)
     tl.debug_barrier()  # all of the program's writes, then the count that makes them known
@@ -263,8 +289,8 @@ def _decode_kernel(
         tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
         tl.debug_barrier()
         _merge(
-            partial, peak_of, total_of, out + row64 * HEADS * DIM, kv_head, first, count, dim,
-            HEADS, DIM, group_size, MERGED, 2 * HALF, BATCH,
+            partial, peak_of, total_of, out + row64 * HEADS * VALUE_DIM, kv_head, first, count, dim,
+            HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
         )  # fmt: skip
 
 
@@ -275,14 +301,14 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     num_chunks = rows + spare
     ints = slots.new_empty(6, num_chunks)
     floats = torch.empty(2, num_chunks, heads.num_heads, device=slots.device)
-    partial = torch.empty(num_chunks, heads.num_heads, heads.head_dim, device=slots.device)
+    partial = torch.empty(num_chunks, heads.num_heads, heads.value_dim, device=slots.device)
     done = slots.new_empty(rows, kv_heads)
     peak, total = floats.unbind()
     row, slot, begin, end, first, num = ints.unbind()
     shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
         _plan_kernel, (1,), slots, positions, rows, *shares[:7], rows * kv_heads, num_chunks, spare,
-        smallest, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        smallest, WINDOW=heads.window, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
     return shares
 
@@ -291,26 +317,27 @@ def attend(
     joined: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    sinks: Tensor | None,
+    angles: Angles,
     kv_pages: Tensor,
     page_table: Tensor,
     shares: Shares,
     heads: Heads,
 ) -> Tensor:
-    dim, kv_heads = heads.head_dim, heads.num_kv_heads
-    out = joined.new_empty(len(joined), heads.q_size)
+    dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
+    out = joined.new_empty(len(joined), heads.out_size)
     group = triton.next_power_of_2(heads.num_heads // kv_heads)
     half = max(16, triton.next_power_of_2(dim // 2))
-    keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim)
+    width = max(32, triton.next_power_of_2(value_dim))
+    keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim + value_dim)
     launch(
         _decode_kernel, (kv_heads, len(shares.row)),
-        joined, q_norm, k_norm, cos, sin, kv_pages, page_table, out, *shares,
-        joined.stride(0), kv_pages.stride(0), page_table.stride(0), heads.norm_eps, heads.scale,
-        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, PAGE=kv_pages.shape[2],
-        GROUP=max(16, group), MERGED=group, BATCH=max(1, min(16, 1024 * warps // (group * half))),
-        HALF=half, KEYS=keys, STAGES=stages, EARLY=early, NORM=q_norm is not None,
-        num_warps=warps, **overlap(),
+        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *shares,
+        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], GROUP=max(16, group), MERGED=group,
+        BATCH=max(1, min(16, 2048 * warps // (group * width))), HALF=half, WIDTH=width, KEYS=keys,
+        STAGES=stages, EARLY=early, NORM=q_norm is not None, num_warps=warps, **overlap(),
     )  # fmt: skip
     return out
 
@@ -324,13 +351,13 @@ def cut_for(rows: int) -> tuple[int, int]:
     return (512, 64) if rows <= 64 else (4096, 256)
 
 
-def shape_for(rows: int, itemsize: int, dim: int) -> tuple[int, int, int, bool]:
+def shape_for(rows: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
     """-> keys in a tile, warps, stages, whether to read a tile early; see benchmarks/h200.
 
     A small batch wants short programs, a large one as many at once as fit. Float32 and large heads
-    have half the keys in the same memory.
+    (`size` is of a key and its value) have half the keys in the same memory.
     """
-    small = 2 if itemsize * dim > 256 else 1
+    small = 2 if itemsize * size > 512 else 1
     if rows <= 2:
         return 64 // small, 4, 2, False
     if rows <= 64:

@@ -1,4 +1,5 @@
-"""What stands beside products that are left to cuBLAS: residual and RMSNorm, SiLU-and-multiply."""
+"""What stands beside products that are left to cuBLAS: residual and RMSNorm, activation, softcap;
+and the norms over all heads of a token, of which a program of attention sees a few."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import torch
@@ -6,22 +7,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Normed
+from slotzero.kernels.contract import Activation, Heads, Normed
+from slotzero.kernels.triton.activation import activate, tanh
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
-GATED_BLOCK = 1024
+GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
+
+
+@triton.jit
+def _scaled(wide, size, eps, dtype: tl.constexpr):
+    """Under RMSNorm but for its weight, rounded before that, as the checkpoints were trained"""
+    total = tl.sum(wide * wide, axis=0)
+    return (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual, delta, weight, out, squares, rows, size, eps,
+    residual, delta, after, weight, out, squares, rows, size, eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    by = tl.load(weight + column, mask=inside, other=0.0)
+    dtype: tl.constexpr = residual.dtype.element_ty
+    by, by_after = 1.0, 1.0
+    if weight is not None:
+        by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if after is not None:
+        by_after = tl.load(after + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_writer(PDL)
     at = row * size + column
     value = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -29,15 +43,18 @@ def _add_norm_kernel(
     for part in tl.static_range(PARTS):
         part_at = delta + part * rows.to(tl.int64) * size + at
         change += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+    if after is not None:
+        change = _scaled(change.to(dtype).to(tl.float32), size, eps, dtype)
+        change = (change * by_after).to(dtype).to(tl.float32)
     value += change
-    tl.store(residual + at, value.to(by.dtype), mask=inside)
-    value = value.to(by.dtype).to(tl.float32)
-    total = tl.sum(value * value, axis=0)
-    if squares is not None:
-        tl.store(squares + row, total)
-    else:  # rounded before the weight is applied, as the checkpoints were trained
-        value = (value / tl.sqrt_rn(total / size + eps)).to(by.dtype).to(tl.float32)
-    tl.store(out + at, (value * by.to(tl.float32)).to(by.dtype), mask=inside)
+    tl.store(residual + at, value.to(dtype), mask=inside)
+    if weight is not None:
+        value = value.to(dtype).to(tl.float32)
+        if squares is not None:
+            tl.store(squares + row, tl.sum(value * value, axis=0))
+        else:
+            value = _scaled(value, size, eps, dtype)
+        tl.store(out + at, (value * by).to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts"])
@@ -57,7 +74,9 @@ def _apply_kernel(
 
 
 @triton.jit
-def _gated_kernel(joined, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(
+    joined, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,24 +84,77 @@ def _gated_kernel(joined, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_writer(PDL)
     gate = tl.load(joined + row * 2 * size + column, mask=inside, other=0.0)
     value = tl.load(joined + row * 2 * size + size + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * size + column, (silu * value.to(tl.float32)).to(gate.dtype), mask=inside)
+    active, wide = activate(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
+    active = active.to(gate.dtype).to(tl.float32)
+    tl.store(out + row * size + column, (active * wide).to(gate.dtype), mask=inside)
 
 
-def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
+@triton.jit
+def _cap_kernel(x, size, stride, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    may_follow(PDL)
+    at = x + tl.program_id(0).to(tl.int64) * stride
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_writer(PDL)
+    value = tl.load(at + column, mask=inside, other=0.0)
+    capped = cap * tanh(value.to(tl.float32) / cap)
+    tl.store(at + column, capped.to(value.dtype), mask=inside)
+
+
+@triton.jit
+def _norm_heads_kernel(
+    joined, q_norm, k_norm, out, joined_stride, eps,
+    Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys or values of a token; values as they are."""
+    may_follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    source, target = joined + row * joined_stride, out + row * (Q_SIZE + K_SIZE + V_SIZE)
+    wait_for_writer(PDL)
+    if tl.program_id(1) == 0:
+        _norm_part(source, q_norm, target, eps, Q_SIZE, Q_BLOCK)
+    elif tl.program_id(1) == 1:
+        _norm_part(source + Q_SIZE, k_norm, target + Q_SIZE, eps, K_SIZE, K_BLOCK)
+    else:
+        begin: tl.constexpr = Q_SIZE + K_SIZE
+        _norm_part(source + begin, None, target + begin, eps, V_SIZE, V_BLOCK)
+
+
+@triton.jit
+def _norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    value = tl.load(source + column, mask=inside, other=0.0)
+    if norm is not None:
+        by = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        value = (_scaled(value.to(tl.float32), SIZE, eps, value.dtype) * by).to(value.dtype)
+    tl.store(target + column, value, mask=inside)
+
+
+def add_norm(
+    residual: Tensor,
+    delta: Tensor,
+    after: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    late: bool,
+) -> Normed:
     """Adds delta, [rows, size] or several such, to the residual, in place, and norms it; if late,
-    the scale is left to others."""
+    the scale is left to others. With `after`, delta is normed first; without a weight, the residual
+    is not."""
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
-    out = torch.empty_like(residual)
-    squares = torch.empty(1, rows, device=residual.device) if late else None
+    made = Normed(residual, None)
+    if weight is not None:
+        squares = torch.empty(1, rows, device=residual.device) if late else None
+        made = Normed(torch.empty_like(residual), squares)
     launch(
-        _add_norm_kernel, (rows,), residual, delta, weight, out, squares, rows, size, eps,
+        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size, eps,
         BLOCK=block, PARTS=delta.numel() // residual.numel(),
-        num_warps=min(8, max(1, block // 512)), **overlap(),
+        num_warps=_num_warps(block), **overlap(),
     )  # fmt: skip
-    return Normed(out, squares)
+    return made
 
 
 def applied(normed: Normed, eps: float) -> Tensor:
@@ -96,15 +168,45 @@ def applied(normed: Normed, eps: float) -> Tensor:
     launch(
         _apply_kernel, (rows,), x, squares, out, rows, size, len(squares), eps,
         BLOCK=block, PARTS=triton.next_power_of_2(len(squares)),
-        num_warps=min(8, max(1, block // 512)), **overlap(),
+        num_warps=_num_warps(block), **overlap(),
     )  # fmt: skip
     return out
 
 
-def gated(joined: Tensor) -> Tensor:
-    """[rows, 2 * size], gates and then values -> silu(gate) * value"""
+def gated(joined: Tensor, activation: Activation) -> Tensor:
+    """[rows, 2 * size], gates and then values -> activation(gate) * value"""
     rows, size = joined.shape[0], joined.shape[1] // 2
     out = joined.new_empty(rows, size)
-    grid = (rows, triton.cdiv(size, GATED_BLOCK))
-    launch(_gated_kernel, grid, joined, out, size, BLOCK=GATED_BLOCK, **overlap())
+    launch(
+        _gated_kernel, (rows, triton.cdiv(size, GATED_BLOCK)), joined, out, size,
+        ACTIVATION=activation, BLOCK=GATED_BLOCK, **overlap(),
+    )  # fmt: skip
     return out
+
+
+def cap(x: Tensor, softcap: float) -> None:
+    """softcap * tanh(x / softcap), in place"""
+    rows, size = x.shape
+    grid = (rows, triton.cdiv(size, CAPPED_BLOCK))
+    launch(_cap_kernel, grid, x, size, x.stride(0), softcap, BLOCK=CAPPED_BLOCK, **overlap())
+
+
+def norm_heads(
+    joined: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads
+) -> Tensor:
+    """Each token's queries under one RMSNorm and its keys under another, its values as they are"""
+    sizes = heads.sizes
+    out = joined.new_empty(len(joined), sum(sizes))
+    q_block, k_block, v_block = (triton.next_power_of_2(size) for size in sizes)
+    launch(
+        _norm_heads_kernel, (len(joined), 3),
+        joined, q_norm, k_norm, out, joined.stride(0), heads.norm_eps,
+        Q_SIZE=sizes[0], K_SIZE=sizes[1], V_SIZE=sizes[2],
+        Q_BLOCK=q_block, K_BLOCK=k_block, V_BLOCK=v_block,
+        num_warps=_num_warps(q_block), **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def _num_warps(block: int) -> int:
+    return min(8, max(1, block // 512))

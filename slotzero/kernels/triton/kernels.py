@@ -11,20 +11,31 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.contract import Heads, Kernels, Normed, Opened, Plan, Rows, Tokens
-from slotzero.kernels.triton import decode, prefill
+from slotzero.kernels.composed import route
+from slotzero.kernels.contract import (
+    Activation,
+    Angles,
+    Experts,
+    ExpertWeights,
+    Heads,
+    Kernels,
+    Normed,
+    Plan,
+    Rows,
+    Tokens,
+)
+from slotzero.kernels.triton import decode, elementwise, experts, opening, prefill
 from slotzero.kernels.triton import linear as few
 from slotzero.kernels.triton.closing import advance
-from slotzero.kernels.triton.elementwise import add_norm, applied, gated
+from slotzero.kernels.triton.elementwise import applied
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
-from slotzero.kernels.triton.opening import locate, open_step
 from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tiles import MAX_ROWS, Tile, padded_rows, tiles_for
 from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 CUBLAS = "cublas"
-MAX_HEAD_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
+MAX_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
 T = TypeVar("T")
 
 
@@ -36,7 +47,8 @@ class TritonKernels(Kernels):
 
     def refuse(self, heads: Heads) -> None:
         for name, value, most in (
-            ("head_dim", heads.head_dim, MAX_HEAD_DIM),
+            ("head_dim", heads.head_dim, MAX_DIM),
+            ("value_dim", heads.value_dim, MAX_DIM),
             ("query heads for each KV head", heads.num_heads // heads.num_kv_heads, MAX_GROUP),
         ):
             if value > most:
@@ -58,7 +70,7 @@ class TritonKernels(Kernels):
     def locate(
         self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
     ) -> None:
-        locate(slots, length, token_slots, positions, after)
+        opening.locate(slots, length, token_slots, positions, after)
 
     def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
         if rows is None:
@@ -69,18 +81,20 @@ class TritonKernels(Kernels):
         )
         return *tokens, blocks
 
+    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+        return opening.turn(tokens.positions, frequency, factor)
+
     def open(
         self,
         tokens: Tokens,
         table: Tensor,
         embedding: Tensor,
-        norm: Tensor,
+        scale: float,
+        norm: Tensor | None,
         eps: float,
-        frequency: Tensor,
-        factor: float,
-    ) -> Opened:
+    ) -> tuple[Tensor, Normed]:
         late = _is_few(len(tokens.slots), embedding.dtype)
-        return open_step(tokens, table, embedding, norm, eps, frequency, factor, late)
+        return opening.open_step(tokens, table, embedding, scale, norm, eps, late)
 
     def linear(
         self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
@@ -94,7 +108,15 @@ class TritonKernels(Kernels):
 
         return self._run("linear", x.x, weight, run)
 
-    def logits(self, x: Normed, eps: float, weight: Tensor, slots: Tensor, out: Tensor) -> None:
+    def logits(
+        self,
+        x: Normed,
+        eps: float,
+        weight: Tensor,
+        slots: Tensor,
+        softcap: float | None,
+        out: Tensor,
+    ) -> None:
         def run(tile: Tile | None, weight: Tensor) -> Tensor:
             if tile is None:
                 rows = applied(x, eps).masked_fill((slots == 0)[:, None], 0)
@@ -102,16 +124,25 @@ class TritonKernels(Kernels):
             return few.linear(x, eps, weight, None, out, tile, slots=slots)
 
         self._run("logits", x.x, weight, run)
+        if softcap is not None:
+            elementwise.cap(out, softcap)
 
     def linear_gated(
-        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
+        self,
+        x: Normed,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        activation: Activation,
     ) -> Tensor:
         def run(tile: Tile | None, weight: Tensor) -> Tensor:
             if tile is None:
                 joined = x.x.new_empty(len(x.x), 2 * out_features)
-                return gated(_product(applied(x, eps), weight, bias, joined))
+                _product(applied(x, eps), weight, bias, joined)
+                return elementwise.gated(joined, activation)
             out = x.x.new_empty(len(x.x), out_features)
-            return few.linear(x, eps, weight, bias, out, tile, gated=True)
+            return few.linear(x, eps, weight, bias, out, tile, activation=activation)
 
         return self._run("gated", x.x, weight, run)
 
@@ -121,40 +152,72 @@ class TritonKernels(Kernels):
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor,
-        norm: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
+        if after is not None or norm is None:  # no program of a product sees the row that it makes
+            change = self.linear(Normed(x, None), eps, weight, bias, residual.shape[1])
+            return self.add_norm(change, residual, after, norm, eps)
+
         def run(tile: Tile | None, weight: Tensor) -> Normed:
             if tile is None:
                 delta = _product(x, weight, bias, torch.empty_like(residual))
-                return add_norm(residual, delta, norm, eps, late=_is_few(len(x), x.dtype))
+                return self.add_norm(delta, residual, None, norm, eps)[1]
             return few.linear_add(x, weight, bias, residual, norm, tile)
 
         return residual, self._run("add", x, weight, run, changes=residual)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Normed]:
+        late = _is_few(len(x), x.dtype)
+        return residual, elementwise.add_norm(residual, x, after, norm, eps, late)
+
+    def experts(
+        self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
+    ) -> Tensor:
+        rows = applied(x, eps)
+        scores = self.linear(
+            Normed(rows, None), eps, weights.router, weights.router_bias, shape.num_experts
+        )
+        share, which = route(scores, weights.correction, shape)
+        which = which.masked_fill((slots == 0)[:, None], shape.num_experts)
+        chosen = experts.choose(which, shape.num_experts, rows.dtype)
+        inner = experts.gated(rows, weights.gate_up, weights.gate_up_bias, chosen, shape.activation)
+        results = experts.product(inner, weights.down, weights.down_bias, chosen)
+        return experts.add_up(results, share, slots)
 
     def attention(
         self,
         joined: Tensor,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        sinks: Tensor | None,
+        angles: Angles,
         kv_pages: Tensor,
         page_table: Tensor,
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
+        if heads.norms_whole:
+            joined = elementwise.norm_heads(joined, q_norm, k_norm, heads)
+            q_norm = k_norm = None
         if len(plan) == len(decode.Shares._fields):
             shares = decode.Shares(*plan)
             return decode.attend(
-                joined, q_norm, k_norm, cos, sin, kv_pages, page_table, shares, heads
+                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
             )
         slots, positions, blocks = plan
         q = prefill.rope_store(
-            joined, q_norm, k_norm, heads.norm_eps, cos, sin, kv_pages, page_table, slots,
-            positions, heads.num_heads, heads.num_kv_heads, heads.head_dim,
-        )  # fmt: skip
-        return prefill.attend(q, kv_pages, page_table, blocks, heads.scale).view(len(joined), -1)
+            joined, q_norm, k_norm, angles, kv_pages, page_table, slots, positions, heads
+        )
+        return prefill.attend(q, sinks, kv_pages, page_table, blocks, heads).flatten(1)
 
     def sample(
         self,

@@ -1,10 +1,10 @@
 """Matrix products over few rows (1 to 64), where the time is the time to read the weight.
 
 Each program owns a few output features and reads their weights once; the rows come from cache. What
-surrounds a product is fused into it: bias, SiLU-and-multiply, the residual, and both ends of
-RMSNorm. The program that adds to the residual multiplies by the next norm's weight and leaves the
-sum of its squares; the product that follows adds those up and scales its result, so that nobody
-waits for a norm. Where it fits, the first weights are requested before the wait for the rows.
+surrounds a product is fused into it: bias, activation, the residual, and both ends of RMSNorm. The
+program that adds to the residual multiplies by the next norm's weight and leaves the sum of its
+squares; the product that follows adds those up and scales its result, so that nobody waits for a
+norm. Where it fits, the first weights are requested before the wait for the rows.
 
 Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Normed
+from slotzero.kernels.contract import Activation, Normed
+from slotzero.kernels.triton.activation import activate
 from slotzero.kernels.triton.elementwise import add_norm
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.tiles import Tile, padded_rows
@@ -53,7 +54,7 @@ def _ask(
 @triton.jit
 def _finish(
     result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m, n,
-    rows, num_out, out_stride, eps, INNER: tl.constexpr, GATED: tl.constexpr,
+    rows, num_out, out_stride, eps, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """result and second are [rows, features]. With a norm, out is the residual, and added to."""
     row, feature = m[:, None], n[None, :]
@@ -64,11 +65,12 @@ def _finish(
         second *= scale
     if bias is not None:
         result += tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-    if GATED:
+    if ACTIVATION is not None:
         if bias is not None:
             value_bias = bias + num_out + feature
             second += tl.load(value_bias, mask=feature < num_out, other=0.0).to(tl.float32)
-        result = result * tl.sigmoid(result) * second
+        result, second = activate(result, second, ACTIVATION)
+        result = result * second
     if slots is not None:
         result = tl.where(tl.load(slots + row, mask=row < rows, other=0) > 0, result, 0.0)
     if norm is not None:
@@ -89,7 +91,7 @@ def _one_row_kernel(
     x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Plain multiply-adds."""
     may_follow(PDL)
@@ -99,7 +101,7 @@ def _one_row_kernel(
     apart = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
     w = _load_weight(at, k[None, :], n[:, None], num_out, INNER, EVEN)
     w2 = w
-    if GATED:
+    if ACTIVATION is not None:
         w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
     wait_for_writer(PDL)
     parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1)
@@ -112,19 +114,19 @@ def _one_row_kernel(
         ahead = (after[None, :] < INNER) & (n[:, None] < num_out)
         next_w = tl.load(at + first + DEPTH, mask=ahead, other=0.0)
         next_w2 = next_w
-        if GATED:
+        if ACTIVATION is not None:
             next_w2 = tl.load(at + apart + first + DEPTH, mask=ahead, other=0.0)
         acc += w.to(tl.float32) * value[None, :]
-        if GATED:
+        if ACTIVATION is not None:
             acc2 += w2.to(tl.float32) * value[None, :]
         w, w2 = next_w, next_w2
     result = tl.sum(acc, axis=1)[None, :]
     second = result
-    if GATED:
+    if ACTIVATION is not None:
         second = tl.sum(acc2, axis=1)[None, :]
     _finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, GATED,
+        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def _sliced_kernel(
     x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Matrix units, with slices of the inner dimension side by side, each for warps of its own.
@@ -166,7 +168,7 @@ def _sliced_kernel(
     apart = num_out.to(tl.int64) * INNER
     w = _load_weight(at, wk, wn, num_out, INNER, EVEN)
     w2 = w
-    if GATED:
+    if ACTIVATION is not None:
         w2 = _load_weight(at + apart, wk, wn, num_out, INNER, EVEN)
     wait_for_writer(PDL)
     parts, before = _ask(
@@ -185,19 +187,19 @@ def _sliced_kernel(
         ahead = (first + block + wk < INNER) & (wn < num_out)
         next_w = tl.load(at + first + block, mask=ahead, other=0.0)
         next_w2 = next_w
-        if GATED:
+        if ACTIVATION is not None:
             next_w2 = tl.load(at + apart + first + block, mask=ahead, other=0.0)
         acc = _dot_slices(w, value, acc, wide)
-        if GATED:
+        if ACTIVATION is not None:
             acc2 = _dot_slices(w2, value, acc2, wide)
         w, w2, value = next_w, next_w2, next_value
     result = _sum_slices(acc, wide)
     second = result
-    if GATED:
+    if ACTIVATION is not None:
         second = _sum_slices(acc2, wide)
     _finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, GATED,
+        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def _staged_kernel(
     x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, GATED: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
     PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
@@ -230,13 +232,13 @@ def _staged_kernel(
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
         acc = tl.dot(value, w, acc)
-        if GATED:
+        if ACTIVATION is not None:
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = tl.dot(value, w2, acc2)
     _finish(
         acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, GATED,
+        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -281,12 +283,12 @@ def linear(
     out: Tensor,
     tile: Tile,
     *,
-    gated: bool = False,
+    activation: Activation | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Rows under a norm times weight [features, inner] (gates and then values if gated) -> out;
-    with slots, rows of slot 0 get zeros."""
-    _launch(x, eps, weight, bias, out, tile, gated=gated, slots=slots)
+    """Rows under a norm times weight [features, inner] -> out; with an activation the weight has
+    gates and then values; with slots, rows of slot 0 get zeros."""
+    _launch(x, eps, weight, bias, out, tile, activation=activation, slots=slots)
     return out
 
 
@@ -295,7 +297,7 @@ def linear_add(
 ) -> Normed:
     """Adds x times weight to the residual, in place -> the residual, about to be normed"""
     if tile.shares > 1:
-        return add_norm(residual, _in_shares(x, weight, bias, tile), norm, 0.0, late=True)
+        return add_norm(residual, _in_shares(x, weight, bias, tile), None, norm, 0.0, late=True)
     parts = triton.cdiv(len(weight), tile.features)
     squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
     made = Normed(torch.empty_like(residual), squares)
@@ -328,7 +330,7 @@ def _launch(
     out: Tensor,
     tile: Tile,
     *,
-    gated: bool = False,
+    activation: Activation | None = None,
     slots: Tensor | None = None,
     norm: Tensor | None = None,
     made: Normed | None = None,
@@ -351,6 +353,6 @@ def _launch(
         rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
-        PARTS=64 if rows > 1 else 1024, GATED=gated,
+        PARTS=64 if rows > 1 else 1024, ACTIVATION=activation,
         num_warps=tile.num_warps, **sizes, **overlap(),
     )  # fmt: skip

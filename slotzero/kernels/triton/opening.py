@@ -1,8 +1,9 @@
-"""The opening of a step: where its tokens are, and then every token's id, embedding, first norm and
-rotary angles, in one kernel.
+"""The opening of a step: where its tokens are, how far their heads turn, and every token's id,
+embedding and first norm.
 
-That one lets the next kernel start early, and does not start early itself: whatever was derived
-before it, such as the plan of attention, may be read by all that follow without a wait.
+`turn` and `open_step` let the next kernel start early, and do not start early themselves: whatever
+was derived before the last of them, such as the plan of attention, may be read by all that follow
+without a wait.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -11,40 +12,58 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Normed, Opened, Tokens
+from slotzero.kernels.contract import Angles, Normed, Tokens
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _open_kernel(
-    slots, positions, table, embedding, norm, frequency, residual, out, squares, cos, sin,
-    size, half, table_stride, frequency_stride, eps, factor,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    slots, positions, table, embedding, norm, residual, out, squares,
+    size, table_stride, scale, eps,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     token = tl.program_id(0).to(tl.int64)
-    column, pair = tl.arange(0, BLOCK), tl.arange(0, HALF)
+    column = tl.arange(0, BLOCK)
     inside = column < size
-    by = tl.load(norm + column, mask=inside, other=0.0)
+    dtype: tl.constexpr = residual.dtype.element_ty
+    by = 1.0
+    if norm is not None:
+        by = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_writer(PDL)
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token)
-    speed = tl.load(frequency + token * frequency_stride + pair, mask=pair < half, other=0.0)
-    angle = position.to(tl.float32) * speed
-    tl.store(cos + token * half + pair, tl.cos(angle) * factor, mask=pair < half)
-    tl.store(sin + token * half + pair, tl.sin(angle) * factor, mask=pair < half)
-
     number = tl.load(table + slot * table_stride + position).to(tl.int64)
     value = tl.load(embedding + number * size + column, mask=inside, other=0.0)
+    if SCALED:
+        value = (value.to(tl.float32) * scale).to(dtype)
     at = token * size + column
     tl.store(residual + at, value, mask=inside)
-    wide = value.to(tl.float32)
-    total = tl.sum(wide * wide, axis=0)
-    if squares is not None:
-        tl.store(squares + token, total)
-    else:  # rounded before the weight is applied, as the checkpoints were trained
-        wide = (wide / tl.sqrt_rn(total / size + eps)).to(by.dtype).to(tl.float32)
-    tl.store(out + at, (wide * by.to(tl.float32)).to(by.dtype), mask=inside)
+    if norm is not None:
+        wide = value.to(tl.float32)
+        total = tl.sum(wide * wide, axis=0)
+        if squares is not None:
+            tl.store(squares + token, total)
+        else:  # rounded before the weight is applied, as the checkpoints were trained
+            wide = (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
+        tl.store(out + at, (wide * by).to(dtype), mask=inside)
+
+
+@triton.jit
+def _turn_kernel(
+    positions, frequency, cos, sin, half, frequency_stride, factor,
+    HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, HALF)
+    inside = pair < half
+    wait_for_writer(PDL)
+    position = tl.load(positions + token)
+    speed = tl.load(frequency + token * frequency_stride + pair, mask=inside, other=0.0)
+    angle = position.to(tl.float32) * speed
+    tl.store(cos + token * half + pair, tl.cos(angle) * factor, mask=inside)
+    tl.store(sin + token * half + pair, tl.sin(angle) * factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -67,27 +86,36 @@ def locate(
     )  # fmt: skip
 
 
+def turn(positions: Tensor, frequency: Tensor, factor: float) -> Angles:
+    num, half = len(positions), frequency.shape[-1]
+    cos, sin = torch.empty(2, num, 1, half, device=frequency.device)
+    launch(
+        _turn_kernel, (num,), positions, frequency, cos, sin,
+        half, half if frequency.dim() == 2 else 0, factor,
+        HALF=triton.next_power_of_2(half), num_warps=1, PDL=overlap()["PDL"],
+    )  # fmt: skip
+    return Angles(cos, sin)
+
+
 def open_step(
     tokens: Tokens,
     table: Tensor,
     embedding: Tensor,
-    norm: Tensor,
+    scale: float,
+    norm: Tensor | None,
     eps: float,
-    frequency: Tensor,
-    factor: float,
     late: bool,
-) -> Opened:
+) -> tuple[Tensor, Normed]:
     num, size = len(tokens.slots), embedding.shape[1]
-    half = frequency.shape[-1]
-    residual, out = torch.empty(2, num, size, dtype=embedding.dtype, device=embedding.device)
-    cos, sin = torch.empty(2, num, 1, half, device=embedding.device)
-    squares = torch.empty(1, num, device=embedding.device) if late else None
+    residual = torch.empty(num, size, dtype=embedding.dtype, device=embedding.device)
+    normed = Normed(residual, None)
+    if norm is not None:
+        squares = torch.empty(1, num, device=embedding.device) if late else None
+        normed = Normed(torch.empty_like(residual), squares)
     block = triton.next_power_of_2(size)
     launch(
-        _open_kernel, (num,),
-        *tokens, table, embedding, norm, frequency, residual, out, squares, cos, sin,
-        size, half, table.stride(0), half if frequency.dim() == 2 else 0, eps, factor,
-        BLOCK=block, HALF=triton.next_power_of_2(half),
+        _open_kernel, (num,), *tokens, table, embedding, norm, residual, *normed,
+        size, table.stride(0), scale, eps, SCALED=scale != 1, BLOCK=block,
         num_warps=min(8, max(1, block // 512)), PDL=overlap()["PDL"],
     )  # fmt: skip
-    return Opened(residual, Normed(out, squares), cos, sin)
+    return residual, normed

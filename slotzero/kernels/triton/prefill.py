@@ -11,7 +11,9 @@ grids follow from the padded sizes alone:
   group), so K and V are read once for a group. Blocks of padding write zeros.
 
 A token meets its keys in tiles that start at position 0, whatever its block: its bits do not
-depend on how its prompt was cut, nor on its neighbours. No key past its row's last is read.
+depend on how its prompt was cut, nor on its neighbours. With a window a block begins at the tile
+that holds the first key of its first token; a tile of which a token sees nothing leaves it as it
+was. No key past its row's last is read, nor one before the window of all of a block's tokens.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -22,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.contract import Angles, Heads
+from slotzero.kernels.triton.activation import LOG2E, tanh
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -30,7 +34,6 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-LOG2E = 1.4426950408889634
 BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
 HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
 PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against how many at a time
@@ -42,12 +45,17 @@ class Tile(NamedTuple):
     warps: int
     stages: int
 
-    def num_bytes(self, width: int, dtype: torch.dtype) -> int:
+    def num_bytes(self, dim: int, value_dim: int, dtype: torch.dtype) -> int:
         """Of shared memory, at most: queries, and keys and values of every stage."""
-        return (self.rows + 2 * self.keys * self.stages) * width * dtype.itemsize
+        ahead = self.keys * self.stages
+        return (self.rows * dim + ahead * (dim + value_dim)) * dtype.itemsize
 
 
-def tile(dim: int, group: int, dtype: torch.dtype, memory: int) -> Tile:
+def padded_dim(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) -> Tile:
     """A tile whose registers and shared memory fit a multiprocessor without spilling.
 
     Tuned for an H200: 65536 registers and 227 KB. In 16 bits, 128 rows are two warpgroups; a thread
@@ -55,7 +63,8 @@ def tile(dim: int, group: int, dtype: torch.dtype, memory: int) -> Tile:
     memory holds the query tile, and keys and values of every stage. A card with less of it
     (`memory`, in bytes) gets fewer stages, and then fewer keys.
     """
-    width = max(16, triton.next_power_of_2(dim))
+    dim, value_dim = padded_dim(dim), padded_dim(value_dim)
+    width = max(dim, value_dim)
     if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         chosen = Tile(rows=32 if width <= 128 else 16, keys=32, warps=4, stages=2)
     elif width <= 64:  # 121 registers, 64 KB: two programs share a multiprocessor
@@ -65,7 +74,7 @@ def tile(dim: int, group: int, dtype: torch.dtype, memory: int) -> Tile:
     else:  # 255 registers, 192 KB
         chosen = Tile(rows=128, keys=64, warps=8, stages=2)
     chosen = chosen._replace(rows=max(chosen.rows, triton.next_power_of_2(group)))
-    while chosen.num_bytes(width, dtype) > memory and chosen.keys > 16:
+    while chosen.num_bytes(dim, value_dim, dtype) > memory and chosen.keys > 16:
         if chosen.stages > 2:
             chosen = chosen._replace(stages=2)
         else:
@@ -80,13 +89,17 @@ def block_tokens(group: int) -> int:
 @triton.jit(do_not_specialize=["table_stride"])
 def _rope_store_kernel(
     joined, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
-    joined_stride, values_at, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    joined_stride, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PAGE: tl.constexpr, NORM: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """Heads are taken in two halves; of an odd value both have the number in the middle."""
     may_follow(PDL)
     all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
     dim: tl.constexpr = 2 * HALF
+    value_half: tl.constexpr = (VALUE_DIM + 1) // 2
+    stored: tl.constexpr = dim + VALUE_DIM
     parts: tl.constexpr = (all_heads + HEAD_BLOCK - 1) // HEAD_BLOCK
     token = (tl.program_id(0) // parts).to(tl.int64)
     head = (tl.program_id(0) % parts * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
@@ -100,8 +113,13 @@ def _rope_store_kernel(
     position = tl.load(positions + token)
     inside = (head < all_heads) & paired
     source = joined + token * joined_stride + head * dim + pair
+    apart = HALF
+    if dim != VALUE_DIM:
+        inside = (head < all_heads) & (pair < tl.where(is_v, value_half, HALF))
+        source += is_v.to(tl.int64) * (head - HEADS - KV_HEADS) * (VALUE_DIM - dim)
+        apart += is_v.to(tl.int64) * (VALUE_DIM - value_half - HALF)
     first_in = tl.load(source, mask=inside, other=0.0)  # [heads, pairs]
-    second_in = tl.load(source + HALF, mask=inside, other=0.0)
+    second_in = tl.load(source + apart, mask=inside, other=0.0)
     first, second = first_in.to(tl.float32), second_in.to(tl.float32)
     if NORM:
         square = tl.sum(first * first + second * second, axis=1) / dim
@@ -124,12 +142,12 @@ def _rope_store_kernel(
     tl.store(target + HALF, second_out, mask=is_q & paired)
     if slot > 0:
         page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
-        at = (page * PAGE + position % PAGE) * (KV_HEADS * dim)
+        at = (page * PAGE + position % PAGE) * (KV_HEADS * stored)
         # Heads count on from keys to values; a product, since a choice would hide the alignment.
-        side = is_v.to(tl.int64) * (values_at - KV_HEADS * dim)
-        target = kv_pages + at + side + (head - HEADS) * dim + pair
+        side = is_v.to(tl.int64) * (dim - KV_HEADS * stored)
+        target = kv_pages + at + side + (head - HEADS) * stored + pair
         tl.store(target, first_out, mask=inside & (head >= HEADS))
-        tl.store(target + HALF, second_out, mask=inside & (head >= HEADS))
+        tl.store(target + apart, second_out, mask=inside & (head >= HEADS))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_blocks"])
@@ -189,10 +207,11 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, k_pages, v_pages, page_table, blocks, out, scale, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    q, sinks, kv_pages, page_table, blocks, out, scale, table_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     kv_head = tl.program_id(0) // PARTS
@@ -200,7 +219,8 @@ def _attend_kernel(
     block = blocks + tl.program_id(1) * 4
     group: tl.constexpr = HEADS // KV_HEADS
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, DIM_BLOCK)
+    dim, value_dim = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
+    stored: tl.constexpr = DIM + VALUE_DIM
     offset = row // group  # of the token in the block
     wait_for_writer(PDL)
 
@@ -212,69 +232,93 @@ def _attend_kernel(
     start = tl.load(block + 3) + part
     length = tl.where(slot > 0, start + size, 0)
     pages = page_table + slot * table_stride
+    begin = 0
     key = tl.arange(0, KEYS)
-    page = tl.load(pages + key // PAGE, mask=key < length, other=0)
+    known = key < length
+    if WINDOW is not None:
+        low = tl.maximum(start - WINDOW + 1, 0)  # the first key that the first token sees
+        begin = low // KEYS * KEYS
+        key += begin
+        known = (key >= low) & (key < length)
+    page = tl.load(pages + key // PAGE, mask=known, other=0)
     at = ((offset * HEADS + row % group) * DIM)[:, None] + dim[None, :]
     inside = (offset < size)[:, None] & (dim < DIM)[None, :]
     q += token * (HEADS * DIM) + kv_head * (group * DIM)
     query = tl.load(q + at, mask=inside, other=0.0)  # [rows, dim]
 
-    k_pages += kv_head * DIM
-    v_pages += kv_head * DIM
-    acc = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    k_pages = kv_pages + kv_head * stored
+    v_pages = k_pages + DIM
+    acc = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     best = tl.full([ROWS], float("-inf"), tl.float32)
-    for first in tl.range(0, length, KEYS):
+    if sinks is not None:
+        best = tl.load(sinks + kv_head * group + row % group).to(tl.float32) * LOG2E
+        total += 1.0
+    for first in tl.range(begin, length, KEYS):
         key = first + tl.arange(0, KEYS)
         within = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
-        source = page.to(tl.int64) * (PAGE * KV_HEADS * DIM) + within * (KV_HEADS * DIM)
-        source = source[:, None] + dim[None, :]
-        present = (key < length)[:, None] & (dim < DIM)[None, :]
-        keys = tl.load(k_pages + source, mask=present, other=0.0)  # [keys, dim]
-        values = tl.load(v_pages + source, mask=present, other=0.0)
+        source = page.to(tl.int64) * (PAGE * KV_HEADS * stored) + within * (KV_HEADS * stored)
+        known = key < length
+        if WINDOW is not None:
+            known = known & (key >= low)
+        present = known[:, None] & (dim < DIM)[None, :]
+        keys = tl.load(k_pages + (source[:, None] + dim[None, :]), mask=present, other=0.0)
+        present = known[:, None] & (value_dim < VALUE_DIM)[None, :]
+        values = v_pages + (source[:, None] + value_dim[None, :])
+        values = tl.load(values, mask=present, other=0.0)  # [keys, value_dim]
         # The pages of the next tile are known one tile ahead, so that its loads can run ahead.
         page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < length, other=0)
         score = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        unit = scale
+        if SOFTCAP is not None:
+            score, unit = tanh(score * scale), SOFTCAP * LOG2E
         if first + KEYS > start + 1:  # the tile crosses the diagonal
             score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
-        new_best = tl.maximum(best, tl.max(score, axis=1) * scale)
-        weight = tl.exp2(score * scale - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
+        if WINDOW is not None:  # noqa: SIM102  the compiler decides this one
+            if first < start + size - WINDOW:  # the last token does not see all of the tile
+                early = key[None, :] <= (start + offset)[:, None] - WINDOW
+                score = tl.where(early, float("-inf"), score)
+        new_best = tl.maximum(best, tl.max(score, axis=1) * unit)
+        peak = new_best
+        if WINDOW is not None:  # a token that has seen no key yet stays as it is
+            peak = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(score * unit - peak[:, None])
+        shrink = tl.exp2(best - peak)
         total = total * shrink + tl.sum(weight, axis=1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(values.dtype), values, acc, input_precision=PRECISION)
         best = new_best
-    out += token * (HEADS * DIM) + kv_head * (group * DIM)
+    at = ((offset * HEADS + row % group) * VALUE_DIM)[:, None] + value_dim[None, :]
+    inside = (offset < size)[:, None] & (value_dim < VALUE_DIM)[None, :]
+    out += token * (HEADS * VALUE_DIM) + kv_head * (group * VALUE_DIM)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 def rope_store(
-    joined: Tensor,  # [T, (heads + 2 * kv_heads) * dim]
-    q_norm: Tensor | None,  # [dim]
+    joined: Tensor,  # [T, sum(heads.sizes)]
+    q_norm: Tensor | None,  # [head_dim]
     k_norm: Tensor | None,
-    eps: float,
-    cos: Tensor,  # [T, 1, dim / 2]
-    sin: Tensor,
-    kv_pages: Tensor,  # [2, pages, page_size, kv_heads, dim]
+    angles: Angles,
+    kv_pages: Tensor,  # [pages, page_size, kv_heads, head_dim + value_dim]
     page_table: Tensor,  # [slots + 1, pages_per_slot]
     slots: Tensor,  # [T]
     positions: Tensor,  # [T]
-    heads: int,
-    kv_heads: int,
-    dim: int,
+    heads: Heads,
 ) -> Tensor:
-    """-> q [T, heads, dim], normed and rotated; K (likewise) and V are in their pages."""
-    num_tokens = joined.shape[0]
-    q = torch.empty(num_tokens, heads, dim, dtype=joined.dtype, device=joined.device)
-    parts = triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM)
+    """-> q [T, heads, head_dim], normed and rotated; K (likewise) and V are in their pages."""
+    num_tokens, kv_heads, half = len(joined), heads.num_kv_heads, heads.head_dim // 2
+    q = torch.empty(
+        num_tokens, heads.num_heads, heads.head_dim, dtype=joined.dtype, device=joined.device
+    )
+    parts = triton.cdiv(heads.num_heads + 2 * kv_heads, HEADS_PER_PROGRAM)
     launch(
         _rope_store_kernel, (num_tokens * parts,),
-        joined, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
-        joined.stride(0), kv_pages.stride(0), page_table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, PAGE=kv_pages.shape[2],
-        NORM=q_norm is not None, HEAD_BLOCK=HEADS_PER_PROGRAM,
-        HALF_BLOCK=triton.next_power_of_2(dim // 2), **overlap(),
+        joined, q_norm, k_norm, heads.norm_eps, *angles, kv_pages, page_table, slots, positions, q,
+        joined.stride(0), page_table.stride(0),
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, VALUE_DIM=heads.value_dim,
+        PAGE=kv_pages.shape[1], NORM=q_norm is not None, HEAD_BLOCK=HEADS_PER_PROGRAM,
+        HALF_BLOCK=triton.next_power_of_2(max(half, (heads.value_dim + 1) // 2)), **overlap(),
     )  # fmt: skip
     return q
 
@@ -303,26 +347,30 @@ def plan(
 
 
 def attend(
-    q: Tensor,  # [T, heads, dim]
+    q: Tensor,  # [T, heads, head_dim]
+    sinks: Tensor | None,
     kv_pages: Tensor,
     page_table: Tensor,
     blocks: Tensor,  # from plan
-    scale: float,
+    heads: Heads,
 ) -> Tensor:
-    """Each token attends to positions [0, its own] of its slot; padding gets zeros."""
-    _, heads, dim = q.shape
-    k_pages, v_pages = kv_pages.unbind(0)
-    kv_heads = k_pages.shape[2]
-    group = heads // kv_heads
-    chosen = tile(dim, group, q.dtype, shared_memory())
+    """Each token attends to the positions of its slot up to its own, the last `window` of them;
+    padding gets zeros -> [T, heads, value_dim]"""
+    num_heads, kv_heads, dim, value_dim = (
+        heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
+    )  # fmt: skip
+    group = num_heads // kv_heads
+    chosen = tile(dim, value_dim, group, q.dtype, shared_memory())
     parts = triton.cdiv(block_tokens(group), chosen.rows // group)
-    out = torch.empty_like(q)
+    out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype, device=q.device)
+    unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
     launch(
         _attend_kernel, (kv_heads * parts, len(blocks)),
-        q, k_pages, v_pages, page_table, blocks, out, scale * LOG2E, page_table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=k_pages.shape[1],
+        q, sinks, kv_pages, page_table, blocks, out, heads.scale * unit, page_table.stride(0),
+        HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1],
         TOKENS=chosen.rows // group, PARTS=parts, ROWS=chosen.rows,
-        DIM_BLOCK=max(16, triton.next_power_of_2(dim)), KEYS=chosen.keys,
+        DIM_BLOCK=padded_dim(dim), VALUE_BLOCK=padded_dim(value_dim), KEYS=chosen.keys,
         PRECISION="ieee" if q.dtype == torch.float32 else None,
         num_warps=chosen.warps, num_stages=chosen.stages, **overlap(),
     )  # fmt: skip

@@ -66,8 +66,21 @@ class Case:
     def foreign(self) -> int:
         """A row of this table that belongs to a slot which does not run."""
         trap = self.scene.trap
-        through = self.entry.through
-        return int(self.scene.tables[through][trap, 0]) if through else trap
+        if not self.entry.through:
+            return trap
+        pages = self.scene.tables[self.entry.through][trap]
+        return int(pages[pages > 0][0])
+
+    @cached_property
+    def elsewhere(self) -> int | None:
+        """A row that a running slot owns in another paged table, and none of them in this one."""
+        tables, slots = self.plain.tensors, self.plain.slots
+        owned = owned_rows(self.entry, slots, tables)
+        for other in self.registry.entries():
+            if other.through and other.name != self.entry.name:
+                theirs = owned_rows(other, slots, tables)[: len(owned)].nonzero()[:, 0].tolist()
+                return next((row for row in theirs if not owned[row]), None)
+        return None
 
     @property
     def has_foreign(self) -> bool:

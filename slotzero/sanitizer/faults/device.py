@@ -180,6 +180,10 @@ def _write_foreign(case: Case, rows: Tensor) -> None:
     rows[case.foreign].add_(1)
 
 
+def _write_elsewhere(case: Case, rows: Tensor) -> None:
+    rows[case.elsewhere].add_(1)
+
+
 def _write_column(case: Case, rows: Tensor) -> None:
     rows.select(1, 0).add_(1)
 
@@ -202,6 +206,12 @@ def _leak(case: Case, values: Tensor) -> None:
 KERNELS: tuple[Fault, ...] = (
     KernelFault("kernel writes slot 0", TABLE, always, _write_row_0),
     KernelFault("kernel writes another slot", TABLE, lambda case: case.has_foreign, _write_foreign),
+    KernelFault(
+        "another group's location",
+        TABLE,
+        lambda case: bool(case.entry.through) and case.elsewhere is not None,
+        _write_elsewhere,
+    ),
     KernelFault("kernel reads another slot", TABLE, lambda case: case.has_foreign, _read_foreign),
     KernelFault(
         "kernel reads past its length",

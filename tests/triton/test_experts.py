@@ -1,0 +1,111 @@
+"""Experts against composed.py: every way to route, and rows that choose nobody."""
+
+import pytest
+import torch
+
+from slotzero.kernels.contract import Experts, ExpertWeights, Normed
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton import experts
+from slotzero.kernels.triton.kernels import TritonKernels
+
+REFERENCE = ReferenceKernels()
+HIDDEN, INNER = 40, 24  # no multiple of a tile
+SIGMOID = {"is_sigmoid": True, "is_normed": True, "factor": 2.5}
+KINDS = [
+    Experts(8, 2, INNER, "silu", is_sigmoid=False),
+    Experts(5, 3, INNER, "clamped_silu", is_sigmoid=False),
+    Experts(8, 2, INNER, "gelu_tanh", is_sigmoid=True),
+    Experts(8, 3, INNER, "silu", **SIGMOID, num_groups=4, top_groups=2),
+    Experts(6, 1, INNER, "silu", **SIGMOID),
+    Experts(3, 3, INNER, "silu", is_sigmoid=False),
+]
+
+
+def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
+    """Where there is a choice, nobody chooses expert 1, whose weights are NaN."""
+
+    def random(*size: int) -> torch.Tensor:
+        return (torch.randn(size, device=device) * size[-1] ** -0.5).to(dtype)
+
+    num, inner = shape.num_experts, shape.inner_size
+    weights = ExpertWeights(
+        random(num, HIDDEN),
+        random(num),
+        torch.randn(num, device=device) if shape.is_sigmoid else None,
+        random(num, 2 * inner, HIDDEN),
+        random(num, 2 * inner) if bias else None,
+        random(num, HIDDEN, inner),
+        random(num, HIDDEN) if bias else None,
+    )
+    if shape.top_k < num:
+        weights.router_bias[1] = -30
+        weights.gate_up[1], weights.down[1] = torch.nan, torch.nan
+        if weights.correction is not None:
+            weights.correction[1] = -30
+    return weights
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Whatever a product is given to fill holds NaN."""
+    new_empty = torch.Tensor.new_empty
+
+    def poison(x: torch.Tensor, *shape: int, **kind: object) -> torch.Tensor:
+        made = new_empty(x, *shape, **kind)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("shape", KINDS, ids=lambda shape: f"{shape.top_k} of {shape.num_experts}")
+def test_equals_the_reference(device, shape, rows):
+    x = torch.randn(rows, HIDDEN, device=device)
+    slots = torch.arange(1, rows + 1, device=device).int() % 4
+    x[slots == 0] = torch.nan
+    weights = made(shape, torch.float32, device, bias=rows > 1)
+    got = TritonKernels().experts(Normed(x, None), 1e-6, slots, weights, shape)
+    x = x.nan_to_num()
+    expected = REFERENCE.experts(Normed(x, None), 1e-6, slots, weights, shape)
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert (got[slots == 0] == 0).all() and (got[slots > 0] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("rows", [3, 100])  # blocks of few rows, and of many
+def test_16_bits(device, half, rows):
+    shape = Experts(4, 2, INNER, "silu", is_sigmoid=False)
+    weights = made(shape, half, device)
+    x, slots = torch.randn(rows, HIDDEN, device=device).to(half), torch.ones(rows, device=device)
+    got = TritonKernels().experts(Normed(x, None), 1e-6, slots.int(), weights, shape)
+    wide = ExpertWeights(*(None if w is None else w.float() for w in weights))
+    expected = REFERENCE.experts(Normed(x.float(), None), 1e-6, slots, wide, shape)
+    far = ((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1) > 2e-2).sum()
+    assert far <= rows // 20  # two scores that are one in 16 bits
+
+
+def test_a_late_norm_is_applied(device):
+    shape = KINDS[0]
+    weights = made(shape, torch.float32, device)
+    x, slots = torch.randn(7, HIDDEN, device=device), torch.ones(7, device=device).int()
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
+    late = Normed(x, x.square().sum(-1)[None])
+    got = TritonKernels().experts(late, 1e-3, slots, weights, shape)
+    expected = REFERENCE.experts(Normed(x * scale, None), 1e-3, slots, weights, shape)
+    assert torch.allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (3, 2), (40, 4), (128, 8)])
+@pytest.mark.parametrize("tokens", [1, 7, 90])
+def test_blocks_cover_every_choice_once(device, tokens, num_experts, top_k):
+    chosen = torch.rand(tokens, num_experts).topk(top_k).indices
+    chosen[::3] = num_experts  # nobody's
+    chosen[1::2, 0] = num_experts - 1  # one that many choose
+    order, blocks, tile = experts.choose(chosen.to(device), num_experts, torch.float32)
+    which = chosen.flatten()[order.cpu()].tolist()
+    seen = []
+    for expert, first, size in blocks.tolist():
+        if expert >= 0:
+            assert 0 < size <= tile.rows
+            assert which[first : first + size] == [expert] * size
+            seen += range(first, first + size)
+    assert seen == list(range(sum(e < num_experts for e in which)))
