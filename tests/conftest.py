@@ -24,6 +24,14 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]
     return get
 
 
+LONGEST = ("test_triton.py", "test_models.py", "test_windows.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files are shared out among processes in this order: long ones are begun with."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 _sees_gpu = torch.cuda.is_available
 
 

@@ -93,10 +93,14 @@ def small_grid(monkeypatch):
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
 
 
-@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_reference(device, small_grid, shape, norm):
-    Case(shape, LENGTHS, device, norm=norm).check()
+def test_equals_the_reference(device, small_grid, shape):
+    Case(shape, LENGTHS, device).check()
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:4])
+def test_without_norms(device, small_grid, shape):
+    Case(shape, LENGTHS, device, norm=False).check()
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]])
@@ -107,12 +111,16 @@ def test_16_bits(device, half, small_grid, shape):
     same_pages(pages, expected_pages, 0.1)  # two units of the last place at 8
 
 
-@pytest.mark.parametrize("lengths", [[1], [700], [1, 900], [5] * 40, [300, 1, 1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("lengths", [[1], [700], [1, 900], [300, 1, 1, 1, 1, 1, 1]])
 def test_any_share_of_the_grid(device, lengths):
     Case((4, 2, 16, 16), lengths, device).check()
 
 
-def test_every_layer_of_a_step_uses_one_plan(device):
+def test_a_large_batch(device, small_grid):
+    Case((4, 2, 16, 16), [40] + [5] * 40, device).check()
+
+
+def test_every_layer_of_a_step_uses_one_plan(device, small_grid):
     Case((4, 2, 16, 16), [700, 65, 3], device).check(num_layers=3)
 
 
@@ -121,9 +129,9 @@ def test_a_window_ends_at_the_newest_key(device, small_grid, window):
     Case((4, 2, 16, 8), LENGTHS, device, window=window).check()
 
 
-@pytest.mark.parametrize("rows", [1, 70, 130])
-def test_a_window_in_every_shape_of_program(device, small_grid, rows):
-    Case((2, 1, 16, 8), [90] + [3] * (rows // 2), device, window=40).check()
+@pytest.mark.parametrize("num_others", [0, 64])
+def test_a_window_in_a_small_and_a_large_batch(device, small_grid, num_others):
+    Case((2, 1, 16, 8), [90] + [3] * num_others, device, window=40).check()
 
 
 @pytest.mark.parametrize("window", [None, 1, 90])
@@ -171,8 +179,8 @@ def test_the_plan_covers_every_key_once(device, window):
 
 
 def test_the_same_bits_again(device, half, small_grid):
-    case = Case((8, 2, 64, 16), [200, 31, 64, 65], device, half)
+    case = Case((8, 2, 64, 16), [200, 31], device, half)
     first, _ = case.run()
-    for _ in range(3):
+    for _ in range(2):
         again, _ = case.run()
         assert torch.equal(again, first)

@@ -76,8 +76,8 @@ def _product_kernel(
     EVEN: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With an activation, weights are of tokens' rows, each read for SHARED choices, and results
-    are in the order of experts. Without one, it is the other way round."""
+    """With an activation, x is of tokens, each of SHARED choices, and the result in the order of
+    experts; without one, x is in that order and the result in the order of choices."""
     may_follow(PDL)
     block = blocks + tl.program_id(1) * 3
     n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
