@@ -16,8 +16,7 @@ from slotzero.config import EngineConfig
 from slotzero.errors import RequestError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
-from slotzero.pools.ledger import KvPool
-from slotzero.pools.pages import PagePool
+from slotzero.pools.pages import KvPool, PagePool
 from slotzero.pools.slots import SlotPool
 from slotzero.progress import recording_bar, weights_bar
 from slotzero.request import FinishReason, Request, Status

@@ -17,7 +17,7 @@ import torch
 from slotzero.config import DTYPES, EngineConfig
 from slotzero.errors import CapacityError, ConfigError
 from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
-from slotzero.graph.backend import EagerBackend, backend_for
+from slotzero.graph.backend import Backend, EagerBackend, backend_for
 from slotzero.graph.runner import Record
 from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.kernels.contract import kernels_for
@@ -100,9 +100,7 @@ class Worker:
         decoder = Decoder(model, weights, turns, self.kernels)
         self.vocab_size = model.vocab_size
         self.weight_bytes = sum(
-            e.tensor.numel() * e.tensor.dtype.itemsize
-            for e in registry.entries()
-            if e.name.startswith("weight.")
+            e.tensor.nbytes for e in registry.entries() if e.name.startswith("weight.")
         )
         shapes = group_shapes(model, config.page_size, dtype)
         self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
@@ -139,23 +137,8 @@ class Worker:
             dtype,
         )
         graphs = backend_for(backend, device)
-        tokens, row_ladder = limits.max_num_batched_tokens, Ladder.up_to(rows)
-        self.decode = Runner(step.decode_spec(row_ladder), registry, graphs)
-        eager_sizes = Ladder.multiples(EAGER_STEP[device.type], tokens), row_ladder
-        prefills = []
-        if backend == "cuda":
-            recorded = Ladder.doubling(min(tokens, MOST_RECORDED))
-            few_or_all = Ladder(tuple(sorted({min(FEW_ROWS, rows), rows})))
-            spec = step.prefill_spec("prefill", recorded, few_or_all)
-            prefills.append(Runner(spec, registry, graphs))
-            if tokens > MOST_RECORDED:
-                reason = f"more than {MOST_RECORDED} tokens"
-                spec = step.prefill_spec("long prefill", *eager_sizes)
-                prefills.append(Runner(spec, registry, EagerBackend(), reason))
-        else:
-            spec = step.prefill_spec("prefill", *eager_sizes)
-            prefills.append(Runner(spec, registry, EagerBackend(), "prefill is not recorded"))
-        self.prefills = tuple(prefills)
+        self.decode = Runner(step.decode_spec(Ladder.up_to(rows)), registry, graphs)
+        self.prefills = _prefill_runners(step, registry, graphs, limits)
         self.results = DownloadRing([registry[name] for name in RESULTS])
 
     @property
@@ -257,6 +240,24 @@ class Worker:
 
     def released(self, slot: int) -> None:
         self.tables.reset(slot)
+
+
+def _prefill_runners(
+    step: passes.Passes, registry: Registry, graphs: Backend, limits: Limits
+) -> tuple[Runner, ...]:
+    tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    eager_sizes = Ladder.multiples(EAGER_STEP[registry.device.type], tokens), Ladder.up_to(rows)
+    if limits.backend != "cuda":
+        spec = step.prefill_spec("prefill", *eager_sizes)
+        return (Runner(spec, registry, EagerBackend(), "prefill is not recorded"),)
+    few_or_all = Ladder(tuple(sorted({min(FEW_ROWS, rows), rows})))
+    spec = step.prefill_spec("prefill", Ladder.doubling(min(tokens, MOST_RECORDED)), few_or_all)
+    recorded = Runner(spec, registry, graphs)
+    if tokens <= MOST_RECORDED:
+        return (recorded,)
+    spec = step.prefill_spec("long prefill", *eager_sizes)
+    reason = f"more than {MOST_RECORDED} tokens"
+    return recorded, Runner(spec, registry, EagerBackend(), reason)
 
 
 @contextmanager

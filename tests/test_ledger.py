@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slotzero.errors import PoolError
-from slotzero.pools.ledger import KvPool, PageChange, PageLedger
-from slotzero.pools.pages import PagePool
+from slotzero.pools.ledger import PageChange, PageLedger
+from slotzero.pools.pages import KvPool, PagePool
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
-from slotzero.pools.ledger import KvPool
-from slotzero.pools.pages import PagePool
+from slotzero.pools.pages import KvPool, PagePool
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request, Status
 from slotzero.sampling.params import SamplingParams

@@ -27,8 +27,6 @@ from slotzero.pools.pages import KvPool
 from slotzero.pools.prefix import PrefixCache
 from slotzero.request import Request
 
-__all__ = ["KvPool", "PageChange", "PageLedger"]
-
 
 class PageChange(NamedTuple):
     """The page table of a group goes on with these from this index, or has let go: zeros."""

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
-from slotzero.pools.ledger import KvPool, PageLedger
+from slotzero.pools.ledger import PageLedger
+from slotzero.pools.pages import KvPool
 from slotzero.pools.slots import SlotPool
 from slotzero.request import FinishReason, Request, Status
 from slotzero.step import Row, Step
