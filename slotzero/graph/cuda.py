@@ -118,15 +118,17 @@ class CudaBackend(Backend):
 def _line(node: Node, segments: list[tuple[int, int]]) -> Line:
     """An address is a word that lies in memory which torch has; any other is a number.
 
-    In the structs that torch's own kernels get, some words were never written and hold anything.
-    What those kernels read is known from their operators, which S5 watches.
+    In the structs that torch's own kernels get, some bytes were never written and hold anything,
+    and a struct may be as small as a number. What those kernels are given is known from their
+    operators, which S5 watches.
     """
     is_plain = TORCH_KERNEL not in node.name
     certain = node._replace(params=tuple(p for p in node.params if is_plain or len(p) <= 8))
     found = [w for w in pointers_of(certain) if any(start <= w < end for start, end in segments)]
     numbers = []
     for param in node.params:
-        is_number = len(param) in (1, 2, 4, 8) and int.from_bytes(param, "little") not in found
+        is_whole = is_plain and len(param) in (1, 2, 4, 8)
+        is_number = is_whole and int.from_bytes(param, "little") not in found
         numbers.append(param.hex() if is_number else "-")
     text = f"{node.kind} {node.name} {node.dims} {' '.join(numbers)}"
     return Line(text, tuple(found), node.reads_host)

@@ -113,7 +113,7 @@ def test_results_are_of_their_own_step():
         assert values.shape == (200, 64) and (values == step).all()
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen3"])
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "gemma3", "gpt-oss", "mimo-v2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
     oracle = oracles(family)

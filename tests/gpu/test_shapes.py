@@ -27,6 +27,22 @@ LLAMA = Family(
     {**COMMON, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
      "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.02},
 )  # fmt: skip
+GEMMA3 = Family(
+    "Gemma3Text",
+    {**COMMON, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8,
+     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+     "sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"],
+     "initializer_range": 0.02, "tie_word_embeddings": True},
+    causal="Gemma3",
+)  # fmt: skip
+# every expert is chosen: which one wins a near-tie is no noise of a product
+GPT_OSS = Family(
+    "GptOss",
+    {**COMMON, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+     "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "num_local_experts": 4,
+     "num_experts_per_tok": 4, "attention_bias": True, "initializer_range": 0.02},
+)  # fmt: skip
+SHAPES = {"qwen3": QWEN3, "llama": LLAMA, "gemma3": GEMMA3, "gpt-oss": GPT_OSS}
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -38,7 +54,7 @@ def logits_of(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
     return model(ids).logits[0, len(prompt) - 1 : -1].float()
 
 
-@pytest.mark.parametrize("family", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("family", SHAPES.values(), ids=SHAPES)
 def test_logits_are_within_the_noise_of_bfloat16(tmp_path, family):
     """One prompt and then 1, 7, 14, 50 and 100 rows: every kind of product, cut contexts or not."""
     oracle = build(family, tmp_path, torch.bfloat16)

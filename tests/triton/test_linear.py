@@ -135,8 +135,13 @@ def test_an_added_norm_is_rounded_where_the_model_rounds(device, half):
     after, norm = torch.randn(2, 72, device=device).to(half)
     expected = before + composed.rms_norm(delta, after, EPS)
     made = add_norm(before, delta, after, norm, EPS, late=False)
-    assert torch.equal(before, expected)
-    assert torch.equal(made.x, composed.rms_norm(expected, norm, EPS))
+    assert share_of_others(before, expected) < 0.01
+    assert share_of_others(made.x, composed.rms_norm(before, norm, EPS)) < 0.01
+
+
+def share_of_others(one, other):
+    """A sum in another order turns a rounding in some hundreds; rounding elsewhere, one in ten."""
+    return (one != other).float().mean()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
