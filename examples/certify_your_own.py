@@ -31,7 +31,8 @@ class Counters:
         self.is_real = registry.derived("is_real", (ROWS,), torch.float32)
         self.before = registry.output("before", (ROWS,), torch.float32)
         self.gain = registry.constant("gain", torch.tensor([1.5]))
-        spec = RunnerSpec("count", Ladder((1, 2, 4, 8)), None, ("slots",), self.step)
+        writes = ("is_real", "before")
+        spec = RunnerSpec("count", Ladder((1, 2, 4, 8)), None, ("slots",), self.step, writes)
         self.runner = Runner(spec, registry, EagerBackend())
 
     def step(self, key: GraphKey, pieces: Pieces) -> None:

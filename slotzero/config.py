@@ -13,6 +13,8 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+DRAFTERS = ("eagle", "eagle3", "ngram", "draft")
+MAX_STEPS = 15
 SANITIZE_MODES = ("off", "sample", "full")
 SANITIZE_ACTIONS = ("log", "raise", "fallback")
 
@@ -50,6 +52,15 @@ class EngineConfig:
     """Tokens in a KV page: a power of two."""
     enable_prefix_caching: bool = True
     """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
+    speculative: str | None = None
+    """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
+    head), draft (a small model), ngram (what followed before)."""
+    speculative_model: str | None = None
+    """The head or the draft model; the default model has an eagle3 head of its own."""
+    speculative_steps: int = 4
+    """Guesses in a row, at most."""
+    speculative_adaptive: bool = True
+    """Guess fewer, or none, while that is faster: by what was right lately and by how many run."""
     lazy_recording: bool = False
     """Record a size when it is first needed rather than at start."""
     sanitize: str = "off"
@@ -88,11 +99,30 @@ class EngineConfig:
                 f"is one of {', '.join(SANITIZE_ACTIONS)}",
             ),
             ("page_size", _power_of_two(self.page_size), "is a power of two"),
+            (
+                "speculative",
+                self.speculative is None or self.speculative in DRAFTERS,
+                f"is one of {', '.join(DRAFTERS)}",
+            ),
+            (
+                "speculative_steps",
+                _in_range(self.speculative_steps, MAX_STEPS),
+                f"is 1 to {MAX_STEPS}",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"{name} {rule}, got {getattr(self, name)!r}")
+        if self.speculative_model is not None and self.speculative is None:
+            raise ConfigError(
+                f"speculative_model={self.speculative_model!r} without speculative: "
+                f"say which kind it is, one of {', '.join(DRAFTERS)}"
+            )
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
+
+
+def _in_range(value: int, most: int) -> bool:
+    return isinstance(value, int) and 1 <= value <= most
 
 
 def _positive(value: int | None) -> bool:

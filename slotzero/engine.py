@@ -24,6 +24,7 @@ from slotzero.sampling.grammar import Grammars
 from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
 from slotzero.sampling.structured import structured_outputs
 from slotzero.scheduler.scheduler import Scheduler, SchedulerConfig
+from slotzero.speculative.widths import FixedWidth, SpeculationStats, WidthPolicy, Widths
 from slotzero.step import Step
 from slotzero.tokenizer import Tokenizer
 from slotzero.transcript import Transcript
@@ -63,6 +64,7 @@ class Answer:
 @dataclass
 class _Launch:
     step: Step
+    has_drafts: bool  # the step before has made some
     results: Results | None = None  # None: the launch has not succeeded
 
 
@@ -88,6 +90,7 @@ class Engine:
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
                 page_size=limits.page_size,
+                max_width=limits.max_width,
                 enable_prefix_caching=limits.enable_prefix_caching,
             ),
             SlotPool(limits.max_num_seqs),
@@ -100,10 +103,15 @@ class Engine:
             with recording_bar(config.show_progress, limits.backend, num_sizes) as seen:
                 self.recording_seconds = self.worker.record(seen)
         self.num_steps = 0
+        self.speculation = SpeculationStats() if self.worker.cycles else None
+        self._widths: Widths = FixedWidth(limits.max_width)
+        if config.speculative is not None and config.speculative_adaptive:
+            self._widths = WidthPolicy(limits.widths, self.worker.seconds)
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._answers: dict[str, Answer] = {}
         self._in_flight: deque[_Launch] = deque()
+        self._has_drafted = False
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
         self.sanitizer: LiveSanitizer | None = None
@@ -147,7 +155,7 @@ class Engine:
         """Plan and launch the next step, then commit the one before; -> answers that grew."""
         with self.lock, uninterrupted():
             try:
-                step = self.scheduler.plan()
+                step = self.scheduler.plan(self._width())
                 if step is not None:
                     self._launch(step)
                 if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
@@ -157,12 +165,17 @@ class Engine:
                 self._abandon()
                 raise
 
+    def _width(self) -> int:
+        num_running = self.scheduler.num_running
+        return self._widths.choose(num_running) if num_running else 1
+
     def check(self) -> None:
         """Recounts every pool."""
         self.scheduler.check()
 
     def _launch(self, step: Step) -> None:
-        launch = _Launch(step)
+        launch = _Launch(step, self._has_drafted)
+        self._has_drafted = step.width > 1 or not step.is_decode
         self._in_flight.append(launch)  # first: a launch that fails is abandoned with the rest
         launch.results = self.worker.run(step)
         self.num_steps += 1
@@ -171,18 +184,34 @@ class Engine:
         launch = self._in_flight[0]
         assert launch.results is not None
         tokens = launch.results.tokens()
+        if self.speculation is not None:
+            self._learn(self.speculation, launch)
         grown = []
         row_of = {row.request.id: i for i, row in enumerate(launch.step.rows)}
-        for request in self.scheduler.commit(launch.step, tokens):
+        for request, num_new in self.scheduler.commit(launch.step, tokens):
             answer = self._answers[request.id]
+            num_new = self._extend_text(answer, num_new)
             if request.params.logprobs is not None:
-                answer.logprobs.append(launch.results.logprobs(row_of[request.id]))
-            self._extend_text(answer)
+                answer.logprobs += launch.results.logprobs(row_of[request.id])[:num_new]
             if answer.finished:
                 del self._answers[request.id]
             grown.append(answer)
         self._in_flight.popleft()
         return grown
+
+    def _learn(self, stats: SpeculationStats, launch: _Launch) -> None:
+        step, results = launch.step, launch.results
+        assert results is not None
+        if not step.is_decode and step.width == 1:
+            return  # of a prompt nothing is guessed
+        stats.add_step(step.width)
+        if step.width == 1:
+            return
+        for row, (num_drafts, num_right) in zip(step.rows, results.drafts(), strict=True):
+            stats.add(num_drafts, num_right)
+            has_room = row.request.max_len - row.start > 2 * step.width
+            if launch.has_drafts and row.request.speculates and has_room:
+                self._widths.learn(step.width - 1, num_right)  # a place left empty was wrong too
 
     def _abandon(self) -> None:
         """A step failed: whoever runs ends; whoever waits goes on waiting."""
@@ -190,21 +219,28 @@ class Engine:
         self._in_flight.clear()
         self._answers = {i: answer for i, answer in self._answers.items() if not answer.finished}
 
-    def _extend_text(self, answer: Answer) -> None:
-        if answer.transcript is None:
-            return
-        request = answer.request
-        token = request.output_token_ids[-1]
-        stop = answer.transcript.push(
-            token,
-            hide=request.finish_reason == "stop" and token in request.stop_ids,
-            may_stop=len(request.output_token_ids) >= request.params.min_tokens,
-        )
-        if answer.finished and stop is None:
-            stop = answer.transcript.close()
-        if stop is not None:
-            self.scheduler.finish(request, "stop", stop)
-            answer.transcript.close()
+    def _extend_text(self, answer: Answer, num_new: int) -> int:
+        """-> how many of the new tokens are kept: none after a stop string"""
+        request, transcript = answer.request, answer.transcript
+        if transcript is None:
+            return num_new
+        tokens = request.output_token_ids
+        first = len(tokens) - num_new
+        for i in range(first, len(tokens)):
+            is_last = answer.finished and i == len(tokens) - 1
+            stop = transcript.push(
+                tokens[i],
+                hide=is_last and request.finish_reason == "stop" and tokens[i] in request.stop_ids,
+                may_stop=i + 1 >= request.params.min_tokens,
+            )
+            if is_last and stop is None:
+                stop = transcript.close()
+            if stop is not None:
+                self.scheduler.finish(request, "stop", stop)
+                transcript.close()
+                del tokens[i + 1 :]
+                return i + 1 - first
+        return num_new
 
     def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         """The request that `add` would queue, or a RequestError that names what is wrong."""

@@ -1,5 +1,6 @@
 """The offline front door, shaped like vLLM's `LLM`: a script ports by changing its import."""
 
+import difflib
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,8 +111,11 @@ class LLM:
         settings = {k: v for k, v in settings.items() if (k, v) not in _MEANINGLESS}
         unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
         if unknown:
-            known = ", ".join(EngineConfig.__dataclass_fields__)
-            raise ConfigError(f"LLM has no setting {unknown[0]!r}; it has: {known}")
+            near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 4, 0.4)
+            raise ConfigError(
+                f"LLM has no setting {unknown[0]!r}; near it: {', '.join(near) or 'nothing'}; "
+                "all are fields of slotzero.config.EngineConfig"
+            )
         self.engine = Engine(EngineConfig(model=model, **settings))
         self._ids = itertools.count()
 

@@ -50,6 +50,18 @@ def prompts_bar(shown: bool, num_prompts: int) -> Iterator[Callable[[int, int], 
 
 
 @contextmanager
+def training_bar(shown: bool) -> Iterator[Callable[[int, float, str], None]]:
+    """Called with the steps made, the share of the budget that is gone, and what was seen last."""
+    with _bar(shown) as bar:
+        task = bar.add_task("training", total=1.0)
+
+        def update(step: int, share: float, seen: str) -> None:
+            bar.update(task, completed=share, description=f"training, step {step}{seen}")
+
+        yield update
+
+
+@contextmanager
 def certify_bar(shown: bool, total: int | None) -> Iterator[Callable[[str], None]]:
     """Called with what was just tried; without a total, the bar only shows that it lives."""
     with _bar(shown) as bar:

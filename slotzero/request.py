@@ -10,9 +10,12 @@ samples that steps already launched will bring:
     tokens[0 : target)                 known at the last admission; the first sample follows them
     tokens[0 : num_tokens)             committed: the host knows their ids
     tokens[num_tokens : num_known)     in flight: only the device knows their ids
+    tokens[num_known : most_known)     in flight if drafts are right: only the device knows if
 
 While it runs, num_cached <= num_computed <= num_known <= max_len and num_computed <= num_paged. It
-is done on the device, if not yet on the host, when num_known == max_len.
+is done on the device, if not yet on the host, when num_known == max_len; between there and
+most_known >= max_len, it may be. Where drafts were verified, num_computed is the least it can be
+until the host knows.
 """
 
 import enum
@@ -65,8 +68,16 @@ class Request:
     num_computed: int = 0
     target: int = 0
     num_in_flight: int = 0
+    """Steps that were launched and will bring a token."""
+    most_in_flight: int = 0
+    """Tokens that they will bring at most."""
     num_cached: int = 0
     num_preemptions: int = 0
+
+    @property
+    def speculates(self) -> bool:
+        """What a grammar allows after a guess, the device cannot know."""
+        return self.params.speculative and self.grammar is None
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -84,4 +95,8 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+        return min(self.num_tokens + self.num_in_flight, self.max_len)
+
+    @property
+    def most_known(self) -> int:
+        return self.num_tokens + self.most_in_flight

@@ -21,16 +21,26 @@ class StandIns:
         self._engine = engine
         self.requests: list[Request] = []
 
-    def admit(self, prompt: Sequence[int], params: SamplingParams, num_stored: int) -> Request:
-        """All of the prompt is known, and the KV of its first tokens is said to be stored."""
+    def admit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        num_stored: int,
+        answer: Sequence[int] = (),
+        num_ahead: int = 0,
+    ) -> Request:
+        """All of the prompt is known, and what there is of an answer; the KV of the first tokens is
+        said to be stored. It has pages for so many more positions, for drafts."""
         engine, scheduler = self._engine, self._engine.scheduler
         request = engine.validate(f"stand-in-{len(self.requests)}", prompt, params)
-        if scheduler.ledger.grow(request, request.num_tokens, num_stored) is None:
+        request.target = request.num_tokens
+        request.output_token_ids += answer
+        num_paged = min(request.num_tokens + num_ahead, engine.limits.max_model_len)
+        if scheduler.ledger.grow(request, num_paged, num_stored) is None:
             raise CapacityError(f"{request.id}: no KV pages left: raise --kv-cache-memory")
         request.slot = scheduler.slots.take()
         self.requests.append(request)
-        request.target = request.num_tokens
-        engine.worker.admitted(request, request.prompt_token_ids, num_stored, request.pages)
+        engine.worker.admitted(request, request.all_token_ids, num_stored, request.pages)
         return request
 
     def release(self) -> None:

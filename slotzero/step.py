@@ -12,7 +12,11 @@ from slotzero.request import Request
 
 
 class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster, hundreds a step
-    """Compute tokens[start : start + count) of the request in this slot."""
+    """Compute tokens[start : start + count) of the request in this slot.
+
+    Of a request whose last steps verify drafts only the device knows where it is: then `start` is
+    the least that it can be.
+    """
 
     request: Request
     slot: int
@@ -21,11 +25,15 @@ class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster
     count: int  # type: ignore[assignment]  # tuple.count() is not missed
     samples: bool
     """Whether the last of these tokens is the last known one, so that a new one follows it."""
+    width: int = 1
+    """Most tokens that may follow: with drafts to verify, as many as are right and one more."""
 
 
 @dataclass(frozen=True)
 class Step:
     rows: tuple[Row, ...]
+    width: int = 1
+    """Above 1, every row verifies drafts: it has so many tokens, the newest one and drafts."""
 
     @property
     def num_rows(self) -> int:
@@ -42,4 +50,4 @@ class Step:
         The last chunk of a prompt may be such a row. An earlier chunk of one token is not: to
         sample there would overwrite a token of the prompt.
         """
-        return all(row.count == 1 and row.samples for row in self.rows)
+        return self.width == 1 and all(row.count == 1 and row.samples for row in self.rows)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from slotzero.graph.runner import Record
 from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.kernels.contract import kernels_for
 from slotzero.loading.checkpoint import Checkpoint
-from slotzero.models.config import FULL, ModelConfig, parse_config
+from slotzero.models.config import FULL, KvGroup, parse_config
 from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import Progress, load_weights, random_weights
@@ -31,9 +31,18 @@ from slotzero.pools.tables import SlotTables
 from slotzero.request import Request
 from slotzero.runners import passes
 from slotzero.sampling.tables import SAMPLING_TABLES, encode
+from slotzero.speculative.build import Prepared, Target, prepare_drafter
+from slotzero.speculative.drafter import (
+    DRAFTED_AT,
+    LIMIT,
+    NOWHERE,
+    PAGED,
+    SPECULATES,
+    SPECULATION_TABLES,
+)
+from slotzero.speculative.passes import VERIFY_RESULTS, SpeculativePasses
 from slotzero.step import Step
 
-RESULTS = (passes.SAMPLED, passes.LOGPROBS, passes.TOP_IDS, passes.TOP_LOGPROBS)
 MOST_RECORDED = 8192  # tokens of a recorded prefill; beyond, launches hide behind the work
 FEW_ROWS = 8  # a recorded prefill has rows for so many, or for all
 EAGER_STEP = {
@@ -52,16 +61,31 @@ class RowLogprobs:
 class Results:
     """What a launched step will have sampled; reading waits for the device."""
 
-    def __init__(self, download: Download, num_rows: int) -> None:
+    def __init__(self, download: Download, width: int = 1) -> None:
+        """With a width above 1 what was sampled is preceded by how many of each row count."""
         self._download = download
-        self._num_rows = num_rows
+        self._width = width
 
-    def tokens(self) -> list[int]:
-        return self._download.wait()[0][: self._num_rows].tolist()
+    def tokens(self) -> list[list[int]]:
+        if self._width == 1:
+            return [[token] for token in self._download.wait()[0].tolist()]
+        counts, _, sampled, *_ = self._download.wait()
+        rows = sampled.view(-1, self._width).tolist()
+        return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
 
-    def logprobs(self, row: int) -> RowLogprobs:
-        _, chosen, ids, values = self._download.wait()
-        return RowLogprobs(chosen[row].item(), ids[row].tolist(), values[row].tolist())
+    def drafts(self) -> list[tuple[int, int]]:
+        """By row: how many drafts were tried, and how many were right."""
+        counts, tried, *_ = self._download.wait()
+        pairs = zip(tried.tolist(), counts.tolist(), strict=True)
+        return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
+
+    def logprobs(self, row: int) -> list[RowLogprobs]:
+        """Of every token that was sampled in the row, those that do not count too."""
+        *_, chosen, ids, values = self._download.wait()
+        return [
+            RowLogprobs(chosen[i].item(), ids[i].tolist(), values[i].tolist())
+            for i in range(row * self._width, (row + 1) * self._width)
+        ]
 
 
 @dataclass(frozen=True)
@@ -74,10 +98,37 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    widths: tuple[int, ...]
+    """Tokens that a row of a step may have where all decode, ascending: 1, and then some that
+    verify drafts."""
     num_pages: Mapping[str, int]  # by group of layers, page 0 included
     windows: Mapping[str, int | None]
     page_size: int
     enable_prefix_caching: bool
+
+    @property
+    def max_width(self) -> int:
+        return self.widths[-1]
+
+
+class Cycle(NamedTuple):
+    """The runners of a step that verifies drafts, in the order in which they are launched."""
+
+    verify: Runner
+    extend: Runner
+    draft: Runner
+
+    @classmethod
+    def of(
+        cls,
+        step: SpeculativePasses,
+        width: int,
+        rows: Ladder,
+        registry: Registry,
+        graphs: Backend,
+    ) -> "Cycle":
+        specs = step.verify_spec, step.extend_spec, step.draft_spec
+        return cls(*(Runner(spec(width, rows), registry, graphs) for spec in specs))
 
 
 class Worker:
@@ -97,12 +148,20 @@ class Worker:
             g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(device))
             for g in model.groups
         }
-        decoder = Decoder(model, weights, turns, self.kernels)
+        self.model, self.weights = model, weights
+        self.decoder = decoder = Decoder(model, weights, turns, self.kernels)
         self.vocab_size = model.vocab_size
+        prepared: Prepared | None = None
+        if config.speculative is not None:
+            prepared = prepare_drafter(
+                config,
+                Target(model, weights, checkpoint, registry, self.kernels, dtype, progress),
+            )
         self.weight_bytes = sum(
             e.tensor.nbytes for e in registry.entries() if e.name.startswith("weight.")
         )
-        shapes = group_shapes(model, config.page_size, dtype)
+        groups = (*model.groups, *(prepared.groups if prepared else ()))
+        shapes = group_shapes(groups, config.page_size, dtype)
         self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
         ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
         if any(limits.max_model_len > rope.original_max_position for rope in ropes):
@@ -117,6 +176,7 @@ class Worker:
             pages_per_slot,
             model.vocab_size,
             self.page_tables,
+            SPECULATION_TABLES if prepared else (),
         )
         kv = {
             shape.name: KvPages(
@@ -126,7 +186,8 @@ class Worker:
             for shape in shapes
         }
         rows = limits.max_num_seqs
-        step = passes.Passes(
+        drafter = None if prepared is None else prepared.make(self.tables, kv)
+        self.passes = step = passes.Passes(
             registry,
             decoder,
             self.kernels,
@@ -135,15 +196,38 @@ class Worker:
             rows,
             limits.max_num_batched_tokens,
             dtype,
+            drafter,
         )
         graphs = backend_for(backend, device)
         self.decode = Runner(step.decode_spec(Ladder.up_to(rows)), registry, graphs)
         self.prefills = _prefill_runners(step, registry, graphs, limits)
-        self.results = DownloadRing([registry[name] for name in RESULTS])
+        self.results = DownloadRing([registry[name] for name in passes.RESULTS])
+        self._is_followed = drafter is not None and bool(drafter.groups)
+        self.cycles: dict[int, Cycle] = {}
+        if drafter is not None:
+            speculation = SpeculativePasses(
+                registry,
+                decoder,
+                drafter,
+                self.kernels,
+                self.tables,
+                kv,
+                rows,
+                limits.max_width,
+                registry[passes.LOGITS].dtype,
+            )
+            self.verified = DownloadRing([registry[name] for name in VERIFY_RESULTS])
+            sizes = Ladder.doubling(rows)
+            self.cycles = {
+                width: Cycle.of(speculation, width, sizes, registry, graphs)
+                for width in limits.widths[1:]
+            }
+        self._seconds: dict[GraphKey, float] = {}
 
     @property
     def runners(self) -> tuple[Runner, ...]:
-        return self.decode, *self.prefills
+        cycles = (runner for cycle in self.cycles.values() for runner in cycle)
+        return self.decode, *self.prefills, *cycles
 
     @property
     def kv(self) -> dict[str, dict[str, int | None]]:
@@ -186,31 +270,57 @@ class Worker:
     def run(self, step: Step) -> Results:
         """Launches one step and returns before it has run, where the device allows."""
         with torch.inference_mode():
-            runner, key = self._dispatch(step)
-            with _explained(f"recording {key}"):
-                runner.prepare(key)
+            launches = self._dispatch(step)
+            for runner, key in launches:
+                with _explained(f"recording {key}"):
+                    runner.prepare(key)
             self.tables.apply()
             self.registry.begin_step()
             self.registry.publish(passes.SLOTS, [row.slot for row in step.rows])
-            if passes.COUNTS in runner.spec.published:
+            if passes.COUNTS in launches[0][0].spec.published:
                 self.registry.publish(passes.COUNTS, [row.count for row in step.rows])
-            with _explained(f"running {key}"):
-                runner.run(key, step.num_tokens)
+            for runner, key in launches:
+                with _explained(f"running {key}"):
+                    runner.run(key, runner.num_tokens(step.num_tokens, step.num_rows))
             return self._download(step)
 
-    def _dispatch(self, step: Step) -> tuple[Runner, GraphKey]:
-        reasons = []
-        for runner in (self.decode,) if step.is_decode else self.prefills:
-            key = runner.pick(step.num_tokens, step.num_rows)
-            if not isinstance(key, Refusal):
-                return runner, key
-            reasons.append(key.reason)
-        raise CapacityError(f"a planned step has no size: {'; '.join(reasons)}")
+    def seconds(self, width: int, num_rows: int) -> float:
+        """Of a step in which all decode; over empty rows, and measured when first asked for."""
+        runners = self.cycles[width] if width > 1 else self._plain[:1]
+        return sum(self._seconds_of(runner, num_rows) for runner in runners)
+
+    @property
+    def _plain(self) -> tuple[Runner, ...]:
+        """Of a step in which every row has one token and samples. A drafter with KV of its own has
+        to follow, which it does in prefill alone."""
+        return self.prefills if self._is_followed else (self.decode,)
+
+    def _seconds_of(self, runner: Runner, num_rows: int) -> float:
+        key = runner.pick(num_rows, num_rows)
+        assert isinstance(key, GraphKey), key
+        if key not in self._seconds:
+            with torch.inference_mode():
+                self._seconds[key] = runner.seconds(key)
+        return self._seconds[key]
+
+    def _dispatch(self, step: Step) -> list[tuple[Runner, GraphKey]]:
+        """What is launched, in order; between two of them the host reads nothing."""
+        if step.width > 1:
+            return [_picked([runner], step) for runner in self.cycles[step.width]]
+        if step.is_decode:
+            return [_picked(self._plain, step)]
+        launches = [_picked(self.prefills, step)]
+        if self.cycles:
+            launches.append(_picked([self.cycles[self.limits.max_width].draft], step))
+        return launches
 
     def _download(self, step: Step) -> Results:
         wants_more = any(row.request.params.logprobs is not None for row in step.rows)
-        num_results = len(RESULTS) if wants_more else 1
-        return Results(self.results.download(num_results, step.num_rows), step.num_rows)
+        rows, width = step.num_rows, step.width
+        if width == 1:
+            return Results(self.results.download([rows] * (4 if wants_more else 1)))
+        sampled = [rows * width] * (4 if wants_more else 1)
+        return Results(self.verified.download([rows, rows, *sampled]), width)
 
     # SlotWriter: in the order of these calls, before the step that was planned with them.
 
@@ -227,11 +337,22 @@ class Worker:
         row = encode(request.params, request.seed, prompt_len, request.stop_ids)
         for spec in SAMPLING_TABLES:
             stage(spec.name, slot, _without_tail(row[spec.name], spec.neutral))
+        if self.cycles:
+            stage(LIMIT, slot, [request.max_len])
+            stage(SPECULATES, slot, [int(request.speculates)])
+            stage(DRAFTED_AT, slot, [NOWHERE])
+            self._stage_paged(request)
 
     def pages_changed(
         self, request: Request, group: int, first_index: int, pages: list[int]
     ) -> None:
         self.tables.stage(self.page_tables[group], request.slot, pages, first_index)
+        if self.cycles:
+            self._stage_paged(request)
+
+    def _stage_paged(self, request: Request) -> None:
+        num_pages = min(map(len, request.pages))
+        self.tables.stage(PAGED, request.slot, [num_pages * self.limits.page_size])
 
     def constrained(self, request: Request) -> None:
         assert request.grammar is not None
@@ -240,6 +361,17 @@ class Worker:
 
     def released(self, slot: int) -> None:
         self.tables.reset(slot)
+
+
+def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
+    """The first that has a size for the step."""
+    reasons = []
+    for runner in runners:
+        key = runner.pick(step.num_tokens, step.num_rows)
+        if not isinstance(key, Refusal):
+            return runner, key
+        reasons.append(key.reason)
+    raise CapacityError(f"a planned step has no size: {'; '.join(reasons)}")
 
 
 def _prefill_runners(
@@ -305,6 +437,14 @@ def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -
     return dtype
 
 
+def choose_widths(config: EngineConfig) -> tuple[int, ...]:
+    if config.speculative is None:
+        return (1,)
+    most = config.speculative_steps + 1
+    fewer = {config.speculative_steps // 2 + 1} if config.speculative_adaptive else set()
+    return tuple(sorted({1, most, *fewer}))
+
+
 def _resolve(
     config: EngineConfig,
     device: torch.device,
@@ -323,7 +463,9 @@ def _resolve(
     )
     budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
-    demand = Demand(rows, tokens, config.expected_len, config.max_model_len, max_position)
+    widths = choose_widths(config)
+    chunk = max(tokens, 4 * (widths[-1] - 1))  # as SchedulerConfig.reach
+    demand = Demand(rows, chunk, config.expected_len, config.max_model_len, max_position)
     pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
     return Limits(
         device=str(device),
@@ -332,6 +474,7 @@ def _resolve(
         max_model_len=length,
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
+        widths=widths,
         num_pages=pages,
         windows={shape.name: shape.window for shape in shapes},
         page_size=config.page_size,
@@ -339,7 +482,7 @@ def _resolve(
     )
 
 
-def group_shapes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> list[GroupShape]:
+def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) -> list[GroupShape]:
     return [
         GroupShape(
             g.name,
@@ -350,7 +493,7 @@ def group_shapes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> list
             dtype,
             g.heads.window,
         )
-        for g in model.groups
+        for g in groups
     ]
 
 

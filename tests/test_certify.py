@@ -5,25 +5,35 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
-from slotzero.graph import Runner
+from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
-from slotzero.sanitizer import mutants, stage
+from slotzero.kernels import composed
+from slotzero.kernels.contract import Rows, Tokens
+from slotzero.runners.passes import Followed
+from slotzero.sanitizer import actors, mutants
 from slotzero.sanitizer.certify import all_sizes, few_checks, few_sizes, left_out
 from slotzero.sanitizer.mutants import Mutant
 from slotzero.sanitizer.page import html
 from slotzero.sanitizer.report import CHECKS, RULES, Cell, Certificate, Violation
+from slotzero.sanitizer.scene import Trial
+from slotzero.sanitizer.stage import staged
+from slotzero.speculative.eagle import EagleDrafter
 
 SMALL = ["tiny:llama", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
 TINY = [*SMALL, "--backend", "eager"]
+EAGLE3 = ["--speculative", "eagle3", "--no-speculative-adaptive"]
+NGRAM = ["--speculative", "ngram"]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -181,11 +191,79 @@ def test_what_fails_already_is_not_mutated(run: Run, monkeypatch: pytest.MonkeyP
     assert (code, report["passed"], report["mutants"]) == (1, False, 0)
 
 
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def writes_padding(patch: pytest.MonkeyPatch) -> None:
+    put = composed.put
+    patch.setattr(composed, "put", lambda *given: put(*given[:3], torch.ones_like(given[3])))
+
+
+def takes_all_tokens_for_real(patch: pytest.MonkeyPatch) -> None:
+    """Those behind the last draft too."""
+    right = composed.lay_out
+
+    def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
+        width = len(tokens.slots) // len(slots)
+        return right(slots, starts, (slots > 0).int() * width, tokens)
+
+    patch.setattr(composed, "lay_out", lay_out)
+
+
+def drafts_from_the_token_after(patch: pytest.MonkeyPatch) -> None:
+    right = EagleDrafter.extend
+
+    def extend(self: EagleDrafter, followed: Followed, pieces: Pieces) -> None:
+        last = (followed.last + 1).clamp_max(len(followed.tokens.slots) - 1)
+        right(self, followed._replace(last=last), pieces)
+
+    patch.setattr(EagleDrafter, "extend", extend)
+
+
+def drafts_without_pages(patch: pytest.MonkeyPatch) -> None:
+    right = EagleDrafter.draft
+
+    def draft(
+        self: EagleDrafter, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
+    ) -> Tensor:
+        return right(self, slots, length, (slots > 0).int() * steps, steps, pieces)
+
+    patch.setattr(EagleDrafter, "draft", draft)
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (writes_padding, {("verify-5", "S4", "features"), ("draft-5", "S4", "drafted_at")}),
+        (takes_all_tokens_for_real, {("verify-5", "S1", "tokens"), ("verify-5", "S1", "kv_full")}),
+        (drafts_from_the_token_after, {("draft-extend-5", "S1", "features")}),
+        (drafts_without_pages, {("draft-5", "S4", "kv_draft")}),
+    ],
+)
+def test_a_drafter_that_is_wrong_is_named(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: Break,
+    found: set[tuple[str, str, str]],
+) -> None:
+    broken(monkeypatch)
+    code, out, _ = run(*TINY, *EAGLE3, "--quick", "--json", "-")
+    failures = json.loads(out)["failures"]
+    assert code == 1
+    assert found <= {(f["runner"], f["check"], f["tensor"]) for f in failures}
+
+
 # Which sizes
 
 
 @pytest.mark.parametrize(
-    "words", [[*TINY], [*TINY, "--quick"], [*SMALL, "--backend", "cpu", "--quick"]]
+    "words",
+    [
+        [*TINY],
+        [*TINY, "--quick"],
+        [*SMALL, "--backend", "cpu", "--quick"],
+        [*SMALL, "--backend", "cpu", "--quick", "--max-num-seqs", "2", *EAGLE3],
+    ],
 )
 def test_no_runner_is_forgotten(run: Run, engines: list[Engine], words: list[str]) -> None:
     code, out, _ = run(*words, "--json", "-")
@@ -193,6 +271,58 @@ def test_no_runner_is_forgotten(run: Run, engines: list[Engine], words: list[str
     assert code == 0
     assert json.loads(out)["runners"] == [r.spec.name for r in engine.worker.runners]
     engine.check()
+
+
+@pytest.mark.parametrize(("drafter", "widths"), [(EAGLE3, [5]), (NGRAM, [3, 5])])
+def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: list[int]) -> None:
+    code, out, _ = run(*TINY, *drafter)
+    assert code == 0, out
+    for width, kind in product(widths, ("verify", "draft-extend", "draft")):
+        lines = [line for line in out.splitlines() if line.startswith(f"│ {kind}-{width}[")]
+        assert [line.split("x ")[1][0] for line in lines] == ["1", "2", "4"]
+        assert all(line.count(" ok ") == len(CHECKS) for line in lines)
+    assert f"passed: {6 + 9 * len(widths)} sizes" in out
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        NGRAM,
+        ["--speculative", "eagle", "--speculative-steps", "1"],
+        ["--speculative", "draft", "--speculative-model", "tiny:llama", "--speculative-steps", "1"],
+    ],
+)
+def test_every_drafter_passes_with_rows_of_every_kind(run: Run, drafter: list[str]) -> None:
+    code, out, _ = run(*TINY, *drafter, "--quick", "--max-num-seqs", "16")
+    assert code == 0, out
+
+
+def test_scenes_of_drafts_have_rows_of_every_kind() -> None:
+    config = EngineConfig(
+        model="tiny:llama", backend="eager", speculative="ngram", max_num_seqs=16,
+        lazy_recording=True, skip_tokenizer_init=True, show_progress=False, kv_cache_memory=4 << 20,
+    )  # fmt: skip
+    engine = Engine(config)
+    verify, _, draft = engine.worker.cycles[5]
+    outcomes = {}
+    for runner in (verify, draft):
+        key = next(iter(runner.all_keys()))
+        runner.prepare(key)
+        with staged(engine, runner, key) as scene:
+            outcomes[runner] = Trial(runner, scene).replay()
+    tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_verified"))
+    pairs = set(zip(tried.tolist(), right.tolist(), strict=True))
+    assert {(5, 5), (5, 3), (5, 1), (2, 2), (1, 1), (0, 0)} <= pairs
+    drafted = outcomes[draft].tensors["num_drafts"][list(outcomes[draft].slots)]
+    assert set(drafted.tolist()) == {4, 1, 0}
+    engine.check()
+
+
+def test_a_width_that_the_context_cannot_hold_is_left_out(run: Run) -> None:
+    code, out, _ = run(*TINY, *EAGLE3, "--max-model-len", "8", "--json", "-")
+    report = json.loads(out)
+    assert code == 0
+    assert "no room for 5 tokens" in report["left_out"]["draft-5[20t x 4r]"]
 
 
 def test_quick_says_what_it_leaves_out(run: Run) -> None:
@@ -223,7 +353,7 @@ def test_a_spoilt_page_table_makes_no_page_of_another_ours(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
-    monkeypatch.setattr(stage, "MOST_STORED", 3)
+    monkeypatch.setattr(actors, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out
 

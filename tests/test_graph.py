@@ -24,7 +24,7 @@ class Toy:
         self.slots = r.published("slots", maximum, pad=0, reason="slot 0 keeps nothing")
         self.seen = r.output("seen", (maximum,), torch.float32)
         self.gain = r.constant("gain", torch.full((1,), 1.5, device=device))
-        spec = RunnerSpec("toy", Ladder.up_to(maximum), None, ("slots",), self.function)
+        spec = RunnerSpec("toy", Ladder.up_to(maximum), None, ("slots",), self.function, ("seen",))
         self.runner = Runner(spec, r, backend)
 
     def function(self, key: GraphKey, pieces) -> None:
@@ -221,6 +221,7 @@ def test_a_flawed_recording_does_not_serve(tensor):
             rewrite(key, pieces),
             twice[: key.rows - (tensor == "twice")].fill_(2),  # or one row too few
         ),
+        writes=("seen", "twice"),
     )
     wrong = {
         "seen": lambda: toy.seen[1].fill_(7),
@@ -255,7 +256,7 @@ def test_what_is_recorded_is_what_can_be_picked(tokens, rows):
     ladders = Ladder(tuple(sorted(tokens))), Ladder(tuple(sorted(rows)))
     registry = Registry(torch.device("cpu"))
     runner = Runner(
-        RunnerSpec("any", *ladders, (), lambda key, pieces: None), registry, EagerBackend()
+        RunnerSpec("any", *ladders, (), lambda key, pieces: None, ()), registry, EagerBackend()
     )
     picked = {
         runner.pick(num_tokens, num_rows)
@@ -283,7 +284,7 @@ def test_results_come_back_in_order_and_are_not_kept_for_ever():
     downloads = []
     for step in range(DEPTH + 1):
         source.fill_(step)
-        downloads.append(ring.download(1, 3))
+        downloads.append(ring.download([3]))
     for step, download in enumerate(downloads[1:], start=1):
         (values,) = download.wait()
         assert values.tolist() == [step] * 3

@@ -5,6 +5,7 @@ Triton's are in tests/triton.
 
 import dataclasses
 from collections.abc import Callable
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -16,8 +17,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from slotzero.errors import ContractError
 from slotzero.kernels.composed import ComposedKernels, gated
-from slotzero.kernels.contract import Angles, Experts, ExpertWeights, Heads, Normed
+from slotzero.kernels.contract import (
+    MAX_PLACES,
+    Angles,
+    Branches,
+    Experts,
+    ExpertWeights,
+    Heads,
+    Normed,
+    Rows,
+    Tokens,
+)
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.reference import ReferenceKernels
 
@@ -150,6 +162,186 @@ def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut)
     assert torch.equal(attend(shuffled), together[shuffled])
 
 
+class Tree(NamedTuple):
+    """Tokens of one slot at places base, base + 1, ...: the parent of each, counted from base."""
+
+    base: int
+    parents: list[int | None]  # ROOT: a child of what is stored; None: nobody stands there
+
+    def branch(self, i: int) -> list[int]:
+        """Token i and those it comes from, first things first."""
+        return [] if i == ROOT else [*self.branch(self.parents[i]), i]
+
+    def bits(self, i: int) -> int:
+        """Nobody asks for those past its own."""
+        return sum(1 << j for j in self.branch(i)) | (2**MAX_PLACES - (2 << i))
+
+
+ROOT = -1
+
+
+def grown(base: int, size: int, random: Random, gaps: float = 0.2) -> Tree:
+    tree = Tree(base, [])
+    for _ in range(size):
+        standing = [i for i, parent in enumerate(tree.parents) if parent is not None]
+        parent = random.choice([ROOT, *standing, *standing])
+        tree.parents.append(None if random.random() < gaps else parent)
+    return tree
+
+
+class Branching(NamedTuple):
+    """Trees behind what slots 1, 2, ... have stored."""
+
+    attending: Attending
+    trees: list[Tree]
+
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Where nobody stands is NaN too."""
+        kv, table = self.attending.pages()
+        for slot, tree in enumerate(self.trees, start=1):
+            for place, parent in enumerate(tree.parents, start=tree.base):
+                if parent is None:
+                    page = self.attending.page
+                    kv[table[slot, place // page], place % page] = torch.nan
+        return kv, table
+
+    def tokens(self) -> tuple[Tokens, Branches]:
+        """Padding between slots and where nobody stands, with branches out of this world."""
+        nobody = (0, 0, -(2**31), -1)
+        rows = [nobody]
+        for slot, tree in enumerate(self.trees, start=1):
+            for i, parent in enumerate(tree.parents):
+                real = (slot, tree.base + i, tree.base, tree.bits(i) if parent is not None else 0)
+                rows.append(nobody if parent is None else real)
+            rows += [nobody] * (slot % 3)
+        slots, places, bases, seen = zip(*rows, strict=True)
+        return Tokens(ints(slots), ints(places)), Branches(ints(bases), torch.tensor(seen))
+
+    def by_the_book(self, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
+        """In double precision, -> [T, heads, value_dim]"""
+        heads, page = self.attending.heads, self.attending.page
+        tokens, _ = self.tokens()
+        out = torch.zeros(len(q), heads.num_heads, heads.value_dim, dtype=torch.float64)
+        for t, (slot, place) in enumerate(zip(*(x.tolist() for x in tokens), strict=True)):
+            if slot == 0:
+                continue
+            tree = self.trees[slot - 1]
+            seen = [*range(tree.base), *(tree.base + i for i in tree.branch(place - tree.base))]
+            stored = torch.stack([kv[table[slot, at // page], at % page] for at in seen]).double()
+            for head in range(heads.num_heads):
+                pair = stored[:, head // (heads.num_heads // heads.num_kv_heads)]
+                scores = pair[:, : heads.head_dim] @ q[t, head].double() * heads.scale
+                if heads.softcap is not None:
+                    scores = heads.softcap * (scores / heads.softcap).tanh()
+                shares = scores.exp()
+                sinks = self.attending.sinks
+                sink = 0 if sinks is None else sinks[head].double().exp()
+                out[t, head] = shares / (shares.sum() + sink) @ pair[:, heads.head_dim :]
+        return out
+
+
+@st.composite
+def branchings(draw: Callable) -> Branching:
+    attending = draw(attendings())
+    random, sizes = draw(st.randoms(use_true_random=False)), st.integers(1, 20) | st.just(63)
+    trees = [grown(base, draw(sizes), random) for base, _ in attending.spans]
+    spans = [(tree.base, tree.base + len(tree.parents)) for tree in trees]
+    heads = dataclasses.replace(attending.heads, window=None)
+    return Branching(attending._replace(heads=heads, spans=spans), trees)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=branchings(), size=st.integers(1, 11))
+def test_a_token_of_a_tree_sees_its_branch(case, size):
+    kv, table = case.pages()
+    (slots, places), (bases, seen) = case.tokens()
+    q = case.attending.queries(len(slots))
+    q[slots == 0] = torch.nan
+
+    def attend(kernels: ComposedKernels, rows: slice) -> Tensor:
+        parts = [x[rows].contiguous() for x in (q, slots, places, bases, seen)]
+        return kernels.attend(
+            parts[0], case.attending.sinks, kv, table, *parts[1:3], case.attending.heads,
+            Branches(*parts[3:]),
+        )  # fmt: skip
+
+    expected = case.by_the_book(q, kv, table)
+    for kernels in (CpuKernels(), REFERENCE):
+        out = attend(kernels, slice(None))
+        torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=1e-5)
+        assert not out[slots == 0].any()
+    cut = [attend(CpuKernels(), slice(i, i + size)) for i in range(0, len(q), size)]
+    assert torch.equal(torch.cat(cut), attend(CpuKernels(), slice(None)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=attendings(), back=st.integers(0, MAX_PLACES - 1))
+def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
+    """Wherever it is said to begin, up to `back` places before each token."""
+    heads = dataclasses.replace(case.heads, window=None)
+    kv, table = case._replace(heads=heads).pages()
+    slots, positions = case.tokens()
+    args = (case.queries(len(slots)), case.sinks, kv, table, slots, positions, heads)
+    bases = (positions - back).clamp_min(0)
+    seen = (2 << (positions - bases).long()) - 1
+    for kernels in (CpuKernels(), REFERENCE):
+        assert torch.equal(kernels.attend(*args, Branches(bases, seen)), kernels.attend(*args))
+
+
+@pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
+def test_a_branch_is_what_it_would_be_alone(kind):
+    """Tokens of a tree are stored side by side and turned by their depth."""
+    kernels = kind()
+    heads, tree = heads_of(6, 2, 16, value_dim=10), grown(5, 12, Random(1), gaps=0)
+    frequency, table = torch.rand(8), ints([0, 0, 0, 0, 0, 3, 1, 5, 2, 4]).view(2, 5)
+    joined = torch.randn(17, sum(heads.sizes))  # of what is stored, and of the tree
+
+    def attention(which: list[int], depths: list[int], branches: Branches | None) -> Tensor:
+        """Of a prompt and then of these tokens, at places that follow"""
+        kv = torch.full((6, 4, 2, 26), torch.nan)
+        out = joined[:0]
+        for begin, end, how in ((0, 5, None), (5, 5 + len(which), branches)):
+            tokens = Tokens(ints([1] * (end - begin)), torch.arange(begin, end).int())
+            rows = Rows(ints([1]), ints([begin]), ints([end - begin]), ints([end - begin]))
+            angle = torch.tensor([*range(5), *depths])[begin:end, None, None] * frequency
+            out = kernels.attention(
+                joined[[*range(5), *which]][begin:end], None, None, None,
+                Angles(angle.cos(), angle.sin()), kv, table,
+                kernels.plan(tokens, rows, heads, how), heads,
+            )  # fmt: skip
+        return out
+
+    branches = [tree.branch(i) for i in range(12)]
+    seen = torch.tensor([tree.bits(i) for i in range(12)])
+    depths = [4 + len(branch) for branch in branches]
+    together = attention([*range(5, 17)], depths, Branches(ints([5] * 12), seen))
+    for i, branch in enumerate(branches):
+        alone = attention([5 + j for j in branch], [*range(5, 5 + len(branch))], None)
+        torch.testing.assert_close(together[i], alone[-1], atol=1e-5, rtol=1e-5)
+
+
+def test_branches_are_refused_where_nobody_could_see_them(kernels):
+    tokens = Tokens(ints([1, 1]), ints([3, 4]))
+    rows = Rows(ints([1]), ints([3]), ints([2]), ints([2]))
+    good = Branches(ints([3, 3]), torch.tensor([1, 3]))
+    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 4
+    with pytest.raises(ContractError, match="window of 7"):
+        kernels.plan(tokens, rows, heads_of(4, 2, 8, window=7), good)
+    with pytest.raises(ContractError, match="give its rows"):
+        kernels.plan(tokens, None, heads_of(4, 2, 8), good)
+    for bad, name in (
+        (good._replace(seen=ints([1, 3])), "seen must be torch.int64"),
+        (good._replace(bases=ints([3])), "bases must be torch.int32"),
+    ):
+        with pytest.raises(ContractError, match=name):
+            kernels.plan(tokens, rows, heads_of(4, 2, 8), bad)
+        with pytest.raises(RuntimeError, match="attend: bases must be int32 and seen int64"):
+            kernels.attend(
+                torch.randn(2, 4, 8), None, torch.randn(2, 8, 2, 16), ints([0, 1]).view(2, 1),
+                *tokens, heads_of(4, 2, 8), bad,
+            )  # fmt: skip
+
+
 @settings(max_examples=40, deadline=None)
 @given(case=attendings())
 def test_store_writes_each_token_once_and_drops_slot_0(case):
@@ -234,7 +426,7 @@ def test_embedding_reads_rows_of_the_packed_head():
     kernels = CpuKernels()
     weight = torch.randn(37, 20)
     tokens = ints([0, 36, 5, 16, 15])
-    assert torch.equal(kernels.embed(tokens, kernels.pack(weight)), weight[tokens])
+    assert torch.equal(kernels.embedded(tokens, kernels.pack(weight)), weight[tokens])
 
 
 EXPERTS = {
@@ -456,6 +648,9 @@ def test_a_compiler_can_trace_every_op(kernels):
         kernels.store_kv(k, v, kv, table, slots, slots)
         sinks, q = torch.empty(4), torch.empty(3, 4, 8)
         assert kernels.attend(q, sinks, kv, table, slots, slots, heads).shape == (3, 4, 6)
+        tree = Branches(slots, torch.empty(3, dtype=torch.int64))
+        heads = dataclasses.replace(heads, window=None)
+        assert kernels.attend(q, None, kv, table, slots, slots, heads, tree).shape == (3, 4, 6)
         x, which = torch.empty(3, 24), torch.empty(3, dtype=torch.int64)
         weights = torch.empty(5, *kernels.packed_shape(20, 24))
         assert kernels.product(x, weights[0], None, 20).shape == (3, 20)

@@ -128,7 +128,9 @@ def test_a_bad_prompt_is_named_by_its_place_and_nothing_runs(llm: LLM) -> None:
 
 
 def test_an_unknown_setting_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"no setting 'max_seqs'; it has: .*max_num_seqs") as info:
+    with pytest.raises(
+        ConfigError, match=r"no setting 'max_seqs'; near it: .*max_num_seqs"
+    ) as info:
         LLM("tiny:llama", max_seqs=3)
     assert "\n" not in str(info.value)
 
@@ -477,10 +479,10 @@ class ScriptedResults:
     def __init__(self, step: Step, scripts: list[list[int]], results: Results) -> None:
         self._step, self._scripts, self._results = step, scripts, results
 
-    def tokens(self) -> list[int]:
-        return [self._next(row.request) if row.samples else 0 for row in self._step.rows]
+    def tokens(self) -> list[list[int]]:
+        return [[self._next(row.request) if row.samples else 0] for row in self._step.rows]
 
-    def logprobs(self, row: int) -> RowLogprobs:
+    def logprobs(self, row: int) -> list[RowLogprobs]:
         return self._results.logprobs(row)
 
     def _next(self, request) -> int:

@@ -17,12 +17,17 @@ from page_server import FAILED, fake_info, fake_stats
 from prometheus_client.parser import text_string_to_metric_families
 
 from slotzero.errors import CapacityError, InvalidInputError, ModelError
-from slotzero.server.messages import Stats
+from slotzero.server.messages import Frames, FromEngine, Speculation, Stats, frame
 from slotzero.server.metrics import BUCKETS, METRICS, Metrics, certified, document, percentiles
+from slotzero.server.process import speculation_of
 from slotzero.server.settings import ServerSettings
+from slotzero.speculative.widths import SpeculationStats
 
 ROOT = Path(__file__).parents[1]
 NOTHING = Stats(0, 0, 32, 0, 0, 2048, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, {}, 0, 0)
+SPECULATING = msgspec.structs.replace(
+    NOTHING, speculation=Speculation(3, 10, 30, 16, [9, 7, 0], {1: 5, 3: 8})
+)
 
 
 class FakeClient:
@@ -51,7 +56,8 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 @pytest.mark.parametrize(
-    "client", [FakeClient(), FakeClient(fake_stats(60, True), fake_info(True))]
+    "client",
+    [FakeClient(), FakeClient(fake_stats(60, True), fake_info(True)), FakeClient(SPECULATING)],
 )
 def test_every_metric_of_the_table_is_exported_and_no_other(client: FakeClient) -> None:
     body, _ = Metrics(client).render()
@@ -113,6 +119,68 @@ def test_values_follow_the_engine() -> None:
     client.stats = msgspec.structs.replace(stats, running=2, generated_tokens=10**6)
     assert value(metrics, "slotzero_num_requests_running") == 2
     assert value(metrics, "slotzero_generation_tokens_total") == 10**6
+
+
+def told_of_speculation(metrics: Metrics) -> dict[str, float]:
+    """By name, without what all have in common, and the value of the label."""
+    return {
+        " ".join([name.removeprefix("slotzero_spec_decode_"), *(v for _, v in labels)]): n
+        for (name, labels), n in read(metrics).items()
+        if name.startswith("slotzero_spec_decode_")
+    }
+
+
+def test_speculation_is_told_of_only_where_there_is_some() -> None:
+    client = FakeClient()
+    metrics = Metrics(client)
+    assert told_of_speculation(metrics) == {}
+    client.stats = NOTHING
+    assert told_of_speculation(metrics) == {}
+    client.stats = SPECULATING
+    told = {
+        "num_drafts_total": 10,
+        "num_draft_tokens_total": 30,
+        "num_accepted_tokens_total": 16,
+        "num_accepted_tokens_per_pos_total 0": 9,
+        "num_accepted_tokens_per_pos_total 1": 7,
+        "num_accepted_tokens_per_pos_total 2": 0,
+        "steps_total 1": 5,
+        "steps_total 3": 8,
+        "width": 3,
+    }
+    assert told_of_speculation(metrics) == told
+
+    client.stats, client.generation = None, 1  # another process: counters stay, gauges go
+    del told["width"]
+    assert told_of_speculation(metrics) == told
+    client.stats = SPECULATING
+    assert told_of_speculation(metrics) == {name: 2 * n for name, n in told.items()} | {"width": 3}
+
+
+def test_speculation_crosses_the_socket_and_reaches_the_page() -> None:
+    for stats in (NOTHING, SPECULATING):
+        assert Frames(FromEngine).feed(frame(stats)) == [stats]
+    live = json.loads(json.dumps(Metrics(FakeClient(SPECULATING)).live()))
+    assert live["stats"]["speculation"] == {
+        "width": 3,
+        "drafts": 10,
+        "draft_tokens": 30,
+        "accepted_tokens": 16,
+        "accepted_per_pos": [9, 7, 0],
+        "steps": {"1": 5, "3": 8},
+    }
+
+
+def test_what_the_engine_counts_is_what_is_sent() -> None:
+    stats = SpeculationStats()
+    stats.add_step(3)
+    stats.add(2, 1)
+    stats.add(0, 0)
+    sent = speculation_of(stats)
+    assert sent == Speculation(3, 1, 2, 1, [1, 0], {3: 1})
+    stats.add(2, 2)
+    assert sent == Speculation(3, 1, 2, 1, [1, 0], {3: 1}), "it is a copy"
+    assert speculation_of(None) is None
 
 
 def test_what_happens_over_http() -> None:
@@ -195,7 +263,10 @@ def test_counters_never_fall(reports: list[tuple[bool, int, str]]) -> None:
     before: Samples = {}
     for is_new, n, reason in reports:
         client.generation += is_new
-        client.stats = msgspec.structs.replace(NOTHING, steps=n, eager={reason: n})
+        told = Speculation(n, n, n, n, [n] * (n % 3), {n: n}) if n % 2 else None
+        client.stats = msgspec.structs.replace(
+            NOTHING, steps=n, eager={reason: n}, speculation=told
+        )
         now = read(metrics)
         counters = {key: n for key, n in now.items() if key[0].endswith("_total")}
         assert before.keys() <= counters.keys()

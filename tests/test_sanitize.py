@@ -5,7 +5,8 @@ import logging
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from slotzero.sanitizer.compare import first_difference
 from slotzero.sanitizer.live import LiveSanitizer
 
 BACKENDS = ("eager", "cpu")
+WATCHED = (("llama", "tight"), ("qwen3", "wide"))
 OFF = """
 import sys
 from slotzero import LLM, SamplingParams
@@ -42,6 +44,21 @@ def memory_of(engine: Engine) -> dict[str, torch.Tensor]:
     return {e.name: e.tensor.clone() for e in entries if e.kind is not Kind.CONSTANT}
 
 
+def settings_with(family: str, shape: str, drafter: str | None) -> dict[str, object]:
+    """There is room for a drafter's KV."""
+    wanted = settings_of(family, shape)
+    if drafter is None:
+        return wanted
+    more = {"speculative": drafter, "speculative_steps": 3, "speculative_adaptive": False}
+    return {**wanted, "kv_cache_memory": 2 * int(str(wanted["kv_cache_memory"])), **more}
+
+
+def num_launches(engine: Engine) -> int:
+    """A step that verifies drafts is three, one that a drafter follows two."""
+    counts = [runner.counts for runner in engine.worker.runners]
+    return sum(count.replays + count.eager.total() for count in counts)
+
+
 def changed(engine: Engine, before: dict[str, torch.Tensor]) -> list[str]:
     now = memory_of(engine)
     return [name for name, was in before.items() if first_difference(now[name], was, 0.0)]
@@ -54,11 +71,18 @@ def test_off_imports_nothing_of_it() -> None:
     assert subprocess.run([sys.executable, "-c", OFF], timeout=120, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("family", "shape"), [("llama", "tight"), ("qwen3", "wide")])
-def test_a_watched_engine_answers_as_any_other(family: str, shape: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "shape", "drafter", "backend"),
+    [
+        *((*pair, None, backend) for pair in WATCHED for backend in BACKENDS),
+        ("llama", "wide", "eagle3", "eager"),
+    ],
+)
+def test_a_watched_engine_answers_as_any_other(
+    family: str, shape: str, drafter: str | None, backend: str
+) -> None:
     """Tokens, log probabilities, logits and, after every batch, all memory, to the bit."""
-    wanted = settings_of(family, shape)
+    wanted = settings_with(family, shape, drafter)
     del wanted["lazy_recording"]  # Traced says so itself
     plain, watched = (
         Traced(**wanted, backend=backend, sanitize=mode)  # type: ignore[arg-type]
@@ -77,7 +101,7 @@ def test_a_watched_engine_answers_as_any_other(family: str, shape: str, backend:
         assert torch.equal(torch.stack(rows), torch.stack(watched.logits[request_id]))
     sanitizer, scheduler = watched.engine.sanitizer, watched.engine.scheduler
     assert sanitizer is not None
-    assert (sanitizer.steps_watched, sanitizer.violations) == (watched.engine.num_steps, 0)
+    assert (sanitizer.steps_watched, sanitizer.violations) == (num_launches(watched.engine), 0)
     assert scheduler.ledger.cache.stats.num_hit_tokens > 0
     assert (scheduler.num_preemptions > 0) == (shape == "tight")
 
@@ -89,7 +113,7 @@ def test_sample_watches_one_step_in_so_many_of_each_runner() -> None:
         send(engine, draw_batch(rng, 128))
     assert engine.sanitizer is not None
     by_runner = [sum(runner.counts.eager.values()) for runner in engine.worker.runners]
-    assert sum(by_runner) == engine.num_steps
+    assert sum(by_runner) == num_launches(engine) == engine.num_steps
     assert min(by_runner) > 7
     assert engine.sanitizer.steps_watched == sum(-(-steps // 7) for steps in by_runner)
     assert engine.worker.tables.observer is None
@@ -194,6 +218,11 @@ def computes_wrongly(runner: Runner, replay: Callable[[], None]) -> None:
     runner.registry["logits"][0, 7] += 0.5
 
 
+def computes_wrong_logits(runner: Runner, replay: Callable[[], None]) -> None:
+    replay()
+    runner.registry["verify_logits"][0, 7] += 0.5
+
+
 FAULTS = [
     (keeps_positions, {"S1", "S2"}, "positions"),
     (forgets_to_locate, {"S1", "S2"}, "positions"),
@@ -206,6 +235,8 @@ FAULTS = [
     (computes_wrongly, {"S2"}, "logits"),
 ]
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [2, 7, 1, 8, 2, 8])
+# A prompt alone, which is then remembered; another; the first again; and both at once.
+ROUNDS = (PROMPTS[:1], PROMPTS[1:], PROMPTS[:1], PROMPTS)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
@@ -239,9 +270,9 @@ def engine(recorded: Engine) -> Iterator[Engine]:
         worker.registry[name].copy_(tensor)
 
 
-def damage(engine: Engine, how: Damage) -> None:
-    """From here on every recording of decode has this fault."""
-    runner = engine.worker.decode
+def damage(engine: Engine, how: Damage, runner: Runner | None = None) -> None:
+    """From here on every recording of a runner, of decode if none is named, has this fault."""
+    runner = runner or engine.worker.decode
     for key, recording in runner._recordings.items():
         runner._recordings[key] = Damaged(runner, recording, how)
 
@@ -252,10 +283,9 @@ def watch(engine: Engine, action: str) -> LiveSanitizer:
     return engine.sanitizer
 
 
-def ask(engine: Engine) -> list[list[int]]:
-    """A prompt alone, which is then remembered; another; the first again; and both at once."""
+def ask(engine: Engine, rounds: Sequence[Sequence[list[int]]] = ROUNDS) -> list[list[int]]:
     answers = []
-    for i, prompts in enumerate([PROMPTS[:1], PROMPTS[1:], PROMPTS[:1], PROMPTS]):
+    for i, prompts in enumerate(rounds):
         answers += [engine.add(f"{i} {j}", prompt, GREEDY) for j, prompt in enumerate(prompts)]
         while engine.has_work:
             engine.step()
@@ -373,6 +403,60 @@ def test_a_staged_write_that_is_lost_raises(
         engine.step()
 
 
+# Faults of runners that verify drafts, and make them
+
+
+def writes_states_of_others(runner: Runner, replay: Callable[[], None]) -> None:
+    replay()
+    runner.registry["draft_hidden"][-1] = 3.0
+
+
+def reads_features_past_the_new(runner: Runner, replay: Callable[[], None]) -> None:
+    registry = runner.registry
+    slot = registry.was_published("slots")[0]
+    replay()
+    unused = registry["features"][slot, int(registry["num_new"][slot]) :]
+    registry["draft_hidden"][slot] += unused.sum() * 0
+
+
+def reads_drafts_past_the_last(runner: Runner, replay: Callable[[], None]) -> None:
+    registry = runner.registry
+    slot = registry.was_published("slots")[0]
+    replay()
+    position = int(registry["length"][slot] + registry["num_drafts"][slot])
+    page = registry["page_table_draft"][slot, position // registry["kv_draft"].shape[2]]
+    stored = registry["kv_draft"][0, page, position % registry["kv_draft"].shape[2]]
+    registry["draft_hidden"][slot] += stored.sum() * 0
+
+
+def writes_an_output_of_another(runner: Runner, replay: Callable[[], None]) -> None:
+    replay()
+    runner.registry["verified"][0] += 1
+
+
+DRAFTING_FAULTS = [
+    ("verify", writes_slot_0, "S4", "tokens"),
+    ("verify", computes_wrong_logits, "S2", "verify_logits"),
+    ("extend", writes_states_of_others, "S4", "draft_hidden"),
+    ("extend", reads_features_past_the_new, "S1", "features"),
+    ("draft", reads_drafts_past_the_last, "S1", "kv_draft"),
+    ("draft", writes_an_output_of_another, "S4", "verified"),
+]
+
+
+@pytest.mark.parametrize(("which", "how", "check", "tensor"), DRAFTING_FAULTS)
+def test_a_fault_of_a_drafting_runner_is_named(
+    which: str, how: Damage, check: str, tensor: str
+) -> None:
+    engine = Engine(EngineConfig(**settings_with("llama", "wide", "eagle3"), backend="eager"))
+    good = ask(engine, [PROMPTS])
+    sanitizer = watch(engine, "fallback")
+    damage(engine, how, getattr(engine.worker.cycles[4], which))
+    engine.scheduler.ledger.cache.clear()
+    assert ask(engine, [PROMPTS]) == good
+    assert (check, tensor) in {(v.check, v.tensor) for v in sanitizer.last}
+
+
 # False alarms
 
 
@@ -394,6 +478,28 @@ def test_no_alarm_is_false(strict: dict[str, Engine], backend: str, rng: random.
     send(engine, draw_batch(rng, 64))
     assert engine.sanitizer is not None
     assert engine.sanitizer.violations == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "drafter", "is_adaptive"),
+    [("llama", "tight", "ngram", True), ("gemma3", "wide", "eagle3", False)],
+)
+def test_no_alarm_is_false_where_drafts_are_verified(
+    family: str, shape: str, drafter: str, is_adaptive: bool
+) -> None:
+    more = {"sanitize": "full", "sanitize_action": "raise", "speculative_adaptive": is_adaptive}
+    watched, plain = (
+        Engine(EngineConfig(**{**settings_with(family, shape, of), **with_}, backend="eager"))
+        for of, with_ in ((drafter, more), (None, {}))
+    )
+    rng = random.Random(drafter)
+    for _ in range(2):
+        batch = [replace(v, patience=None) for v in draw_batch(rng, plain.limits.max_model_len)]
+        ours, theirs = (send(engine, batch) for engine in (watched, plain))
+        assert [a.token_ids for a in ours] == [a.token_ids for a in theirs]
+    assert watched.sanitizer is not None
+    assert watched.sanitizer.steps_watched == num_launches(watched) > watched.num_steps
+    assert all(runner.counts.eager for runner in watched.worker.cycles[4])  # the widest is tried
 
 
 # Settings

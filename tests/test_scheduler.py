@@ -103,18 +103,19 @@ class Device:
     def released(self, slot: int) -> None:
         self.staged.append(("released", slot))
 
-    def launch(self, step: Step) -> list[int]:
+    def launch(self, step: Step) -> list[list[int]]:
         self._apply()
         slots = [row.slot for row in step.rows]
         assert len(set(slots)) == len(slots)
-        for row in step.rows:
-            assert row.start == self.table[row.slot].length
+        starts = [self.table[slot].length for slot in slots]
+        for row, start in zip(step.rows, starts, strict=True):
+            assert row.start <= start if row.start >= row.request.target else row.start == start
             assert row.request.pages == self.table[row.slot].pages, "a change was not told"
             # every row reads before any row writes: a step must not lean on its own neighbours
-            self._read(row, row.start)
-        sampled = [self._run(row) for row in step.rows]
-        for row in step.rows:  # nor may it be hurt by them
-            self._read(row, row.start + row.count)
+            self._read(row, start, start)
+        sampled = [self._run(row, step.width) for row in step.rows]
+        for row, start in zip(step.rows, starts, strict=True):  # nor may it be hurt by them
+            self._read(row, start, self.table[row.slot].length)
         return sampled
 
     def _apply(self) -> None:
@@ -144,30 +145,47 @@ class Device:
         assert page != 0
         return group, page, position % self.page_size
 
-    def _read(self, row: Row, end: int) -> None:
+    def _read(self, row: Row, start: int, end: int) -> None:
         _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
         for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, row.start - window + 1)
+            first = 0 if window is None else max(0, start - window + 1)
             places = [self._place(row.slot, group, position) for position in range(first, end)]
             entries = [self.kv.get(place) for place in places]
             assert entries == truth[first:end], f"{row.request.id} reads KV that is not its own"
 
-    def _run(self, row: Row) -> int:
+    def _run(self, row: Row, width: int) -> list[int]:
+        """With a width above 1, drafts: some of them are right."""
         own = self.table[row.slot]
+        if width == 1:
+            return self._compute(row, own, row.count)
+        room = row.request.max_len - own.length - 1
+        num_tried = min(width, room) if row.request.grammar is None else min(1, room)
+        sampled: list[int] = []
+        for i in range(num_tried):
+            for group in range(len(self.windows)):  # wrong ones are stored too
+                self.kv[self._place(row.slot, group, own.length + num_tried - 1 - i)] = -1
+        while len(sampled) < num_tried:
+            sampled += self._compute(row, own, 1)
+            if hash((own.length, sampled[-1])) % 3 == 0:
+                break
+        return sampled
+
+    def _compute(self, row: Row, own: SlotRow, count: int) -> list[int]:
         _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
-        entry = truth[row.start - 1] if row.start else 0
-        for position in range(row.start, row.start + row.count):
+        start = own.length
+        entry = truth[start - 1] if start else 0
+        for position in range(start, start + count):
             entry = hash((entry, own.tokens[position]))
             for group in range(len(self.windows)):
                 self.kv[self._place(row.slot, group, position)] = entry
-        own.length += row.count
+        own.length += count
         assert row.samples == (own.length >= own.target)
         if row.samples:
             assert len(own.tokens) == own.length
             if row.request.grammar is not None:
                 assert own.num_constrained == own.length
             own.tokens.append(_next_token(entry))
-        return _next_token(entry) if row.samples else -1
+        return [_next_token(entry)] if row.samples else [-1]
 
 
 class World:
@@ -183,8 +201,11 @@ class World:
         self.groups = [KvPool(PagePool(count), window) for count, window in pools]
         slots = SlotPool(self.config.max_num_seqs)
         self.scheduler = Scheduler(self.config, slots, self.groups, self.device)
-        self.pending: deque[tuple[Step, list[int]]] = deque()
+        self.pending: deque[tuple[Step, list[list[int]]]] = deque()
         self.requests: list[Request] = []
+        self.widths = random.Random(len(self.groups))
+        self.num_right = 0
+        """Drafts that were."""
         self.num_sat_out = 0
         """Chunks that found too few pages of a window."""
 
@@ -216,8 +237,10 @@ class World:
         waits = oldest is not None and (oldest.status is Status.WAITING or oldest.grammar)
         if waits and oldest.num_in_flight:
             can_advance = False  # it waits for the commit of its own sample
+        if oldest is not None and oldest.most_known >= oldest.max_len:
+            can_advance = False  # its drafts may have been right to the end
         preemptions = {request: request.num_preemptions for request in self.alive}
-        step = self.scheduler.plan()
+        step = self.scheduler.plan(self.widths.randint(1, self.config.max_width))
         self.scheduler.check()
         if can_advance:
             assert step is not None
@@ -250,15 +273,22 @@ class World:
             num_held = sum(page != 0 for page in pages)
             if window is None:
                 assert num_held == len(pages)
-            else:  # a window and a chunk, wherever they begin
-                assert num_held <= (window - 1 + row.count - 1 + size - 1) // size + 1
+            else:  # a window and a chunk, wherever they begin, and drafts of some steps
+                more = row.count + 5 * (self.config.max_width - 1)
+                assert num_held <= (window - 1 + more - 1 + size - 1) // size + 1
 
     def commit(self) -> None:
         step, sampled = self.pending.popleft()
-        expected = [row.request for row in step.rows if row.samples and row.request in self.alive]
+        alive = [row.samples and row.request in self.alive for row in step.rows]
+        expected = [row.request for row, is_alive in zip(step.rows, alive, strict=True) if is_alive]
+        tokens = [new for new, is_alive in zip(sampled, alive, strict=True) if is_alive]
         counts = [len(request.output_token_ids) for request in expected]
-        assert self.scheduler.commit(step, sampled) == expected
-        assert [len(r.output_token_ids) for r in expected] == [n + 1 for n in counts]
+        received = self.scheduler.commit(step, sampled)
+        assert [request for request, _ in received] == expected
+        for (request, num_new), before, new in zip(received, counts, tokens, strict=True):
+            assert request.output_token_ids[before:] == new[:num_new]
+            assert num_new == len(new) or request.status is Status.FINISHED
+            self.num_right += num_new - 1
         self.scheduler.check()
 
     def turn(self) -> Step | None:
@@ -338,17 +368,22 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         spare_tokens=st.integers(0, 8),
         caching=st.booleans(),
+        max_width=st.sampled_from([1, 1, 2, 4]),
     )
-    def start(self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching) -> None:
+    def start(
+        self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching, max_width
+    ) -> None:
         batch = max_num_seqs + spare_tokens
+        reach = max(batch, 4 * (max_width - 1))
         self.world = World(
-            num_pages=[_smallest(w, 14, batch, page_size) + spare_pages for w in windows],
+            num_pages=[_smallest(w, 14, reach, page_size) + spare_pages for w in windows],
             windows=windows,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batch,
             max_model_len=14,
             page_size=page_size,
             enable_prefix_caching=caching,
+            max_width=max_width,
         )
 
     @rule(
@@ -404,15 +439,17 @@ TestTraffic.settings = settings(max_examples=600, stateful_step_count=40, deadli
 
 
 def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> World:
-    batch = rng.choice([5, 16])
+    batch, max_width = rng.choice([5, 16]), rng.choice([1, 3])
+    reach = max(batch, 4 * (max_width - 1))
     world = _world(
         num_pages=[
-            _smallest(window, 24, batch, 4) + rng.randint(0, 5 if window is None else 2)
+            _smallest(window, 24, reach, 4) + rng.randint(0, 5 if window is None else 2)
             for window in windows
         ],
         windows=windows,
         max_num_batched_tokens=batch,
         enable_prefix_caching=caching,
+        max_width=max_width,
     )
     while len(world.requests) < 30 or world.scheduler.has_work:
         if len(world.requests) < 30 and rng.random() < 0.4:
@@ -436,6 +473,7 @@ def test_soak_meets_everything(windows, caching: bool) -> None:
     stats = [world.scheduler.ledger.cache.stats for world in worlds]
     reasons = {request.finish_reason for world in worlds for request in world.requests}
     assert reasons == {"stop", "length", "abort"}
+    assert sum(world.num_right for world in worlds) > 500
     assert sum(world.scheduler.num_preemptions for world in worlds) > 50
     assert (sum(world.num_sat_out for world in worlds) > 50) == (6 in windows)
     assert (sum(s.num_hit_tokens for s in stats) > 500) == caching

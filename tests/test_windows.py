@@ -86,7 +86,7 @@ def _shapes(path: str) -> list[GroupShape]:
     from slotzero.worker import group_shapes
 
     config = parse_config(json.loads((Path(path) / "config.json").read_text()))
-    return group_shapes(config, 16, torch.float32)
+    return group_shapes(config.groups, 16, torch.float32)
 
 
 def test_a_running_request_keeps_no_page_before_its_window():

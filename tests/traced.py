@@ -30,10 +30,13 @@ class Traced:
 
         def traced(step: Step) -> Results:
             results = run(step)
-            logits = worker.registry["logits"][: step.num_rows].cpu()
-            for row, values in zip(step.rows, logits, strict=True):
+            name = "logits" if step.width == 1 else "verify_logits"
+            logits = worker.registry[name][: step.num_rows * step.width].cpu()
+            by_row = logits.view(step.num_rows, step.width, -1)
+            for row, values, sampled in zip(step.rows, by_row, results.tokens(), strict=True):
                 if row.samples:
-                    self.logits.setdefault(row.request.id, []).append(values.clone())
+                    kept = self.logits.setdefault(row.request.id, [])
+                    kept += [value.clone() for value in values[: len(sampled)]]
             return results
 
         worker.run = traced  # type: ignore[method-assign]

@@ -30,7 +30,9 @@ NUM_PAGES = {"tight": 19, "wide": 57}
 
 def settings_of(family: str, shape: str) -> dict[str, object]:
     fields = SHAPES[shape]
-    groups = group_shapes(parse_config(TINY_CONFIGS[family]), fields["page_size"], torch.float32)
+    groups = group_shapes(
+        parse_config(TINY_CONFIGS[family]).groups, fields["page_size"], torch.float32
+    )
     longest, chunk = fields["max_model_len"], fields["max_num_batched_tokens"]
     room = {
         g.name: NUM_PAGES[shape] if g.window is None else g.needed(longest, chunk) + 6

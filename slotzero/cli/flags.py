@@ -20,6 +20,7 @@ from typing import Any, get_args, get_origin
 from slotzero.config import (
     BACKENDS,
     DEFAULT_MODEL,
+    DRAFTERS,
     DTYPES,
     LOAD_FORMATS,
     SANITIZE_ACTIONS,
@@ -37,6 +38,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("--mem-fraction-static",),
     "page_size": ("--block-size",),
     "seed": ("--random-seed",),
+    "speculative": ("--speculative-algorithm",),
+    "speculative_model": ("--speculative-draft-model-path",),
+    "speculative_steps": ("--speculative-num-steps", "--num-speculative-tokens"),
 }
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "--disable-cuda-graph": ("enforce_eager", True),
@@ -48,9 +52,10 @@ CHOICES = {
     "load_format": LOAD_FORMATS,
     "sanitize": SANITIZE_MODES,
     "sanitize_action": SANITIZE_ACTIONS,
+    "speculative": DRAFTERS,
     "tool_call_parser": TOOL_CALL_PARSERS,
 }
-SIZES = ("kv_cache_memory", "max_request_bytes")
+SIZES = ("kv_cache_memory", "sliding_kv_memory", "max_request_bytes")
 ENGINE_FIELDS = tuple(
     field.name
     for field in fields(EngineConfig)
@@ -211,10 +216,10 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     if field.name == "stop" or get_origin(field.type) is tuple:
         return {"action": "append", "metavar": "TEXT"}
     if field.name in CHOICES:
-        return {"choices": CHOICES[field.name]}
+        return {"choices": CHOICES[field.name], "type": str.lower}
     if field.name in SIZES:
         return {"type": size, "metavar": "BYTES"}
-    if field.type is str:
+    if field.type in (str, str | None):
         return {"metavar": "TEXT"}
     return {"type": _number_type(field.type), "metavar": "N"}
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": "talk with a model",
     "generate": "answer prompts from an argument, a file or standard input",
     "bench": "measure throughput, latency, graphs or cost on this machine",
+    "train-eagle": "make a draft head for a model, for --speculative eagle3",
     "certify": "prove that no padded row can hurt",
     "doctor": "show what this machine has and what would be used",
 }
@@ -32,7 +33,7 @@ BROKEN_PIPE = 128 + 13
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    command = import_module(f"slotzero.cli.{_command_name(words[:1])}")
+    command = import_module(f"slotzero.cli.{_command_name(words[:1]).replace('-', '_')}")
     args = command.parser().parse_intermixed_args(words[1:])
     _never_fail_on_odd_characters()
     try:
@@ -67,7 +68,7 @@ def _command_name(words: Sequence[str]) -> str:
 
 
 def _front_parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {name:<10}{does}" for name, does in COMMANDS.items())
+    listing = "\n".join(f"  {name:<12}{does}" for name, does in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="slotzero",
         usage="slotzero COMMAND [MODEL] [flags]",

@@ -20,7 +20,7 @@ HOSTILE = (1, 2)  # indices that every table has: whoever follows one is wrong, 
 
 def flaw(runner: "Runner", key: "GraphKey") -> str:
     """Replays a step of nobody, which is published already; -> what is wrong, or nothing."""
-    entries = list(runner.registry.entries())
+    entries = runner.entries()
     written = [e for e in entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]
     tables = {e.name: _witness(e).clone() for e in entries if e.kind is Kind.TABLE}
     wrong = _over(HOSTILE[0], runner, key, written)

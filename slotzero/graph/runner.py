@@ -6,16 +6,18 @@ It knows keys, sizes and checks. What flows through a pass is in its spec's func
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+import torch
 
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, EagerBackend, Pieces, PlainPieces, Recording
 from slotzero.graph.ladder import Ladder, Refusal
 from slotzero.graph.observer import Observer
 from slotzero.graph.proof import flaw
-from slotzero.graph.registry import Fingerprint, Kind, Registry
+from slotzero.graph.registry import Entry, Fingerprint, Kind, Registry
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class GraphKey:
     tokens: int
     rows: int
 
+    @property
+    def width(self) -> int:
+        """Tokens of each row, where all have as many."""
+        return self.tokens // self.rows
+
     def __str__(self) -> str:
         shape = f"{self.rows}" if self.rows == self.tokens else f"{self.tokens}t x {self.rows}r"
         return f"{self.runner}[{shape}]"
@@ -34,10 +41,15 @@ class GraphKey:
 @dataclass(frozen=True)
 class RunnerSpec:
     name: str
-    ladder: Ladder  # over tokens
-    rows: Ladder | None  # over rows, where a row may hold many tokens; None: one token a row
+    ladder: Ladder  # over tokens; over rows where every row has `width` of them
+    rows: Ladder | None  # over rows, where a row may hold any number of tokens
     published: tuple[str, ...]  # one value a row each; the first says who runs, by slot
     function: Callable[[GraphKey, Pieces], None]
+    writes: tuple[str, ...]
+    """Its derived tensors and outputs; those of other runners are none of its business."""
+    width: int = 1
+    follows: Mapping[str, str] = field(default_factory=dict)
+    """Of tables, where this runner writes what it has chosen: the tensor that it chose from."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,9 @@ class Runner:
         for name in spec.published:
             if registry.entry(name).kind is not Kind.PUBLISHED:
                 raise ContractError(f"runner {spec.name}: tensor {name!r} is not a published one")
+        for name in spec.writes:
+            if registry.entry(name).kind not in (Kind.DERIVED, Kind.OUTPUT):
+                raise ContractError(f"runner {spec.name}: tensor {name!r} is not one it may write")
         self.spec = spec
         self.counts = Counts()
         self.records: dict[GraphKey, Record] = {}
@@ -88,26 +103,42 @@ class Runner:
     def is_recorded(self) -> bool:
         return not self._eager_reason
 
+    def entries(self) -> list[Entry]:
+        """What it sees: all tables and constants, what is published to it, and what it writes."""
+        mine = {*self.spec.published, *self.spec.writes}
+        shared = (Kind.TABLE, Kind.CONSTANT)
+        return [e for e in self.registry.entries() if e.kind in shared or e.name in mine]
+
     def pick(self, num_tokens: int, num_rows: int) -> GraphKey | Refusal:
-        tokens = self.spec.ladder.pick(num_tokens)
-        rows = self.spec.rows.pick(num_rows) if self.spec.rows else tokens
+        """`num_tokens` is not asked for where every row has as many."""
+        if self.spec.rows is None:
+            rows = self.spec.ladder.pick(num_rows)
+            if isinstance(rows, Refusal):
+                return Refusal(f"runner {self.spec.name}: rows: {rows.reason}")
+            return GraphKey(self.spec.name, rows * self.spec.width, rows)
+        tokens, rows = self.spec.ladder.pick(num_tokens), self.spec.rows.pick(num_rows)
         if isinstance(tokens, Refusal):
             return Refusal(f"runner {self.spec.name}: tokens: {tokens.reason}")
         if isinstance(rows, Refusal):
             return Refusal(f"runner {self.spec.name}: rows: {rows.reason}")
         return GraphKey(self.spec.name, tokens, rows)
 
+    def num_tokens(self, num_tokens: int, num_rows: int) -> int:
+        """Of a step; so many as are said, unless every row has as many."""
+        return num_tokens if self.spec.rows is not None else num_rows * self.spec.width
+
     def all_keys(self) -> Iterable[GraphKey]:
         """Every key that `pick` can return, largest first: smaller recordings then fit into the
         memory of larger ones. A row holds at least one token."""
-        for tokens in reversed(self.spec.ladder.sizes):
-            rows: tuple[int, ...] = (tokens,)
-            if self.spec.rows is not None:
-                sizes = self.spec.rows.sizes
-                smaller = (0, *sizes[:-1])
-                rows = tuple(n for n, last in zip(sizes, smaller, strict=True) if last < tokens)
-            for num_rows in reversed(rows):
-                yield GraphKey(self.spec.name, tokens, num_rows)
+        for size in reversed(self.spec.ladder.sizes):
+            if self.spec.rows is None:
+                yield GraphKey(self.spec.name, size * self.spec.width, size)
+                continue
+            sizes = self.spec.rows.sizes
+            smaller = (0, *sizes[:-1])
+            for num_rows, last in reversed(list(zip(sizes, smaller, strict=True))):
+                if last < size:
+                    yield GraphKey(self.spec.name, size, num_rows)
 
     def rehearse(self, key: GraphKey) -> None:
         """Runs one size over an empty step, so that whoever prepares for it has seen it."""
@@ -164,6 +195,17 @@ class Runner:
         """Unchecked and uncounted, over whatever the registered tensors hold."""
         self._recordings[key].replay()
 
+    def seconds(self, key: GraphKey) -> float:
+        """Of one replay over an empty step, once it is warm. What was published is gone then."""
+        self.prepare(key)
+        self._publish_nobody()
+        for _ in range(2):
+            _wait_for(self.registry.device)
+            start = time.perf_counter()
+            self.replay(key)
+            _wait_for(self.registry.device)
+        return time.perf_counter() - start
+
     def eager(self, key: GraphKey) -> None:
         """What `replay` must equal: the same function, kernel by kernel."""
         self.spec.function(key, PlainPieces())
@@ -195,3 +237,8 @@ class Runner:
             self.counts.sizes[record.key] += 1
         else:
             self.counts.eager[record.failure or self._eager_reason or "eager backend"] += 1
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -66,15 +66,15 @@ class DownloadRing:
             self._aside = [[torch.empty_like(s) for s in sources] for _ in range(DEPTH)]
             self._events: list[torch.cuda.Event | None] = [None] * DEPTH
 
-    def download(self, num_sources: int, num_rows: int) -> "Download":
-        """The first so many sources, the first so many rows of each."""
+    def download(self, lengths: Sequence[int]) -> "Download":
+        """Of the first sources, one for each length, the first so many entries."""
         self._count += 1
         i = self._count % DEPTH
-        views = [buffer[:num_rows] for buffer in self._buffers[i][:num_sources]]
-        sources = [source[:num_rows] for source in self._sources[:num_sources]]
+        views = _first(lengths, self._buffers[i])
+        sources = _first(lengths, self._sources)
         event = None
         if self._is_cuda:
-            aside = [tensor[:num_rows] for tensor in self._aside[i][:num_sources]]
+            aside = _first(lengths, self._aside[i])
             event = self._events[i] = self._send(sources, aside, views, self._events[i])
         else:
             _copy(sources, views)
@@ -120,6 +120,10 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._views
+
+
+def _first(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor[:n] for n, tensor in zip(lengths, tensors, strict=False)]
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from slotzero.errors import ContractError
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
@@ -32,6 +33,7 @@ class Rows(NamedTuple):
     starts: Tensor  # the position of its first token
     counts: Tensor  # 0 for padding
     ends: Tensor
+    span: int = 0  # tokens that every row takes up; 0: rows are ragged and packed
 
 
 class Normed(NamedTuple):
@@ -83,6 +85,32 @@ class Heads:
         return self.num_heads * self.value_dim
 
 
+MAX_PLACES = 63
+"""Of a tree: the bits of an int64 without its sign."""
+
+
+class Branches(NamedTuple):
+    """Tokens that stand in trees behind what their slots have stored, [T] each; slot 0: anything.
+
+    Their positions are places: where they are stored, one after another, in whichever branch. A
+    token at place p sees all keys before its base, and in [base, p] those that it is told to.
+    """
+
+    bases: Tensor  # int32: the place where the token's tree begins
+    seen: Tensor  # int64: bit i: the key at place base + i is seen; the token's own bit is set
+
+    def check(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> None:
+        if heads.window is not None:
+            raise ContractError(
+                f"branches: a layer with a window of {heads.window} takes none; refuse its model"
+            )
+        if rows is None:
+            raise ContractError("branches: a step without rows takes none; give its rows")
+        for name, tensor, dtype in zip(self._fields, self, (torch.int32, torch.int64), strict=True):
+            if tensor.dtype is not dtype or tensor.shape != tokens.slots.shape:
+                raise ContractError(f"branches: {name} must be {dtype}, one of each token")
+
+
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 """Of gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and |v| <= 7."""
 
@@ -116,6 +144,14 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None
 
 
+class Aims(NamedTuple):
+    """Guesses that are to be made, one after another, [steps, R] each; zeros where none is."""
+
+    slots: Tensor
+    places: Tensor  # of the token that is computed for it, or of its pair
+    after: Tensor  # the index of the token that is guessed
+
+
 class Kernels(ABC):
     name: str
 
@@ -144,10 +180,12 @@ class Kernels(ABC):
         its slot, and the length after it."""
 
     @abstractmethod
-    def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
+    def plan(
+        self, tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+    ) -> Plan:
         """What `attention` needs to know of a step, once for all layers.
 
-        Without rows, every token is a row of its own: a decode step.
+        Without rows, every token is a row of its own: a decode step, which has no branches.
         """
 
     @abstractmethod
@@ -166,6 +204,32 @@ class Kernels(ABC):
         eps: float,
     ) -> tuple[Tensor, Normed]:
         """Looks up and embeds every token -> what the first layer begins with, and its RMSNorm."""
+
+    @abstractmethod
+    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of a packed weight [vocab, hidden]: ids [T] -> [T, hidden]"""
+
+    @abstractmethod
+    def open_pair(
+        self,
+        tokens: Tokens,
+        table: Tensor,
+        embedding: Tensor,
+        embed_norm: Tensor | None,
+        hidden: Tensor,  # [T, hidden]
+        hidden_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Looks up and embeds every token, and puts a hidden state beside it, each under its
+        RMSNorm if it has one -> [T, 2 * hidden]"""
+
+    @abstractmethod
+    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
+        """x [rows, size] under an RMSNorm; without a weight, itself."""
+
+    @abstractmethod
+    def settle(self, x: Normed, eps: float) -> Tensor:
+        """The rows themselves, with the scale that was left to others."""
 
     @abstractmethod
     def linear(
@@ -249,8 +313,8 @@ class Kernels(ABC):
         heads: Heads,
     ) -> Tensor:
         """Norms and rotates q and k, stores k and v at each token's position, and attends to the
-        positions of its slot up to its own, the last `window` of them -> [T, out_size]. Slot 0
-        stores nothing and gets zeros."""
+        positions of its slot up to its own, the last `window` of them, or those of its branch
+        -> [T, out_size]. Slot 0 stores nothing and gets zeros."""
 
     @abstractmethod
     def sample(
@@ -275,6 +339,110 @@ class Kernels(ABC):
     ) -> None:
         """Closes the loop: each slot's length becomes new_length, and where that has reached the
         target, the sampled token is written there; elsewhere it becomes 0."""
+
+    # Speculation. Every row of its steps has W tokens: row r has [r * W, (r + 1) * W). Those that
+    # are not real are slot 0; of `Rows` they count, and what they are worth nobody asks. A slot
+    # other than 0 has one row. What is [slots + 1] and not [R] is a table.
+
+    @abstractmethod
+    def locate_drafts(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,  # tokens that a slot may have
+        num_drafts: Tensor,
+        drafted_at: Tensor,  # the length for which they are good
+        tokens: Tokens,
+        num_tried: Tensor,  # [R]
+    ) -> tuple[Rows, Tensor]:
+        """Who is verified: the newest token of each slot, and as many of its drafts as are good and
+        as W and the limit have room for, `num_tried` in all -> the rows, and [T]: the length after
+        each token. Where not even one more token may come, nobody is."""
+
+    @abstractmethod
+    def locate_new(
+        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+    ) -> tuple[Rows, Tensor]:
+        """The last `num_new` tokens before each length -> the rows, and [R]: which token is the
+        last of each; the first one where there is none."""
+
+    @abstractmethod
+    def accept(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,  # [R], from locate_drafts
+        sampled: Tensor,  # [R, W]: what follows each token
+        tokens: Tensor,
+        length: Tensor,
+        num_new: Tensor,
+        num_verified: Tensor,  # [R]
+    ) -> None:
+        """A draft is right if it is what was sampled in its place, and so were all before it. What
+        was sampled is written in the place of those, and once behind them; that many tokens are new
+        and verified."""
+
+    @abstractmethod
+    def keep(self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor) -> None:
+        """Of each row of x [R * W, size], the first `counts` [R] go to the places of its slot in
+        table [slots + 1, W or more, size]."""
+
+    @abstractmethod
+    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+        """Of each row, x[last] goes to its slot in table [slots + 1, size]. Of slot 0 `last` is
+        anything that x has."""
+
+    @abstractmethod
+    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
+        """table [slots + 1, W, size] -> [R * W, size]"""
+
+    @abstractmethod
+    def allot(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        paged: Tensor,  # positions that have pages
+        speculates: Tensor,
+        target: Tensor,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        """-> [R]: the length of each slot, and how many drafts it gets: none if it wants none or is
+        not sampled yet, and no more than can be verified."""
+
+    @abstractmethod
+    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+        """The first `num` [R] of so many guesses of each slot. Who computes from the newest token
+        is not behind; who computes from pairs is behind by 1. All are of lengths [R]."""
+
+    @abstractmethod
+    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+        """Writes a token of each slot in its place."""
+
+    @abstractmethod
+    def recall(
+        self,
+        slots: Tensor,
+        length: Tensor,  # [R]
+        num: Tensor,
+        tokens: Tensor,
+        steps: int,
+        shortest: int,
+        longest: int,
+    ) -> Tensor:
+        """Writes `num` [R] <= steps guesses behind the newest token of each slot: what followed
+        where its newest tokens stood before, `longest` of them or fewer; the longest match wins,
+        and of equals the latest -> [R]: num, or 0 where no match is `shortest`."""
+
+    @abstractmethod
+    def close_draft(
+        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
+    ) -> None:
+        """Each slot has `num` [R] drafts that are good at `length` [R]."""
+
+    @abstractmethod
+    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+        """[R, draft_vocab], and for each token which of those it is, [vocab] -> [R, vocab]; where
+        it is none, -1, its logit is -inf."""
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
-from slotzero.kernels.contract import Heads
+from slotzero.kernels.contract import MAX_PLACES, Branches, Heads
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -36,8 +36,8 @@ class ReferenceKernels(ComposedKernels):
                 out[rows] = F.linear(x[rows], weights[i], None if biases is None else biases[i])
         return out
 
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(tokens, weight)
+    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return F.embedding(ids, weight)
 
     def store_kv(
         self,
@@ -63,15 +63,18 @@ class ReferenceKernels(ComposedKernels):
         slots: Tensor,
         positions: Tensor,
         heads: Heads,
+        branches: Branches | None = None,
     ) -> Tensor:
         # One token at a time keeps memory small; the host read is why this is for eager use only.
-        nothing = q.new_zeros(heads.num_heads, heads.value_dim)
-        parts = [
-            self._attend_one(q[t], sinks, kv_pages, page_table[slots[t]], int(positions[t]), heads)
-            if slots[t] > 0
-            else nothing
-            for t in range(len(q))
-        ]
+        parts = [q.new_zeros(heads.num_heads, heads.value_dim)] * len(q)
+        for t, position in enumerate(positions.tolist()):
+            if slots[t] > 0:
+                if branches is None:
+                    seen = _window(position, heads)
+                else:
+                    seen = _branch(position, int(branches.bases[t]), int(branches.seen[t]))
+                pages = page_table[slots[t]]
+                parts[t] = self._attend_one(q[t], sinks, kv_pages, pages, seen.to(q.device), heads)
         return torch.stack(parts)
 
     def _attend_one(
@@ -80,12 +83,10 @@ class ReferenceKernels(ComposedKernels):
         sinks: Tensor | None,
         kv_pages: Tensor,
         pages: Tensor,
-        position: int,
+        seen: Tensor,
         heads: Heads,
     ) -> Tensor:
-        """q [heads, head_dim] over the last positions of the slot with these pages"""
-        first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-        seen = torch.arange(first, position + 1, device=q.device)
+        """q [heads, head_dim] over these positions of the slot with these pages"""
         page_size = kv_pages.shape[1]
         stored = kv_pages[pages[seen // page_size], seen % page_size]
         stored = stored.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
@@ -110,3 +111,14 @@ class ReferenceKernels(ComposedKernels):
         chosen = reference.sample(logits.float(), slots, positions, tables)
         for target, values in zip(out, chosen, strict=True):
             target.copy_(values)
+
+
+def _window(position: int, heads: Heads) -> Tensor:
+    first = 0 if heads.window is None else max(0, position + 1 - heads.window)
+    return torch.arange(first, position + 1)
+
+
+def _branch(position: int, base: int, seen: int) -> Tensor:
+    places = range(base, min(position + 1, base + MAX_PLACES))
+    told = [place for place in places if seen >> (place - base) & 1]
+    return torch.tensor([*range(base), *told])

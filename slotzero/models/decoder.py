@@ -26,6 +26,7 @@ from slotzero.models.rope import speeds
 from slotzero.models.weights import DecoderWeights, LayerWeights
 
 LAYER_WEIGHTS = [field.name for field in fields(LayerWeights) if field.name != "input_norm"]
+NO_TAPS: Mapping[int, Tensor] = {}
 
 
 class Batch(NamedTuple):
@@ -136,8 +137,18 @@ class Decoder:
             kind = Kind(config, group, experts, kernels)
             self._kinds.append(kinds.setdefault((group.name, is_sparse), kind))
 
-    def forward(self, batch: Batch, kv: Mapping[str, KvPages], pieces: Pieces) -> Normed:
-        """-> [T, hidden] under the final norm; KV of every real token is stored on the way."""
+    def forward(
+        self,
+        batch: Batch,
+        kv: Mapping[str, KvPages],
+        pieces: Pieces,
+        taps: Mapping[int, Tensor] = NO_TAPS,
+    ) -> Normed:
+        """-> [T, hidden] under the final norm; KV of every real token is stored on the way.
+
+        `taps`: by layer, where to write what goes into it, [T, hidden]; one past the last layer is
+        what is under the final norm.
+        """
         kernels, config, weights = self._kernels, self.config, self._weights
         plans, angles = {}, {}
         for group in config.groups:
@@ -149,8 +160,10 @@ class Decoder:
             batch.tokens, batch.ids, weights.embedding, self._scale,
             weights.layers[0].input_norm, config.norm_eps,
         )  # fmt: skip
-        seen = dict.fromkeys(kv, 0)
-        for kind, layer in zip(self._kinds, self._layers, strict=True):
+        seen = {group.name: 0 for group in config.groups}
+        for i, (kind, layer) in enumerate(zip(self._kinds, self._layers, strict=True)):
+            if i in taps:
+                taps[i].copy_(residual)
             name = kind.group.name
             pages, page_table = kv[name].pages[seen[name]], kv[name].page_table
             seen[name] += 1
@@ -159,7 +172,13 @@ class Decoder:
                 *layer, *plans[name],
             )  # fmt: skip
             normed = Normed(*parts)
+        if len(self._layers) in taps:
+            taps[len(self._layers)].copy_(kernels.settle(normed, config.norm_eps))
         return normed
+
+    def new_hidden(self, num_tokens: int, num_states: int) -> Tensor:
+        """Room for so many hidden states of every token, side by side."""
+        return self._weights.final_norm.new_empty(num_tokens, num_states * self.config.hidden_size)
 
     def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
         """[rows, hidden] -> [rows, vocab]; zeros for rows of slot 0"""

@@ -60,10 +60,12 @@ def load_weights(
     kernels: Kernels,
     dtype: torch.dtype,
     progress: Progress,
+    prefix: str = "",
 ) -> DecoderWeights:
+    """`prefix` is of their names in the registry, where there is more than one model."""
     params = params_of(config)
     _refuse_unexpected(params, checkpoint)
-    tensors = _allocate(params, registry, kernels, dtype)
+    tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for param in params:
         for target, stored in _places(param, tensors[param.name]):
@@ -74,11 +76,16 @@ def load_weights(
 
 
 def random_weights(
-    config: ModelConfig, registry: Registry, kernels: Kernels, dtype: torch.dtype, seed: int
+    config: ModelConfig,
+    registry: Registry,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    seed: int,
+    prefix: str = "",
 ) -> DecoderWeights:
     """`--load-format dummy`: drawn on the device, so that a large model starts at once."""
     params = params_of(config)
-    tensors = _allocate(params, registry, kernels, dtype)
+    tensors = _allocate(params, registry, kernels, dtype, prefix)
     generator = torch.Generator(registry.device).manual_seed(seed)
     for param in params:
         tensor = tensors[param.name]
@@ -90,7 +97,7 @@ def random_weights(
 
 
 def _allocate(
-    params: list[Param], registry: Registry, kernels: Kernels, dtype: torch.dtype
+    params: list[Param], registry: Registry, kernels: Kernels, dtype: torch.dtype, prefix: str
 ) -> dict[str, Tensor]:
     tensors = {}
     for p in params:
@@ -109,7 +116,7 @@ def _allocate(
                 f"weight {p.name} {list(shape)} does not fit into memory: "
                 "use a smaller model or --dtype bfloat16"
             ) from error
-        tensors[p.name] = registry.constant(f"weight.{p.name}", tensor)
+        tensors[p.name] = registry.constant(f"weight.{prefix}{p.name}", tensor)
     return tensors
 
 

@@ -38,9 +38,15 @@ class PageChange(NamedTuple):
 
 class PageLedger:
     def __init__(
-        self, groups: Sequence[KvPool], page_size: int, enable_prefix_caching: bool = True
+        self,
+        groups: Sequence[KvPool],
+        page_size: int,
+        enable_prefix_caching: bool = True,
+        ahead: int = 0,
     ) -> None:
+        """`ahead`: positions past the last known one that are wanted too, for drafts."""
         self.groups = tuple(groups)
+        self.ahead = ahead
         self.page_size = page_size
         self.cache = PrefixCache(self.groups, page_size)
         self.enable_prefix_caching = enable_prefix_caching
@@ -82,7 +88,13 @@ class PageLedger:
         num_cached = num_found * self.page_size
         chunk_end = min(num_cached + budget, len(tokens))
         num_fresh = [
-            self.pages_for(len(tokens) if group.window is None else chunk_end) - num_found
+            self.pages_for(
+                min(
+                    (len(tokens) if group.window is None else chunk_end) + self.ahead,
+                    request.max_len,
+                )
+            )
+            - num_found
             for group in self.groups
         ]
         if any(n + spare > self._num_available(g) for g, n in enumerate(num_fresh)):

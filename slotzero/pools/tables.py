@@ -43,6 +43,7 @@ class SlotTables:
         pages_per_slot: int,
         vocab_size: int,
         page_tables: Sequence[str],
+        more: Sequence[TableSpec] = (),
     ) -> None:
         """`page_tables` are their names, one for each group of layers."""
         self.num_slots = num_slots
@@ -54,6 +55,7 @@ class SlotTables:
             *(TableSpec(name, pages_per_slot, "int32", 0, is_matrix=True) for name in page_tables),
             *SAMPLING_TABLES,
             *mask_tables(vocab_size),
+            *more,
         )
         self._places: dict[str, _Place] = {}
         words = 0

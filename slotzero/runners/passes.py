@@ -1,17 +1,20 @@
-"""The two passes of a decoder, decode and prefill, and the specs that make them runners.
+"""The passes of a decoder that knows its tokens, decode and prefill, and their specs as runners.
 
 A step publishes who runs: `slots`, and for prefill how many tokens of each, `counts`. Where a row
 begins is not published: it is `length[slot]`, the number of tokens whose KV is stored. All else is
-derived below, by the same lines for recording, replay and eager.
+derived below, by the same lines for recording, replay and eager. A drafter, where there is one,
+follows every prefill; of decoding it follows what verification.py decodes.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.contract import Kernels, Normed, Rows, Tokens
-from slotzero.models.decoder import Batch, Decoder, KvPages
+from slotzero.models.decoder import NO_TAPS, Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
@@ -19,6 +22,35 @@ from slotzero.sampling.tables import Sampled
 SLOTS, COUNTS = "slots", "counts"
 SAMPLED, LOGPROBS, TOP_IDS, TOP_LOGPROBS = "sampled", "logprobs", "top_ids", "top_logprobs"
 LOGITS = "logits"
+RESULTS = (SAMPLED, LOGPROBS, TOP_IDS, TOP_LOGPROBS)
+PLACES = ("token_slots", "positions", "new_length")
+WRITES = (*PLACES, *RESULTS, LOGITS)
+
+
+class Followed(NamedTuple):
+    """Tokens of a step that are certain: the decoder has computed them, and knows the next of each.
+
+    Row r has those of `rows`; padding, and drafts that were wrong, are slot 0.
+    """
+
+    tokens: Tokens
+    rows: Rows
+    features: Tensor  # [T, taps * hidden]: hidden states of the decoder at its taps
+    last: Tensor  # [R]: which token is the row's newest; anything where it has none
+
+
+class Follower(Protocol):
+    """Who computes something of its own for every token that is certain."""
+
+    taps: tuple[int, ...]
+    """Layers whose input it wants to see; one past the last is what follows the final norm."""
+
+    def extend(self, followed: Followed, pieces: Pieces) -> None: ...
+
+
+def views_of(features: Tensor, taps: tuple[int, ...]) -> dict[int, Tensor]:
+    """By layer, its part of [T, taps * hidden]"""
+    return dict(zip(taps, features.chunk(len(taps), dim=1), strict=True)) if taps else {}
 
 
 class Passes:
@@ -32,7 +64,9 @@ class Passes:
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
+        follower: Follower | None = None,
     ) -> None:
+        self.follower = follower
         self._decoder = decoder
         self._kernels = kernels
         self._tables = tables
@@ -43,9 +77,10 @@ class Passes:
         self._counts = registry.published(
             COUNTS, max_rows, pad=0, reason="a row without tokens moves no other row's tokens"
         )
-        self._token_slots = registry.derived("token_slots", (max_tokens,), torch.int32, per="token")
-        self._positions = registry.derived("positions", (max_tokens,), torch.int32, per="token")
-        self._new_length = registry.derived("new_length", (max_rows,), torch.int32)
+        token_slots, positions, new_length = PLACES
+        self._token_slots = registry.derived(token_slots, (max_tokens,), torch.int32, per="token")
+        self._positions = registry.derived(positions, (max_tokens,), torch.int32, per="token")
+        self._new_length = registry.derived(new_length, (max_rows,), torch.int32)
         self._chosen = Sampled(
             registry.output(SAMPLED, (max_rows,), torch.int32, follows=LOGITS),
             registry.output(LOGPROBS, (max_rows,), torch.float32, follows=LOGITS),
@@ -57,10 +92,10 @@ class Passes:
         self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), wide)
 
     def decode_spec(self, ladder: Ladder) -> RunnerSpec:
-        return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode)
+        return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, WRITES)
 
     def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder) -> RunnerSpec:
-        return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill)
+        return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill, WRITES)
 
     def _decode(self, key: GraphKey, pieces: Pieces) -> None:
         """Row r is token r."""
@@ -82,14 +117,26 @@ class Passes:
         self._token_slots[: key.tokens].copy_(slots[row] * real)
         self._positions[: key.tokens].copy_((start[row] + offset) * real)
         torch.add(start, counts, out=self._new_length[: key.rows])
-        normed = self._forward(key, Rows(slots, start, counts, ends), pieces)
-        self._finish(key, normed.select((ends - 1).clamp_min(0)))
+        rows, last = Rows(slots, start, counts, ends), (ends - 1).clamp_min(0)
+        taps = () if self.follower is None else self.follower.taps
+        features = self._decoder.new_hidden(key.tokens, len(taps))
+        normed = self._forward(key, rows, pieces, views_of(features, taps))
+        self._finish(key, normed.select(last))
+        if self.follower is not None:
+            tokens = Tokens(self._token_slots[: key.tokens], self._positions[: key.tokens])
+            self.follower.extend(Followed(tokens, rows, features, last), pieces)
 
-    def _forward(self, key: GraphKey, rows: Rows | None, pieces: Pieces) -> Normed:
+    def _forward(
+        self,
+        key: GraphKey,
+        rows: Rows | None,
+        pieces: Pieces,
+        taps: Mapping[int, Tensor] = NO_TAPS,
+    ) -> Normed:
         slots, positions = self._token_slots[: key.tokens], self._positions[: key.tokens]
         tokens, prompt_len = self._tables["tokens"], self._tables["prompt_len"]
         batch = Batch(Tokens(slots, positions), tokens, prompt_len, rows)
-        return self._decoder.forward(batch, self._kv, pieces)
+        return self._decoder.forward(batch, self._kv, pieces, taps)
 
     def _finish(self, key: GraphKey, normed: Normed) -> None:
         """Sampling and write-back of every row that reached its target."""

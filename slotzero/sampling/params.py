@@ -58,6 +58,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     """What the answer must look like. Its end ends the answer, whatever ignore_eos says."""
 
+    speculative: bool = True
+    """Whether tokens may be guessed ahead where the engine does that; no answer depends on it."""
+
     def __post_init__(self) -> None:
         for name in _INTEGERS + _NUMBERS:
             _check_number(name, getattr(self, name), integer=name in _INTEGERS)

@@ -1,11 +1,14 @@
 """Real bugs of other engines, each as the same fault in the tensor that corresponds to theirs here.
 
-Numbers are issues or pull requests. A bug of a runner that is not built yet arrives with it.
+Numbers are issues or pull requests. A bug of one runner is tried in that runner; one that runners
+share, or that has no such runner here, in all.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slotzero.graph.registry import Entry
+from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 
 
 @dataclass(frozen=True)
@@ -16,13 +19,14 @@ class Bug:
     """Tensors, or kinds of them."""
     why: str
     runner: str = ""
-    """Empty: any."""
+    """Without its width. Empty: any."""
 
 
 BUGS = (
     # The four of the seed documents.
     Bug("SGLang 26292", "skip the pad", ("slots",),
-        "padded rows kept an old req_pool_indices and read a live request's pages"),
+        "padded rows kept an old req_pool_indices and read a live request's pages: in draft-extend "
+        "and three more runners, after it was mended in another"),
     Bug("SGLang 24743", "skip the pad", ("token_slots", "positions"),
         "the tail of out_cache_loc_swa was not zeroed: padded tokens wrote into live KV"),
     Bug("SGLang 24743", "wrong dtype", ("token_slots", "positions"),
@@ -35,21 +39,27 @@ BUGS = (
         "sliding layers stored where full layers do"),
     Bug("SGLang 22404", "global instead of local count", ("counts", "new_length"),
         "num_token_non_padded was global at capture and local at replay"),
-    Bug("SGLang 21987", "packed instead of uniform stride", ("counts", "token_slots", "positions"),
-        "cu_seqlens_q was packed at replay and uniform at capture", runner="prefill"),
+    Bug("SGLang 21987", "packed instead of uniform stride", ("verify_slots", "verify_positions"),
+        "cu_seqlens_q was packed at replay and uniform at capture", runner=EXTEND),
     # Padding and stale rows.
-    Bug("SGLang 23037", "skip the pad", ("slots",), "stale req_pool_indices in padded rows"),
+    Bug("SGLang 23037", "skip the pad", ("slots",),
+        "stale req_pool_indices, and what hangs on them, in padded rows", runner=DRAFT),
+    Bug("SGLang 23037", "stale row", ("draft_hidden",),
+        "hidden states of the step before were drafted from", runner=EXTEND),
     Bug("TRT-LLM 13278", "skip the pad", ("slots",), "the tail of state_indices named live slots"),
     Bug("vLLM 47066", "pad off by one", ("slots",),
-        "a padded row's idx_mapping named another request, whose draft logits it overwrote"),
+        "a padded row's idx_mapping named another request, whose draft logits it overwrote",
+        runner=DRAFT),
     Bug("SGLang 32555", "pad to bucket only", ("slots",),
         "the full buffer was handed out, and its end never refreshed"),
     Bug("vLLM 23175", "pad to bucket only", ("counts",), "only seq_lens[:num_reqs] was copied"),
     Bug("SGLang 1094", "skip the pad", ("counts",), "seq_lens of padded rows were not set"),
     Bug("xLLM 1939", "skip the pad", ("counts",),
         "metadata was made for 100 real rows of a graph of 112"),
-    Bug("SGLang 10892", "skip the pad", ("positions",), "the tail of positions was stale"),
-    Bug("SGLang 24401", "skip the pad", ("positions",), "the same in the target's runner"),
+    Bug("SGLang 10892", "skip the pad", ("verify_positions",), "the tail of positions was stale",
+        runner=EXTEND),
+    Bug("SGLang 24401", "skip the pad", ("verify_positions",), "the same in the target's runner",
+        runner=VERIFY),
     Bug("vLLM 37873", "skip the pad", ("positions",),
         "positions of padding were advanced in place and never refreshed"),
     Bug("vLLM 41873", "skip the pad", ("new_length",),
@@ -59,21 +69,25 @@ BUGS = (
     Bug("vLLM 37442", "pad off by one", ("logits",), "undefined output of padding became NaN"),
     Bug("SGLang 26313", "skip the publish", ("slots",),
         "an idle batch ran over the metadata of the step before"),
-    Bug("vLLM 39833", "stale row", ("tokens",), "a reused row kept its last owner's tokens"),
+    Bug("vLLM 39833", "stale row", ("tokens", "drafted_at"),
+        "a reused row kept its last owner's tokens and drafts"),
     Bug("vLLM 37728", "stale row", ("page_table",), "a finished request's block row was kept"),
     Bug("LMDeploy 4569", "late host copy", ("page_table",),
         "block_offsets were the previous step's: padding wrote into live blocks"),
     Bug("PyTorch 74419", "stale row", ("derived", "output"),
         "a copy inside a graph missed the last elements"),
     # Layouts and values of recording and replay.
-    Bug("SGLang 19807", "packed instead of uniform stride", ("counts",),
-        "qo_indptr was packed at replay and uniform at capture", runner="prefill"),
-    Bug("SGLang 27545", "packed instead of uniform stride", ("positions",),
-        "two strides of one draft layout", runner="prefill"),
+    Bug("SGLang 19807", "packed instead of uniform stride", ("verify_slots",),
+        "qo_indptr was packed at replay and uniform at capture", runner=EXTEND),
+    Bug("SGLang 27545", "packed instead of uniform stride", ("verify_positions",),
+        "two strides of one draft layout", runner=EXTEND),
     Bug("SGLang 16974", "global instead of local count", ("counts",),
         "the count of rows stood for that of tokens"),
     Bug("SGLang 22229", "wrong axis", ("logits",), "[:, a:b] was zeroed instead of [a:b]"),
-    Bug("SGLang 25015", "off by one", ("positions",), "positions advanced in place at capture"),
+    Bug("SGLang 25015", "off by one", ("verify_positions",),
+        "a drafter's positions advanced in place at capture", runner=EXTEND),
+    Bug("vLLM 32312", "skip the write", ("length",),
+        "max_seq_len was not advanced from one step of a drafter to the next", runner=VERIFY),
     Bug("TRT-LLM 7373", "off by one", ("new_length",), "warm-ups had moved kv_len in place"),
     Bug("TRT-LLM 17110", "baked host value", ("positions",), "a host loop's positions were frozen"),
     Bug("vLLM 33360", "baked host value", ("new_length",), "max_seqlen_k was baked as 0"),
@@ -121,5 +135,6 @@ def numbers_of(runner: str, entry: Entry, fault: str) -> tuple[str, ...]:
     )
 
 
-def all_numbers() -> set[str]:
-    return {bug.number for bug in BUGS}
+def all_numbers(runners: Iterable[str]) -> set[str]:
+    """Of bugs that these runners, without their widths, can have."""
+    return {bug.number for bug in BUGS if bug.runner in ("", *runners)}

@@ -101,7 +101,7 @@ def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
 
 
 def few_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
-    """The smallest and, where a row is one token and so a size is cheap, the largest."""
+    """The smallest and, where all rows have as many tokens and so few sizes are, the largest."""
     for runner in runners:
         keys = list(runner.all_keys())
         ends = (keys[-1], keys[0]) if runner.spec.rows is None else (keys[-1],)

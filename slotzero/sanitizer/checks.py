@@ -9,10 +9,10 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Registry
 from slotzero.graph.registry import Entry
-from slotzero.sanitizer.compare import Mismatch, differences, extent, first_difference
+from slotzero.sanitizer.compare import Mismatch, by_row, differences, first_difference
 from slotzero.sanitizer.lint import Watch, baked, span_of, stray
 from slotzero.sanitizer.report import Violation
-from slotzero.sanitizer.scene import Outcome, Trial, owned_rows
+from slotzero.sanitizer.scene import Outcome, Trial, others_of, owned_rows
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Examination:
     def __init__(self, trial: Trial, bounds: Bounds, constants: Mapping[str, int]) -> None:
         self.trial, self.bounds = trial, bounds
         self.registry: Registry = trial.registry
+        self._entries = trial.runner.entries()
         self._constants = constants
 
     @cached_property
@@ -78,20 +79,33 @@ class Examination:
 
     def s4(self) -> Iterator[Violation]:
         plain, scene = self.plain, self.trial.scene
-        for entry in self.registry.entries():
-            after = plain.tensors.get(entry.name)
-            if entry.kind is Kind.TABLE and after is not None:
+        for entry in self._entries:
+            if entry.kind is Kind.TABLE:
                 foreign = ~owned_rows(entry, plain.slots, plain.tensors)
-                before = scene.tables[entry.name].movedim(entry.axis, 0)[foreign]
-                after = after.movedim(entry.axis, 0)[foreign]
+                before, after = (
+                    tensors[entry.name].movedim(entry.axis, 0)[foreign]
+                    for tensors in (scene.tables, plain.tensors)
+                )
                 indices = foreign.nonzero()[:, 0].tolist()
                 yield from self._unchanged(entry, after, before, indices, "not owned by the step")
-            elif entry.kind is Kind.OUTPUT and after is not None:
-                padding = after[len(plain.slots) : extent(entry, plain)]
+            elif entry.kind is Kind.OUTPUT:
+                padding = by_row(entry, plain)[len(plain.slots) :]
                 yield from self._unchanged(
                     entry, padding, torch.zeros_like(padding),
-                    range(len(plain.slots), len(after)), "a row of padding is zeros",
+                    range(len(plain.slots), plain.key.rows), "a row of padding is zeros",
                 )  # fmt: skip
+        yield from self._others_touched()
+
+    def _others_touched(self) -> Iterator[Violation]:
+        others, trap = others_of(self.trial.runner), self.trial.scene.trap
+        for entry in others:
+            entry.tensor.fill_(trap)
+        if others:
+            self.trial.replay()
+        for entry in others:
+            before = torch.full_like(entry.tensor, trap)
+            rows = range(len(before))
+            yield from self._unchanged(entry, entry.tensor, before, rows, "of another runner")
 
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
@@ -157,7 +171,7 @@ class Examination:
     def _arrivals(self) -> Iterator[Violation]:
         """The host gets what the device holds now, and nothing of another step."""
         for value in (self.trial.scene.trap, 0):
-            for entry in self.registry.entries():
+            for entry in self._entries:
                 if entry.kind is Kind.OUTPUT:
                     entry.tensor.fill_(value)
             for name, arrived in self.trial.scene.fetch(self.trial.scene.num_rows).items():
@@ -181,7 +195,7 @@ class Examination:
 
     def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
         """What a real row, or a derived tensor within the size, has of memory that was spoilt."""
-        for mismatch in differences(self.registry, outcome, self.plain):
+        for mismatch in differences(self.trial.runner, outcome, self.plain):
             if mismatch.tensor not in self.trial.scene.unused:
                 yield mismatch
         for name, unused in self.trial.scene.unused.items():
@@ -198,14 +212,13 @@ class Examination:
 
     def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
         """Whether it is zeros at all is for S4."""
-        for entry in self.registry.entries():
+        first = len(outcome.slots)
+        for entry in self._entries:
             if entry.kind is Kind.OUTPUT:
-                rows = slice(len(outcome.slots), extent(entry, outcome))
-                found = first_difference(
-                    outcome.tensors[entry.name][rows], self.plain.tensors[entry.name][rows], 0.0
-                )
+                ours, theirs = (by_row(entry, of)[first:] for of in (outcome, self.plain))
+                found = first_difference(ours, theirs, 0.0)
                 if found:
-                    yield Mismatch(entry.name, rows.start + found[0], *found[1:])
+                    yield Mismatch(entry.name, first + found[0], *found[1:])
 
     def _unchanged(
         self, entry: Entry, after: Tensor, before: Tensor, rows: Iterable[int], why: str
@@ -219,7 +232,7 @@ class Examination:
     def _differ(
         self, check: str, got: Outcome, expected: Outcome, bound: float, how: str
     ) -> Iterator[Violation]:
-        for mismatch in differences(self.registry, got, expected, bound):
+        for mismatch in differences(self.trial.runner, got, expected, bound):
             yield self._violation(check, mismatch.tensor, f"{mismatch}; {how}", mismatch.row)
 
     def _set(self, rows: range) -> GraphKey:

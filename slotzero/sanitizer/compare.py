@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotzero.graph import Kind, Registry
+from slotzero.graph import Kind, Runner
 from slotzero.graph.registry import Entry
 from slotzero.sanitizer.scene import Outcome, Tables, owned_rows
 
@@ -23,24 +23,30 @@ class Mismatch:
 
 
 def differences(
-    registry: Registry, got: Outcome, expected: Outcome, bound: float = 0.0
+    runner: Runner, got: Outcome, expected: Outcome, bound: float = 0.0
 ) -> Iterator[Mismatch]:
     """Over the rows that both have; derived tensors only where the layout is the same.
 
     `bound` is relative to the largest value; 0 is to the bit. Within a bound, what was chosen from
-    a tensor is compared only where that tensor is equal to the bit.
+    a tensor is compared only where that tensor is equal to the bit; and where it is not kept, a
+    slot is compared only if the choice was the same.
     """
+    entries = [e for e in runner.entries() if e.name in got.tensors]
     shared = [slot for slot in got.slots if slot in expected.slots]
+    followed = {e.name: runner.spec.follows.get(e.name, e.follows) for e in entries if bound}
+    for entry in entries:
+        if followed.get(entry.name) and followed[entry.name] not in got.tensors:
+            shared = _with_equal(entry, shared, got, expected)
     same_layout = got.key == expected.key and got.slots == expected.slots
     for kind in (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT):
-        for entry in registry.entries():
+        for entry in entries:
             if entry.kind is not kind or (
                 not same_layout and kind in (Kind.PUBLISHED, Kind.DERIVED)
             ):
                 continue
-            slots = shared
-            if bound and entry.follows:
-                slots = _with_equal(registry.entry(entry.follows), shared, got, expected)
+            slots, chosen_from = shared, followed.get(entry.name, "")
+            if chosen_from in got.tensors:
+                slots = _with_equal(runner.registry.entry(chosen_from), shared, got, expected)
             ours, theirs = (_part(entry, slots, o, expected.tensors) for o in (got, expected))
             found = first_difference(ours, theirs, bound)
             if found is not None:
@@ -96,6 +102,12 @@ def extent(entry: Entry, outcome: Outcome) -> int:
     return outcome.key.tokens if entry.per == "token" else outcome.key.rows
 
 
+def by_row(entry: Entry, outcome: Outcome) -> Tensor:
+    """An output within the size; the tokens of a row, all rows have as many, are together."""
+    part = outcome.tensors[entry.name][: extent(entry, outcome)]
+    return part if entry.per == "row" else part.view(outcome.key.rows, -1, *part.shape[1:])
+
+
 def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) -> Tensor:
     """Who owns what, `tables` say: those of an outcome can be spoilt."""
     tensor = outcome.tensors[entry.name]
@@ -104,21 +116,23 @@ def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) 
     if entry.kind is Kind.DERIVED:
         return tensor[: extent(entry, outcome)]
     if entry.kind is Kind.OUTPUT:
-        return tensor[[outcome.slots.index(slot) for slot in slots]]
-    by_row = tensor.movedim(entry.axis, 0)
-    if entry.name in outcome.owned_only:
-        return by_row
+        return by_row(entry, outcome)[[outcome.slots.index(slot) for slot in slots]]
+    rows = tensor.movedim(entry.axis, 0)
     if not entry.through:
-        return by_row[list(slots)]
-    return by_row[owned_rows(entry, slots, tables)]
+        return rows[list(slots)]
+    owned = owned_rows(entry, slots, tables)
+    if entry.name in outcome.owned_only:
+        if len(slots) == len(outcome.slots):
+            return rows
+        owned = owned[owned_rows(entry, outcome.slots, tables)]
+    return rows[owned]
 
 
 def _with_equal(
     followed: Entry, slots: Sequence[int], got: Outcome, expected: Outcome
 ) -> list[int]:
-    ours, theirs = got.tensors[followed.name], expected.tensors[followed.name]
     return [
         slot
         for slot in slots
-        if torch.equal(ours[got.slots.index(slot)], theirs[expected.slots.index(slot)])
+        if torch.equal(*(_part(followed, [slot], o, expected.tensors) for o in (got, expected)))
     ]

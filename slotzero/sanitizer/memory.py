@@ -5,16 +5,17 @@ copied whole. Of a paged table it copies what slots own; the rest it knows by ch
 """
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
 from slotzero.sanitizer.compare import extent, first_difference
-from slotzero.sanitizer.scene import MUTABLE, Outcome, owned_rows
+from slotzero.sanitizer.reach import unused_tails
+from slotzero.sanitizer.scene import MUTABLE, Outcome, others_of, owned_rows
 
 SPOILT_PAGES = 8  # of those that no running slot owns: a sample, as each is copied
 
@@ -54,7 +55,8 @@ class Memory:
         """`highest_trap` is in range wherever an index is: as slot, page, position or token."""
         self.registry = registry = runner.registry
         self.slots, counts = _who_runs(runner)
-        self.entries = [e for e in registry.entries() if e.kind in MUTABLE]
+        self.entries = [e for e in runner.entries() if e.kind in MUTABLE]
+        self.others = [(entry, entry.tensor.clone()) for entry in others_of(runner)]
         self.tables = [e for e in self.entries if e.kind is Kind.TABLE]
         self.paged = [e for e in self.tables if e.through]
         self.owned = {e.name: owned_rows(e, self.slots, registry) for e in self.tables}
@@ -68,7 +70,7 @@ class Memory:
         self._sums = {e.name: row_sums(e) for e in self.paged}
         idle = set(range(1, highest_trap + 1)) - set(self.slots)
         self._traps = dict.fromkeys((e.name for e in self.entries), min(idle, default=1))
-        tails = unused_tails(registry, self.slots, counts)
+        tails = unused_tails(runner, self.slots, counts)
         self._patches: dict[str, Patch] = {}
         for entry in sorted(self.tables, key=lambda e: not e.through):  # pages first: see _foreign
             foreign = self._foreign(entry, rng)
@@ -115,6 +117,8 @@ class Memory:
             entry.tensor.index_copy_(entry.axis, self._pages[entry.name], before)
             others, others_before = self._others[entry.name], self._others_before[entry.name]
             entry.tensor.index_copy_(entry.axis, others, others_before)
+        for entry, before in self.others:
+            entry.tensor.copy_(before)
 
     def changed_rows(self, entry: Entry) -> list[int]:
         """Of a paged table, those that the step does not own and that are not what they were."""
@@ -163,41 +167,8 @@ def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:
     who = spec.published[0]
     slots = tuple(s for s in registry.was_published(who) if s != registry.entry(who).pad)
     if spec.rows is None:
-        return slots, [1] * len(slots)
+        return slots, [spec.width] * len(slots)
     return slots, registry.was_published(spec.published[1])[: len(slots)]
-
-
-def unused_tails(
-    registry: Registry, slots: Sequence[int], counts: Sequence[int]
-) -> dict[str, Tensor]:
-    """By table, [rows, columns]: True where the rows of running slots have nothing for this step.
-
-    The one function that knows tables by name. With end = length + count of a slot: its tokens are
-    known below max(end, target) and one may be sampled at end; KV is stored below end.
-    """
-    device = registry.device
-    index = torch.tensor(slots, dtype=torch.long, device=device)
-    ends = registry["length"][index] + torch.tensor(counts, device=device)
-    last = torch.maximum(ends, registry["target"][index] - 1)
-    tails = {"tokens": _past(registry["tokens"], index, last + 1)}
-    for entry in registry.entries():
-        if entry.through:
-            table, page_size = registry[entry.through], entry.tensor.shape[entry.axis + 1]
-            tails[entry.through] = _past(table, index, -(-ends // page_size))
-            position = torch.arange(table.shape[1] * page_size, device=device)
-            used = (position < ends[:, None]).view(-1, page_size).int()
-            shape = entry.tensor.shape[entry.axis], page_size
-            num_uses = torch.zeros(shape, dtype=torch.int32, device=device)
-            pages = table[index].flatten().long()
-            tails[entry.name] = num_uses.index_put_((pages,), used, accumulate=True) == 0
-    return tails
-
-
-def _past(table: Tensor, index: Tensor, first: Tensor) -> Tensor:
-    """Columns [first, ...) of these rows."""
-    tail = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    tail[index] = torch.arange(table.shape[1], device=table.device) >= first[:, None]
-    return tail
 
 
 def row_sums(entry: Entry) -> Tensor:

@@ -19,7 +19,7 @@ from slotzero.sanitizer.certify import checksums, examine
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Examination
 from slotzero.sanitizer.faults import FAULTS, Case, Fault, swapped
 from slotzero.sanitizer.report import ORDER
-from slotzero.sanitizer.scene import Scene, Trial
+from slotzero.sanitizer.scene import Scene, Trial, kind_of
 from slotzero.sanitizer.stage import bounds_of, counts_of, staged
 
 FEWEST_ROWS = 3  # so that rows can be swapped, and every other one left out
@@ -55,12 +55,13 @@ def mutate(
     engine: Engine,
     seen: Callable[[Mutant], None] = lambda mutant: None,
     checks: Sequence[str] = tuple(dict.fromkeys((*ORDER, *CHECK_FUNCTIONS))),
+    runners: Sequence[Runner] | None = None,
 ) -> list[Mutant]:
-    """Afterwards the engine is as it was."""
+    """Of all runners, unless some are named. Afterwards the engine is as it was."""
     mutants = []
     try:
         with torch.inference_mode():
-            for runner in engine.worker.runners:
+            for runner in engine.worker.runners if runners is None else runners:
                 with swapped(runner, "observer", None):  # whoever watches would catch them first
                     for mutant in _mutants_of(engine, runner, checks):
                         mutants.append(mutant)
@@ -72,15 +73,10 @@ def mutate(
 
 def tensors_of(runner: Runner) -> list[Entry]:
     """What it can see. Of constants a few stand for all: one rule and one check serves them."""
-    entries = list(runner.registry.entries())
+    entries = [e for e in runner.entries() if e.tensor.numel()]
     constants = [e for e in entries if e.kind is Kind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
-    return [
-        e
-        for e in entries
-        if (e.kind is not Kind.PUBLISHED or e.name in runner.spec.published)
-        and (e.kind is not Kind.CONSTANT or e.name in kept)
-    ]
+    return [e for e in entries if e.kind is not Kind.CONSTANT or e.name in kept]
 
 
 def padded_size(runner: Runner) -> GraphKey:
@@ -131,9 +127,9 @@ def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Cas
 
 
 def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> Mutant:
-    runner, entry = case.runner.spec.name, case.entry
-    numbers = numbers_of(runner, entry, fault.name)
-    return Mutant(runner, entry.name, fault.name, numbers, caught_by, tuple(named))
+    runner, entry = case.runner, case.entry
+    numbers = numbers_of(kind_of(runner), entry, fault.name)
+    return Mutant(runner.spec.name, entry.name, fault.name, numbers, caught_by, tuple(named))
 
 
 def _first_failure(examination: Examination, checks: Sequence[str]) -> tuple[str, list[str]]:

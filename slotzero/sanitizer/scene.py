@@ -14,6 +14,7 @@ from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 
 MUTABLE = (Kind.TABLE, Kind.PUBLISHED, Kind.DERIVED, Kind.OUTPUT)
+WRITTEN = (Kind.DERIVED, Kind.OUTPUT)
 Rows = Sequence[int]
 
 
@@ -54,6 +55,7 @@ class Trial:
         self.runner, self.scene = runner, scene
         self.registry = runner.registry
         self._who = runner.spec.published[0]
+        self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
                spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
@@ -88,17 +90,17 @@ class Trial:
         )
 
     def num_tokens(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> int:
-        """Of a runner with many tokens a row, the second published tensor counts them."""
-        if self.runner.spec.rows is None:
-            return len(list(rows))
-        return sum(published[self.runner.spec.published[1]][row] for row in rows)
+        """Of a runner with any number of tokens a row, the second published tensor counts them."""
+        spec, rows = self.runner.spec, list(rows)
+        counts = [] if spec.rows is None else [published[spec.published[1]][row] for row in rows]
+        return self.runner.num_tokens(sum(counts), len(rows))
 
     def spoilable(self) -> list[str]:
-        """Every tensor with memory that belongs to nobody, in the order in which data flows."""
+        """Every tensor with memory that belongs to nobody, in the order in which data flows; what
+        other runners write, too."""
         kinds = (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT)
-        entries = [e for kind in kinds for e in self.registry.entries() if e.kind is kind]
-        ours = set(self.runner.spec.published)
-        return [e.name for e in entries if e.kind is not Kind.PUBLISHED or e.name in ours]
+        entries = [*self._entries, *others_of(self.runner)]
+        return [e.name for kind in kinds for e in entries if e.kind is kind]
 
     def run(
         self,
@@ -118,15 +120,14 @@ class Trial:
         self._publish(self.scene.published, rows)
         how(key, self.num_tokens(self.scene.published, rows))
         slots = tuple(self.scene.published[self._who][row] for row in rows)
-        tensors = {e.name: e.tensor.clone() for e in self.registry.entries() if e.kind in MUTABLE}
-        return Outcome(key, slots, tensors)
+        return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
 
     def _load(self, spoil: Iterable[str]) -> None:
         self.registry.distrust_published()
-        for entry in self.registry.entries():
+        for entry in self._entries:
             if entry.kind is Kind.TABLE:
                 entry.tensor.copy_(self.scene.tables[entry.name])
-            elif entry.kind in MUTABLE:
+            else:
                 entry.tensor.zero_()
         for name in spoil:
             self._spoil(self.registry.entry(name))
@@ -149,6 +150,17 @@ class Trial:
         for masks in (self.scene.unused, self.scene.fresh):
             if entry.name in masks:
                 by_row.masked_fill_(masks[entry.name], hostile)
+
+
+def kind_of(runner: Runner) -> str:
+    """Its name without its width: what it does is the same at all."""
+    return runner.spec.name.removesuffix(f"-{runner.spec.width}")
+
+
+def others_of(runner: Runner) -> list[Entry]:
+    """What other runners write, and this one must not touch."""
+    entries = runner.registry.entries()
+    return [e for e in entries if e.kind in WRITTEN and e.name not in runner.spec.writes]
 
 
 class Tables(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
-from slotzero.sanitizer.compare import Mismatch, differences, extent, first_difference
+from slotzero.sanitizer.compare import Mismatch, by_row, differences, first_difference
 from slotzero.sanitizer.memory import Memory
 from slotzero.sanitizer.report import Violation
 from slotzero.sanitizer.scene import Outcome
@@ -67,14 +67,17 @@ class Shadow:
                 yield from self._unchanged(entry, now, before, rows, "not owned by the step")
             elif entry.kind is Kind.OUTPUT:
                 num_rows = len(after.slots)
-                padding = after.tensors[entry.name][num_rows : extent(entry, after)]
+                padding = by_row(entry, after)[num_rows:]
                 zeros, rows = torch.zeros_like(padding), torch.arange(len(padding)) + num_rows
                 yield from self._unchanged(entry, padding, zeros, rows, "a row of padding is zeros")
-            elif entry.name in self._runner.spec.published:
+            elif entry.kind is Kind.PUBLISHED:
                 now = after.tensors[entry.name]
                 wanted = torch.tensor(self._memory.registry.was_published(entry.name)).to(now)
                 rows = torch.arange(len(now))
                 yield from self._unchanged(entry, now, wanted, rows, "not what was published")
+        for entry, before in self._memory.others:
+            rows = torch.arange(len(before))
+            yield from self._unchanged(entry, entry.tensor, before, rows, "of another runner")
 
     def _s1_and_s2(self, after: Outcome, expected: Outcome) -> Iterator[Violation]:
         """A replay over clean memory tells them apart."""
@@ -103,7 +106,7 @@ class Shadow:
                 yield self._violation("S1", name, found, hurt.row)
 
     def _wrong(self, got: Outcome, expected: Outcome) -> dict[str, Mismatch]:
-        found = differences(self._memory.registry, got, expected, self._bound)
+        found = differences(self._runner, got, expected, self._bound)
         return {mismatch.tensor: mismatch for mismatch in found}
 
     def _unchanged(

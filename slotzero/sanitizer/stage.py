@@ -1,39 +1,34 @@
 """Scenes of an engine: requests of odd lengths and every kind of sampling, over hostile memory.
 
-The one file of checks that knows requests. A new published tensor is given its column here.
+It knows who runs and who stands by; what a runner looks at in the row of a slot, actors.py says. A
+new published tensor is given its column here.
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slotzero.engine import Engine
-from slotzero.graph import GraphKey, Ladder, Runner
-from slotzero.request import Request
-from slotzero.runners.passes import COUNTS, SLOTS
-from slotzero.sampling.params import SamplingParams
+from slotzero.graph import GraphKey, Ladder, Registry, Runner
+from slotzero.graph.registry import Entry
+from slotzero.runners.passes import COUNTS, RESULTS, SLOTS
+from slotzero.sanitizer.actors import Actor, Cast
 from slotzero.sanitizer.checks import Bounds
 from slotzero.sanitizer.mirror import mirrored
-from slotzero.sanitizer.scene import Scene, memory_of
-from slotzero.standins import StandIns, stand_ins
-from slotzero.worker import RESULTS
+from slotzero.sanitizer.scene import Scene, kind_of, memory_of
+from slotzero.speculative.drafter import SPECULATION_TABLES
+from slotzero.speculative.eagle import HIDDEN
+from slotzero.speculative.passes import FEATURES, VERIFY, VERIFY_RESULTS
+from slotzero.standins import stand_ins
 
-MOST_STORED = 37  # tokens of a stand-in before the step: two pages and a bit
-WIDE_WINDOW = 64  # tokens; wider ones are not filled
 CROWD = 8  # more rows than run, for the step before
+STATES = (FEATURES, HIDDEN)  # of a drafter: no host writes them
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
-_ASKS: tuple[dict[str, object], ...] = (
-    {"temperature": 0.0, "logprobs": 5},
-    {"temperature": 0.9, "logprobs": 2, "top_k": 20, "top_p": 0.9, "seed": 11},
-    {"temperature": 1.3, "min_p": 0.05, "seed": 5, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.2, "logprobs": 3},
-    {"temperature": 0.0, "logit_bias": {3: 4.0, 7: -2.0}, "min_tokens": 3},
-)
+Masks = dict[str, Tensor]
 
 
 def bounds_of(engine: Engine) -> Bounds:
@@ -57,41 +52,36 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
     rng = random.Random(f"{key}")
     engine.scheduler.ledger.cache.clear()  # a scene overwrites every page, those it keeps too
     with stand_ins(engine) as ins, mirrored(engine.worker.tables):
-        running = [_admit(engine, ins, rng, count) for count in counts_of(runner, key)]
+        cast, counts = Cast(engine, runner, ins, rng), counts_of(runner, key)
+        running = [cast.admit(count) for count in counts]
         num_more = min(
             max(1, CROWD + key.rows - len(running)),
             engine.scheduler.slots.num_free,
             _most_rows(runner) - len(running),
         )
-        idle = [_admit(engine, ins, rng, 1) for _ in range(num_more)]
+        idle = [cast.admit(1) for _ in range(num_more)]
         engine.worker.tables.apply()
         registry = engine.worker.registry
-        unused, fresh = _fill(engine, [*running, *idle])
-        for group, table in enumerate(engine.worker.page_tables):
-            unused[table] = _unused_columns(registry[table], running, group)
-        unused["tokens"], fresh["tokens"] = _unknown_columns(registry["tokens"], running)
+        unused, fresh = _fill(engine, running, idle)
+        for name in _looked_at(registry):
+            unused[name], fresh[name] = _columns(registry[name], name, running)
+        for entry in registry.entries():
+            if entry.through:
+                unused[entry.through] = _unused_pages(engine, running, entry)
         crowd = [*idle, *reversed(running)]
         yield Scene(
             key=key,
-            published=_columns(runner, running, [actor.count for actor in running]),
-            crowd=_columns(runner, crowd, [1] * len(crowd)),
+            published=_published(runner, running, counts),
+            crowd=_published(runner, crowd, [1] * len(crowd)),
             trap=idle[0].request.slot if idle else engine.limits.max_num_seqs,
             tables=memory_of(registry),
             unused=unused,
             fresh=fresh,
-            fetch=partial(_fetch, engine),
+            fetch=partial(_fetch, engine, runner),
         )
 
 
-class Actor(NamedTuple):
-    """A stand-in whose tokens [start, start + count) are next."""
-
-    request: Request
-    start: int
-    count: int  # type: ignore[assignment]  # tuple.count() is not missed
-
-
-def _columns(
+def _published(
     runner: Runner, actors: Sequence[Actor], counts: Sequence[int]
 ) -> dict[str, Sequence[int]]:
     columns = {SLOTS: [actor.request.slot for actor in actors], COUNTS: counts}
@@ -100,10 +90,11 @@ def _columns(
 
 def counts_of(runner: Runner, key: GraphKey) -> list[int]:
     """Tokens of each row: the fewest rows and tokens that pick this key, unevenly shared."""
-    tokens = _below(runner.spec.ladder, key.tokens) + 1
-    if runner.spec.rows is None:
-        return [1] * tokens
-    rows = min(_below(runner.spec.rows, key.rows) + 1, tokens)
+    spec = runner.spec
+    if spec.rows is None:
+        return [spec.width] * (_below(spec.ladder, key.rows) + 1)
+    tokens = _below(spec.ladder, key.tokens) + 1
+    rows = min(_below(spec.rows, key.rows) + 1, tokens)
     counts = [1] * rows
     rest = tokens - rows
     for row in range(rows - 1, 0, -1):
@@ -121,55 +112,33 @@ def _most_rows(runner: Runner) -> int:
     return (runner.spec.rows or runner.spec.ladder).maximum
 
 
-def _admit(engine: Engine, ins: StandIns, rng: random.Random, count: int) -> Actor:
-    """One in three that computes many tokens has one more after those, and does not sample."""
-    room = engine.limits.max_model_len - count - 2
-    start = most = max(0, min(_most_stored(engine), room))
-    if ins.requests:  # the first has as much as there may be
-        start = rng.randint(0, most)
-    more = rng.choice((0, 0, 1)) if count > 1 else 0
-    prompt = [rng.randrange(engine.worker.vocab_size) for _ in range(start + count + more)]
-    asks = _ASKS[len(ins.requests) % len(_ASKS)]
-    params = SamplingParams(**asks, detokenize=False)  # type: ignore[arg-type]
-    request = ins.admit(prompt, params, start)
-    if len(ins.requests) % 2 == 0:
-        _constrain(engine, request.slot)
-    return Actor(request, start, count)
-
-
-def _constrain(engine: Engine, slot: int) -> None:
-    """As a grammar would that allows every other token."""
-    tables = engine.worker.tables
-    tables.stage("is_masked", slot, [1])
-    tables.stage("allowed", slot, [0x55555555] * tables["allowed"].shape[1])
-
-
-def _most_stored(engine: Engine) -> int:
-    """Enough that pages fall out of a window, unless it is wide."""
-    windows = [window for window in engine.limits.windows.values() if window is not None]
-    narrow = [window for window in windows if window <= WIDE_WINDOW]
-    return max([MOST_STORED, *(window + 2 * engine.limits.page_size for window in narrow)])
-
-
-def _fill(engine: Engine, actors: Sequence[Actor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Noise where KV is stored, zeros elsewhere -> by group's pages, [pages, 1, page_size, 1, 1]:
-    where nothing is that the step may read or write, and where it stores."""
+def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> tuple[Masks, Masks]:
+    """Noise where KV is stored, zeros elsewhere, and noise for states -> by group's pages,
+    [pages, 1, page_size, 1, 1]: where nothing is that the step may read or write, and where it
+    stores."""
     unused, fresh = {}, {}
-    page_size = engine.limits.page_size
+    page_size, registry = engine.limits.page_size, engine.worker.registry
+    generator = torch.Generator(device=registry.device).manual_seed(1)
+    for entry in registry.entries():
+        if entry.name in STATES:
+            entry.tensor[1:].normal_(generator=generator)
     for group, (name, window) in enumerate(engine.limits.windows.items()):
-        kv = engine.worker.registry[f"kv_{name}"]
+        kv = registry[f"kv_{name}"]
         stored = torch.zeros(kv.shape[1], page_size, dtype=torch.bool, device=kv.device)
         storing = torch.zeros_like(stored)
-        generator = torch.Generator(device=kv.device).manual_seed(1)
+        generator.manual_seed(1)
         kv.zero_()
-        for request, start, count in actors:
+        for request, looks in (*running, *idle):
+            if f"kv_{name}" not in looks:
+                continue
+            start, end = looks[f"kv_{name}"].start, looks[f"kv_{name}"].stop
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
             first = 0 if window is None else start + 1 - window
             is_stored = (position >= first) & (position < start)
             stored[pages] = is_stored
-            storing[pages] = (position >= start) & (position < start + count)
+            storing[pages] = (position >= start) & (position < end)
             shape = (len(kv), *position.shape, *kv.shape[3:])
             noise = torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
             kv[:, pages] = noise * is_stored[:, :, None, None]
@@ -178,27 +147,46 @@ def _fill(engine: Engine, actors: Sequence[Actor]) -> tuple[dict[str, Tensor], d
     return unused, fresh
 
 
-def _unused_columns(table: Tensor, running: Sequence[Actor], group: int) -> Tensor:
-    """Those without a page: past the last one, or before the window."""
+def _looked_at(registry: Registry) -> list[str]:
+    """Tables by slot of which actors say what of them is looked at."""
+    names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), *STATES)
+    return [e.name for e in registry.entries() if e.name in names and e.tensor.numel()]
+
+
+def _columns(table: Tensor, name: str, running: Sequence[Actor]) -> tuple[Tensor, Tensor]:
+    """-> where it has nothing for the step, and where the step writes"""
+    num = table.shape[1] if name in ("tokens", FEATURES) else 1
+    unused = torch.zeros(len(table), num, dtype=torch.bool, device=table.device)
+    fresh = torch.zeros_like(unused)
+    for request, looks in running:
+        written = looks.get(name, range(0))
+        unused[request.slot, written.stop :] = True
+        fresh[request.slot, written.start : written.stop] = True
+    shape = (len(table), num, *[1] * (table.dim() - 2))[: table.dim()]
+    return unused.view(shape), fresh.view(shape)
+
+
+def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Tensor:
+    """Columns of the page table of this KV without a page that the step needs: past the last one,
+    or before the window."""
+    table = engine.worker.registry[entry.through]
+    group = engine.worker.page_tables.index(entry.through)
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    for actor in running:
-        pages = torch.tensor(actor.request.pages[group], device=table.device)
-        unused[actor.request.slot] = True
-        unused[actor.request.slot, : len(pages)] = pages == 0
+    for request, looks in running:
+        num_pages = -(-looks.get(entry.name, range(0)).stop // engine.limits.page_size)
+        pages = torch.tensor(request.pages[group][:num_pages], device=table.device)
+        unused[request.slot] = True
+        unused[request.slot, :num_pages] = pages == 0
     return unused
 
 
-def _unknown_columns(table: Tensor, running: Sequence[Actor]) -> tuple[Tensor, Tensor]:
-    """-> tokens that nobody knows, and those that the step samples"""
-    unknown = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    sampling = torch.zeros_like(unknown)
-    for request, start, count in running:
-        unknown[request.slot, request.num_tokens :] = True
-        if start + count == request.num_tokens:
-            sampling[request.slot, request.num_tokens] = True
-    return unknown & ~sampling, sampling
-
-
-def _fetch(engine: Engine, num_rows: int) -> dict[str, Tensor]:
-    download = engine.worker.results.download(len(RESULTS), num_rows)
+def _fetch(engine: Engine, runner: Runner, num_rows: int) -> dict[str, Tensor]:
+    worker = engine.worker
+    if kind_of(runner) == VERIFY:
+        per_token = [num_rows * runner.spec.width] * (len(VERIFY_RESULTS) - 2)
+        download = worker.verified.download([num_rows, num_rows, *per_token])
+        return dict(zip(VERIFY_RESULTS, download.wait(), strict=True))
+    if not set(RESULTS).issubset(runner.spec.writes):
+        return {}
+    download = worker.results.download([num_rows] * len(RESULTS))
     return dict(zip(RESULTS, download.wait(), strict=True))

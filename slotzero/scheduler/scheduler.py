@@ -20,6 +20,8 @@ The rules it keeps:
   leaving frees pages: alone it always fits.
 - What a grammar allows next depends on the last token, so whoever has a grammar sits a step out
   while its sample is in flight. The others go on.
+- A step that verifies drafts has none but decodes. How far it takes each is known late, so pages
+  are taken for the most that can be: they serve the tokens that come later if not these.
 """
 
 from collections import OrderedDict
@@ -45,7 +47,15 @@ class SchedulerConfig:
     """Prompt and output of one request together."""
     page_size: int
     """Tokens per page of KV."""
+    max_width: int = 1
+    """Tokens of a row that verifies drafts, at most."""
     enable_prefix_caching: bool = True
+
+    @property
+    def reach(self) -> int:
+        """Tokens of one request that a window may have to span beyond itself: those of a chunk, or
+        drafts of a step, of the steps before that are not committed, and of the next."""
+        return max(self.max_num_batched_tokens, 4 * (self.max_width - 1))
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "page_size"):
@@ -91,7 +101,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.slots = slots
-        self.ledger = PageLedger(groups, config.page_size, config.enable_prefix_caching)
+        ahead = config.max_width - 1  # drafts are made for the step after
+        self.ledger = PageLedger(groups, config.page_size, config.enable_prefix_caching, ahead)
         self.writer = writer
         self.num_preemptions = 0
         # arrivals grow along _running, then along _waiting
@@ -129,33 +140,48 @@ class Scheduler:
         self._last_arrival = request.arrival
         self._waiting[request.id] = request
 
-    def plan(self) -> Step | None:
-        """Choose who runs next and advance them. None: nobody can, before a commit or an add."""
+    def plan(self, width: int = 1) -> Step | None:
+        """Choose who runs next and advance them. None: nobody can, before a commit or an add.
+
+        `width` is of a step in which all decode: above 1, they verify drafts.
+        """
         num_preemptions = self.num_preemptions
-        rows = self._continue_running()
+        decoding, prefilling = self._continue_running(width)
         if self.num_preemptions == num_preemptions:  # else the pages just freed are spoken for
-            self._admit_waiting(rows)
+            prefilling += self._admit_waiting(len(decoding), prefilling)
+        if prefilling:
+            width = 1
+        rows = [_decode(r, width) for r in decoding if width > 1 or not _may_be_done(r)]
+        rows += prefilling
         for row in rows:
             # only now: a row must not read, in the same step, what another row writes
             if row.start < row.request.target:
                 self.ledger.remember(row.request)
             if row.samples and row.request.grammar is not None:
                 self.writer.constrained(row.request)
-        return Step(tuple(rows)) if rows else None
+        return Step(tuple(rows), width) if rows else None
 
-    def commit(self, step: Step, sampled: Sequence[int]) -> list[Request]:
-        """Take the tokens of a step, one per row; says who got one. Rows that did not sample, and
+    def commit(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
+        """Take the tokens of a step, by row; says who got how many. Rows that did not sample, and
         rows whose request has ended since, are passed over."""
-        receivers: list[Request] = []
-        for row, token in zip(step.rows, sampled, strict=True):
+        receivers: list[tuple[Request, int]] = []
+        for row, tokens in zip(step.rows, sampled, strict=True):
             if not row.samples:
                 continue
             request = row.request
             request.num_in_flight -= 1
-            if request.status is not Status.FINISHED:
+            request.most_in_flight -= row.width
+            if request.status is Status.FINISHED:
+                continue
+            if request.status is Status.RUNNING:  # the last token that it may have is not computed
+                num_computed = request.num_computed + len(tokens) - 1
+                request.num_computed = min(num_computed, request.max_len - 1)
+            num_before = request.num_tokens
+            for token in tokens:
                 request.output_token_ids.append(token)
-                self._finish_if_done(request, token)
-                receivers.append(request)
+                if self._finish_if_done(request, token):
+                    break  # drafts past the end were right, and nobody wants them
+            receivers.append((request, request.num_tokens - num_before))
         return receivers
 
     def finish(
@@ -202,7 +228,7 @@ class Scheduler:
                 raise PoolError(f"request {request.id} waits, yet holds a slot, pages or KV")
 
     def _require_room_for_one(self, group: KvPool) -> None:
-        max_len, batch = self.config.max_model_len, self.config.max_num_batched_tokens
+        max_len, batch = self.config.max_model_len, self.config.reach
         if group.window is None:
             asked, remedy = f"max_model_len={max_len} needs", "lower it"
             needed = self.ledger.pages_for(max_len)
@@ -216,34 +242,54 @@ class Scheduler:
                 f"{remedy} or give more memory"
             )
 
-    def _continue_running(self) -> list[Row]:
-        rows: list[Row] = []
-        budget = self.config.max_num_batched_tokens
+    def _continue_running(self, width: int) -> tuple[list[Request], list[Row]]:
+        """-> who decodes, with pages for that, and the chunk, if one of a prompt follows"""
+        decoding: list[Request] = []
         for request in list(self._running.values()):
-            num_known = request.num_known
-            if request.status is not Status.RUNNING or num_known == request.max_len:
+            if request.status is not Status.RUNNING or request.num_known >= request.max_len:
                 continue  # preempted in this loop, or its last token is in flight
             if request.grammar is not None and request.num_in_flight:
                 continue
-            count = min(budget, num_known - request.num_computed)
-            num_tokens = request.num_computed + count
-            if num_tokens <= request.num_paged or self._grow(request, num_tokens):
-                rows.append(_advance(request, count, samples=num_tokens == num_known))
-                budget -= count
-        return rows
+            if request.num_computed < request.target:
+                budget = self.config.max_num_batched_tokens - len(decoding)
+                return decoding, self._chunk(request, budget)
+            if self._has_pages(request, width):
+                decoding.append(request)
+        return decoding, []
 
-    def _admit_waiting(self, rows: list[Row]) -> None:
+    def _chunk(self, request: Request, budget: int) -> list[Row]:
+        count = min(budget, request.target - request.num_computed)
+        end = request.num_computed + count
+        wanted = min(end + self.ledger.ahead, request.max_len)
+        if wanted > request.num_paged and not self._grow(request, wanted):
+            return []
+        return [_advance(request, count, samples=end == request.target)]
+
+    def _has_pages(self, request: Request, width: int) -> bool:
+        """For the next token, and what drafts may add before and after the host knows of it."""
+        needed = min(request.most_known + width - 1, request.max_len)
+        if needed <= request.num_paged - self.ledger.ahead:
+            return True
+        wanted = min(needed + self.ledger.ahead, request.max_len)
+        return self._take_pages(request, wanted) or (
+            needed <= request.num_paged or self._grow(request, needed)
+        )
+
+    def _admit_waiting(self, num_decoding: int, prefilling: Sequence[Row]) -> list[Row]:
         youngest = next(reversed(self._running.values()), None)
         if youngest is not None and youngest.num_computed < youngest.target:
-            return  # nobody goes before a chunk, also if it sat this step out
-        budget = self.config.max_num_batched_tokens - sum(row.count for row in rows)
+            return []  # nobody goes before a chunk, also if it sat this step out
+        rows: list[Row] = []
+        budget = self.config.max_num_batched_tokens - num_decoding
+        budget -= sum(row.count for row in prefilling)
         while budget and self._waiting and self._has_seat():
             request = next(iter(self._waiting.values()))
             if not self._admit(request, budget):
-                return
+                break
             missing = request.target - request.num_computed
             rows.append(_advance(request, min(budget, missing), samples=missing <= budget))
             budget -= rows[-1].count
+        return rows
 
     def _has_seat(self) -> bool:
         return self.slots.num_free > 0 and len(self._running) < self.config.max_num_seqs
@@ -265,16 +311,20 @@ class Scheduler:
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Pages up to num_tokens, at the cost of the youngest; False if that is the request."""
-        while (changes := self.ledger.grow(request, num_tokens)) is None:
+        while not self._take_pages(request, num_tokens):
             if request.num_computed < request.target:
                 return False  # a chunk, and the youngest: it waits for the others
             youngest = next(reversed(self._running.values()))
             self._preempt(youngest)
             if youngest is request:
                 return False
-        for change in changes:
-            self.writer.pages_changed(request, *change)
         return True
+
+    def _take_pages(self, request: Request, num_tokens: int) -> bool:
+        changes = self.ledger.grow(request, num_tokens)
+        for change in changes or ():
+            self.writer.pages_changed(request, *change)
+        return changes is not None
 
     def _preempt(self, request: Request) -> None:
         self._vacate(request)
@@ -291,7 +341,7 @@ class Scheduler:
         self.writer.released(request.slot)
         request.slot = 0
 
-    def _finish_if_done(self, request: Request, token: int) -> None:
+    def _finish_if_done(self, request: Request, token: int) -> bool:
         num_outputs = len(request.output_token_ids)
         if token in request.stop_ids and num_outputs >= request.params.min_tokens:
             asked_for = token in request.params.stop_token_ids
@@ -302,6 +352,7 @@ class Scheduler:
             self.finish(request, "stop")
         elif request.num_tokens >= request.max_len:
             self.finish(request, "length")
+        return request.status is Status.FINISHED
 
     def _check_running(self, request: Request, *, is_youngest: bool) -> None:
         if request.status is not Status.RUNNING or not self.slots.is_taken(request.slot):
@@ -312,8 +363,20 @@ class Scheduler:
             raise PoolError(f"request {request.id} is short of its target, and not the youngest")
 
 
-def _advance(request: Request, count: int, *, samples: bool) -> Row:
+def _may_be_done(request: Request) -> bool:
+    """Its drafts may have been right to the end: then it must not go on, and only the step that
+    verifies knows."""
+    return request.most_known >= request.max_len
+
+
+def _decode(request: Request, width: int) -> Row:
+    return _advance(request, 1, samples=True, width=width)
+
+
+def _advance(request: Request, count: int, *, samples: bool, width: int = 1) -> Row:
     start = request.num_computed
     request.num_computed = start + count
-    request.num_in_flight += samples
-    return Row(request, request.slot, start, count, samples)
+    if samples:
+        request.num_in_flight += 1
+        request.most_in_flight += width
+    return Row(request, request.slot, start, count, samples, width)

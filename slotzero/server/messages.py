@@ -68,6 +68,17 @@ class Ready(Struct, tag="ready", array_like=True, frozen=True):
     load_seconds, recording_seconds, versions, sanitize."""
 
 
+class Speculation(Struct, frozen=True):
+    """Of speculative decoding; counters only grow."""
+
+    width: int  # tokens of a row of the last step; 1: no drafts
+    drafts: int  # rows of steps that had some
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_pos: list[int]
+    steps: dict[int, int]  # by width
+
+
 class Stats(Struct, tag="stats", array_like=True, frozen=True):
     """The engine a moment ago; counters only grow."""
 
@@ -90,6 +101,7 @@ class Stats(Struct, tag="stats", array_like=True, frozen=True):
     failed_sizes: dict[str, str]  # key: why it runs eagerly
     steps_watched: int
     violations: int
+    speculation: Speculation | None = None  # None: it is off
 
 
 class Failed(Struct, tag="failed", array_like=True, frozen=True):

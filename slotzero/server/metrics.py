@@ -26,7 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from slotzero.server.messages import Stats
+from slotzero.server.messages import Speculation, Stats
 
 
 class Metric(NamedTuple):
@@ -75,6 +75,22 @@ METRICS = (
         "slotzero_request_success_total", "counter", ("finished_reason",),
         "Requests that ended, by how: stop, length or abort.",
     ),
+    Metric(
+        "slotzero_spec_decode_num_drafts_total", "counter", (),
+        "Rows of steps that had drafts to verify.",
+    ),
+    Metric(
+        "slotzero_spec_decode_num_draft_tokens_total", "counter", (),
+        "Tokens that were drafted and verified.",
+    ),
+    Metric(
+        "slotzero_spec_decode_num_accepted_tokens_total", "counter", (),
+        "Drafted tokens that were accepted.",
+    ),
+    Metric(
+        "slotzero_spec_decode_num_accepted_tokens_per_pos_total", "counter", ("position",),
+        "Drafted tokens that were accepted, by their position in the draft, from 0.",
+    ),
     Metric("slotzero_requests_total", "counter", (), "Requests that arrived over HTTP."),
     Metric("slotzero_steps_total", "counter", (), "Steps of the engine."),
     Metric(
@@ -92,6 +108,14 @@ METRICS = (
     Metric(
         "slotzero_eager_steps_total", "counter", ("reason",),
         "Steps that ran kernel by kernel, by why.",
+    ),
+    Metric(
+        "slotzero_spec_decode_width", "gauge", (),
+        "Tokens of a row in the last step that could have had drafts; 1: it had none.",
+    ),
+    Metric(
+        "slotzero_spec_decode_steps_total", "counter", ("width",),
+        "Steps that could have had drafts, by the tokens of a row.",
     ),
     Metric(
         "slotzero_recording_seconds", "gauge", (),
@@ -161,6 +185,17 @@ _COUNTERS: dict[str, Callable[[Stats], Values]] = {
     "slotzero_eager_steps_total": lambda s: _by_name(s.eager),
     "slotzero_sanitizer_steps_watched_total": lambda s: {(): s.steps_watched},
     "slotzero_sanitizer_violations_total": lambda s: {(): s.violations},
+}
+
+# without samples where speculation is off
+_SPECULATION: dict[str, Callable[[Speculation], Values]] = {
+    "slotzero_spec_decode_num_drafts_total": lambda s: {(): s.drafts},
+    "slotzero_spec_decode_num_draft_tokens_total": lambda s: {(): s.draft_tokens},
+    "slotzero_spec_decode_num_accepted_tokens_total": lambda s: {(): s.accepted_tokens},
+    "slotzero_spec_decode_num_accepted_tokens_per_pos_total": lambda s: {
+        (str(i),): n for i, n in enumerate(s.accepted_per_pos)
+    },
+    "slotzero_spec_decode_steps_total": lambda s: {(str(w),): n for w, n in s.steps.items()},
 }
 
 
@@ -245,7 +280,7 @@ class Metrics:
         return {
             "state": self._client.state,
             "info": self._client.info or None,
-            "stats": None if stats is None else msgspec.structs.asdict(stats),
+            "stats": None if stats is None else _as_json(stats),
             "latency": {name: percentiles(recent) for name, recent in self._recent.items()},
         }
 
@@ -255,6 +290,11 @@ class Metrics:
 
     def _histogram(self, name: str) -> Histogram:
         return Histogram(name, _BY_NAME[name].help, registry=self._registry, buckets=BUCKETS[name])
+
+
+def _as_json(stats: Stats) -> dict[str, Any]:
+    values = msgspec.structs.asdict(stats)
+    return {name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items()}
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
@@ -273,7 +313,7 @@ class _Engine(Collector):
         self._totals = _Totals()
 
     def describe(self) -> Iterable[Family]:
-        return [_family(name) for name in (*_COUNTERS, *self._gauges(), _RESTARTS)]
+        return [_family(name) for name in (*_COUNTERS, *_SPECULATION, *self._gauges(), _RESTARTS)]
 
     def collect(self) -> Iterable[Family]:
         generation = getattr(self._client, "generation", 0)
@@ -293,6 +333,7 @@ class _Engine(Collector):
             "slotzero_recording_seconds": {(): info["recording_seconds"] if info else 0},
             "slotzero_certified": _by_name(certified(info, stats)),
             "slotzero_engine_up": {(): self._client.state == "ready"},
+            "slotzero_spec_decode_width": _width(stats),
         }
 
 
@@ -320,9 +361,8 @@ class _Totals:
             self._base[series] += self._last.pop(series)
 
     def _shown(self) -> dict[str, Values]:
-        shown: dict[str, Values] = {
-            name: {} if _BY_NAME[name].labels else {(): 0} for name in _COUNTERS
-        }
+        shown: dict[str, Values] = {name: {} for name in (*_COUNTERS, *_SPECULATION)}
+        shown |= {name: {(): 0} for name in _COUNTERS if not _BY_NAME[name].labels}
         for name, labels in (*self._base, *self._last):
             series = name, labels
             shown[name][labels] = self._base.get(series, 0) + self._last.get(series, 0)
@@ -330,11 +370,16 @@ class _Totals:
 
 
 def _counters(stats: Stats) -> dict[tuple[str, Labels], float]:
+    found = {name: read(stats) for name, read in _COUNTERS.items()}
+    if stats.speculation is not None:
+        found |= {name: read(stats.speculation) for name, read in _SPECULATION.items()}
     return {
-        (name, labels): value
-        for name, read in _COUNTERS.items()
-        for labels, value in read(stats).items()
+        (name, labels): value for name, values in found.items() for labels, value in values.items()
     }
+
+
+def _width(stats: Stats | None) -> Values:
+    return {} if stats is None or stats.speculation is None else {(): stats.speculation.width}
 
 
 def certified(info: Mapping[str, Any] | None, stats: Stats | None) -> dict[str, bool]:
@@ -372,7 +417,8 @@ such a metric; from `slotzero_requests_total` on they are ours. This page is mad
 
 A size is written as everywhere else: `decode[8]` is 8 rows of one token, `prefill[64t x 4r]` is 64
 tokens in 4 rows. Counters go on where they were when the engine's process is replaced; what it
-counted after the last scrape is lost. While there is no engine, its gauges are 0.
+counted after the last scrape is lost. While there is no engine, its gauges are 0. Metrics of
+speculative decoding have no samples where it is off.
 
 ## Some questions
 
@@ -382,6 +428,7 @@ counted after the last scrape is lost. While there is no engine, its gauges are 
 | time to first token, 99th percentile | {p99} |
 | share of work that is padding | {padding} |
 | prefix hit rate | {hits} |
+| tokens per step of a row with drafts | {accepted} |
 | is a size not replaying that should? | `slotzero_certified == 0` |
 | did a check fail on live traffic? | `increase(slotzero_sanitizer_violations_total[1h]) > 0` |
 """
@@ -394,6 +441,10 @@ _PADDING = (
 _HITS = (
     "`rate(slotzero_prefix_cache_hits_total[5m]) / rate(slotzero_prefix_cache_queries_total[5m])`"
 )
+_ACCEPTED = (
+    "`1 + rate(slotzero_spec_decode_num_accepted_tokens_total[5m])"
+    " / rate(slotzero_spec_decode_num_drafts_total[5m])`"
+)
 
 
 def document() -> str:
@@ -402,7 +453,7 @@ def document() -> str:
         f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
         for name, kind, labels, text in METRICS
     )
-    return _DOCUMENT.format(rows=rows, p99=_P99, padding=_PADDING, hits=_HITS)
+    return _DOCUMENT.format(rows=rows, p99=_P99, padding=_PADDING, hits=_HITS, accepted=_ACCEPTED)
 
 
 if __name__ == "__main__":

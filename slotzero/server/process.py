@@ -30,6 +30,7 @@ from slotzero.server.messages import (
     Progress,
     Ready,
     Refused,
+    Speculation,
     Stats,
     ToEngine,
     TokenLogprobs,
@@ -39,6 +40,7 @@ from slotzero.server.messages import (
 if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
     from slotzero.engine import Answer, Engine
     from slotzero.sampling.params import SamplingParams
+    from slotzero.speculative.widths import SpeculationStats
 
 SOONEST, LATEST = 0.25, 2.0  # seconds between two Stats: when something changed, and at all
 MOST_FAILURES = 2  # failed steps in a row after which the device is not believed in any more
@@ -234,6 +236,20 @@ def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Sta
         },
         steps_watched=engine.sanitizer.steps_watched if engine.sanitizer else 0,
         violations=engine.sanitizer.violations if engine.sanitizer else 0,
+        speculation=speculation_of(engine.speculation),
+    )
+
+
+def speculation_of(stats: "SpeculationStats | None") -> Speculation | None:
+    if stats is None:
+        return None
+    return Speculation(
+        width=stats.width,
+        drafts=stats.num_drafts,
+        draft_tokens=stats.num_draft_tokens,
+        accepted_tokens=stats.num_accepted_tokens,
+        accepted_per_pos=list(stats.accepted_per_pos),
+        steps=dict(stats.num_steps_by_width),
     )
 
 

@@ -106,7 +106,7 @@ def test_results_are_of_their_own_step():
     torch.cuda._sleep(100_000_000)
     for step in range(DEPTH):
         source.fill_(step)
-        downloads.append(ring.download(1, 200))
+        downloads.append(ring.download([200]))
     source.fill_(-1)
     for step, download in enumerate(downloads):
         (values,) = download.wait()

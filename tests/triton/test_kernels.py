@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.contract import Angles, Heads, Normed, Rows, Tokens
+from slotzero.errors import ContractError, UnsupportedModelError
+from slotzero.kernels.contract import Angles, Branches, Heads, Normed, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton.elementwise import applied
+from slotzero.kernels.triton.elementwise import applied, norm
 from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -55,6 +55,59 @@ def test_open(device, half, is_half, with_norm, scale):
     near = 2 * torch.finfo(dtype).eps
     got_x = applied(got_normed, 1e-6).cpu()
     assert torch.allclose(got_x, normed.x, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("size", [24, 33, 1100])
+@pytest.mark.parametrize("norms", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_open_pair(device, half, is_half, norms, size):
+    """Hidden states are a part of something wider, and nobody writes to them."""
+    dtype = half if is_half else torch.float32
+    slots, positions = [0, 2, 1, 0, 2], [0, 5, 131071, 0, 6]
+    tokens = Tokens(*(torch.tensor(v, device=device).int() for v in (slots, positions)))
+    table = torch.zeros(3, 131072, dtype=torch.int32, device=device)
+    table[1, 131071], table[2, 5], table[2, 6] = 7, 3, 9
+    embedding = torch.randn(10, size, device=device).to(dtype)
+    wide = (torch.randn(5, size + 16, device=device) * 3).to(dtype)
+    kept = wide.clone()
+    embed_norm, hidden_norm = (
+        torch.randn(size, device=device).to(dtype) if given else None for given in norms
+    )
+    given = (tokens, table, embedding, embed_norm, wide[:, :size], hidden_norm, 1e-6)
+    want, got = REFERENCE.open_pair(*given), TritonKernels().open_pair(*given)
+    near = 2 * torch.finfo(dtype).eps
+    assert got.shape == (5, 2 * size) and got.dtype is dtype
+    assert torch.allclose(got, want, atol=near, rtol=near)
+    for has_norm, part in zip(norms, (slice(0, size), slice(size, 2 * size)), strict=True):
+        assert has_norm or torch.equal(got[:, part], want[:, part])
+    assert torch.equal(wide, kept)
+
+
+@pytest.mark.parametrize("size", [24, 33, 1100])
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_norm(device, half, is_half, late, size):
+    dtype = half if is_half else torch.float32
+    x, weight = (torch.randn(5, size) * 3).to(dtype), torch.randn(size).to(dtype)
+    moved = x.to(device, copy=True)
+    got = norm(moved, weight.to(device), 1e-6, late)
+    assert (got.squares is not None) == late
+    want = REFERENCE.norm(x, weight, 1e-6).x
+    near = 3 * torch.finfo(dtype).eps  # late, it is rounded once more
+    assert torch.allclose(applied(got, 1e-6).cpu(), want, atol=near, rtol=near)
+    assert torch.equal(moved.cpu(), x)
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_rows_are_normed_where_there_is_a_norm_and_settled(device, half, is_half):
+    dtype, kernels = half if is_half else torch.float32, TritonKernels()
+    x, weight = torch.randn(7, 40).to(dtype), torch.randn(40).to(dtype)
+    moved = x.to(device)
+    plain = kernels.norm(moved, None, 1e-6)
+    assert kernels.settle(plain, 1e-6) is moved
+    near = 3 * torch.finfo(dtype).eps
+    got = kernels.settle(kernels.norm(moved, weight.to(device), 1e-6), 1e-6).cpu()
+    assert torch.allclose(got, REFERENCE.norm(x, weight, 1e-6).x, atol=near, rtol=near)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -115,6 +168,44 @@ def test_norms_over_all_heads(device, is_decode):
     for got, want in zip(*outs, strict=True):
         assert torch.allclose(got, want, atol=1e-5)
     assert torch.equal(wide, kept)
+
+
+def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
+    """Behind 3 stored tokens of slot 1: 0 and 1 are siblings, 2 and 4 are children of 0, nobody is
+    at place 3; slot 2 has a tree of one token and then padding."""
+    heads = Heads(6, 2, 16, 24, 1e-6, 0.25)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    tokens = Tokens(ints(1, 1, 1, 0, 1, 2, 0, 0, 0, 0), ints(3, 4, 5, 0, 7, 0, 0, 0, 0, 0))
+    rows = Rows(ints(1, 2), ints(3, 0), ints(5, 5), ints(5, 10))
+    seen = torch.tensor([0b1, 0b10, 0b101, -1, 0b10001, 0b1, -1, -1, -1, -1], device=device)
+    branches = Branches(ints(3, 3, 3, -9, 3, 0, 99, 99, 99, 99), seen)
+    joined = torch.randn(10, sum(heads.sizes), device=device)
+    joined[tokens.slots == 0] = torch.nan
+    angles = Angles(*torch.rand(2, 10, 1, 8, device=device))
+    table = torch.tensor([[0] * 4, [2, 1, 5, 3], [4, 2**30, 2**30, 2**30]], device=device).int()
+    pages = torch.full((6, 2, 2, 40), torch.nan, device=device)
+    pages[2], pages[1, 0] = torch.randn(2, 2, 40), torch.randn(2, 40)
+    outs = []
+    for kernels in (TritonKernels(), REFERENCE):
+        stored = pages.clone()
+        plan = kernels.plan(tokens, rows, heads, branches)
+        out = kernels.attention(joined, None, None, None, angles, stored, table, plan, heads)
+        outs.append((out, stored))
+    for got, want in zip(*outs, strict=True):
+        assert torch.allclose(got, want, atol=1e-5, equal_nan=True)
+    assert not outs[0][0].isnan().any() and not outs[0][0][tokens.slots == 0].any()
+
+
+def test_branches_are_refused_in_a_decode_step_and_under_a_window(device):
+    one, kernels = torch.ones(1, dtype=torch.int32, device=device), TritonKernels()
+    tokens, rows, branches = Tokens(one, one), Rows(*[one] * 4), Branches(one, one.long())
+    with pytest.raises(ContractError, match="give its rows"):
+        kernels.plan(tokens, None, Heads(2, 1, 16, 16, 1e-6, 1.0), branches)
+    with pytest.raises(ContractError, match="window of 8"):
+        kernels.plan(tokens, rows, Heads(2, 1, 16, 16, 1e-6, 1.0, window=8), branches)
 
 
 def test_a_head_that_no_kernel_holds_is_refused():

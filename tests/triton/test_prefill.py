@@ -1,12 +1,14 @@
 """Ragged prefill against the slow reference, with hostile memory wherever it must not look."""
 
+from random import Random
+
 import pytest
 import torch
 from shapes import SHAPES as ODD
 from torch import Tensor
 
 from slotzero.kernels.composed import rms_norm, rotate
-from slotzero.kernels.contract import Angles, Heads
+from slotzero.kernels.contract import Angles, Branches, Heads
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import prefill
 from slotzero.kernels.triton.launch import INTERPRETED
@@ -85,6 +87,7 @@ class Step:
             part[self.real :] = torch.nan
         self.q_norm, self.k_norm = self.exact(torch.randn(2, dim)) if norm else (None, None)
         self.sinks = self.exact(torch.randn(heads) * 2) if sinks else None
+        self.branches: Branches | None = None
 
     def exact(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).float()
@@ -129,20 +132,60 @@ class Step:
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         blocks = self.plan(q.device, self.heads.num_heads // self.heads.num_kv_heads)
         sinks = None if self.sinks is None else self.sinks.to(q.device, q.dtype)
-        return prefill.attend(q, sinks, kv, self.table.to(q.device), blocks, self.heads)
+        branches = self.branches and Branches(*(x.to(q.device) for x in self.branches))
+        table, slots = self.table.to(q.device), self.token_slots.to(q.device)
+        return prefill.attend(q, sinks, kv, table, slots, blocks, self.heads, branches)
 
     def attend_slowly(self, q: Tensor, kv: Tensor) -> Tensor:
         """In float32, of the real tokens"""
         slots, positions = self.token_slots[: self.real], self.positions[: self.real]
         q, kv = q[: self.real].float(), kv.float()
-        return REFERENCE.attend(q, self.sinks, kv, self.table, slots, positions, self.heads)
+        branches = self.branches and Branches(*(x[: self.real] for x in self.branches))
+        return REFERENCE.attend(
+            q, self.sinks, kv, self.table, slots, positions, self.heads, branches
+        )
 
     def check(self, device, noise: float) -> None:
         q, kv = self.expected()
         got = self.attend(q.to(device), kv.to(device)).float().cpu()
         near = {"atol": noise, "rtol": noise}
         assert torch.allclose(got[: self.real], self.attend_slowly(q, kv), **near)
-        assert got[self.real :].abs().max() == 0
+        assert got[self.token_slots == 0].abs().max() == 0
+
+    def grow(self, begun: int) -> "Step":
+        """Rows become trees, of which so many places came in an earlier step. Where nobody stands,
+        pages hold NaN, the token is padding, and it is said to see what is not there."""
+        random, page = Random(0), self.kv.shape[1]
+        self.branches = bases, seen = Branches(
+            torch.full((self.num_tokens,), -(2**31), dtype=torch.int32),
+            torch.full((self.num_tokens,), -1),
+        )
+        for row, (start, count) in enumerate(self.rows):
+            base, first = max(0, start - begun), int(self.ends[row]) - count
+            last = base
+            for place, bits in enumerate(grown(start + count - base, random), start=base):
+                token = first + place - start
+                if bits is None:
+                    self.kv[self.table[row + 1, place // page], place % page] = torch.nan
+                else:
+                    last = place
+                if place >= start and bits is None:
+                    self.token_slots[token] = self.positions[token] = 0
+                    self.joined[token] = torch.nan
+                elif place >= start:
+                    bases[token], seen[token] = base, bits
+            self.table[row + 1, last // page + 1 :] = 2**30
+        return self
+
+
+def grown(size: int, random: Random) -> list[int | None]:
+    """What each place of a tree sees of it, in bits; None where nobody stands. Past its own, which
+    nobody asks for, all are set."""
+    seen: list[int | None] = []
+    for i in range(size):
+        above = random.choice([0, *(bits for bits in seen if bits is not None)])
+        seen.append(None if random.random() < 0.2 else above & (2 << i) - 1 | 1 << i)
+    return [None if bits is None else bits | 2**63 - (2 << i) for i, bits in enumerate(seen)]
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -273,6 +316,84 @@ def test_what_is_stored_is_attended_to(device):
 
 def test_a_step_without_rows_gives_zeros(device):
     step = Step((8, 2, 64, 16), [(0, 4)])
-    step.slots[:], step.counts[:], step.ends[:], step.starts[:] = 0, 0, 0, 0
+    for values in (step.slots, step.counts, step.ends, step.starts, step.token_slots):
+        values.zero_()
     q = torch.full((step.num_tokens, 8, 64), torch.nan, device=device)
     assert step.attend(q, step.kv.to(device)).abs().max() == 0
+
+
+TREES = [(0, 40), (31, 2), (60, 9), (127, 20), (14, 33), (5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "begun", "kind"),
+    [
+        ((4, 1, 64, 16), 0, {}),
+        ((6, 1, 80, 32), 30, {}),
+        ((3, 3, 6, 4), 7, {"sinks": True}),
+        ((6, 2, 16, 16), 30, {"softcap": 2.0}),
+        ((2, 1, 192, 16), 7, {"value_dim": 128}),
+    ],
+)
+def test_a_token_of_a_tree_sees_its_branch(device, shape, begun, kind):
+    Step(shape, TREES, **kind).grow(begun).check(device, 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
+@pytest.mark.parametrize("kind", [{}, {"sinks": True, "softcap": 2.0}])
+def test_a_tree_in_16_bits(device, dtype, kind):
+    step = Step((4, 2, 64, 16), [(31, 9), (5, 1), (200, 63)], dtype, **kind)
+    step.grow(0).check(device, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+@pytest.mark.parametrize("back", [3, 62])
+def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(device, dtype, back):
+    """Wherever it is said to begin, up to `back` places before each token."""
+    step = Step((4, 1, 64, 16), FEW_ROWS, dtype)
+    q, kv = (x.to(device) for x in step.expected())
+    expected = step.attend(q, kv)
+    bases = (step.positions - back).clamp_min(0)
+    step.branches = Branches(bases, (2 << (step.positions - bases).long()) - 1)
+    assert torch.equal(step.attend(q, kv), expected)
+
+
+def test_trees_of_nobody_are_zeros(device):
+    step = Step((8, 2, 64, 16), [(0, 4), (31, 2)]).grow(0)
+    step.token_slots[:] = 0
+    q = torch.full((step.num_tokens, 8, 64), torch.nan, device=device)
+    step.table[:] = 2**30
+    assert step.attend(q, step.kv.to(device)).abs().max() == 0
+
+
+def test_rows_that_end_in_padding(device):
+    """The last tokens of a row are slot 0: NaN where they would be stored hurts nobody."""
+    torch.manual_seed(0)
+    heads = Heads(4, 2, 32, 32, 1e-5, 32**-0.5)
+    width, page, counts = 5, 16, [5, 2, 0, 1]
+    kv = torch.randn(9, page, 2, 64, device=device)
+    table = torch.tensor([[0, 0], [1, 2], [3, 4], [5, 6], [7, 8]], dtype=torch.int32, device=device)
+    starts = torch.tensor([13, 27, 0, 4], dtype=torch.int32, device=device)
+    row_slots = torch.tensor([1, 2, 0, 4], dtype=torch.int32, device=device)
+    slots = torch.tensor(
+        [slot if j < n else 0 for slot, n in zip([1, 2, 0, 4], counts, strict=True)
+         for j in range(width)], dtype=torch.int32, device=device,
+    )  # fmt: skip
+    for slot, start, n in zip([1, 2, 4], [13, 27, 4], [5, 2, 1], strict=True):
+        flat = kv[table[slot].long()].view(-1, 2, 64)
+        flat[start + n :] = torch.nan
+        kv[table[slot].long()] = flat.view(2, page, 2, 64)
+    q = torch.randn(len(slots), 4, 32, device=device)
+    ends = torch.arange(1, 5, dtype=torch.int32, device=device) * width
+    widths = torch.full_like(ends, width)
+    (blocks,) = prefill.plan(row_slots, widths, ends, starts, len(slots), 2)
+    got = prefill.attend(q, None, kv, table, slots, blocks, heads)
+    for t, slot in enumerate(slots.tolist()):
+        if slot == 0:
+            assert (got[t] == 0).all()
+            continue
+        end = int(starts[t // width]) + t % width + 1
+        k, v = kv[table[slot].long()].view(-1, 2, 64)[:end].split(32, dim=-1)
+        k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))
+        weights = (torch.einsum("hd,chd->hc", q[t], k) * heads.scale).softmax(-1)
+        assert torch.allclose(got[t], torch.einsum("hc,chd->hd", weights, v), atol=1e-5)

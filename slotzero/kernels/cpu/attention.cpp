@@ -1,9 +1,10 @@
 // Paged attention and the KV store of the CPU, float32.
 //
 // A token is (slot, position). It reads positions (position - window, position] of its slot through
-// the page table and nothing else; a token of slot 0 writes no KV and gets zeros. Keys come in
-// blocks that begin at multiples of a constant, so each token's arithmetic is the same whether it
-// comes alone (decode) or beside others of its prompt (prefill).
+// the page table and nothing else; one that stands in a tree reads all that is before the tree, and
+// in it what it is told to. A token of slot 0 writes no KV and gets zeros. Keys come in blocks that
+// begin at multiples of a constant, so each token's arithmetic is the same whether it comes alone
+// (decode) or beside others of its prompt (prefill).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -25,6 +26,7 @@ constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the 
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
 constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
+constexpr int PLACES = 63;  // of a tree, at most: the same as in contract.py
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
@@ -72,7 +74,14 @@ struct Query {
   const float* q;
   float* out;
   int32_t begin, end;  // it sees positions [begin, end)
+  int32_t base;        // from here on, only those whose bit is set
+  int64_t seen;
   float max, sum;
+
+  bool sees(int32_t position) const {
+    const int32_t i = position - base;
+    return i < 0 || (i < PLACES && (seen >> i & 1));
+  }
 };
 
 // Folds positions [first, first + count) into the query's softmax, as far as it sees them. `kv` is
@@ -105,6 +114,14 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
     add_weighted<1>(query.out, score + j, values + j * stride, stride, value_dim);
 }
 
+// The same of a block that a tree reaches into: one run of seen keys after another.
+void fold_branch(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
+  for (int begin = 0, end = 0; begin < count; begin = end + 1) {
+    for (end = begin; end < count && query.sees(first + end);) ++end;
+    fold(query, kv + begin * shape.stride, first + begin, end - begin, shape);
+  }
+}
+
 // Runs of neighbouring tokens of one slot: [begin, end) in the token batch.
 struct Run {
   int64_t begin, end;
@@ -124,8 +141,9 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 // q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, D + V]; page_table
 // [slots + 1, width]; out [T, heads, V]
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
-            Tensor positions, double softmax_scale, std::optional<int64_t> window,
-            std::optional<double> softcap, Tensor out) {
+            Tensor positions, std::optional<Tensor> bases, std::optional<Tensor> seen,
+            double softmax_scale, std::optional<int64_t> window, std::optional<double> softcap,
+            Tensor out) {
   STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
                       out.is_contiguous() && (!sinks || sinks->is_contiguous()),
                   "attend: q, sinks, kv_pages, page_table and out must be contiguous");
@@ -135,13 +153,22 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                   "attend: kv_pages do not fit q and out");
   STD_TORCH_CHECK(!sinks || sinks->size(0) == heads, "attend: sinks must have one of each head");
   STD_TORCH_CHECK(!window || *window > 0, "attend: a window must have a key");
+  STD_TORCH_CHECK(bases.has_value() == seen.has_value() && !(bases && window),
+                  "attend: a tree has bases and what is seen of it, and no window");
+  STD_TORCH_CHECK(!seen || (bases->scalar_type() == torch::headeronly::ScalarType::Int &&
+                            seen->scalar_type() == torch::headeronly::ScalarType::Long &&
+                            bases->is_contiguous() && seen->is_contiguous() &&
+                            bases->size(0) == q.size(0) && seen->size(0) == q.size(0)),
+                  "attend: bases must be int32 and seen int64, one of each token");
   const Shape shape{head_dim, value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
                     static_cast<float>(softcap.value_or(0))};
   constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
-  const auto seen = static_cast<int32_t>(std::min<int64_t>(window.value_or(ALL), ALL));
+  const auto most = static_cast<int32_t>(std::min<int64_t>(window.value_or(ALL), ALL));
   const int64_t width = page_table.size(1);
   const float *qp = floats(q), *kvp = floats(kv_pages), *sp = sinks ? floats(*sinks) : nullptr;
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
+  const int32_t* base_of = bases ? ints(*bases) : nullptr;
+  const int64_t* seen_of = seen ? static_cast<const int64_t*>(seen->data_ptr()) : nullptr;
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
   const std::vector<Run> runs = runs_of(slot_of, q.size(0));
@@ -149,7 +176,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   const int64_t items = static_cast<int64_t>(runs.size()) * kv_heads;
   int64_t work = 0;
   for (int64_t t = 0; t < q.size(0); ++t)
-    work += std::min(position_of[t] + 1, seen) * heads * head_dim;
+    work += std::min(position_of[t] + 1, most) * heads * head_dim;
 #pragma omp parallel for schedule(dynamic, 1) if (work > WORTH_THREADS)
   for (int64_t item = 0; item < items; ++item) {
     const Run run = runs[item / kv_heads];
@@ -159,21 +186,29 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     queries.reserve((run.end - run.begin) * group);
     int32_t first = ALL, last = 0;
     for (int64_t t = run.begin; t < run.end; ++t) {
-      const int32_t end = slot ? position_of[t] + 1 : 0, begin = std::max(0, end - seen);
+      const int32_t end = slot ? position_of[t] + 1 : 0, begin = std::max(0, end - most);
+      const int32_t base = base_of ? base_of[t] : ALL;
+      const int64_t bits = seen_of ? seen_of[t] : 0;
       first = std::min(first, begin);
       last = std::max(last, end);
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         // A sink is a score of which the sum begins with 1; without, that 1 is shrunk to nothing.
         const float sink = sp ? sp[head] : -std::numeric_limits<float>::infinity();
+        const float* vector = qp + (t * heads + head) * head_dim;
         float* sums = op + (t * heads + head) * value_dim;
-        queries.push_back({qp + (t * heads + head) * head_dim, sums, begin, end, sink, 1});
+        queries.push_back({vector, sums, begin, end, base, bits, sink, 1});
         std::fill_n(sums, value_dim, 0.0f);
       }
     }
     for (first -= first % block; first < last; first += block) {
       const int64_t page_id = table[slot * width + first / page];
       const float* kv = kvp + ((page_id * page + first % page) * kv_heads + kv_head) * pair;
-      for (Query& query : queries) fold(query, kv, first, block, shape);
+      for (Query& query : queries) {
+        if (first + block <= query.base)
+          fold(query, kv, first, block, shape);
+        else
+          fold_branch(query, kv, first, block, shape);
+      }
     }
     for (Query& query : queries) scale(query.out, 1.0f / query.sum, value_dim);
   }
@@ -208,7 +243,8 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions, float scale, int? window, float? softcap, Tensor(a!) out) -> ()");
+      "Tensor positions, Tensor? bases, Tensor? seen, float scale, int? window, float? softcap, "
+      "Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "
       "Tensor positions) -> ()");

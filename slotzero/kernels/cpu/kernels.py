@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
-from slotzero.kernels.contract import Heads
+from slotzero.kernels.contract import Branches, Heads
 from slotzero.kernels.cpu import build
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -45,8 +45,8 @@ class CpuKernels(ComposedKernels):
         torch.ops.slotzero.grouped.default(x, weights, biases, which, out)
         return out
 
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
-        return weight[tokens // FEATURES, :, tokens % FEATURES]
+    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return weight[ids // FEATURES, :, ids % FEATURES]
 
     def store_kv(
         self,
@@ -68,10 +68,12 @@ class CpuKernels(ComposedKernels):
         slots: Tensor,
         positions: Tensor,
         heads: Heads,
+        branches: Branches | None = None,
     ) -> Tensor:
+        bases, seen = branches or (None, None)
         out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
         torch.ops.slotzero.attend.default(
-            q, sinks, kv_pages, page_table, slots, positions,
+            q, sinks, kv_pages, page_table, slots, positions, bases, seen,
             heads.scale, heads.window, heads.softcap, out,
         )  # fmt: skip
         return out

@@ -47,7 +47,8 @@ def _add_norm_kernel(
         change = _scaled(change.to(dtype).to(tl.float32), size, eps, dtype)
         change = (change * by_after).to(dtype).to(tl.float32)
     value += change
-    tl.store(residual + at, value.to(dtype), mask=inside)
+    if delta is not None:
+        tl.store(residual + at, value.to(dtype), mask=inside)
     if weight is not None:
         value = value.to(dtype).to(tl.float32)
         if squares is not None:
@@ -113,16 +114,17 @@ def _norm_heads_kernel(
     source, target = joined + row * joined_stride, out + row * (Q_SIZE + K_SIZE + V_SIZE)
     wait_for_writer(PDL)
     if tl.program_id(1) == 0:
-        _norm_part(source, q_norm, target, eps, Q_SIZE, Q_BLOCK)
+        norm_part(source, q_norm, target, eps, Q_SIZE, Q_BLOCK)
     elif tl.program_id(1) == 1:
-        _norm_part(source + Q_SIZE, k_norm, target + Q_SIZE, eps, K_SIZE, K_BLOCK)
+        norm_part(source + Q_SIZE, k_norm, target + Q_SIZE, eps, K_SIZE, K_BLOCK)
     else:
         begin: tl.constexpr = Q_SIZE + K_SIZE
-        _norm_part(source + begin, None, target + begin, eps, V_SIZE, V_BLOCK)
+        norm_part(source + begin, None, target + begin, eps, V_SIZE, V_BLOCK)
 
 
 @triton.jit
-def _norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A row under its RMSNorm; without one, as it is"""
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(source + column, mask=inside, other=0.0)
@@ -132,17 +134,22 @@ def _norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexp
     tl.store(target + column, value, mask=inside)
 
 
+def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
+    """x [rows, size] under a norm"""
+    return add_norm(x, None, None, weight, eps, late)
+
+
 def add_norm(
     residual: Tensor,
-    delta: Tensor,
+    delta: Tensor | None,
     after: Tensor | None,
     weight: Tensor | None,
     eps: float,
     late: bool,
 ) -> Normed:
-    """Adds delta, [rows, size] or several such, to the residual, in place, and norms it; if late,
-    the scale is left to others. With `after`, delta is normed first; without a weight, the residual
-    is not."""
+    """Adds delta, [rows, size] or several such or none, to the residual, in place, and norms it; if
+    late, the scale is left to others. With `after`, delta is normed first; without a weight, the
+    residual is not."""
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     made = Normed(residual, None)
@@ -151,8 +158,8 @@ def add_norm(
         made = Normed(torch.empty_like(residual), squares)
     launch(
         _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size, eps,
-        BLOCK=block, PARTS=delta.numel() // residual.numel(),
-        num_warps=_num_warps(block), **overlap(),
+        BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
+        num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
     return made
 
@@ -168,7 +175,7 @@ def applied(normed: Normed, eps: float) -> Tensor:
     launch(
         _apply_kernel, (rows,), x, squares, out, rows, size, len(squares), eps,
         BLOCK=block, PARTS=triton.next_power_of_2(len(squares)),
-        num_warps=_num_warps(block), **overlap(),
+        num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
     return out
 
@@ -203,10 +210,10 @@ def norm_heads(
         joined, q_norm, k_norm, out, joined.stride(0), heads.norm_eps,
         Q_SIZE=sizes[0], K_SIZE=sizes[1], V_SIZE=sizes[2],
         Q_BLOCK=q_block, K_BLOCK=k_block, V_BLOCK=v_block,
-        num_warps=_num_warps(q_block), **overlap(),
+        num_warps=num_warps(q_block), **overlap(),
     )  # fmt: skip
     return out
 
 
-def _num_warps(block: int) -> int:
+def num_warps(block: int) -> int:
     return min(8, max(1, block // 512))

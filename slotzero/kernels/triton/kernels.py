@@ -14,7 +14,9 @@ from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.composed import route
 from slotzero.kernels.contract import (
     Activation,
+    Aims,
     Angles,
+    Branches,
     Experts,
     ExpertWeights,
     Heads,
@@ -24,7 +26,15 @@ from slotzero.kernels.contract import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.triton import decode, elementwise, experts, opening, prefill
+from slotzero.kernels.triton import (
+    decode,
+    elementwise,
+    experts,
+    opening,
+    prefill,
+    speculation,
+    verify,
+)
 from slotzero.kernels.triton import linear as few
 from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import applied
@@ -36,6 +46,10 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 CUBLAS = "cublas"
 MAX_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
+DECODE = len(decode.Shares._fields)
+VERIFY, PREFILL, TREES = DECODE + 2, 3, 5
+"""Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
+assert len({DECODE, VERIFY, PREFILL, TREES}) == 4
 T = TypeVar("T")
 
 
@@ -72,14 +86,20 @@ class TritonKernels(Kernels):
     ) -> None:
         opening.locate(slots, length, token_slots, positions, after)
 
-    def plan(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> Plan:
+    def plan(
+        self, tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+    ) -> Plan:
+        if branches is not None:
+            branches.check(tokens, rows, heads)
         if rows is None:
             return decode.plan(tokens.slots, tokens.positions, heads)
+        if branches is None and verify.takes(rows.span, heads):
+            return verify.plan(tokens.slots, rows, heads)
         group = heads.num_heads // heads.num_kv_heads
         (blocks,) = prefill.plan(
             rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
         )
-        return *tokens, blocks
+        return *tokens, blocks, *(branches or ())
 
     def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         return opening.turn(tokens.positions, frequency, factor)
@@ -95,6 +115,29 @@ class TritonKernels(Kernels):
     ) -> tuple[Tensor, Normed]:
         late = _is_few(len(tokens.slots), embedding.dtype)
         return opening.open_step(tokens, table, embedding, scale, norm, eps, late)
+
+    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
+        return weight[ids]
+
+    def open_pair(
+        self,
+        tokens: Tokens,
+        table: Tensor,
+        embedding: Tensor,
+        embed_norm: Tensor | None,
+        hidden: Tensor,
+        hidden_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return opening.open_pair(tokens, table, embedding, embed_norm, hidden, hidden_norm, eps)
+
+    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
+        if weight is None:
+            return Normed(x, None)
+        return elementwise.norm(x, weight, eps, late=_is_few(len(x), x.dtype))
+
+    def settle(self, x: Normed, eps: float) -> Tensor:
+        return applied(x, eps)
 
     def linear(
         self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
@@ -208,16 +251,22 @@ class TritonKernels(Kernels):
         if heads.norms_whole:
             joined = elementwise.norm_heads(joined, q_norm, k_norm, heads)
             q_norm = k_norm = None
-        if len(plan) == len(decode.Shares._fields):
+        if len(plan) == DECODE:
             shares = decode.Shares(*plan)
             return decode.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
             )
-        slots, positions, blocks = plan
+        if len(plan) == VERIFY:
+            return verify.attend(
+                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, plan, heads
+            )
+        slots, positions, blocks, *tree = plan
+        branches = Branches(*tree) if tree else None
         q = prefill.rope_store(
             joined, q_norm, k_norm, angles, kv_pages, page_table, slots, positions, heads
         )
-        return prefill.attend(q, sinks, kv_pages, page_table, blocks, heads).flatten(1)
+        attended = prefill.attend(q, sinks, kv_pages, page_table, slots, blocks, heads, branches)
+        return attended.flatten(1)
 
     def sample(
         self,
@@ -239,6 +288,84 @@ class TritonKernels(Kernels):
         sampled: Tensor,
     ) -> None:
         advance(slots, new_length, target, length, tokens, sampled)
+
+    def locate_drafts(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        num_drafts: Tensor,
+        drafted_at: Tensor,
+        tokens: Tokens,
+        num_tried: Tensor,
+    ) -> tuple[Rows, Tensor]:
+        return speculation.locate_drafts(
+            slots, length, limit, num_drafts, drafted_at, tokens, num_tried
+        )
+
+    def locate_new(
+        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+    ) -> tuple[Rows, Tensor]:
+        return speculation.locate_new(slots, length, num_new, tokens)
+
+    def accept(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,
+        sampled: Tensor,
+        tokens: Tensor,
+        length: Tensor,
+        num_new: Tensor,
+        num_verified: Tensor,
+    ) -> None:
+        speculation.accept(slots, num_tried, sampled, tokens, length, num_new, num_verified)
+
+    def keep(self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor) -> None:
+        speculation.keep(slots, counts, x, table)
+
+    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+        speculation.keep_last(slots, last, x, table)
+
+    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
+        return speculation.fetch(slots, table)
+
+    def allot(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        paged: Tensor,
+        speculates: Tensor,
+        target: Tensor,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        return speculation.allot(slots, length, limit, paged, speculates, target, most)
+
+    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+        return speculation.aim(slots, length, num, steps, behind)
+
+    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+        speculation.note(slots, positions, ids, tokens)
+
+    def recall(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        num: Tensor,
+        tokens: Tensor,
+        steps: int,
+        shortest: int,
+        longest: int,
+    ) -> Tensor:
+        return speculation.recall(slots, length, num, tokens, steps, shortest, longest)
+
+    def close_draft(
+        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
+    ) -> None:
+        speculation.close_draft(slots, length, num, num_drafts, drafted_at)
+
+    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+        return speculation.spread(logits, draft_of)
 
     def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
         """Of a choice: what may make another tile the fastest."""

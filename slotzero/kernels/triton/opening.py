@@ -1,9 +1,9 @@
 """The opening of a step: where its tokens are, how far their heads turn, and every token's id,
-embedding and first norm.
+embedding and first norm, alone or beside a hidden state.
 
-`turn` and `open_step` let the next kernel start early, and do not start early themselves: whatever
-was derived before the last of them, such as the plan of attention, may be read by all that follow
-without a wait.
+`turn`, `open_step` and `open_pair` let the next kernel start early, and do not start early
+themselves: whatever was derived before the last of them, such as the plan of attention, may be read
+by all that follow without a wait.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.contract import Angles, Normed, Tokens
+from slotzero.kernels.triton.elementwise import norm_part, num_warps
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
 
@@ -47,6 +48,25 @@ def _open_kernel(
         else:  # rounded before the weight is applied, as the checkpoints were trained
             wide = (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
         tl.store(out + at, (wide * by).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _open_pair_kernel(
+    slots, positions, table, embedding, embed_norm, hidden, hidden_norm, out,
+    table_stride, hidden_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The embedding of a token, or the hidden state beside it."""
+    may_follow(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    target = out + token * (2 * SIZE)
+    wait_for_writer(PDL)
+    if tl.program_id(1) == 0:
+        slot = tl.load(slots + token).to(tl.int64)
+        number = tl.load(table + slot * table_stride + tl.load(positions + token)).to(tl.int64)
+        norm_part(embedding + number * SIZE, embed_norm, target, eps, SIZE, BLOCK)
+    else:
+        norm_part(hidden + token * hidden_stride, hidden_norm, target + SIZE, eps, SIZE, BLOCK)
 
 
 @triton.jit
@@ -116,6 +136,28 @@ def open_step(
     launch(
         _open_kernel, (num,), *tokens, table, embedding, norm, residual, *normed,
         size, table.stride(0), scale, eps, SCALED=scale != 1, BLOCK=block,
-        num_warps=min(8, max(1, block // 512)), PDL=overlap()["PDL"],
+        num_warps=num_warps(block), PDL=overlap()["PDL"],
     )  # fmt: skip
     return residual, normed
+
+
+def open_pair(
+    tokens: Tokens,
+    table: Tensor,
+    embedding: Tensor,
+    embed_norm: Tensor | None,
+    hidden: Tensor,  # [T, hidden]
+    hidden_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """-> [T, 2 * hidden]"""
+    num, size = hidden.shape
+    out = torch.empty(num, 2 * size, dtype=hidden.dtype, device=hidden.device)
+    block = triton.next_power_of_2(size)
+    launch(
+        _open_pair_kernel, (num, 2),
+        *tokens, table, embedding, embed_norm, hidden, hidden_norm, out,
+        table.stride(0), hidden.stride(0), eps,
+        SIZE=size, BLOCK=block, num_warps=num_warps(block), PDL=overlap()["PDL"],
+    )  # fmt: skip
+    return out

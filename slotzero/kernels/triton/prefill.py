@@ -13,7 +13,8 @@ grids follow from the padded sizes alone:
 A token meets its keys in tiles that start at position 0, whatever its block: its bits do not
 depend on how its prompt was cut, nor on its neighbours. With a window a block begins at the tile
 that holds the first key of its first token; a tile of which a token sees nothing leaves it as it
-was. No key past its row's last is read, nor one before the window of all of a block's tokens.
+was. No key past its row's last is read, nor one before the window of all of a block's tokens. With
+branches, no key is read that no real token of the block sees.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Angles, Heads
+from slotzero.kernels.contract import MAX_PLACES, Angles, Branches, Heads
 from slotzero.kernels.triton.activation import LOG2E, tanh
 from slotzero.kernels.triton.launch import (
     launch,
@@ -37,6 +38,7 @@ from slotzero.kernels.triton.launch import (
 BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
 HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
 PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against how many at a time
+PLACES = tl.constexpr(MAX_PLACES)
 
 
 class Tile(NamedTuple):
@@ -205,9 +207,24 @@ def _plan_kernel(
     tl.store(target + 3, tl.where(real, start + offset, 0), mask=kept)
 
 
+@triton.jit
+def _load_branches(bases, seen, token, place, real):
+    """The base of each token, and what it sees from there up to its place."""
+    base = tl.load(bases + token, mask=real, other=0)
+    bits = tl.load(seen + token, mask=real, other=0)
+    own = tl.minimum(tl.where(real, place - base, 0), PLACES - 1)
+    return base, bits & ((tl.full(bits.shape, 2, tl.int64) << own) - 1)
+
+
+@triton.jit
+def _sees(key, base, bits):
+    i = key - base
+    return (i < 0) | ((i < PLACES) & ((bits >> (i & 63)) & 1 != 0))
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, sinks, kv_pages, page_table, blocks, out, scale, table_stride,
+    q, sinks, kv_pages, page_table, blocks, slots, bases, seen, out, scale, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -230,7 +247,14 @@ def _attend_kernel(
     slot = tl.load(block).to(tl.int64)
     token = tl.load(block + 1).to(tl.int64) + part
     start = tl.load(block + 3) + part
-    length = tl.where(slot > 0, start + size, 0)
+    # a row may end in padding: keys past its last token were never stored
+    real = tl.load(slots + token + offset, mask=offset < size, other=0) > 0
+    length = tl.max(tl.where(real, start + offset + 1, 0), axis=0)
+    if seen is not None:
+        base, bits = _load_branches(bases, seen, token + offset, start + offset, real)
+        plain = tl.min(tl.where(real, base, length), axis=0)  # all tokens see all keys before it
+        last_base = tl.max(base, axis=0)  # some token sees all keys before it
+        any_bits = tl.reduce_or(bits >> tl.minimum(last_base - base, 63), axis=0)
     pages = page_table + slot * table_stride
     begin = 0
     key = tl.arange(0, KEYS)
@@ -242,7 +266,7 @@ def _attend_kernel(
         known = (key >= low) & (key < length)
     page = tl.load(pages + key // PAGE, mask=known, other=0)
     at = ((offset * HEADS + row % group) * DIM)[:, None] + dim[None, :]
-    inside = (offset < size)[:, None] & (dim < DIM)[None, :]
+    inside = real[:, None] & (dim < DIM)[None, :]
     q += token * (HEADS * DIM) + kv_head * (group * DIM)
     query = tl.load(q + at, mask=inside, other=0.0)  # [rows, dim]
 
@@ -261,6 +285,8 @@ def _attend_kernel(
         known = key < length
         if WINDOW is not None:
             known = known & (key >= low)
+        if seen is not None:
+            known = known & _sees(key, last_base, any_bits)
         present = known[:, None] & (dim < DIM)[None, :]
         keys = tl.load(k_pages + (source[:, None] + dim[None, :]), mask=present, other=0.0)
         present = known[:, None] & (value_dim < VALUE_DIM)[None, :]
@@ -272,7 +298,11 @@ def _attend_kernel(
         unit = scale
         if SOFTCAP is not None:
             score, unit = tanh(score * scale), SOFTCAP * LOG2E
-        if first + KEYS > start + 1:  # the tile crosses the diagonal
+        if seen is not None:
+            if first + KEYS > plain:  # the tile reaches into a tree
+                mine = _sees(key[None, :], base[:, None], bits[:, None])
+                score = tl.where(mine, score, float("-inf"))
+        elif first + KEYS > start + 1:  # the tile crosses the diagonal
             score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
         if WINDOW is not None:  # noqa: SIM102  the compiler decides this one
             if first < start + size - WINDOW:  # the last token does not see all of the tile
@@ -280,7 +310,7 @@ def _attend_kernel(
                 score = tl.where(early, float("-inf"), score)
         new_best = tl.maximum(best, tl.max(score, axis=1) * unit)
         peak = new_best
-        if WINDOW is not None:  # a token that has seen no key yet stays as it is
+        if WINDOW is not None or seen is not None:  # who has seen no key yet stays so
             peak = tl.where(new_best == float("-inf"), 0.0, new_best)
         weight = tl.exp2(score * unit - peak[:, None])
         shrink = tl.exp2(best - peak)
@@ -292,6 +322,7 @@ def _attend_kernel(
     inside = (offset < size)[:, None] & (value_dim < VALUE_DIM)[None, :]
     out += token * (HEADS * VALUE_DIM) + kv_head * (group * VALUE_DIM)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result = tl.where(real[:, None], result, 0.0)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -351,11 +382,13 @@ def attend(
     sinks: Tensor | None,
     kv_pages: Tensor,
     page_table: Tensor,
+    slots: Tensor,  # [T]
     blocks: Tensor,  # from plan
     heads: Heads,
+    branches: Branches | None = None,
 ) -> Tensor:
-    """Each token attends to the positions of its slot up to its own, the last `window` of them;
-    padding gets zeros -> [T, heads, value_dim]"""
+    """Each token attends to the positions of its slot up to its own, the last `window` of them, or
+    those of its branch; padding gets zeros -> [T, heads, value_dim]"""
     num_heads, kv_heads, dim, value_dim = (
         heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
     )  # fmt: skip
@@ -363,10 +396,12 @@ def attend(
     chosen = tile(dim, value_dim, group, q.dtype, shared_memory())
     parts = triton.cdiv(block_tokens(group), chosen.rows // group)
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype, device=q.device)
+    trees = (None, None) if branches is None else branches
     unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
     launch(
         _attend_kernel, (kv_heads * parts, len(blocks)),
-        q, sinks, kv_pages, page_table, blocks, out, heads.scale * unit, page_table.stride(0),
+        q, sinks, kv_pages, page_table, blocks, slots, *trees, out,
+        heads.scale * unit, page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1],
         TOKENS=chosen.rows // group, PARTS=parts, ROWS=chosen.rows,

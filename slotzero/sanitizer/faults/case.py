@@ -6,10 +6,11 @@ What a case reads of the device it reads once: a fault may ask again while it is
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from slotzero.engine import Engine
@@ -17,7 +18,10 @@ from slotzero.graph import Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 from slotzero.sanitizer.compare import extent
 from slotzero.sanitizer.scene import Outcome, Scene, Trial, owned_rows
+from slotzero.speculative.drafter import NUM_DRAFTS, NUM_NEW
+from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED
 
+COUNTS = ("new_length", NUM_NEW, NUM_DRAFTS, NUM_VERIFIED, NUM_TRIED)
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -53,7 +57,34 @@ class Case:
     @property
     def is_count(self) -> bool:
         """A row's value counts its tokens, so a sum over rows could stand there."""
-        return self.entry.name in (*self.runner.spec.published[1:], "new_length")
+        return self.entry.name in (*self.runner.spec.published[1:], *COUNTS)
+
+    @property
+    def is_staged(self) -> bool:
+        """Pages, and states of a drafter, are written by kernels alone."""
+        return self.entry.name in self.engine.worker.tables._places
+
+    @property
+    def is_written(self) -> bool:
+        return self.entry.kind is not Kind.TABLE or bool(self.written_rows)
+
+    @cached_property
+    def real_rows(self) -> Tensor:
+        """Indices of the rows that are no padding; of a table by slot, those of running slots."""
+        rows = self.plain.slots if self.entry.kind is Kind.TABLE else range(self.num_real)
+        return torch.tensor(list(rows), device=self.entry.tensor.device)
+
+    @cached_property
+    def victim(self) -> Tensor:
+        """A place in which it shows what a real row has read."""
+        entries = [e for e in self.runner.entries() if e.tensor.numel()]
+        outputs = [e for e in entries if e.kind is Kind.OUTPUT and e.tensor.is_floating_point()]
+        made = [*outputs, *(e for e in entries if e.kind is Kind.DERIVED)]
+        if made:
+            return made[0].tensor[:1]
+        tables = (replace(self, entry=e) for e in entries if e.kind is Kind.TABLE)
+        written = next(case for case in tables if case.written_rows and not case.entry.through)
+        return written.entry.tensor[self.plain.slots[0]]
 
     @property
     def view(self) -> Tensor:
@@ -64,12 +95,14 @@ class Case:
 
     @cached_property
     def foreign(self) -> int:
-        """A row of this table that belongs to a slot which does not run."""
-        trap = self.scene.trap
-        if not self.entry.through:
-            return trap
-        pages = self.scene.tables[self.entry.through][trap]
-        return int(pages[pages > 0][0])
+        """A row of this table that belongs to a slot which does not run, and is not hostile yet."""
+        trap, tables = self.scene.trap, self.scene.tables
+        if self.entry.through:
+            pages = tables[self.entry.through][trap]
+            return int(pages[pages > 0][0])
+        crowd = self.scene.crowd[self.runner.spec.published[0]]
+        idle = (slot for slot in crowd if slot not in self.plain.slots)
+        return next((s for s in idle if (tables[self.entry.name][s] != trap).any()), trap)
 
     @cached_property
     def elsewhere(self) -> int | None:
@@ -79,7 +112,9 @@ class Case:
         for other in self.registry.entries():
             if other.through and other.name != self.entry.name:
                 theirs = owned_rows(other, slots, tables)[: len(owned)].nonzero()[:, 0].tolist()
-                return next((row for row in theirs if not owned[row]), None)
+                only_theirs: list[int] = [row for row in theirs if not owned[row]]
+                if only_theirs:
+                    return only_theirs[0]
         return None
 
     @property
@@ -87,11 +122,16 @@ class Case:
         return self.scene.trap not in self.plain.slots
 
     @cached_property
-    def unused(self) -> tuple[int, ...]:
+    def unused(self) -> tuple[int, ...] | None:
         """Where, in rows of this table that running slots own, nothing is: one such place."""
-        unused = self.scene.unused[self.entry.name]
+        unused = self.scene.unused.get(self.entry.name)
+        if unused is None:
+            return None
+        if not self.entry.through:
+            unused = unused & (self.scene.tables[self.entry.name] != self.scene.trap)
         owned = owned_rows(self.entry, self.plain.slots, self.plain.tensors)
-        return tuple((unused & owned.view(-1, *[1] * (unused.dim() - 1))).nonzero()[0].tolist())
+        places = (unused & owned.view(-1, *[1] * (unused.dim() - 1))).nonzero()
+        return tuple(places[0].tolist()) if len(places) else None
 
     @cached_property
     def written_rows(self) -> list[int]:

@@ -19,6 +19,7 @@ from slotzero.graph.cpu import CpuRecording
 from slotzero.sanitizer.faults.case import Case, Fault, always, swapped, swapped_item
 
 DERIVED, OUTPUT, TABLE = (Kind.DERIVED,), (Kind.OUTPUT,), (Kind.TABLE,)
+LEAKED = -1000.0  # in place of NaN, which integers have not
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class RecordedFault(Fault):
             was.copy_(now)
             if kind is Kind.PUBLISHED:
                 damage()
-            runner.spec.function(key, _Damaging(pieces, damage) if kind in DERIVED else pieces)
-            if kind in (*OUTPUT, *TABLE):
+            damaging = _Damaging(pieces, damage)
+            runner.spec.function(key, damaging if kind in DERIVED else pieces)
+            if kind in (*OUTPUT, *TABLE) or (kind in DERIVED and not damaging.is_done):
                 damage()
 
         with _recorded(runner, key, damaged):
@@ -50,12 +52,12 @@ class _Damaging(Pieces):
 
     def __init__(self, pieces: Pieces, damage: Callable[[], None]) -> None:
         self._pieces, self._damage = pieces, damage
-        self._is_done = False
+        self.is_done = False
 
     def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        if not self._is_done:
+        if not self.is_done:
             self._damage()
-            self._is_done = True
+            self.is_done = True
         return self._pieces(function, *tensors)
 
 
@@ -102,8 +104,9 @@ def _pack(case: Case, now: Tensor, was: Tensor) -> None:
 
 
 def _sum_up(case: Case, now: Tensor, was: Tensor) -> None:
-    real = now[: case.num_real]
-    real.copy_(real.sum().clamp(max=case.engine.limits.max_model_len))
+    real = now[case.real_rows]
+    most = case.engine.limits.max_model_len
+    now.index_copy_(0, case.real_rows, real.sum().clamp(max=most).to(now.dtype).expand_as(real))
 
 
 def _bake(case: Case, now: Tensor, was: Tensor) -> None:
@@ -114,7 +117,7 @@ def _bake(case: Case, now: Tensor, was: Tensor) -> None:
 
 
 def _is_written(case: Case) -> bool:
-    return bool(case.written_rows)
+    return case.is_written
 
 
 RECORDINGS: tuple[Fault, ...] = (
@@ -123,8 +126,7 @@ RECORDINGS: tuple[Fault, ...] = (
     RecordedFault("stale row", (*DERIVED, *OUTPUT), always, _keep_last_row),
     # A row of any other table is stale where staging leaves it so.
     RecordedFault(
-        "stale row", TABLE, lambda case: bool(case.entry.through) and _is_written(case),
-        _keep_last_row,
+        "stale row", TABLE, lambda case: not case.is_staged and case.is_written, _keep_last_row
     ),
     RecordedFault(
         "skip the pad", (*DERIVED, *OUTPUT), lambda case: case.is_padded, _keep_padding
@@ -138,7 +140,12 @@ RECORDINGS: tuple[Fault, ...] = (
     ),
     RecordedFault("off by one", DERIVED, always, _one_less),
     RecordedFault("packed instead of uniform stride", (*DERIVED, *OUTPUT), always, _pack),
-    RecordedFault("global instead of local count", DERIVED, lambda case: case.is_count, _sum_up),
+    RecordedFault(
+        "global instead of local count",
+        (*DERIVED, *OUTPUT, *TABLE),
+        lambda case: case.is_count and case.is_written,
+        _sum_up,
+    ),
     RecordedFault(
         "baked host value",
         (Kind.PUBLISHED, *DERIVED, *OUTPUT),
@@ -193,14 +200,12 @@ def _read_foreign(case: Case, rows: Tensor) -> None:
 
 
 def _read_unused(case: Case, rows: Tensor) -> None:
+    assert case.unused is not None
     _leak(case, rows[case.unused])
 
 
 def _leak(case: Case, values: Tensor) -> None:
-    """Into the first row of an output."""
-    outputs = (e.tensor for e in case.registry.entries() if e.kind is Kind.OUTPUT)
-    output = next(tensor for tensor in outputs if tensor.is_floating_point())
-    output[:1].add_(values.float().sum())
+    case.victim.add_(values.float().sum().nan_to_num(LEAKED).to(case.victim.dtype))
 
 
 KERNELS: tuple[Fault, ...] = (
@@ -216,7 +221,7 @@ KERNELS: tuple[Fault, ...] = (
     KernelFault(
         "kernel reads past its length",
         TABLE,
-        lambda case: case.entry.name in case.scene.unused,
+        lambda case: case.unused is not None,
         _read_unused,
     ),
     KernelFault(

@@ -9,11 +9,15 @@ from torch import Tensor
 
 from slotzero.graph import Kind
 from slotzero.graph.transfer import Download
+from slotzero.runners.passes import RESULTS
 from slotzero.sanitizer.faults.case import Case, Fault, always, swapped, swapped_item
-from slotzero.worker import RESULTS
+from slotzero.speculative.drafter import SPECULATION_TABLES
+from slotzero.speculative.passes import VERIFY_RESULTS
 
 ALL = tuple(Kind)
 PUBLISHED = (Kind.PUBLISHED,)
+LEFT = dict.fromkeys((spec.name for spec in SPECULATION_TABLES), 1 << 20) | {"tokens": 1}
+"""What a slot's last owner may leave where every owner writes."""
 Words = tuple[Tensor, Tensor]  # of one table: offsets from its first word, and values
 
 
@@ -127,8 +131,8 @@ class StagingFault(Fault):
         tables, num_words = case.engine.worker.tables, case.entry.tensor.numel()
         place, write, arena = tables._places[case.entry.name], tables._write, tables._arena
         saved = arena.clone()
-        if case.entry.name == "tokens":  # those of a slot's last owner may stay
-            case.entry.tensor[1:].fill_(1)
+        if case.entry.name in LEFT:
+            case.entry.tensor[1:].fill_(LEFT[case.entry.name])
 
         def write_wrong(words: Tensor) -> None:
             offsets = words[0] - place.base
@@ -163,7 +167,7 @@ def _not_yet(case: Case, words: Words, width: int) -> Words:
 
 
 def _is_staged(case: Case) -> bool:
-    return not case.entry.through  # pages are written by kernels alone
+    return case.is_staged
 
 
 STAGINGS: tuple[Fault, ...] = (
@@ -179,16 +183,20 @@ class LateDownload(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        ring, index = case.engine.worker.results, RESULTS.index(case.entry.name)
+        worker, name = case.engine.worker, case.entry.name
+        if name in RESULTS:
+            ring, index = worker.results, RESULTS.index(name)
+        else:
+            ring, index = worker.verified, VERIFY_RESULTS.index(name)
         right, late = ring.download, torch.zeros_like(case.entry.tensor, device="cpu")
 
-        def download(num_sources: int, num_rows: int) -> Download:
-            coming = right(num_sources, num_rows)
-            if index < num_sources:
+        def download(lengths: Sequence[int]) -> Download:
+            coming = right(lengths)
+            if index < len(lengths):
                 view = coming.wait()[index]
                 came = view.clone()
-                view.copy_(late[:num_rows])
-                late[:num_rows].copy_(came)
+                view.copy_(late[: len(view)])
+                late[: len(view)].copy_(came)
             return coming
 
         with swapped(ring, "download", download):
@@ -196,7 +204,11 @@ class LateDownload(Fault):
 
 
 DOWNLOADS: tuple[Fault, ...] = (
-    LateDownload("late host copy", (Kind.OUTPUT,), lambda case: case.entry.name in RESULTS),
+    LateDownload(
+        "late host copy",
+        (Kind.OUTPUT,),
+        lambda case: case.entry.name in (*RESULTS, *VERIFY_RESULTS),
+    ),
 )
 
 

@@ -1,0 +1,202 @@
+"""`slotzero train-eagle`: makes an EAGLE-3 head for a model, from text that the model writes.
+
+It does not know how a head learns: that is in slotzero/speculative/training/.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slotzero.cli import flags
+from slotzero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slotzero.engine import Engine
+    from slotzero.llm import LLM
+    from slotzero.speculative.training.data import Answered
+    from slotzero.speculative.training.loop import Report
+
+DESCRIPTION = """\
+Train a draft head (EAGLE-3) for a model.
+
+The model writes user messages and answers them; the head learns to guess the answers ahead. While
+it learns, the mean number of tokens that a verification would bring is shown, over answers that it
+has not seen. No dataset is needed; a GPU makes it a matter of minutes.
+
+  slotzero train-eagle --out head --num-sequences 20000 --minutes 5
+  slotzero chat --speculative eagle3 --speculative-model head"""
+HELD_OUT = 256
+TEMPERATURES = (0.0, 0.0, 0.8)  # in turn: most answers are wanted greedy
+
+
+def parser() -> argparse.ArgumentParser:
+    made = flags.command_parser("train-eagle", "[MODEL] --out FOLDER [flags]", DESCRIPTION)
+    flags.add_model(made)
+    group = made.add_argument_group("training")
+    group.add_argument(
+        "--out", metavar="FOLDER", required=True,
+        help="where the head is written, after every report: what was learned is not lost",
+    )  # fmt: skip
+    group.add_argument(
+        "--text", metavar="FILE",
+        help="answers to learn from, one JSON object a line; made and written there if it is not",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-sequences", type=int, default=2000, metavar="N",
+        help=f"answers to learn from, and {HELD_OUT} at most to try on (default: 2000)",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-tokens", type=int, default=384, metavar="N", help="of an answer (default: 384)"
+    )
+    group.add_argument(
+        "--minutes", type=float, metavar="N", help="of training; text and states come before"
+    )
+    group.add_argument("--steps", type=int, metavar="N", help="of training")
+    group.add_argument(
+        "--draft-vocab", type=int, metavar="N",
+        help="guess only the N most frequent tokens of the answers (default: all of them)",
+    )  # fmt: skip
+    group.add_argument(
+        "--layers", type=_layers, metavar="A,B,C",
+        help="three layers whose input the head sees (default: an early, a middle, a late one)",
+    )  # fmt: skip
+    group.add_argument("--learning-rate", type=float, default=5e-4, metavar="X")
+    group.add_argument("--batch-tokens", type=int, default=16384, metavar="N")
+    group.add_argument("--report-every", type=int, default=200, metavar="STEPS")
+    flags.add_engine_flags(made, enable_prefix_caching=False)
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.minutes is None and args.steps is None:
+        raise ConfigError("say when to stop: --minutes or --steps")
+    if args.num_sequences < 2:
+        raise ConfigError(f"--num-sequences is at least 2, got {args.num_sequences}")
+    out = Path(args.out)
+    if (out / "config.json").exists():
+        raise ConfigError(f"--out {out}: there is a head already, choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    settings = _settings(args)
+    if settings.get("enable_prefix_caching"):
+        raise ConfigError(
+            "--enable-prefix-caching: what is found in a cache cannot be learned from"
+        )
+    from slotzero.llm import LLM
+
+    llm = LLM(flags.chosen_model(args), **settings)
+    reports = train(llm, args, out)
+    last = reports[-1]
+    print(f"{out}: {last.acceptance_len:.3f} tokens a verification, after {last.step} steps")
+    print(json.dumps({"out": str(out), "reports": [report._asdict() for report in reports]}))
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse."""
+    from slotzero.config import EngineConfig
+    from slotzero.worker import choose_backend
+
+    settings = flags.engine_settings(args) | {"lazy_recording": True}
+    device, _ = choose_backend(EngineConfig(**settings))
+    return {"dtype": "bfloat16", **settings} if device.type == "cuda" else settings
+
+
+def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
+    import torch
+
+    from slotzero.speculative.training import data, loop
+    from slotzero.speculative.training.collect import Collector
+    from slotzero.speculative.training.head import EagleHead
+    from slotzero.speculative.training.save import save_head
+
+    engine, shown = llm.engine, args.show_progress if "show_progress" in args else True
+    worker = engine.worker
+    layers = args.layers or _default_layers(worker.model.num_layers)
+    if not all(0 <= layer < worker.model.num_layers for layer in layers):
+        raise ConfigError(
+            f"--layers {layers}: the model has layers 0 to {worker.model.num_layers - 1}"
+        )
+    collector = Collector(engine, layers)
+    written, greedy = _text(llm, args, shown)
+    d2t = data.frequent_ids(written, args.draft_vocab) if args.draft_vocab else None
+    head = EagleHead(_head_config(engine, layers, args.draft_vocab), d2t)
+    samples, unseen = (collector.collect(of, shown) for of in (written, greedy))
+    every = torch.arange(worker.vocab_size, device=worker.registry.device)
+    embedding, lm_head = (
+        worker.kernels.embedded(every, table)
+        for table in (worker.weights.embedding, worker.weights.head)
+    )
+
+    def report(made: "Report") -> None:
+        _show(made)
+        save_head(head, out)
+
+    return loop.train(
+        head, embedding, lm_head, samples, unseen,
+        max_steps=args.steps, max_minutes=args.minutes, batch_tokens=args.batch_tokens,
+        lr=args.learning_rate, report_every=args.report_every, show_progress=shown, report=report,
+    )  # fmt: skip
+
+
+def _text(
+    llm: "LLM", args: argparse.Namespace, shown: bool
+) -> tuple["list[Answered]", "list[Answered]"]:
+    """-> answers to learn from, and greedy ones to try on"""
+    from slotzero.speculative.training import data
+
+    file = None if args.text is None else Path(args.text)
+    if file is not None and file.exists():
+        return data.read_text(file)
+    num_tried = min(HELD_OUT, max(1, args.num_sequences // 8))
+    num_prompts = args.num_sequences + num_tried
+    prompts = data.self_prompts(llm, num_prompts, top_p=0.95, show_progress=shown)
+    kept, tried = prompts[num_tried:], prompts[:num_tried]
+    written = data.answers(llm, kept, TEMPERATURES, args.max_tokens, show_progress=shown)
+    greedy = data.answers(llm, tried, (0.0,), args.max_tokens, show_progress=shown)
+    written, greedy = ([a for a in of if len(a.tokens) > a.first] for of in (written, greedy))
+    if file is not None:
+        data.write_text(file, written, greedy)
+    return written, greedy
+
+
+def _head_config(engine: "Engine", layers: tuple[int, int, int], draft_vocab: int | None) -> Any:
+    """In the shape of the model's own layers."""
+    from slotzero.speculative.training.head import HeadConfig
+
+    model, heads = engine.worker.model, engine.worker.model.groups[0].heads
+    return HeadConfig(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_attention_heads=heads.num_heads,
+        num_key_value_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        rms_norm_eps=model.norm_eps,
+        rope_theta=10000.0,
+        vocab_size=model.vocab_size,
+        draft_vocab_size=draft_vocab or model.vocab_size,
+        max_position_embeddings=model.max_position,
+        feature_layers=layers,
+    )
+
+
+def _show(report: "Report") -> None:
+    accuracy = " ".join(f"{share:.3f}" for share in report.accuracy)
+    print(
+        f"step {report.step}, {report.seconds:.0f} s: loss {report.loss:.3f}, right by place "
+        f"{accuracy}, {report.acceptance_len:.3f} tokens a verification",
+        flush=True,
+    )
+
+
+def _default_layers(num_layers: int) -> tuple[int, int, int]:
+    """As the field has it: an early, a middle and a late one."""
+    return min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
+
+
+def _layers(text: str) -> tuple[int, int, int]:
+    try:
+        a, b, c = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not three layers such as 2,15,27") from None
+    return a, b, c

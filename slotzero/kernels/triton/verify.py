@@ -1,0 +1,345 @@
+"""Paged attention of uniform rows: some new tokens behind a stored context, as a verify pass has.
+
+Row r is tokens [r * span, (r + 1) * span): the first of them stand one after another from the row's
+start on, the rest is padding, slot 0. It is decode.py with more queries, all (token, head of the
+group) pairs of a row and KV head, which is why a context is read once for all of them. The plan is
+decode's too, of each row's first token: keys before the start are cut into chunks, and the program
+with the newest chunk takes the row's own keys from `joined`, norms, rotates and stores them, and
+attends to them without reading them back. With a window a chunk may hold nothing that a late token
+sees; it then leaves the token as it was.
+
+Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.contract import Angles, Heads, Plan, Rows
+from slotzero.kernels.triton.activation import LOG2E
+from slotzero.kernels.triton.decode import (
+    Shares,
+    _cap,
+    _load_norm,
+    _load_pages,
+    _load_table,
+    _norm_and_rotate,
+    _plan_kernel,
+)
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
+
+MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head: what the tiles hold
+MERGED_PAIRS = 8  # at a time
+
+
+@triton.jit
+def _load_halves(source, apart, real, half, DIM: tl.constexpr):
+    """Rows in two halves, [rows, half] each; zeros where a row is not real"""
+    at = source[:, None] + half[None, :]
+    inside = real[:, None] & (half < DIM // 2)[None, :]
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + apart, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
+    at = token[:, None] * (DIM // 2) + half[None, :]
+    inside = real[:, None] & (half < DIM // 2)[None, :]
+    return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _sees(key, end, position, WINDOW: tl.constexpr):
+    """Which keys before `end` are in the window of each pair's token: [pairs or 1, keys]"""
+    seen = (key < end)[None, :]
+    if WINDOW is not None:
+        seen = seen & (key[None, :] > position[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
+def _level(peak):
+    """What to subtract from scores: who has seen no key yet stays so."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def _attend_keys(
+    qa, qb, a, b, v, seen, scale, peak, total, acc, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """One more tile, as decode's, of which each pair sees the keys that it is told to."""
+    score = tl.dot(qa, a, input_precision="ieee")
+    score = _cap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
+    score = tl.where(seen, score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    level = new_peak if WINDOW is None else _level(new_peak)
+    weight = tl.exp2(score - level[:, None])
+    shrink = tl.exp2(peak - level)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
+def _merge(
+    partial, peak_of, total_of, out, row, kv_head, first, count, num_real, dim,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SPAN: tl.constexpr,
+    MERGED: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """All chunks of a row, in order, a batch at a time, as decode's; some pairs after others. Of
+    padding there is nothing, and zeros remain."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    lane = tl.arange(0, BATCH)
+    its = (first.to(tl.int64) * KV_HEADS + kv_head) * (SPAN * group)
+    partial, peak_of, total_of = partial + its * VALUE_DIM, peak_of + its, total_of + its
+    for part in range(0, SPAN * group, MERGED):
+        pair = part + tl.arange(0, MERGED)
+        place, head = pair // group, kv_head * group + pair % group
+        real = place < num_real
+        peak = tl.full([MERGED], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED], tl.float32)
+        acc = tl.zeros([MERGED, WIDTH], tl.float32)
+        for start in range(0, count, BATCH):
+            known = (start + lane < count)[:, None] & real[None, :]
+            at = (start + lane)[:, None] * (SPAN * HEADS) + pair[None, :]
+            its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
+            its_total = tl.load(total_of + at, mask=known, other=0.0)
+            its_at = partial + at[:, :, None] * VALUE_DIM + dim[None, None, :]
+            inside = known[:, :, None] & (dim < VALUE_DIM)[None, None, :]
+            its_acc = tl.load(its_at, mask=inside, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(its_peak, axis=0))
+            level = _level(new_peak)
+            old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[None, :])
+            total = total * old + tl.sum(its_total * new, axis=0)
+            acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=0)
+            peak = new_peak
+        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        out_at = out + ((row * SPAN + place) * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
+        inside = (pair < SPAN * group)[:, None] & (dim < VALUE_DIM)[None, :]
+        tl.store(out_at, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride", "starts"])
+def _verify_kernel(
+    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out, starts, token_slots,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
+    joined_stride, values_at, table_stride, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+    PAIRS: tl.constexpr, OWN: tl.constexpr, MERGED: tl.constexpr, BATCH: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    kv_head, chunk = tl.program_id(0), tl.program_id(1)
+    row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
+    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
+    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
+    if row < 0:
+        wait_for_writer(PDL)
+        return
+    is_last = chunk == first + count - 1
+    group: tl.constexpr = HEADS // KV_HEADS
+    pair, own = tl.arange(0, PAIRS), tl.arange(0, OWN)
+    half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
+    place, head = pair // group, kv_head * group + pair % group  # place: of the token in its row
+    # values_at is DIM, not known to the compiler: a constant here costs it registers
+    v_pages, table = kv_pages + values_at, page_table + slot * table_stride
+    stored = end - is_last.to(tl.int32)  # the first token's own key, which is not in the pages
+
+    # constants, and what earlier steps stored, can be on their way before the query is known
+    key = begin + tl.arange(0, KEYS)
+    page = _load_table(table, key, stored, PAGE)
+    if EARLY:
+        a, b, v = _load_pages(
+            kv_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
+        )
+    start, row64 = tl.load(starts + row), row.to(tl.int64)
+    their_slots = tl.load(token_slots + row64 * SPAN + own, mask=own < SPAN, other=0)
+    num_real = tl.sum((their_slots > 0).to(tl.int32), axis=0)
+    real, is_own = place < num_real, own < tl.where(is_last, num_real, 0)
+    new_page = tl.load(table + (start + own) // PAGE, mask=is_own, other=0).to(tl.int64)
+    at = ((new_page * PAGE + (start + own) % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
+    by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        by_ka, by_kb = _load_norm(k_norm, half, DIM)
+    peak = tl.full([PAIRS], float("-inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    acc = tl.zeros([PAIRS, WIDTH], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        peak, total = tl.where(is_last, sink, peak), tl.where(is_last, 1.0, total)
+    wait_for_writer(PDL)
+
+    token, own_token = row64 * SPAN + place, row64 * SPAN + own
+    inside = (pair < SPAN * group)[:, None] & (dim < VALUE_DIM)[None, :]
+    out_at = out + (token * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
+    if num_real == 0:
+        tl.store(out_at, tl.zeros([PAIRS, WIDTH], out.dtype.element_ty), mask=inside)
+        return
+    q_at = joined + token * joined_stride + head * DIM
+    qa, qb = _load_halves(q_at, DIM // 2, real, half, DIM)
+    k_at = joined + own_token * joined_stride + (HEADS + kv_head) * DIM
+    ka, kb = _load_halves(k_at, DIM // 2, is_own, half, DIM)
+    v_at = joined + own_token * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+    own_inside = is_own[:, None] & (dim < VALUE_DIM)[None, :]
+    own_v = tl.load(v_at[:, None] + dim[None, :], mask=own_inside, other=0.0)
+    c, s = _load_angles(cos, sin, token, real, half, DIM)
+    own_c, own_s = _load_angles(cos, sin, own_token, is_own, half, DIM)
+
+    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    if is_last:
+        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
+        turned = is_own[:, None] & (half < DIM // 2)[None, :]
+        tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=turned)
+        tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=turned)
+        tl.store(v_pages + at[:, None] + dim[None, :], own_v, mask=own_inside)
+        seen = _sees(own, num_real, place, WINDOW) & (own[None, :] <= place[:, None])
+        peak, total, acc = _attend_keys(
+            qa, qb, ka.T, kb.T, own_v, seen, scale, peak, total, acc, WINDOW, SOFTCAP
+        )
+
+    begin_loop = begin
+    if EARLY:
+        begin_loop += KEYS
+        if begin < stored:
+            seen = _sees(key, stored, start + place, WINDOW)
+            peak, total, acc = _attend_keys(
+                qa, qb, a, b, v, seen, scale, peak, total, acc, WINDOW, SOFTCAP
+            )
+    for tile in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
+        key = tile + tl.arange(0, KEYS)
+        if EARLY:  # the compiler runs it ahead, which a short loop likes better
+            page = _load_table(table, key, stored, PAGE)
+        a, b, v = _load_pages(
+            kv_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
+        )
+        if not EARLY:
+            page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+        seen = _sees(key, stored, start + place, WINDOW)
+        peak, total, acc = _attend_keys(
+            qa, qb, a, b, v, seen, scale, peak, total, acc, WINDOW, SOFTCAP
+        )
+
+    if count == 1:
+        result = tl.where(real[:, None], acc / total[:, None], 0.0)
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+        return
+
+    flat = (chunk.to(tl.int64) * KV_HEADS + kv_head) * (SPAN * group) + pair
+    known = real[:, None] & (dim < VALUE_DIM)[None, :]
+    tl.store(partial + flat[:, None] * VALUE_DIM + dim[None, :], acc, mask=known)
+    tl.store(peak_of + flat, peak, mask=real)
+    tl.store(total_of + flat, total, mask=real)
+    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+    if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
+        tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
+        tl.debug_barrier()
+        _merge(
+            partial, peak_of, total_of, out, row64, kv_head, first, count, num_real, dim,
+            HEADS, KV_HEADS, VALUE_DIM, SPAN, MERGED, WIDTH, BATCH,
+        )  # fmt: skip
+
+
+def takes(span: int, heads: Heads) -> bool:
+    """Whether rows of so many tokens are for these tiles, on this card."""
+    pairs, size = _pairs(span, heads), max(heads.head_dim, heads.value_dim)
+    # In shared memory, at most: all queries in float32, and the keys and values that are ahead.
+    num_bytes = 4 * _padded(pairs, 16) * _padded(size, 32) + (64 << 10)
+    return 0 < pairs <= MAX_PAIRS and num_bytes <= shared_memory()
+
+
+def plan(token_slots: Tensor, rows: Rows, heads: Heads) -> Plan:
+    """-> rows.starts, token_slots and Shares, whose partial results are of all pairs:
+    [num_chunks, kv_heads, pairs, value_dim]; their peaks and totals likewise."""
+    num_rows, kv_heads, pairs = len(rows.slots), heads.num_kv_heads, _pairs(rows.span, heads)
+    spare, smallest = cut_for(num_rows, kv_heads, pairs)
+    num_chunks = num_rows + spare
+    ints = rows.slots.new_empty(6, num_chunks)
+    done = rows.slots.new_empty(num_rows, kv_heads)
+    floats = torch.empty(2, num_chunks, kv_heads, pairs, device=done.device)
+    partial = torch.empty(num_chunks, kv_heads, pairs, heads.value_dim, device=done.device)
+    row, slot, begin, end, first, num = ints.unbind()
+    shares = Shares(row, slot, begin, end, first, num, done, partial, *floats.unbind())
+    launch(
+        _plan_kernel, (1,), rows.slots, rows.starts, num_rows, *shares[:7], num_rows * kv_heads,
+        num_chunks, spare, smallest, WINDOW=heads.window, ROWS=_padded(num_rows, 256), BLOCK=1024,
+    )  # fmt: skip
+    return rows.starts, token_slots, *shares
+
+
+def attend(
+    joined: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    sinks: Tensor | None,
+    angles: Angles,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    plan: Plan,
+    heads: Heads,
+) -> Tensor:
+    starts, _, row, *_ = plan
+    span, num_chunks = len(joined) // len(starts), len(row)
+    dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
+    out = joined.new_empty(len(joined), heads.out_size)
+    pairs, width = _padded(_pairs(span, heads), 16), _padded(value_dim, 32)
+    keys, warps, stages, early = shape_for(
+        len(starts), pairs, joined.dtype.itemsize, dim + value_dim
+    )
+    launch(
+        _verify_kernel, (kv_heads, num_chunks),
+        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *plan,
+        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], SPAN=span, PAIRS=pairs,
+        OWN=_padded(span, 16), MERGED=MERGED_PAIRS,
+        BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
+        HALF=_padded(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages, EARLY=early,
+        NORM=q_norm is not None, num_warps=warps, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int]:
+    """-> chunks beyond one a row, and the fewest keys of one.
+
+    Contexts are spread over 512 programs, as decode's of a small batch. But whoever merges a row
+    reads all pairs of its chunks alone: the more pairs, the fewer and longer chunks pay.
+    """
+    most = max(16, 512 // pairs) * rows
+    spare = max(rows, min(triton.cdiv(512, kv_heads) - rows, most))
+    spare += -(rows + spare) % 4  # the parts of one allocation are aligned
+    return spare, 256 if rows > 64 else max(64, 2 * _padded(pairs, 16))
+
+
+def shape_for(rows: int, pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
+    """-> keys in a tile, warps, stages, whether to read a tile early.
+
+    `size` is of a key and its value. Threads share the queries and their sums: of more, more of
+    them, so that none spills; with 128 pairs of heads of 256, once a program, they do.
+    """
+    if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+        return 16, 8, 2, False
+    if size > 256:
+        return 32, 8, 2, False
+    if pairs > 32:
+        return 64, 4 if pairs <= 64 else 8, 2, False
+    return 64, 4, 3, pairs <= 16 and 2 < rows <= 64
+
+
+def _pairs(span: int, heads: Heads) -> int:
+    return span * (heads.num_heads // heads.num_kv_heads)
+
+
+def _padded(size: int, least: int) -> int:
+    return max(least, int(triton.next_power_of_2(size)))

@@ -1,0 +1,135 @@
+"""From the settings to a drafter: what it loads, and what it needs before it can be made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from slotzero.config import DEFAULT_MODEL, EngineConfig
+from slotzero.errors import ConfigError, UnsupportedModelError
+from slotzero.graph import Registry
+from slotzero.kernels.contract import Kernels
+from slotzero.loading.checkpoint import Checkpoint
+from slotzero.loading.source import open_checkpoint
+from slotzero.models.config import KvGroup, ModelConfig, parse_config
+from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.rope import frequencies
+from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
+from slotzero.pools.tables import SlotTables
+from slotzero.speculative.drafter import Drafter
+from slotzero.speculative.eagle import (
+    GROUP,
+    EagleDrafter,
+    load_head,
+    parse_eagle,
+    random_eagle,
+)
+from slotzero.speculative.model import ModelDrafter
+from slotzero.speculative.ngram import NgramDrafter
+
+SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2"
+Make = Callable[[SlotTables, Mapping[str, KvPages]], Drafter]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A drafter whose weights are loaded; it is made when its KV and the tables are there."""
+
+    groups: tuple[KvGroup, ...]
+    make: Make
+
+
+@dataclass(frozen=True)
+class Target:
+    """What drafts are for."""
+
+    config: ModelConfig
+    weights: DecoderWeights
+    checkpoint: Checkpoint
+    registry: Registry
+    kernels: Kernels
+    dtype: torch.dtype
+    progress: Progress
+
+
+def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
+    if settings.speculative == "ngram":
+        if settings.speculative_model is not None:
+            raise ConfigError("speculative_model: an ngram drafter has no model, drop it")
+        return Prepared((), lambda tables, kv: NgramDrafter(target.kernels, tables))
+    if settings.speculative == "draft":
+        return _draft_model(settings, target)
+    return _eagle(settings, target)
+
+
+def _eagle(settings: EngineConfig, target: Target) -> Prepared:
+    wanted = settings.speculative
+    assert wanted is not None
+    source = settings.speculative_model
+    if source is None and wanted == "eagle3" and settings.model == DEFAULT_MODEL:
+        source = str(SHIPPED_HEAD)
+    checkpoint = None
+    if source is not None:
+        checkpoint = open_checkpoint(source, "auto")
+        names = frozenset(name.removeprefix("model.") for name in checkpoint.names())
+        config = parse_eagle(checkpoint.config, names, target.config, wanted, checkpoint.name)
+    elif settings.load_format == "dummy" or settings.model.startswith("tiny:"):
+        config = random_eagle(target.config, wanted)
+    else:
+        raise ConfigError(f"speculative={wanted}: name the head with --speculative-model")
+    registry, kernels = target.registry, target.kernels
+    kernels.refuse(config.group.heads)
+    weights = load_head(
+        config, checkpoint, target.weights, registry, kernels, target.dtype, settings.seed
+    )
+    return Prepared(
+        (config.group,),
+        lambda tables, kv: EagleDrafter(
+            config, target.config, weights, kernels, registry, tables, kv[GROUP]
+        ),
+    )
+
+
+def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
+    if settings.speculative_model is None:
+        raise ConfigError("speculative=draft: name the draft model with --speculative-model")
+    checkpoint = open_checkpoint(settings.speculative_model, settings.load_format)
+    config = parse_config(checkpoint.config)
+    _require_same_tokens(config, checkpoint, target)
+    registry, kernels = target.registry, target.kernels
+    groups = tuple(replace(g, name=f"{GROUP}_{g.name}") for g in config.groups)
+    config = replace(config, groups=groups)
+    for group in groups:
+        kernels.refuse(group.heads)
+        if group.rope.depends_on_prompt:
+            raise UnsupportedModelError(
+                f"{checkpoint.name}: a draft model with dynamic rope scaling is not implemented"
+            )
+    if settings.load_format == "dummy":
+        weights = random_weights(
+            config, registry, kernels, target.dtype, settings.seed + 1, f"{GROUP}."
+        )
+    else:
+        weights = load_weights(
+            config, checkpoint, registry, kernels, target.dtype, target.progress, f"{GROUP}."
+        )
+    turns = {
+        g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(registry.device))
+        for g in groups
+    }
+    decoder = Decoder(config, weights, turns, kernels)
+    return Prepared(
+        groups,
+        lambda tables, kv: ModelDrafter(
+            decoder, kernels, tables, {group.name: kv[group.name] for group in groups}
+        ),
+    )
+
+
+def _require_same_tokens(config: ModelConfig, checkpoint: Checkpoint, target: Target) -> None:
+    if config.vocab_size != target.config.vocab_size:
+        raise UnsupportedModelError(
+            f"draft model {checkpoint.name} has {config.vocab_size} tokens, the target "
+            f"{target.config.vocab_size}: a draft model needs the target's tokenizer"
+        )

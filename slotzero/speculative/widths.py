@@ -1,0 +1,179 @@
+"""How many tokens a row of a verify step has: its width, chosen step by step.
+
+A row of width w is the newest token and w - 1 drafts; width 1 is a plain decode step. What a width
+brings, tokens, is learned from what is accepted; what it takes, seconds, the caller measured. It
+does not know requests, drafters or the clock. Costs are not corrected while serving: only the width
+in use would be, and the comparison would tilt.
+
+Drafts that a narrow width does not ask for are not learned of, so a wider one is tried now and
+then. The rule that trials keep, at the rows they begin with: what they can lose is saved up before.
+
+    seconds lost to trials <= SHARE * seconds at the settled width + the first trial
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from slotzero.errors import ConfigError
+
+MEMORY = 256  # drafts at a position that its rate remembers
+PRIOR_WEIGHT = 4  # drafts that a prior is worth, or a rate that was not learned of lately
+MARGIN = 0.05  # a width is left for a wider one that is better by this
+MARGIN_BACK = 0.02  # and for a narrower one, all of whose drafts are learned of
+PATIENCE = 8  # choices in a row for which it must be
+NUM_FIRST = 32  # steps of the first trial, when nothing is known
+NUM_TRIED = 8  # steps of any other
+SHARE = 0.01  # of the time, for trials
+
+Cost = Callable[[int, int], float]
+"""(width, num_rows): seconds of a whole cycle, which verifies, extends the drafter and drafts."""
+
+
+class Acceptance:
+    """Of each position: how often is its draft accepted, if those before it were?"""
+
+    def __init__(self, max_width: int, prior: float = 0.7) -> None:
+        self._rates = [prior] * (max_width - 1)
+        self._weights = [PRIOR_WEIGHT] * (max_width - 1)
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        """Of one row of one step. Places that the drafter could not fill are among `num_drafts`,
+        for they were paid for all the same."""
+        if not 0 <= num_accepted <= num_drafts <= len(self._rates):
+            raise ValueError(f"{num_accepted} of {num_drafts} drafts: at most {len(self._rates)}")
+        for i in range(min(num_accepted + 1, num_drafts)):
+            weight = self._weights[i] = min(self._weights[i] + 1, MEMORY)
+            self._rates[i] += ((i < num_accepted) - self._rates[i]) / weight
+
+    def doubt(self, num_known: int) -> None:
+        """What is learned next of positions from `num_known` on soon outweighs what was before."""
+        for i in range(num_known, len(self._weights)):
+            self._weights[i] = min(self._weights[i], PRIOR_WEIGHT)
+
+    def expected(self, width: int, num_known: int | None = None) -> float:
+        """Tokens that a row of a step emits; with `num_known`, if all drafts after so many of them
+        were accepted."""
+        tokens = chance = 1.0
+        for i in range(width - 1):
+            if num_known is None or i < num_known:
+                chance *= self._rates[i]
+            tokens += chance
+        return tokens
+
+
+class Widths(Protocol):
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """All that may be chosen, ascending."""
+
+    def choose(self, num_rows: int) -> int:
+        """Of the next step; asked once a step."""
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        """As Acceptance.learn; it may come some steps late."""
+
+
+class FixedWidth:
+    def __init__(self, width: int) -> None:
+        self.widths = _checked((width,))
+
+    def choose(self, num_rows: int) -> int:
+        return self.widths[0]
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+
+class WidthPolicy:
+    """The width with most tokens per second; slow to leave it, so that it does not flap."""
+
+    def __init__(self, widths: Sequence[int], cost: Cost, prior: float = 0.7) -> None:
+        self.widths = _checked(widths)
+        self.acceptance = Acceptance(self.widths[-1], prior)
+        self.width = self.widths[0]
+        """The settled one, trials aside."""
+        self._cost = cost
+        self._num_beaten = PATIENCE - 1  # the first choice need not wait
+        self._purse = 0.0  # seconds, for trials
+        self._tried, self._num_left = self.widths[-1], NUM_FIRST  # the trial that runs
+
+    def learn(self, num_drafts: int, num_accepted: int) -> None:
+        self.acceptance.learn(num_drafts, num_accepted)
+
+    def choose(self, num_rows: int) -> int:
+        costs = {width: self._cost(width, num_rows) for width in self.widths}
+        if not self._num_left:
+            self._settle(costs)
+            self._save(costs)
+        if not self._num_left:
+            return self.width
+        self._num_left -= 1
+        return self._tried
+
+    def _settle(self, costs: dict[int, float]) -> None:
+        speeds = {width: self.acceptance.expected(width) / costs[width] for width in self.widths}
+        best = max(self.widths, key=speeds.__getitem__)
+        margin = MARGIN if best > self.width else MARGIN_BACK
+        is_beaten = speeds[best] > (1 + margin) * speeds[self.width]
+        self._num_beaten = self._num_beaten + 1 if is_beaten else 0
+        if self._num_beaten >= PATIENCE:
+            self.width, self._num_beaten = best, 0
+
+    def _save(self, costs: dict[int, float]) -> None:
+        """For a trial of what would be best if drafts not learned of now were all accepted."""
+        num_known = self.width - 1
+        hopes = {
+            width: self.acceptance.expected(width, num_known) / costs[width]
+            for width in self.widths
+            if width >= self.width
+        }
+        best = max(hopes, key=hopes.__getitem__)
+        if hopes[best] <= (1 + MARGIN) * hopes[self.width]:
+            return
+        # a trial emits at least what the settled width would, so it loses the difference at most
+        price = NUM_TRIED * (costs[best] - costs[self.width])
+        self._purse = min(self._purse + SHARE * costs[self.width], price)
+        if self._purse == price:
+            self._purse, self._tried, self._num_left = 0.0, best, NUM_TRIED
+            self.acceptance.doubt(num_known)
+
+
+def _checked(widths: Sequence[int]) -> tuple[int, ...]:
+    if not widths or widths[0] < 1:
+        raise ConfigError(f"a row has a width of 1 or more, got {tuple(widths)}")
+    if any(a >= b for a, b in pairwise(widths)):
+        raise ConfigError(f"widths ascend without repeats, got {tuple(widths)}")
+    return tuple(widths)
+
+
+@dataclass
+class SpeculationStats:
+    num_drafts: int = 0
+    """Rows of steps that had drafts."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=list)
+    num_steps_by_width: Counter[int] = field(default_factory=Counter)
+    width: int = 1
+    """Of the last step."""
+
+    def add_step(self, width: int) -> None:
+        self.width = width
+        self.num_steps_by_width[width] += 1
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """One row of a step."""
+        self.num_drafts += num_drafts > 0
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        self.accepted_per_pos += [0] * (num_drafts - len(self.accepted_per_pos))
+        for i in range(num_accepted):
+            self.accepted_per_pos[i] += 1
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a row with drafts emits."""
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)

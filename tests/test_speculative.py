@@ -1,0 +1,355 @@
+"""Speculation changes no token: every drafter, however good or bad, against decoding one by one."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from traced import prompts_of
+
+from slotzero import LLM, SamplingParams
+from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.loading.source import open_checkpoint
+from slotzero.models.config import parse_config
+from slotzero.speculative.model import ModelDrafter
+from slotzero.speculative.training.collect import Collector
+from slotzero.speculative.training.data import Answered
+from slotzero.speculative.training.head import EagleHead, HeadConfig
+from slotzero.speculative.training.save import save_head
+
+VOCAB = 256
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=50, top_p=0.95, seed=5, frequency_penalty=0.3, repetition_penalty=1.1,
+    logprobs=3, max_tokens=40, ignore_eos=True,
+)  # fmt: skip
+DRAFTERS = {
+    "ngram": {"speculative": "ngram"},
+    "eagle": {"speculative": "eagle"},
+    "eagle3": {"speculative": "eagle3"},
+    "right": {"speculative": "draft", "speculative_model": "tiny:llama"},
+    "sloppy": {"speculative": "draft", "speculative_model": "tiny:llama"},
+}
+
+
+def make(model: str = "tiny:llama", **settings) -> LLM:
+    defaults = {
+        "backend": "eager", "skip_tokenizer_init": True, "show_progress": False,
+        "lazy_recording": True, "max_num_seqs": 4, "max_model_len": 160, "kv_cache_memory": 1 << 24,
+        "speculative_adaptive": False,
+    }  # fmt: skip
+    return LLM(model, **{**defaults, **settings})
+
+
+@pytest.fixture(autouse=True)
+def sloppy(request, monkeypatch):
+    """A model that knows what comes next, and errs in every third place."""
+    if "sloppy" not in request.node.name:
+        return
+    write = ModelDrafter.write
+
+    def err(self, slots, positions, ids):
+        write(self, slots, positions, torch.where(positions % 3 == 0, (ids + 1) % VOCAB, ids))
+
+    monkeypatch.setattr(ModelDrafter, "write", err)
+
+
+def answers(llm: LLM, prompts, params) -> list[tuple]:
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.check()
+    return [
+        (o.outputs[0].token_ids, o.outputs[0].finish_reason, o.outputs[0].stop_reason)
+        for o in outputs
+    ]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_token_changes(drafter, params):
+    prompts = prompts_of([5, 40, 17, 1, 60, 9], VOCAB)
+    plain, guessing = make(), make(**DRAFTERS[drafter])
+    assert answers(guessing, prompts, params) == answers(plain, prompts, params)
+    stats = guessing.engine.speculation
+    if drafter == "right":
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
+    if drafter == "sloppy":
+        assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 15])
+def test_any_number_of_guesses(steps):
+    prompts = prompts_of([5, 40, 17], VOCAB)
+    settings = DRAFTERS["right"] | {"speculative_steps": steps}
+    assert answers(make(**settings), prompts, GREEDY) == answers(make(), prompts, GREEDY)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "ngram"])
+@pytest.mark.parametrize("model", ["tiny:gemma3", "tiny:gpt-oss", "tiny:mimo-v2", "tiny:qwen3"])
+def test_other_models(model, drafter):
+    prompts = prompts_of([5, 70, 17, 33], VOCAB)
+    settings = dict(DRAFTERS[drafter])
+    if drafter == "sloppy":
+        settings["speculative_model"] = model
+    assert answers(make(model, **settings), prompts, GREEDY) == answers(
+        make(model), prompts, GREEDY
+    )
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "sloppy"])
+def test_compiled(drafter):
+    prompts = prompts_of([5, 40, 17], VOCAB)
+    guessing = make(backend="cpu", **DRAFTERS[drafter])
+    assert answers(guessing, prompts, SAMPLED) == answers(make(backend="cpu"), prompts, SAMPLED)
+    cycle = guessing.engine.worker.cycles[5]
+    assert all(runner.counts.replays > 5 for runner in cycle)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "sloppy"])
+def test_chunks_prefixes_and_preemption(drafter):
+    shared = prompts_of([48], VOCAB)[0]["prompt_token_ids"]
+    tails = prompts_of([1, 9, 20, 33, 5, 30], VOCAB, seed=5)
+    prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+    expected = answers(make(), prompts, GREEDY)
+    layers = 4 if drafter == "sloppy" else 3  # of the target and of the drafter
+    page = layers * 16 * 2 * 2 * 16 * 4
+    guessing = make(
+        **DRAFTERS[drafter], max_num_batched_tokens=24, kv_cache_memory=17 * page, max_model_len=128
+    )
+    for _ in range(2):
+        assert answers(guessing, prompts, GREEDY) == expected
+    assert guessing.engine.scheduler.num_preemptions > 0
+    assert guessing.engine.scheduler.ledger.cache.stats.num_hit_tokens > 48
+
+
+def test_some_want_no_guesses():
+    prompts = prompts_of([5, 40, 17, 9], VOCAB)
+    params = [replace(GREEDY, speculative=i % 2 == 0) for i in range(4)]
+    guessing = make(**DRAFTERS["right"])
+    plain = answers(make(), prompts, GREEDY)
+    outputs = guessing.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [row[0] for row in plain]
+    num_rows = guessing.engine.speculation.num_drafts
+    assert 0 < num_rows < 2 * 40  # of those two that want guesses
+    assert guessing.engine.num_steps > 39  # the others go one by one
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 11])
+def test_the_end_in_the_middle_of_right_guesses(max_tokens):
+    prompts = prompts_of([5, 40], VOCAB)
+    params = replace(GREEDY, max_tokens=max_tokens)
+    assert answers(make(**DRAFTERS["right"]), prompts, params) == answers(make(), prompts, params)
+
+
+def test_the_end_of_the_context():
+    prompts = prompts_of([150, 120, 3], VOCAB)
+    params = replace(GREEDY, max_tokens=None)
+    expected = answers(make(), prompts, params)
+    assert {reason for _, reason, _ in expected} == {"length"}
+    assert answers(make(**DRAFTERS["right"]), prompts, params) == expected
+
+
+def test_stop_ids_in_the_middle_of_right_guesses():
+    prompts = prompts_of([5, 40, 17], VOCAB)
+    plain = make()
+    for place in range(6, 14):
+        (tokens, *_), *_ = answers(plain, prompts, GREEDY)
+        params = replace(GREEDY, stop_token_ids=[tokens[place]])
+        expected = answers(plain, prompts, params)
+        assert expected[0][1] == "stop"
+        assert answers(make(**DRAFTERS["right"]), prompts, params) == expected
+
+
+def test_stop_strings_and_text():
+    plain, guessing = (make(skip_tokenizer_init=False, **s) for s in ({}, DRAFTERS["right"]))
+    prompts = prompts_of([5, 12], VOCAB)
+    text = plain.generate(prompts, GREEDY, use_tqdm=False)[0].outputs[0].text
+    for cut in range(4, 20, 3):
+        params = replace(GREEDY, stop=[text[cut : cut + 2]])
+        expected, got = (
+            [
+                (o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].stop_reason)
+                for o in llm.generate(prompts, params, use_tqdm=False)
+            ]
+            for llm in (plain, guessing)
+        )
+        assert got == expected
+
+
+def test_grammars_and_logprobs():
+    plain, guessing = (make(skip_tokenizer_init=False, **s) for s in ({}, DRAFTERS["right"]))
+    prompts = prompts_of([5, 12, 30], VOCAB)
+    strict = replace(SAMPLED, structured_outputs={"regex": "[ab]{12}"}, ignore_eos=False)
+    params = [strict, SAMPLED, SAMPLED]
+    outputs = [llm.generate(prompts, params, use_tqdm=False) for llm in (plain, guessing)]
+    for one, other in zip(*outputs, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        rows = zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
+        for ours, theirs in rows:
+            assert ours.keys() == theirs.keys()
+            for token in ours:
+                assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "sloppy"])
+def test_widths_that_change_all_the_time(drafter, monkeypatch):
+    """Whatever a policy chooses, none of it is seen in an answer."""
+    prompts = prompts_of([5, 40, 17, 1, 60, 9], VOCAB)
+    guessing = make(**DRAFTERS[drafter], speculative_adaptive=True)
+    rng = random.Random(1)
+    widths = guessing.engine.limits.widths
+    assert widths == (1, 3, 5)
+    monkeypatch.setattr(guessing.engine._widths, "choose", lambda num_rows: rng.choice(widths))
+    assert answers(guessing, prompts, SAMPLED) == answers(make(), prompts, SAMPLED)
+    assert set(guessing.engine.speculation.num_steps_by_width) >= {3, 5}
+
+
+def test_bad_guesses_are_given_up(monkeypatch):
+    """A random head is never right, so plain decoding is the fastest, whatever a step costs."""
+    guessing = make(**DRAFTERS["eagle3"], speculative_adaptive=True, max_model_len=512)
+    monkeypatch.setattr(guessing.engine._widths, "_cost", lambda width, rows: 1 + 0.1 * width)
+    answers(guessing, prompts_of([5], VOCAB), replace(GREEDY, max_tokens=400))
+    assert guessing.engine.speculation.width == 1
+    steps = guessing.engine.speculation.num_steps_by_width
+    assert steps[1] > 3 * (steps[3] + steps[5])
+
+
+def test_cancelled_at_any_moment():
+    guessing = make(**DRAFTERS["right"])
+    engine, rng = guessing.engine, random.Random(0)
+    for number in range(30):
+        prompt = prompts_of([rng.randint(1, 40)], VOCAB, seed=number)[0]["prompt_token_ids"]
+        engine.add(f"r{number}", prompt, GREEDY)
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+        if rng.random() < 0.6:
+            engine.cancel(f"r{rng.randint(0, number)}")
+        engine.check()
+    while engine.has_work:
+        engine.step()
+    engine.check()
+    assert engine.scheduler.slots.num_free == 4
+
+
+def test_the_distribution_is_the_target_s():
+    """Seeds differ between the two, so that what is compared is chance."""
+    prompt = prompts_of([6], VOCAB)[0]
+    counts = []
+    for offset, settings in ((0, {}), (10_000, DRAFTERS["right"])):
+        llm = make(**settings, max_num_seqs=16)
+        params = [
+            SamplingParams(temperature=1.5, top_k=4, seed=offset + i, max_tokens=3, ignore_eos=True)
+            for i in range(800)
+        ]
+        outputs = llm.generate([prompt] * 800, params, use_tqdm=False)
+        counts.append(torch.zeros(3, VOCAB))
+        for output in outputs:
+            for place, token in enumerate(output.outputs[0].token_ids):
+                counts[-1][place, token] += 1
+    for one, other in zip(*counts, strict=True):
+        seen = (one + other) > 10
+        statistic = ((one - other).square() / (one + other))[seen].sum().item()
+        freedom = int(seen.sum()) - 1
+        assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # far beyond p = 0.01
+
+
+# EAGLE heads from disk
+
+
+def head_for(llm: LLM, folder, **changes) -> EagleHead:
+    model = llm.engine.worker.model
+    heads = model.groups[0].heads
+    config = HeadConfig(
+        hidden_size=model.hidden_size, intermediate_size=96,
+        num_attention_heads=heads.num_heads, num_key_value_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim, rms_norm_eps=1e-5, rope_theta=10000.0,
+        vocab_size=model.vocab_size, draft_vocab_size=changes.get("draft_vocab", model.vocab_size),
+        max_position_embeddings=256, feature_layers=(0, 1, 2),
+    )  # fmt: skip
+    torch.manual_seed(2)
+    ids = torch.arange(3, 3 + config.draft_vocab_size)  # of a smaller vocabulary, all three on
+    d2t = ids - torch.arange(len(ids)) if "draft_vocab" in changes else None
+    head = EagleHead(config, d2t)
+    for name, parameter in head.named_parameters():
+        torch.nn.init.normal_(parameter, 1 if "norm" in name else 0, 0.15)
+    save_head(head, folder, "float32")
+    return head
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab": 100}])
+def test_guesses_are_those_of_the_head_that_was_trained(tmp_path, changes):
+    plain = make("tiny:smollm2", enable_prefix_caching=False)
+    head = head_for(plain, tmp_path, **changes)
+    prompt = prompts_of([23], VOCAB)[0]["prompt_token_ids"]
+    guessing = make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
+    engine = guessing.engine
+    answer = engine.add("one", prompt, GREEDY)
+    engine.step()
+    worker, slot, place = engine.worker, answer.request.slot, len(prompt)
+    tokens = worker.tables["tokens"][slot].tolist()
+    assert worker.tables["num_drafts"][slot] == 4
+    sampled, drafts = tokens[place], tokens[place + 1 : place + 5]
+
+    collector = Collector(plain.engine, (0, 1, 2))
+    (sample,) = collector.collect([Answered([*prompt, sampled], 1)], show_progress=False)
+    every = torch.arange(worker.vocab_size)
+    embedding, table = (
+        worker.kernels.embedded(every, t) for t in (worker.weights.embedding, worker.weights.head)
+    )
+    ids = head.draft_ids if head.draft_ids is not None else every
+    known = torch.tensor([[*prompt, sampled, *drafts]])
+    features = torch.nn.functional.pad(sample.features[: len(prompt)], (0, 0, 0, 5))[None]
+    with torch.no_grad():
+        unrolled = list(head.unroll(embedding, known, features, 4))
+    best = [int(ids[(hidden[0, len(prompt) - 1] @ table[ids].T).argmax()]) for hidden in unrolled]
+    assert drafts == best
+
+
+def test_a_head_of_another_model_is_refused(tmp_path):
+    head_for(make("tiny:smollm2"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, words in (
+        ({"vocab_size": 99}, ["vocab_size", "99", "259"]),
+        ({"hidden_size": 32}, ["hidden_size", "32"]),
+        ({"num_hidden_layers": 2}, ["num_hidden_layers", "one layer"]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, ["[0, 1, 9]"]),
+        ({"architectures": ["BertModel"]}, ["BertModel"]),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UnsupportedModelError) as info:
+            make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
+        assert all(word in str(info.value) for word in words), info.value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="say --speculative eagle3"):
+        make("tiny:smollm2", speculative="eagle", speculative_model=str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"odd": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="odd"):
+        make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
+    del weights["fc.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"fc\.weight is missing"):
+        make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
+
+
+def test_settings_that_make_no_sense():
+    for settings, words in (
+        ({"speculative": "magic"}, ["magic", "eagle3"]),
+        ({"speculative": "ngram", "speculative_steps": 0}, ["speculative_steps", "0"]),
+        ({"speculative": "ngram", "speculative_steps": 99}, ["speculative_steps", "99"]),
+        ({"speculative_model": "tiny:llama"}, ["speculative_model", "without"]),
+        ({"speculative": "ngram", "speculative_model": "tiny:llama"}, ["ngram"]),
+        ({"speculative": "draft"}, ["--speculative-model"]),
+    ):
+        with pytest.raises(ConfigError) as info:
+            make(**settings)
+        assert all(word in str(info.value) for word in words), info.value
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+    config = dict(open_checkpoint("tiny:llama", "auto").config) | {"vocab_size": 99}
+    assert parse_config(config).vocab_size == 99
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="99 tokens, the target 259"):
+        make(load_format="dummy", speculative="draft", speculative_model=str(tmp_path))

@@ -1,0 +1,301 @@
+"""What stands between the models of speculation: every kernel against composed.py, bit for bit.
+
+Of slot 0 the tables hold what they hold in an engine; of every other slot, used or not, anything.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slotzero import LLM, SamplingParams
+from slotzero.kernels.contract import Kernels, Tokens
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.triton.speculation import SEARCHED_BLOCK
+
+MAX_LEN, SPARE = 60, 3
+SIZES = [(1, 5), (7, 2), (33, 16), (150, 3)]  # rows, width
+NAN = float("nan")
+
+
+def agree(device: torch.device, call: Callable[..., Any], *given: Any) -> list[Tensor]:
+    """Both sets on copies: what they return and all that they were given is the same afterwards
+    -> the copies."""
+    sides = []
+    for kernels, where in ((ReferenceKernels(), "cpu"), (TritonKernels(), device)):
+        copies = tree_map(lambda value, to=where: value.to(to, copy=True), given)
+        result = call(kernels, *copies)
+        sides.append([t.cpu() for t in tree_leaves((result, copies)) if isinstance(t, Tensor)])
+    for want, got in zip(*sides, strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert torch.equal(bits(got), bits(want))
+    return sides[0][-len(tree_leaves(given)) :]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def ints(low: int, high: int, *shape: int) -> Tensor:
+    """In [low, high)"""
+    return torch.randint(low, high, shape, dtype=torch.int32)
+
+
+def slots_for(rows: int) -> Tensor:
+    """Each of 1 to rows once, in any order, but for some that are padding."""
+    slots = torch.randperm(rows).int() + 1
+    slots[torch.rand(rows) < 0.2] = 0
+    return slots if rows > 1 else torch.ones(1, dtype=torch.int32)
+
+
+def table_of(values: Tensor, neutral: int = 0) -> Tensor:
+    values[0] = neutral
+    return values
+
+
+def spoilt(*shape: int) -> Tensor:
+    return torch.full(shape, -7, dtype=torch.int32)
+
+
+def places(rows: int, width: int) -> Tokens:
+    return Tokens(*(spoilt(rows * width + SPARE) for _ in range(2)))
+
+
+def head(tokens: Tokens, rows: int, width: int) -> Tokens:
+    return Tokens(*(tensor[: rows * width] for tensor in tokens))
+
+
+class World(NamedTuple):
+    slots: Tensor
+    length: Tensor
+    limit: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, rows: int, width: int) -> "World":
+        torch.manual_seed(rows * 100 + width)
+        length = table_of(ints(1, MAX_LEN - width - 3, rows + 2))
+        limit = table_of(length + ints(-1, width + 4, rows + 2))
+        return cls(slots_for(rows), length, limit, table_of(ints(0, 3, rows + 2, MAX_LEN)))
+
+
+# Where tokens are
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_drafts_are_located(device, rows, width):
+    slots, length, limit, _ = World.of(rows, width)
+    num_drafts = table_of(ints(0, width + 3, rows + 2))
+    stale = torch.rand(rows + 2) < 0.3
+    drafted_at = table_of(length - stale.int(), -1)
+
+    def call(kernels: Kernels, slots, length, limit, num_drafts, drafted_at, tokens, tried):
+        tokens = head(tokens, rows, width)
+        return kernels.locate_drafts(
+            slots, length, limit, num_drafts, drafted_at, tokens, tried[:rows]
+        )
+
+    given = (slots, length, limit, num_drafts, drafted_at, places(rows, width), spoilt(rows + 2))
+    *_, tried = agree(device, call, *given)
+    assert tried[:rows][slots == 0].count_nonzero() == 0
+    if rows > 30:
+        assert {0, 1, width} <= set(tried[:rows][slots > 0].tolist())
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_new_tokens_are_located(device, rows, width):
+    slots, length, _, _ = World.of(rows, width)
+    num_new = table_of(torch.minimum(ints(0, width + 3, rows + 2), length))
+
+    def call(kernels: Kernels, slots, length, num_new, tokens):
+        return kernels.locate_new(slots, length, num_new, head(tokens, rows, width))
+
+    agree(device, call, slots, length, num_new, places(rows, width))
+
+
+# Which were right, and what is kept
+
+
+@pytest.mark.parametrize("right", ["all", "none", "some"])
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_drafts_are_right_up_to_the_first_that_is_not(device, rows, width, right):
+    """Behind it some are what was sampled, by chance."""
+    slots, length, _, tokens = World.of(rows, width)
+    tried = ints(0, width + 1, rows) * (slots > 0)
+    sampled = ints(0, 3, rows, width)
+    for row, slot in enumerate(slots.tolist()):
+        begin, num = int(length[slot]) + 1, int(tried[row])
+        if slot and right != "some":
+            change = 0 if right == "all" else 1
+            tokens[slot, begin : begin + num] = (sampled[row, :num] + change) % 3
+        sampled[row, num:] = -7
+
+    def call(kernels: Kernels, slots, tried, sampled, tokens, length, num_new, verified):
+        kernels.accept(slots, tried, sampled, tokens, length, num_new, verified[:rows])
+
+    given = (slots, tried, sampled, tokens, length, ints(0, 9, rows + 2), spoilt(rows + 2))
+    *_, verified = agree(device, call, *given)
+    wanted = {"all": tried, "none": tried.clamp_max(1)}.get(right, verified[:rows])
+    assert torch.equal(verified[:rows], wanted)
+    assert (verified[:rows] <= tried).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 33, 1100])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_what_is_new_is_kept(device, half, is_half, size):
+    rows, width, dtype = 7, 3, half if is_half else torch.float32
+    slots, *_ = World.of(rows, width)
+    counts = ints(0, width + 1, rows) * (slots > 0)
+    x = torch.randn(rows, width, size)
+    x[torch.arange(width) >= counts[:, None]] = NAN
+    table = torch.randn(rows + 2, width + 1, size)
+    table[:, width] = NAN
+    given = (slots, counts, x.to(dtype).flatten(0, 1), table.to(dtype))
+    agree(device, lambda kernels, *given: kernels.keep(*given), *given)
+
+
+@pytest.mark.parametrize("size", [1, 33, 1100])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_the_last_is_kept_and_fetched(device, half, is_half, size):
+    """x and the table are parts of something wider."""
+    rows, dtype = 7, half if is_half else torch.float32
+    slots, *_ = World.of(rows, 2)
+    last = torch.randperm(20)[:rows].int()
+    x, table = (torch.randn(n, size + 8).to(dtype) for n in (20, rows + 2))
+    x[last[slots == 0]] = NAN
+
+    def call(kernels: Kernels, slots, last, x, table):
+        kernels.keep_last(slots, last, x[:, :size], table[:, :size])
+        return kernels.fetch(slots, table[:, None, :size])
+
+    *_, kept = agree(device, call, slots, last, x, table)
+    assert not kept.isnan().any()
+
+
+@pytest.mark.parametrize("size", [0, 33, 1100])
+def test_places_are_fetched(device, half, size):
+    slots, *_ = World.of(7, 3)
+    table = torch.randn(9, 5, size, dtype=half)
+    table[:, 3:] = NAN
+    agree(device, lambda kernels, slots, table: kernels.fetch(slots, table[:, :3]), slots, table)
+
+
+# Who guesses what
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_drafts_are_allotted(device, rows, width):
+    slots, length, limit, _ = World.of(rows, width)
+    paged = table_of(length + ints(0, width + 3, rows + 2))
+    speculates, target = ints(0, 2, rows + 2), table_of(length + ints(-2, 2, rows + 2))
+
+    def call(kernels: Kernels, *given):
+        return kernels.allot(*given, width - 1)
+
+    agree(device, call, slots, length, limit + 2, paged, table_of(speculates), target)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_guesses_are_aimed(device, rows, width, behind):
+    slots, length, _, _ = World.of(rows, width)
+    num = ints(0, width, rows) * (slots > 0)
+
+    def call(kernels: Kernels, *given):
+        return kernels.aim(*given, width - 1, behind)
+
+    agree(device, call, slots, length[slots], num)
+
+
+def test_one_compiled_kernel_serves_every_aim(device):
+    ones = torch.ones(3, dtype=torch.int32, device=device)
+    aims = TritonKernels().aim(ones, ones, ones, 2, 0)
+    assert all(aim.data_ptr() % 16 == 0 for tensor in aims for aim in tensor)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 150])
+def test_a_guess_is_noted(device, rows):
+    slots, length, _, tokens = World.of(rows, 3)
+    positions = torch.where(slots > 0, length[slots] + 1, 2**30)
+    tokens[0] = -7
+    given = (slots, positions, ints(5, 99, rows), tokens)
+    *_, noted = agree(device, lambda kernels, *given: kernels.note(*given), *given)
+    assert (noted != tokens).sum() == (slots > 0).sum()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 150])
+def test_a_draft_is_closed(device, rows):
+    slots, length, _, _ = World.of(rows, 3)
+    given = (slots, ints(0, 99, rows), ints(0, 5, rows), spoilt(rows + 2), length)
+    agree(device, lambda kernels, *given: kernels.close_draft(*given), *given)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 15])
+def test_what_followed_is_recalled(device, steps):
+    """Texts of few words and of none twice, some longer than is searched at once; one that repeats
+    itself is guessed from its own guesses. What lies behind a text is never matched."""
+    torch.manual_seed(steps)
+    longest = 2 * SEARCHED_BLOCK + 50
+    lengths = [0, 9, 0, 1, 2, 3, 5, 40, SEARCHED_BLOCK, SEARCHED_BLOCK + 1, longest, 700, 700, 700]
+    rows = len(lengths) - 1
+    tokens = ints(0, 3, rows + 1, longest + 20)
+    tokens[11, : longest + 1] = torch.arange(longest + 1).int()
+    tokens[11, 100:103] = tokens[11, 698:701]  # far back, and the only one
+    tokens[12, :701] = torch.arange(701).int()
+    tokens[13, :701] = 7
+    for slot, length in enumerate(lengths):
+        tokens[slot, length + 1 :] = tokens[slot, max(0, length - 3)]
+    slots = torch.cat((torch.tensor([0]), torch.randperm(rows) + 1, torch.tensor([0]))).int()
+    length = torch.tensor(lengths).int()[slots]
+    num = ints(0, steps + 1, rows + 2)
+    num[(slots == 0) | (slots == 1)] = 0
+    num[slots > 9] = steps
+    tokens[0] = 0
+
+    def call(kernels: Kernels, *given):
+        return kernels.recall(*given, steps, 2, 4)
+
+    *_, known = agree(device, call, slots, length, num, tokens)
+    assert torch.equal(known[11, 701 : 701 + steps], known[11, 103 : 103 + steps])
+    assert torch.equal(known[12], tokens[12])
+    assert (known[13, 701 : 701 + steps] == 7).all()
+
+
+@pytest.mark.parametrize(("drafts", "vocab"), [(1, 3), (37, 101), (600, 5003)])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_logits_are_spread_over_the_vocabulary(device, half, is_half, drafts, vocab):
+    wide = torch.randn(3, drafts + 8).to(half if is_half else torch.float32)
+    wide[1, 0] = NAN
+    draft_of = torch.full((vocab,), -1, dtype=torch.int32)
+    draft_of[torch.randperm(vocab)[:drafts]] = torch.arange(drafts).int()
+
+    def call(kernels: Kernels, wide, draft_of):
+        return kernels.spread(wide[:, :drafts], draft_of)
+
+    agree(device, call, wide, draft_of)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
+def test_no_token_changes(device, monkeypatch, drafter):
+    """Of a prompt that repeats itself."""
+    settings = {
+        "backend": "eager", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 1,
+        "show_progress": False, "max_model_len": 64, "kv_cache_memory": 1 << 24,
+        "lazy_recording": True,
+    }  # fmt: skip
+    prompt = {"prompt_token_ids": [3, 4, 5, 6] * 3}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    answers = []
+    for more in ({}, {"speculative": drafter, "speculative_steps": 2}):
+        outputs = LLM("tiny:llama", **settings, **more).generate(prompt, params, use_tqdm=False)
+        answers.append(outputs[0].outputs[0].token_ids)
+        if device.type == "cpu":  # from here on
+            monkeypatch.setattr("slotzero.worker.kernels_for", lambda _: TritonKernels())
+    assert answers[0] == answers[1]

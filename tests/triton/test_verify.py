@@ -1,0 +1,278 @@
+"""Attention of uniform rows against a plain loop and the prefill path, over hostile pages."""
+
+import pytest
+import torch
+
+from slotzero.kernels.contract import Angles, Branches, Heads, Rows, Tokens
+from slotzero.kernels.triton import kernels, prefill, verify
+from slotzero.kernels.triton.kernels import TritonKernels
+
+STARTS = [0, 3, 200, 63, 64, 17, 130]
+GROUPS = [(2, 2, 16, 4), (6, 2, 24, 16), (8, 1, 64, 32)]  # heads, KV heads, head size, page size
+
+
+class Case:
+    """Rows of which the first `counts[r]` tokens are real. Whatever nobody stored is NaN, and so is
+    what padding brings with it; a page that is nobody's is page 0."""
+
+    def __init__(
+        self, shape, span, counts, device, dtype=torch.float32, starts=STARTS, norm=True,
+        value_dim=None, sinks=False, **kind,
+    ) -> None:  # fmt: skip
+        num_heads, kv_heads, dim, page = shape
+        value_dim = value_dim or dim
+        self.heads = Heads(num_heads, kv_heads, dim, value_dim, 1e-6, dim**-0.5, **kind)
+        self.span, self.counts, self.starts = span, counts, starts[: len(counts)]
+        per_slot = -(-(max(starts) + span) // page)
+        used = len(counts) * per_slot
+        self.table = torch.zeros(len(counts) + 1, per_slot, dtype=torch.int32)
+        self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
+        self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
+        for slot, start, count in self.rows():
+            low = max(0, start + 1 - (self.heads.window or start + 1))
+            for at in range(low, start):
+                self.kv[self.place(slot, at)] = torch.randn(kv_heads, dim + value_dim)
+            self.table[slot, : low // page] = 0
+            self.table[slot, -(-(start + count) // page) :] = 0
+        is_real = torch.tensor([j < n for n in counts for j in range(span)])
+        slots = torch.arange(1, len(counts) + 1).repeat_interleave(span) * is_real
+        places = torch.arange(span).repeat(len(counts))
+        positions = (torch.tensor(self.starts).repeat_interleave(span) + places) * is_real
+        self.tokens = Tokens(slots.int(), positions.int())
+        self.joined = torch.randn(len(slots), sum(self.heads.sizes) + 8)[:, :-8]
+        angle = torch.rand(len(slots), 1, dim // 2) * 6
+        for hostile in (self.joined, angle):
+            hostile[~is_real] = torch.nan
+        self.angles = Angles(angle.cos(), angle.sin())
+        self.norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if norm else (None, None)
+        self.sinks = torch.randn(num_heads) * 2 if sinks else None
+        self.device, self.dtype = device, dtype
+
+    def rows(self):
+        return zip(range(1, len(self.counts) + 1), self.starts, self.counts, strict=True)
+
+    def place(self, slot, at):
+        page = self.kv.shape[1]
+        return int(self.table[slot, at // page]), at % page
+
+    def rounded(self, tensor):
+        return None if tensor is None else tensor.to(self.dtype).float()
+
+    def expected(self):
+        """Token after token, in float32, of what the kernel is given -> attention, pages"""
+        heads, pages = self.heads, self.rounded(self.kv)
+        group = heads.num_heads // heads.num_kv_heads
+        parts = self.rounded(self.joined).split([*heads.sizes], dim=-1)
+        out = torch.zeros(len(self.joined), heads.num_heads, heads.value_dim)
+        for slot, start, count in self.rows():
+            for j in range(count):
+                t = (slot - 1) * self.span + j
+                q, k = (self.turned(parts[i][t], i, t) for i in (0, 1))
+                v = parts[2][t].view(-1, heads.value_dim)
+                pages[self.place(slot, start + j)] = torch.cat((k, v), dim=-1)
+                low = max(0, start + j + 1 - (heads.window or start + j + 1))
+                seen = [pages[self.place(slot, at)] for at in range(low, start + j + 1)]
+                keys, values = (
+                    torch.stack(seen)
+                    .repeat_interleave(group, 1)
+                    .split([heads.head_dim, heads.value_dim], dim=-1)
+                )  # [keys, heads, size] each
+                score = torch.einsum("hd,khd->hk", q, keys) * heads.scale
+                if heads.softcap is not None:
+                    score = heads.softcap * (score / heads.softcap).tanh()
+                if self.sinks is not None:
+                    score = torch.cat((score, self.rounded(self.sinks)[:, None]), dim=1)
+                weight = score.softmax(dim=1)[:, : len(keys)]
+                out[t] = torch.einsum("hk,khd->hd", weight, values)
+        return out.flatten(1), pages
+
+    def turned(self, part, i, t):
+        """Heads of token t, normed and rotated"""
+        part, norm = part.view(-1, self.heads.head_dim), self.rounded(self.norms[i])
+        if norm is not None:
+            part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * norm
+        (a, b), cos, sin = part.chunk(2, dim=-1), self.angles.cos[t], self.angles.sin[t]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    def given(self):
+        """-> what attention takes on the device, tokens, rows"""
+        one = [None if c is None else c.to(self.device, self.dtype) for c in self.constants()]
+        angles = Angles(*(t.to(self.device) for t in self.angles))
+        tokens = Tokens(*(t.to(self.device) for t in self.tokens))
+        owners = torch.tensor([slot if n else 0 for slot, _, n in self.rows()])
+        starts = torch.tensor(self.starts) * (owners > 0)
+        counts = torch.full_like(owners, self.span)
+        ends = torch.arange(1, len(owners) + 1) * self.span
+        rows = (t.to(self.device, torch.int32) for t in (owners, starts, counts, ends))
+        pages = self.kv.to(self.device, self.dtype, copy=True)
+        taken = *one, angles, pages, self.table.to(self.device)
+        return taken, tokens, Rows(*rows, span=self.span)
+
+    def constants(self):
+        return self.joined, *self.norms, self.sinks
+
+    def run(self, num_layers=1):
+        """Of the last of some equal layers, which share one plan."""
+        taken, tokens, rows = self.given()
+        plan = verify.plan(tokens.slots, rows, self.heads)
+        for _ in range(num_layers):
+            taken, _, _ = self.given()
+            out = verify.attend(*taken, plan, self.heads)
+            assert plan[8].abs().max() == 0, "a layer leaves its counts to the next"
+        return out.cpu().float(), taken[5].cpu().float()
+
+    def run_prefill(self):
+        taken, tokens, rows = self.given()
+        joined, q_norm, k_norm, sinks, angles, pages, table = taken
+        heads = self.heads
+        (blocks,) = prefill.plan(
+            rows.slots, rows.counts, rows.ends, rows.starts, len(joined),
+            heads.num_heads // heads.num_kv_heads,
+        )  # fmt: skip
+        q = prefill.rope_store(joined, q_norm, k_norm, angles, pages, table, *tokens, heads)
+        out = prefill.attend(q, sinks, pages, table, tokens.slots, blocks, heads)
+        return out.flatten(1).cpu(), pages.cpu()
+
+    def check(self, num_layers=1):
+        got, expected = self.run(num_layers), self.expected()
+        assert torch.allclose(got[0], expected[0], atol=1e-5)
+        assert (got[0][self.tokens.slots == 0] == 0).all()
+        same_pages(got[1], expected[1], 1e-5)
+
+
+def same_pages(got, expected, atol):
+    assert torch.equal(got.isnan(), expected.isnan()), "a place that is not the row's was written"
+    assert torch.allclose(got.nan_to_num(), expected.nan_to_num(), atol=atol)
+
+
+@pytest.fixture(autouse=True)
+def small_grid(monkeypatch):
+    """Of few programs, in which short rows are in several chunks."""
+    monkeypatch.setattr(verify, "cut_for", lambda *_: (10, 16))
+
+
+@pytest.mark.parametrize("shape", GROUPS)
+@pytest.mark.parametrize(
+    ("span", "counts"), [(2, [1, 2, 2, 0]), (5, [5, 1, 3, 0, 4]), (16, [16, 9, 15])]
+)
+def test_equals_a_loop(device, shape, span, counts):
+    Case(shape, span, counts, device).check()
+
+
+def test_every_count(device):
+    Case((3, 1, 16, 8), 6, [0, 1, 2, 3, 4, 5, 6], device, norm=False).check()
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 20, 130, 1000])
+def test_a_window_moves_with_the_token(device, window):
+    """The last tokens do not see all that the first sees."""
+    Case((4, 2, 16, 8), 5, [5, 4, 5], device, window=window).check()
+
+
+def test_a_chunk_of_which_a_token_sees_nothing(device):
+    Case((1, 1, 16, 8), 20, [20, 18], device, starts=[60, 10], window=40).check()
+
+
+@pytest.mark.parametrize("kind", [{}, {"softcap": 2.0}, {"window": 3}, {"window": 40}])
+def test_a_sink_takes_its_share_once(device, kind):
+    Case((6, 2, 16, 8), 4, [4, 1, 4], device, sinks=True, **kind).check()
+
+
+@pytest.mark.parametrize("kind", [{}, {"sinks": True, "window": 40, "softcap": 2.0}])
+@pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (16, 40), (192, 128)])
+def test_values_of_another_size(device, dim, value_dim, kind):
+    Case((4, 2, dim, 16), 3, [2, 3, 3], device, value_dim=value_dim, **kind).check()
+
+
+@pytest.mark.parametrize("cut", [(10, 16), (1, 64)])
+@pytest.mark.parametrize(
+    ("shape", "span", "kind"),
+    [
+        ((4, 2, 64, 16), 4, {}),
+        ((3, 1, 48, 16), 3, {"sinks": True, "window": 20, "softcap": 5.0}),
+        ((8, 1, 32, 8), 7, {"window": 100}),
+        ((2, 1, 256, 16), 2, {}),
+    ],
+)
+def test_16_bits(device, half, monkeypatch, shape, span, kind, cut):
+    """Short chunks, and such as are many tiles."""
+    monkeypatch.setattr(verify, "cut_for", lambda *_: cut)
+    case = Case(shape, span, [span, 1, 2, 0], device, half, **kind)
+    (out, pages), (expected, expected_pages) = case.run(), case.expected()
+    is_real = case.tokens.slots > 0
+    error = (out - expected)[is_real].norm(dim=1) / expected[is_real].norm(dim=1)
+    assert error.max() < 2e-2
+    assert (out[~is_real] == 0).all()
+    same_pages(pages, expected_pages, 0.1)  # two units of the last place at 8
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 30, "sinks": True, "softcap": 3.0}])
+def test_equals_prefill(device, kind):
+    case = Case((6, 2, 32, 16), 5, [5, 2, 4, 0], device, **kind)
+    (out, pages), (expected, expected_pages) = case.run(), case.run_prefill()
+    assert torch.allclose(out, expected, atol=1e-5)
+    same_pages(pages, expected_pages, 1e-5)
+
+
+def test_pages_of_one_position(device):
+    Case((4, 2, 16, 1), 4, [4, 2, 3], device, starts=[0, 30, 65]).check()
+
+
+def test_every_layer_of_a_step_uses_one_plan(device):
+    Case((4, 2, 16, 16), 3, [3, 1, 2], device).check(num_layers=2)
+
+
+def test_the_same_bits_again(device, half):
+    case = Case((4, 2, 64, 16), 4, [4, 2], device, half, starts=[200, 31])
+    first, _ = case.run()
+    assert torch.equal(case.run()[0], first)
+
+
+def test_the_grid_of_a_real_size(device, monkeypatch):
+    monkeypatch.undo()
+    Case((4, 2, 16, 16), 4, [4, 3], device, starts=[300, 0]).check()
+
+
+@pytest.mark.parametrize("norms_whole", [False, True])
+def test_uniform_rows_take_this_path(device, monkeypatch, norms_whole):
+    case = Case((4, 2, 16, 8), 3, [3, 0, 2], device, norms_whole=norms_whole, norm=not norms_whole)
+    taken, tokens, rows = case.given()
+    plan = TritonKernels().plan(tokens, rows, case.heads)
+    assert len(plan) == kernels.VERIFY
+    monkeypatch.setattr(prefill, "attend", None)
+    out = TritonKernels().attention(*taken, plan, case.heads)
+    expected, pages = case.expected()
+    assert torch.allclose(out.cpu(), expected, atol=1e-5)
+    same_pages(taken[5].cpu(), pages, 1e-5)
+
+
+def test_other_rows_do_not(device):
+    case = Case((4, 2, 16, 8), 3, [3, 2], device)
+    _, tokens, rows = case.given()
+    ones = torch.ones_like(tokens.positions)
+    branches = Branches(tokens.positions, ones.long())
+    wide = Heads(90, 2, 16, 16, 1e-6, 1.0)  # 3 * 45 pairs
+    for its_rows, heads, its_branches, expected in (
+        (rows._replace(span=0), case.heads, None, kernels.PREFILL),
+        (rows, wide, None, kernels.PREFILL),
+        (rows, case.heads, branches, kernels.TREES),
+        (None, case.heads, None, kernels.DECODE),
+    ):
+        plan = TritonKernels().plan(tokens, its_rows, heads, its_branches)
+        assert len(plan) == expected
+
+
+def test_a_card_with_less_memory_takes_fewer_pairs(monkeypatch):
+    heads = Heads(8, 1, 256, 256, 1e-6, 1.0)
+    assert verify.takes(16, heads) and not verify.takes(17, heads) and not verify.takes(0, heads)
+    monkeypatch.setattr(verify, "shared_memory", lambda: 99 << 10)
+    assert verify.takes(4, heads) and not verify.takes(16, heads)
+
+
+def test_every_grid_has_room_for_each_row(monkeypatch):
+    monkeypatch.undo()
+    for rows in (1, 2, 3, 64, 65, 500):
+        for kv_heads in (1, 2, 8, 128):
+            for pairs in (2, 6, 48, 128):
+                spare, smallest = verify.cut_for(rows, kv_heads, pairs)
+                assert spare >= rows and (rows + spare) % 4 == 0 and smallest % 64 == 0
