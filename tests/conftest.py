@@ -24,12 +24,16 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]
     return get
 
 
-LONGEST = ("test_triton.py", "test_models.py", "test_windows.py")
+LONGEST = ("test_triton.py", "test_models.py", "test_windows.py", "test_mutants.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files are shared out among processes in this order: long ones are begun with."""
+    """Files are shared out among processes in this order: long ones are begun with. Of the longest,
+    each test is a process of its own anyway, and may be anybody's."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        is_alone = item.path.name == LONGEST[0]
+        item.add_marker(pytest.mark.xdist_group(item.nodeid if is_alone else str(item.path)))
 
 
 _sees_gpu = torch.cuda.is_available

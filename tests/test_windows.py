@@ -225,3 +225,13 @@ def test_a_quantised_folder_is_read(oracles, tmp_path):
         (output,) = llm.generate([{"prompt_token_ids": [5, 9, 33]}], params, use_tqdm=False)
         answers.append(output.outputs[0].token_ids)
     assert answers[0] == answers[1]
+
+
+def test_groups_of_whole_context_get_as_many_pages_each():
+    """A request needs as many of each: pages of one that the other lacks would be wasted."""
+    shapes = [
+        GroupShape(name, n, 16, 2, 32, torch.float32) for name, n in (("full", 4), ("draft", 1))
+    ]
+    demand = Demand(max_num_seqs=64, chunk=64, expected_len=512, limit=4096)
+    pages, _ = split(shapes, 300 * sum(s.num_bytes for s in shapes), demand)
+    assert pages["full"] == pages["draft"] > 280

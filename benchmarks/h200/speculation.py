@@ -25,14 +25,17 @@ def main() -> None:
     parser.add_argument("--head", help="default: the model's own")
     parser.add_argument("--kind", default="eagle3")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--fixed", action="store_true", help="always guess, however much it costs")
     parser.add_argument("--kv-cache-memory", type=int, default=8 << 30)
     args = parser.parse_args()
     settings = {"max_num_seqs": 64, "max_model_len": 1024, "show_progress": False}
     settings |= {"kv_cache_memory": args.kv_cache_memory, "enable_prefix_caching": False}
+    settings |= {"dtype": args.dtype}
     plain = LLM(args.model, **settings)
     guessing = LLM(
         args.model, **settings, speculative=args.kind, speculative_model=args.head,
-        speculative_steps=args.steps,
+        speculative_steps=args.steps, speculative_adaptive=not args.fixed,
     )  # fmt: skip
     questions = [q.format(subject) for q in QUESTIONS for subject in SUBJECTS]
     prompts = plain.chat_prompts([[{"role": "user", "content": q}] for q in questions])

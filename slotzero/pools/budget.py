@@ -96,9 +96,10 @@ def split(
         pages = wanted
     if sliding_budget is not None:
         pages |= {s.name: _asked(s, sliding_budget, length, demand) for s in shapes if s.window}
-    for s in sorted(shapes, key=lambda s: s.window is not None):  # whole groups first
-        others = sum(pages[o.name] * o.num_bytes for o in shapes if o is not s)
-        fitting = (budget - spent - others) // s.num_bytes
+    for s in sorted(shapes, key=lambda s: s.window is not None):  # whole groups first, and alike
+        alike = [o for o in shapes if s.window is None and o.window is None] or [s]
+        others = sum(pages[o.name] * o.num_bytes for o in shapes if o not in alike)
+        fitting = (budget - spent - others) // sum(o.num_bytes for o in alike)
         if s.window is None or sliding_budget is None:
             pages[s.name] = min(max(pages[s.name], fitting), most[s.name])
         if fitting < pages[s.name]:
