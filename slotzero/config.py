@@ -56,7 +56,7 @@ class EngineConfig:
     """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
     head), draft (a small model), ngram (what followed before)."""
     speculative_model: str | None = None
-    """The head or the draft model; the default model has an eagle3 head of its own."""
+    """The head or the draft model."""
     speculative_steps: int = 4
     """Guesses in a row, at most."""
     speculative_adaptive: bool = True

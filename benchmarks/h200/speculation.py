@@ -1,6 +1,6 @@
-"""What speculation brings: the default model with and without its EAGLE-3 head, in one run.
+"""What speculation brings: a model with and without an EAGLE-3 head, in one run.
 
-    python benchmarks/h200/speculation.py [MODEL] [--head FOLDER] [--steps 4]
+    python benchmarks/h200/speculation.py [MODEL] --head FOLDER [--steps 4]
 
 Questions that no head has been trained on, through the chat template, greedy, 256 tokens each, end
 of text ignored, in batches of 1, 8 and 64. Prints a table, then one JSON line: tokens per second,
@@ -22,7 +22,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokeni
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--head", help="default: the model's own")
+    parser.add_argument("--head", required=True)
     parser.add_argument("--kind", default="eagle3")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--dtype", default="auto")

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from slotzero.config import DEFAULT_MODEL, EngineConfig
+from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
@@ -28,7 +27,6 @@ from slotzero.speculative.eagle import (
 from slotzero.speculative.model import ModelDrafter
 from slotzero.speculative.ngram import NgramDrafter
 
-SHIPPED_HEAD = Path(__file__).parent / "heads" / "smollm2"
 Make = Callable[[SlotTables, Mapping[str, KvPages]], Drafter]
 
 
@@ -67,8 +65,6 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     wanted = settings.speculative
     assert wanted is not None
     source = settings.speculative_model
-    if source is None and wanted == "eagle3" and settings.model == DEFAULT_MODEL:
-        source = str(SHIPPED_HEAD)
     checkpoint = None
     if source is not None:
         checkpoint = open_checkpoint(source, "auto")
@@ -77,7 +73,10 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     elif settings.load_format == "dummy" or settings.model.startswith("tiny:"):
         config = random_eagle(target.config, wanted)
     else:
-        raise ConfigError(f"speculative={wanted}: name the head with --speculative-model")
+        raise ConfigError(
+            f"speculative={wanted}: name the head with --speculative-model, or make one with "
+            "slotzero train-eagle"
+        )
     registry, kernels = target.registry, target.kernels
     kernels.refuse(config.group.heads)
     weights = load_head(
