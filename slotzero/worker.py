@@ -217,9 +217,8 @@ class Worker:
                 registry[passes.LOGITS].dtype,
             )
             self.verified = DownloadRing([registry[name] for name in VERIFY_RESULTS])
-            sizes = Ladder.doubling(rows)
             self.cycles = {
-                width: Cycle.of(speculation, width, sizes, registry, graphs)
+                width: Cycle.of(speculation, width, Ladder.doubling(rows), registry, graphs)
                 for width in limits.widths[1:]
             }
         self._seconds: dict[GraphKey, float] = {}
@@ -316,10 +315,11 @@ class Worker:
 
     def _download(self, step: Step) -> Results:
         wants_more = any(row.request.params.logprobs is not None for row in step.rows)
+        num_results = len(passes.RESULTS) if wants_more else 1
         rows, width = step.num_rows, step.width
         if width == 1:
-            return Results(self.results.download([rows] * (4 if wants_more else 1)))
-        sampled = [rows * width] * (4 if wants_more else 1)
+            return Results(self.results.download([rows] * num_results))
+        sampled = [rows * width] * num_results
         return Results(self.verified.download([rows, rows, *sampled]), width)
 
     # SlotWriter: in the order of these calls, before the step that was planned with them.

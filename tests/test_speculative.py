@@ -315,6 +315,7 @@ def test_a_head_of_another_model_is_refused(tmp_path):
         ({"num_hidden_layers": 2}, ["num_hidden_layers", "one layer"]),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, ["[0, 1, 9]"]),
         ({"architectures": ["BertModel"]}, ["BertModel"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic rope"]),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UnsupportedModelError) as info:

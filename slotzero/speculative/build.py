@@ -68,8 +68,7 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     checkpoint = None
     if source is not None:
         checkpoint = open_checkpoint(source, "auto")
-        names = frozenset(name.removeprefix("model.") for name in checkpoint.names())
-        config = parse_eagle(checkpoint.config, names, target.config, wanted, checkpoint.name)
+        config = parse_eagle(checkpoint, target.config, wanted)
     elif settings.load_format == "dummy" or settings.model.startswith("tiny:"):
         config = random_eagle(target.config, wanted)
     else:

@@ -3,8 +3,8 @@
 Location i of its KV holds a pair: the token at i + 1 and the target's hidden state at i, so it
 guesses the token at i + 2. Where no hidden state of the target is there yet it takes its own.
 EAGLE-1 and -2 are one kind of head (the last hidden state, joined with the embedding by `fc`);
-EAGLE-3 is the other (states of three layers, joined by `fc`, each side under a norm). Embedding and
-vocabulary head are the target's unless a checkpoint brings its own.
+EAGLE-3 is the other (states of three layers, joined by `fc`, each side under a norm). The embedding
+is the target's, and the vocabulary head too unless a checkpoint brings its own.
 
 The last location of a prefix that was found in the cache holds the pair of whoever computed it: its
 token may be another one. The guesses that follow may be a little worse.
@@ -31,13 +31,13 @@ from slotzero.speculative.drafter import Drafter
 
 GROUP = "draft"
 HIDDEN = "draft_hidden"
-ARCHITECTURES = {
-    "LlamaForCausalLMEagle": False,
-    "EagleLlamaForCausalLM": False,
-    "LlamaForCausalLMEagle3": True,
-    "Eagle3LlamaForCausalLM": True,
-    "LlamaForCausalLM": None,  # older heads: the weights tell
-}
+ARCHITECTURES = (  # which kind of head it is, its weights tell
+    "LlamaForCausalLMEagle",
+    "EagleLlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,9 @@ class EagleConfig:
             raise UnsupportedModelError(f"a head that sees layers {self.taps}: they must differ")
 
 
-def parse_eagle(
-    config: Mapping[str, Any], names: frozenset[str], target: ModelConfig, wanted: str, name: str
-) -> EagleConfig:
-    """`names` are the checkpoint's tensors, `wanted` is eagle or eagle3."""
+def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> EagleConfig:
+    """`wanted` is eagle or eagle3."""
+    config, name, names = checkpoint.config, checkpoint.name, _plain_names(checkpoint)
     architecture = (config.get("architectures") or [""])[0]
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -88,6 +87,8 @@ def parse_eagle(
     heads = Heads(num_heads, kv_heads, head_dim, head_dim, eps, head_dim**-0.5)
     max_position = int(config.get("max_position_embeddings") or target.max_position)
     rope = parse_rope({"rope_theta": 10000.0, **config}, head_dim, max_position)
+    if rope.depends_on_prompt:
+        raise UnsupportedModelError(f"{name}: a head with {rope.kind} rope is not implemented")
     return EagleConfig(
         is_third=is_third,
         taps=_taps(config, target, name) if is_third else (target.num_layers,),
