@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 from slotzero.errors import ConfigError
+from slotzero.speculative.shape import TreeShape
 
 DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
@@ -15,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 DRAFTERS = ("eagle", "eagle3", "ngram", "draft")
 MAX_STEPS = 15
+MAX_TOPK = 8
 SANITIZE_MODES = ("off", "sample", "full")
 SANITIZE_ACTIONS = ("log", "raise", "fallback")
 
@@ -59,6 +61,12 @@ class EngineConfig:
     """The head or the draft model."""
     speculative_steps: int = 4
     """Guesses in a row, at most."""
+    speculative_topk: int = 1
+    """Guesses side by side after each token; above 1 they form a tree, of which the best are
+    verified."""
+    speculative_num_draft_tokens: int | None = None
+    """Tokens of a tree that are verified at once, the newest one among them; default: 1 + steps *
+    topk."""
     speculative_adaptive: bool = True
     """Guess fewer, or none, while that is faster: by what was right lately and by how many run."""
     lazy_recording: bool = False
@@ -109,16 +117,38 @@ class EngineConfig:
                 _in_range(self.speculative_steps, MAX_STEPS),
                 f"is 1 to {MAX_STEPS}",
             ),
+            ("speculative_topk", _in_range(self.speculative_topk, MAX_TOPK), f"is 1 to {MAX_TOPK}"),
         ):
             if not ok:
                 raise ConfigError(f"{name} {rule}, got {getattr(self, name)!r}")
-        if self.speculative_model is not None and self.speculative is None:
-            raise ConfigError(
-                f"speculative_model={self.speculative_model!r} without speculative: "
-                f"say which kind it is, one of {', '.join(DRAFTERS)}"
-            )
+        self._check_speculation()
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
+
+    def _check_speculation(self) -> None:
+        for name, unset in (("speculative_model", None), ("speculative_topk", 1)):
+            if self.speculative is None and getattr(self, name) != unset:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} without speculative: "
+                    f"say which kind it is, one of {', '.join(DRAFTERS)}"
+                )
+        num = self.speculative_num_draft_tokens
+        if self.speculative_topk == 1 and num not in (None, self.speculative_steps + 1):
+            raise ConfigError(
+                f"speculative_num_draft_tokens={num}: without a tree (speculative_topk=1) "
+                f"speculative_steps={self.speculative_steps} decides, and verifies "
+                f"{self.speculative_steps + 1}"
+            )
+        if self.tree is not None and self.speculative == "ngram":
+            raise ConfigError("speculative_topk: an ngram drafter guesses one way, drop it")
+
+    @property
+    def tree(self) -> TreeShape | None:
+        if self.speculative_topk == 1:
+            return None
+        return TreeShape.of(
+            self.speculative_steps, self.speculative_topk, self.speculative_num_draft_tokens
+        )
 
 
 def _in_range(value: int, most: int) -> bool:

@@ -90,7 +90,8 @@ class Engine:
                 max_num_batched_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
                 page_size=limits.page_size,
-                max_width=limits.max_width,
+                ahead=limits.ahead,
+                drafter=self.worker.drafter_group,
                 enable_prefix_caching=limits.enable_prefix_caching,
             ),
             SlotPool(limits.max_num_seqs),
@@ -103,10 +104,11 @@ class Engine:
             with recording_bar(config.show_progress, limits.backend, num_sizes) as seen:
                 self.recording_seconds = self.worker.record(seen)
         self.num_steps = 0
-        self.speculation = SpeculationStats() if self.worker.cycles else None
+        steps = config.speculative_steps
+        self.speculation = SpeculationStats(steps) if self.worker.cycles else None
         self._widths: Widths = FixedWidth(limits.max_width)
         if config.speculative is not None and config.speculative_adaptive:
-            self._widths = WidthPolicy(limits.widths, self.worker.seconds)
+            self._widths = WidthPolicy(limits.widths, steps, self.worker.seconds)
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._answers: dict[str, Answer] = {}
@@ -211,7 +213,8 @@ class Engine:
             stats.add(num_drafts, num_right)
             has_room = row.request.max_len - row.start > 2 * step.width
             if launch.has_drafts and row.request.speculates and has_room:
-                self._widths.learn(step.width - 1, num_right)  # a place left empty was wrong too
+                # a place left empty was wrong too
+                self._widths.learn(min(step.width - 1, stats.num_positions), num_right)
 
     def _abandon(self) -> None:
         """A step failed: whoever runs ends; whoever waits goes on waiting."""

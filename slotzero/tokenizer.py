@@ -149,6 +149,17 @@ class Tokenizer:
         """The template of requests that have tools."""
         return self._tool_template or self.chat_template
 
+    def first_difference(
+        self, other: "Tokenizer", num_ids: int
+    ) -> tuple[int, str | None, str | None] | None:
+        """The lowest of so many token ids that has another text there, and its texts here and
+        there; one that is no token has none."""
+        for index in range(num_ids):
+            ours, theirs = self._backend.id_to_token(index), other._backend.id_to_token(index)
+            if ours != theirs:
+                return index, ours, theirs
+        return None
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 

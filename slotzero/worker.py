@@ -30,17 +30,21 @@ from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
 from slotzero.pools.tables import SlotTables
 from slotzero.request import Request
 from slotzero.runners import passes
-from slotzero.sampling.tables import SAMPLING_TABLES, encode
+from slotzero.sampling.tables import SAMPLING_TABLES, TableSpec, encode
 from slotzero.speculative.build import Prepared, Target, prepare_drafter
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FOLLOWED_FROM,
+    FOLLOWED_TO,
     LIMIT,
     NOWHERE,
     PAGED,
     SPECULATES,
     SPECULATION_TABLES,
+    Guesser,
 )
-from slotzero.speculative.passes import VERIFY_RESULTS, SpeculativePasses
+from slotzero.speculative.passes import SpeculativePasses
+from slotzero.speculative.tree import Trees, tree_tables
 from slotzero.step import Step
 
 MOST_RECORDED = 8192  # tokens of a recorded prefill; beyond, launches hide behind the work
@@ -61,17 +65,20 @@ class RowLogprobs:
 class Results:
     """What a launched step will have sampled; reading waits for the device."""
 
-    def __init__(self, download: Download, width: int = 1) -> None:
-        """With a width above 1 what was sampled is preceded by how many of each row count."""
-        self._download = download
-        self._width = width
+    def __init__(self, download: Download, width: int = 1, *, is_tree: bool = False) -> None:
+        """With a width above 1 what was sampled is preceded by how many of each row count, and how
+        many were tried; of a tree, by which they are too."""
+        self._download, self._width = download, width
+        self._is_tree = is_tree
+        self._num_before = 0 if width == 1 else 3 if is_tree else 2
 
     def tokens(self) -> list[list[int]]:
+        parts = self._download.wait()
+        sampled = parts[self._num_before].tolist()
         if self._width == 1:
-            return [[token] for token in self._download.wait()[0].tolist()]
-        counts, _, sampled, *_ = self._download.wait()
-        rows = sampled.view(-1, self._width).tolist()
-        return [row[:count] for row, count in zip(rows, counts.tolist(), strict=True)]
+            return [[token] for token in sampled]
+        counts = parts[0].tolist()
+        return [[sampled[i] for i in self._chosen(row)[:num]] for row, num in enumerate(counts)]
 
     def drafts(self) -> list[tuple[int, int]]:
         """By row: how many drafts were tried, and how many were right."""
@@ -80,12 +87,19 @@ class Results:
         return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
 
     def logprobs(self, row: int) -> list[RowLogprobs]:
-        """Of every token that was sampled in the row, those that do not count too."""
+        """Of every token that counts, and then of others."""
         *_, chosen, ids, values = self._download.wait()
         return [
             RowLogprobs(chosen[i].item(), ids[i].tolist(), values[i].tolist())
-            for i in range(row * self._width, (row + 1) * self._width)
+            for i in self._chosen(row)
         ]
+
+    def _chosen(self, row: int) -> list[int]:
+        """Which of all that were sampled are the row's: those that count, and then others."""
+        first = row * self._width
+        if not self._is_tree:
+            return [*range(first, first + self._width)]
+        return [first + node for node in self._download.wait()[2][row].tolist()]
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,8 @@ class Limits:
     widths: tuple[int, ...]
     """Tokens that a row of a step may have where all decode, ascending: 1, and then some that
     verify drafts."""
+    ahead: int
+    """Places behind the newest token of a request that drafts may take."""
     num_pages: Mapping[str, int]  # by group of layers, page 0 included
     windows: Mapping[str, int | None]
     page_size: int
@@ -161,6 +177,7 @@ class Worker:
             e.tensor.nbytes for e in registry.entries() if e.name.startswith("weight.")
         )
         groups = (*model.groups, *(prepared.groups if prepared else ()))
+        self.drafter_group = _drafter_group(model.groups, prepared.groups if prepared else ())
         shapes = group_shapes(groups, config.page_size, dtype)
         self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
         ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
@@ -176,7 +193,7 @@ class Worker:
             pages_per_slot,
             model.vocab_size,
             self.page_tables,
-            SPECULATION_TABLES if prepared else (),
+            _speculation_tables(config),
         )
         kv = {
             shape.name: KvPages(
@@ -202,9 +219,14 @@ class Worker:
         self.decode = Runner(step.decode_spec(Ladder.up_to(rows)), registry, graphs)
         self.prefills = _prefill_runners(step, registry, graphs, limits)
         self.results = DownloadRing([registry[name] for name in passes.RESULTS])
-        self._is_followed = drafter is not None and bool(drafter.groups)
+        self.tree = config.tree
+        self.verify_results: tuple[str, ...] = ()
         self.cycles: dict[int, Cycle] = {}
         if drafter is not None:
+            trees = None
+            if config.tree is not None:
+                assert isinstance(drafter, Guesser), drafter
+                trees = Trees(drafter, config.tree, registry)
             speculation = SpeculativePasses(
                 registry,
                 decoder,
@@ -215,8 +237,10 @@ class Worker:
                 rows,
                 limits.max_width,
                 registry[passes.LOGITS].dtype,
+                trees,
             )
-            self.verified = DownloadRing([registry[name] for name in VERIFY_RESULTS])
+            self.verify_results = speculation.results
+            self.verified = DownloadRing([registry[name] for name in self.verify_results])
             self.cycles = {
                 width: Cycle.of(speculation, width, Ladder.doubling(rows), registry, graphs)
                 for width in limits.widths[1:]
@@ -285,14 +309,8 @@ class Worker:
 
     def seconds(self, width: int, num_rows: int) -> float:
         """Of a step in which all decode; over empty rows, and measured when first asked for."""
-        runners = self.cycles[width] if width > 1 else self._plain[:1]
+        runners = self.cycles[width] if width > 1 else (self.decode,)
         return sum(self._seconds_of(runner, num_rows) for runner in runners)
-
-    @property
-    def _plain(self) -> tuple[Runner, ...]:
-        """Of a step in which every row has one token and samples. A drafter with KV of its own has
-        to follow, which it does in prefill alone."""
-        return self.prefills if self._is_followed else (self.decode,)
 
     def _seconds_of(self, runner: Runner, num_rows: int) -> float:
         key = runner.pick(num_rows, num_rows)
@@ -307,7 +325,7 @@ class Worker:
         if step.width > 1:
             return [_picked([runner], step) for runner in self.cycles[step.width]]
         if step.is_decode:
-            return [_picked(self._plain, step)]
+            return [_picked([self.decode], step)]
         launches = [_picked(self.prefills, step)]
         if self.cycles:
             launches.append(_picked([self.cycles[self.limits.max_width].draft], step))
@@ -319,8 +337,9 @@ class Worker:
         rows, width = step.num_rows, step.width
         if width == 1:
             return Results(self.results.download([rows] * num_results))
-        sampled = [rows * width] * num_results
-        return Results(self.verified.download([rows, rows, *sampled]), width)
+        sampled, is_tree = [rows * width] * num_results, self.tree is not None
+        by_row = [rows] * (3 if is_tree else 2)
+        return Results(self.verified.download([*by_row, *sampled]), width, is_tree=is_tree)
 
     # SlotWriter: in the order of these calls, before the step that was planned with them.
 
@@ -341,6 +360,8 @@ class Worker:
             stage(LIMIT, slot, [request.max_len])
             stage(SPECULATES, slot, [int(request.speculates)])
             stage(DRAFTED_AT, slot, [NOWHERE])
+            stage(FOLLOWED_FROM, slot, [request.followed_from])
+            stage(FOLLOWED_TO, slot, [num_computed])
             self._stage_paged(request)
 
     def pages_changed(
@@ -437,9 +458,17 @@ def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -
     return dtype
 
 
+def _speculation_tables(config: EngineConfig) -> tuple[TableSpec, ...]:
+    if config.speculative is None:
+        return ()
+    return (*SPECULATION_TABLES, *(tree_tables(config.tree) if config.tree else ()))
+
+
 def choose_widths(config: EngineConfig) -> tuple[int, ...]:
     if config.speculative is None:
         return (1,)
+    if config.tree is not None:
+        return (1, config.tree.num_nodes)
     most = config.speculative_steps + 1
     fewer = {config.speculative_steps // 2 + 1} if config.speculative_adaptive else set()
     return tuple(sorted({1, most, *fewer}))
@@ -464,7 +493,8 @@ def _resolve(
     budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
     widths = choose_widths(config)
-    chunk = max(tokens, 4 * (widths[-1] - 1))  # as SchedulerConfig.reach
+    ahead = widths[-1] - 1 if config.tree is None else config.tree.num_places
+    chunk = max(tokens, 4 * ahead)  # as SchedulerConfig.reach
     demand = Demand(rows, chunk, config.expected_len, config.max_model_len, max_position)
     pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
     return Limits(
@@ -475,11 +505,20 @@ def _resolve(
         max_num_seqs=rows,
         max_num_batched_tokens=tokens,
         widths=widths,
+        ahead=ahead,
         num_pages=pages,
         windows={shape.name: shape.window for shape in shapes},
         page_size=config.page_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
+
+
+def _drafter_group(groups: Sequence[KvGroup], of_drafter: Sequence[KvGroup]) -> int | None:
+    """Which of all groups tells what a drafter has computed: one that keeps it all, if there is."""
+    windows = [group.heads.window for group in of_drafter]
+    if not windows:
+        return None
+    return len(groups) + (windows.index(None) if None in windows else 0)
 
 
 def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) -> list[GroupShape]:

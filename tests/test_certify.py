@@ -18,7 +18,7 @@ from slotzero.config import EngineConfig
 from slotzero.engine import Engine
 from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
-from slotzero.kernels import composed
+from slotzero.kernels import composed_speculation as speculation
 from slotzero.kernels.contract import Rows, Tokens
 from slotzero.runners.passes import Followed
 from slotzero.sanitizer import actors, mutants
@@ -195,19 +195,19 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def writes_padding(patch: pytest.MonkeyPatch) -> None:
-    put = composed.put
-    patch.setattr(composed, "put", lambda *given: put(*given[:3], torch.ones_like(given[3])))
+    put = speculation.put
+    patch.setattr(speculation, "put", lambda *given: put(*given[:3], torch.ones_like(given[3])))
 
 
 def takes_all_tokens_for_real(patch: pytest.MonkeyPatch) -> None:
     """Those behind the last draft too."""
-    right = composed.lay_out
+    right = speculation.lay_out
 
     def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
         width = len(tokens.slots) // len(slots)
         return right(slots, starts, (slots > 0).int() * width, tokens)
 
-    patch.setattr(composed, "lay_out", lay_out)
+    patch.setattr(speculation, "lay_out", lay_out)
 
 
 def drafts_from_the_token_after(patch: pytest.MonkeyPatch) -> None:

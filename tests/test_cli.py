@@ -179,10 +179,111 @@ def test_only_what_was_given_is_passed_on() -> None:
         ("--kv-cache-memory 1.5G", {"kv_cache_memory": 3 << 29}),
         ("--kv-cache-memory 2m", {"kv_cache_memory": 2 << 20}),
         ("--kv-cache-memory 12", {"kv_cache_memory": 12}),
+        ("--speculative-algorithm EAGLE", {"speculative": "eagle"}),
+        ("--speculative-algorithm EAGLE3", {"speculative": "eagle3"}),
+        ("--speculative-algorithm NGRAM", {"speculative": "ngram"}),
+        ("--speculative-algorithm STANDALONE", {"speculative": "draft"}),
+        ("--speculative draft_model", {"speculative": "draft"}),
+        ("--speculative-draft-model-path head", {"speculative_model": "head"}),
+        ("--speculative-num-steps 3", {"speculative_steps": 3}),
+        ("--num-speculative-tokens 3", {"speculative_steps": 3}),
+        ("--speculative-eagle-topk 3", {"speculative_topk": 3}),
     ],
 )
 def test_flags_and_their_other_names(words: str, expected: dict) -> None:
     assert flags.engine_settings(generate.parser().parse_args(words.split())) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"method": "eagle3", "model": "head", "num_speculative_tokens": 3},
+            {"speculative": "eagle3", "speculative_model": "head", "speculative_steps": 3},
+        ),
+        ({"method": "EAGLE"}, {"speculative": "eagle"}),
+        (
+            {"method": "draft_model", "model": "small"},
+            {"speculative": "draft", "speculative_model": "small"},
+        ),
+        ({"model": "small"}, {"speculative": "draft", "speculative_model": "small"}),
+        ({"model": "[ngram]"}, {"speculative": "ngram"}),
+        (
+            {"method": "ngram", "model": "ngram", "num_speculative_tokens": 2},
+            {"speculative": "ngram", "speculative_steps": 2},
+        ),
+        (
+            {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+            {"speculative": "ngram"},
+        ),
+    ],
+)
+def test_speculation_as_vllm_writes_it(config: dict, expected: dict) -> None:
+    args = generate.parser().parse_args(["--speculative-config", json.dumps(config)])
+    assert flags.engine_settings(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ("{'method': 'ngram'}", "is not JSON"),
+        ('"ngram"', "is not an object"),
+        ("[]", "is not an object"),
+        ("{}", "give method, one of eagle, eagle3, ngram, draft_model, or model"),
+        ('{"num_speculative_tokens": 4}', "give method"),
+        ('{"method": "medusa"}', "method 'medusa' is not supported; use one of eagle, eagle3"),
+        ('{"method": 3}', "method is text, got 3"),
+        ('{"model": null}', "model is text, got None"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": true}',
+            "num_speculative_tokens is a whole number, got True",
+        ),
+        (
+            '{"model": "small", "quantization": "fp8"}',
+            "'quantization' is not supported; known: method, model, num_speculative_tokens",
+        ),
+        ('{"method": "ngram", "prompt_lookup_max": 5}', "prompt_lookup_max is always 4, got 5"),
+        ('{"method": "ngram", "prompt_lookup_min": 1}', "prompt_lookup_min is always 2, got 1"),
+        ('{"model": "small", "prompt_lookup_max": 4}', "prompt_lookup_max is of ngram"),
+    ],
+)
+def test_speculation_that_vllm_alone_understands(run: Run, config: str, names: str) -> None:
+    result = run("generate", "--speculative-config", config)
+    assert result.code == 2
+    assert "argument --speculative-config: " in result.err
+    assert names in result.err
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--speculative eagle", "--speculative eagle and draft in --speculative-config"),
+        ("--speculative-model big", "--speculative-model big and small"),
+        ("--speculative-num-steps 4", "--speculative-steps 4 and 3"),
+    ],
+)
+def test_speculation_said_twice(run: Run, words: str, names: str, is_first: bool) -> None:
+    config = '{"model": "small", "num_speculative_tokens": 3}'
+    given = [words.split(), ["--speculative-config", config]]
+    first, second = given if is_first else given[::-1]
+    result = run("generate", *first, *second, *TINY, "--prompt", "x")
+    assert result.code == 2
+    assert is_one_error_line(result.err)
+    assert names in result.err
+
+
+def test_speculation_said_twice_alike() -> None:
+    words = ["--speculative", "draft", "--speculative-config", '{"model": "small"}']
+    args = generate.parser().parse_args(words)
+    expected = {"speculative": "draft", "speculative_model": "small"}
+    assert flags.engine_settings(args) == expected
+
+
+def test_speculation_of_vllm_runs(run: Run, llm: LLM) -> None:
+    config = '{"model": "tiny:llama", "num_speculative_tokens": 2}'
+    result = run("generate", *TINY, "--prompt", "hello", "--speculative-config", config)
+    assert (result.code, result.out, result.err) == (0, answer(llm, "hello") + "\n", "")
 
 
 def test_seed_is_of_the_engine_and_of_the_request() -> None:

@@ -207,15 +207,19 @@ class Branching(NamedTuple):
 
     def tokens(self) -> tuple[Tokens, Branches]:
         """Padding between slots and where nobody stands, with branches out of this world."""
-        nobody = (0, 0, -(2**31), -1)
+        nobody = (0, 0, -(2**31), -1, -(2**31))
         rows = [nobody]
         for slot, tree in enumerate(self.trees, start=1):
             for i, parent in enumerate(tree.parents):
-                real = (slot, tree.base + i, tree.base, tree.bits(i) if parent is not None else 0)
-                rows.append(nobody if parent is None else real)
+                if parent is None:
+                    rows.append(nobody)
+                    continue
+                stands = tree.base + len(tree.branch(i)) - 1
+                rows.append((slot, tree.base + i, tree.base, tree.bits(i), stands))
             rows += [nobody] * (slot % 3)
-        slots, places, bases, seen = zip(*rows, strict=True)
-        return Tokens(ints(slots), ints(places)), Branches(ints(bases), torch.tensor(seen))
+        slots, places, bases, seen, stand = zip(*rows, strict=True)
+        branches = Branches(ints(bases), torch.tensor(seen), ints(stand))
+        return Tokens(ints(slots), ints(places)), branches
 
     def by_the_book(self, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
         """In double precision, -> [T, heads, value_dim]"""
@@ -226,7 +230,11 @@ class Branching(NamedTuple):
             if slot == 0:
                 continue
             tree = self.trees[slot - 1]
-            seen = [*range(tree.base), *(tree.base + i for i in tree.branch(place - tree.base))]
+            branch = tree.branch(place - tree.base)
+            first = 0
+            if heads.window is not None:
+                first = max(0, tree.base + len(branch) - heads.window)
+            seen = [*range(first, tree.base), *(tree.base + i for i in branch)]
             stored = torch.stack([kv[table[slot, at // page], at % page] for at in seen]).double()
             for head in range(heads.num_heads):
                 pair = stored[:, head // (heads.num_heads // heads.num_kv_heads)]
@@ -246,7 +254,9 @@ def branchings(draw: Callable) -> Branching:
     random, sizes = draw(st.randoms(use_true_random=False)), st.integers(1, 20) | st.just(63)
     trees = [grown(base, draw(sizes), random) for base, _ in attending.spans]
     spans = [(tree.base, tree.base + len(tree.parents)) for tree in trees]
-    heads = dataclasses.replace(attending.heads, window=None)
+    heads = attending.heads
+    if heads.window is not None:  # longer than a branch
+        heads = dataclasses.replace(heads, window=heads.window + 63)
     return Branching(attending._replace(heads=heads, spans=spans), trees)
 
 
@@ -254,12 +264,12 @@ def branchings(draw: Callable) -> Branching:
 @given(case=branchings(), size=st.integers(1, 11))
 def test_a_token_of_a_tree_sees_its_branch(case, size):
     kv, table = case.pages()
-    (slots, places), (bases, seen) = case.tokens()
+    (slots, places), branches = case.tokens()
     q = case.attending.queries(len(slots))
     q[slots == 0] = torch.nan
 
     def attend(kernels: ComposedKernels, rows: slice) -> Tensor:
-        parts = [x[rows].contiguous() for x in (q, slots, places, bases, seen)]
+        parts = [x[rows].contiguous() for x in (q, slots, places, *branches)]
         return kernels.attend(
             parts[0], case.attending.sinks, kv, table, *parts[1:3], case.attending.heads,
             Branches(*parts[3:]),
@@ -285,7 +295,35 @@ def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
     bases = (positions - back).clamp_min(0)
     seen = (2 << (positions - bases).long()) - 1
     for kernels in (CpuKernels(), REFERENCE):
-        assert torch.equal(kernels.attend(*args, Branches(bases, seen)), kernels.attend(*args))
+        branches = Branches(bases, seen, positions)
+        assert torch.equal(kernels.attend(*args, branches), kernels.attend(*args))
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=branchings() | attendings(), data=st.data())
+def test_nothing_is_seen_below_the_floor(case, data):
+    """As if what is there did not exist: it is NaN, and the rest of the softmax is as it was."""
+    attending, branches = case, None
+    if isinstance(case, Branching):
+        attending = case.attending
+        (slots, positions), branches = case.tokens()
+    else:
+        slots, positions = case.tokens()
+    kv, table = case.pages()
+    tops = [first for first, _ in attending.spans]
+    floors = ints([0, *(data.draw(st.integers(0, top)) for top in tops)])
+    q, heads = attending.queries(len(slots)), attending.heads
+    args = (q, attending.sinks, kv, table, slots, positions, heads, branches)
+    expected = REFERENCE.attend(*args, floors)
+    assert torch.equal(REFERENCE.attend(*args, torch.zeros_like(floors)), REFERENCE.attend(*args))
+    page = attending.page
+    for slot, floor in enumerate(floors.tolist()):
+        for at in range(floor if slot else 0):
+            kv[table[slot, at // page], at % page] = torch.nan
+    for kernels in (CpuKernels(), REFERENCE):
+        out = kernels.attend(*args, floors)
+        torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+        assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
@@ -314,7 +352,7 @@ def test_a_branch_is_what_it_would_be_alone(kind):
     branches = [tree.branch(i) for i in range(12)]
     seen = torch.tensor([tree.bits(i) for i in range(12)])
     depths = [4 + len(branch) for branch in branches]
-    together = attention([*range(5, 17)], depths, Branches(ints([5] * 12), seen))
+    together = attention([*range(5, 17)], depths, Branches(ints([5] * 12), seen, ints(depths)))
     for i, branch in enumerate(branches):
         alone = attention([5 + j for j in branch], [*range(5, 5 + len(branch))], None)
         torch.testing.assert_close(together[i], alone[-1], atol=1e-5, rtol=1e-5)
@@ -323,19 +361,18 @@ def test_a_branch_is_what_it_would_be_alone(kind):
 def test_branches_are_refused_where_nobody_could_see_them(kernels):
     tokens = Tokens(ints([1, 1]), ints([3, 4]))
     rows = Rows(ints([1]), ints([3]), ints([2]), ints([2]))
-    good = Branches(ints([3, 3]), torch.tensor([1, 3]))
-    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 4
-    with pytest.raises(ContractError, match="window of 7"):
-        kernels.plan(tokens, rows, heads_of(4, 2, 8, window=7), good)
+    good = Branches(ints([3, 3]), torch.tensor([1, 3]), ints([3, 4]))
+    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 6
     with pytest.raises(ContractError, match="give its rows"):
         kernels.plan(tokens, None, heads_of(4, 2, 8), good)
     for bad, name in (
         (good._replace(seen=ints([1, 3])), "seen must be torch.int64"),
         (good._replace(bases=ints([3])), "bases must be torch.int32"),
+        (good._replace(positions=torch.tensor([3, 4])), "positions must be torch.int32"),
     ):
         with pytest.raises(ContractError, match=name):
             kernels.plan(tokens, rows, heads_of(4, 2, 8), bad)
-        with pytest.raises(RuntimeError, match="attend: bases must be int32 and seen int64"):
+        with pytest.raises(RuntimeError, match="attend: of a tree's tensors each token has one"):
             kernels.attend(
                 torch.randn(2, 4, 8), None, torch.randn(2, 8, 2, 16), ints([0, 1]).view(2, 1),
                 *tokens, heads_of(4, 2, 8), bad,
@@ -608,8 +645,9 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, window):
     kv, table = torch.full((5, 4, 2, 26), torch.nan), ints([0, 0, 3, 1]).view(2, 2)
     outs = []
     for span in ((0, 2), (2, 7)):
-        plan = torch.ones(span[1] - span[0], dtype=torch.int32), torch.arange(*span).int()
-        angle = plan[1][:, None, None] * frequency
+        tokens = Tokens(ints([1] * (span[1] - span[0])), torch.arange(*span).int())
+        plan = kernels.plan(tokens, None, heads)
+        angle = tokens.positions[:, None, None] * frequency
         outs.append(
             kernels.attention(
                 joined[slice(*span)], q_norm, k_norm, sinks, Angles(angle.cos(), angle.sin()),
@@ -648,8 +686,7 @@ def test_a_compiler_can_trace_every_op(kernels):
         kernels.store_kv(k, v, kv, table, slots, slots)
         sinks, q = torch.empty(4), torch.empty(3, 4, 8)
         assert kernels.attend(q, sinks, kv, table, slots, slots, heads).shape == (3, 4, 6)
-        tree = Branches(slots, torch.empty(3, dtype=torch.int64))
-        heads = dataclasses.replace(heads, window=None)
+        tree = Branches(slots, torch.empty(3, dtype=torch.int64), slots)
         assert kernels.attend(q, None, kv, table, slots, slots, heads, tree).shape == (3, 4, 6)
         x, which = torch.empty(3, 24), torch.empty(3, dtype=torch.int64)
         weights = torch.empty(5, *kernels.packed_shape(20, 24))

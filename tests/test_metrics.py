@@ -172,7 +172,7 @@ def test_speculation_crosses_the_socket_and_reaches_the_page() -> None:
 
 
 def test_what_the_engine_counts_is_what_is_sent() -> None:
-    stats = SpeculationStats()
+    stats = SpeculationStats(4)
     stats.add_step(3)
     stats.add(2, 1)
     stats.add(0, 0)

@@ -240,7 +240,7 @@ class World:
         if oldest is not None and oldest.most_known >= oldest.max_len:
             can_advance = False  # its drafts may have been right to the end
         preemptions = {request: request.num_preemptions for request in self.alive}
-        step = self.scheduler.plan(self.widths.randint(1, self.config.max_width))
+        step = self.scheduler.plan(self.widths.randint(1, 1 + self.config.ahead))
         self.scheduler.check()
         if can_advance:
             assert step is not None
@@ -274,7 +274,7 @@ class World:
             if window is None:
                 assert num_held == len(pages)
             else:  # a window and a chunk, wherever they begin, and drafts of some steps
-                more = row.count + 5 * (self.config.max_width - 1)
+                more = row.count + 5 * self.config.ahead
                 assert num_held <= (window - 1 + more - 1 + size - 1) // size + 1
 
     def commit(self) -> None:
@@ -368,13 +368,13 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         spare_tokens=st.integers(0, 8),
         caching=st.booleans(),
-        max_width=st.sampled_from([1, 1, 2, 4]),
+        ahead=st.sampled_from([0, 0, 1, 3]),
     )
     def start(
-        self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching, max_width
+        self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching, ahead
     ) -> None:
         batch = max_num_seqs + spare_tokens
-        reach = max(batch, 4 * (max_width - 1))
+        reach = max(batch, 4 * ahead)
         self.world = World(
             num_pages=[_smallest(w, 14, reach, page_size) + spare_pages for w in windows],
             windows=windows,
@@ -383,7 +383,7 @@ class Traffic(RuleBasedStateMachine):
             max_model_len=14,
             page_size=page_size,
             enable_prefix_caching=caching,
-            max_width=max_width,
+            ahead=ahead,
         )
 
     @rule(
@@ -439,8 +439,8 @@ TestTraffic.settings = settings(max_examples=600, stateful_step_count=40, deadli
 
 
 def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> World:
-    batch, max_width = rng.choice([5, 16]), rng.choice([1, 3])
-    reach = max(batch, 4 * (max_width - 1))
+    batch, ahead = rng.choice([5, 16]), rng.choice([0, 2])
+    reach = max(batch, 4 * ahead)
     world = _world(
         num_pages=[
             _smallest(window, 24, reach, 4) + rng.randint(0, 5 if window is None else 2)
@@ -449,7 +449,7 @@ def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> W
         windows=windows,
         max_num_batched_tokens=batch,
         enable_prefix_caching=caching,
-        max_width=max_width,
+        ahead=ahead,
     )
     while len(world.requests) < 30 or world.scheduler.has_work:
         if len(world.requests) < 30 and rng.random() < 0.4:

@@ -32,6 +32,8 @@ DRAFTERS = {
     "right": {"speculative": "draft", "speculative_model": "tiny:llama"},
     "sloppy": {"speculative": "draft", "speculative_model": "tiny:llama"},
 }
+TREE = {"speculative_topk": 3, "speculative_steps": 3}
+DRAFTERS |= {f"{name} tree": DRAFTERS[name] | TREE for name in ("eagle", "eagle3", "right")}
 
 
 def make(model: str = "tiny:llama", **settings) -> LLM:
@@ -72,6 +74,10 @@ def test_no_token_changes(drafter, params):
     plain, guessing = make(), make(**DRAFTERS[drafter])
     assert answers(guessing, prompts, params) == answers(plain, prompts, params)
     stats = guessing.engine.speculation
+    if (
+        drafter == "right tree" and params is GREEDY
+    ):  # it is right, and has guessed other things too
+        assert stats.num_draft_tokens > 3 * stats.num_accepted_tokens > 3 * stats.num_drafts
     if drafter == "right":
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
     if drafter == "sloppy":
@@ -85,34 +91,49 @@ def test_any_number_of_guesses(steps):
     assert answers(make(**settings), prompts, GREEDY) == answers(make(), prompts, GREEDY)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "ngram"])
+@pytest.mark.parametrize("steps, topk, num", [(1, 8, 3), (2, 2, None), (5, 4, 20), (8, 8, 63)])
+def test_trees_of_any_shape(steps, topk, num):
+    prompts = prompts_of([5, 40, 17], VOCAB)
+    settings = DRAFTERS["right"] | {
+        "speculative_steps": steps,
+        "speculative_topk": topk,
+        "speculative_num_draft_tokens": num,
+        "max_model_len": 256,
+    }
+    warm = replace(SAMPLED, frequency_penalty=0.0, repetition_penalty=1.0)
+    params = [GREEDY, warm, SAMPLED]
+    assert answers(make(**settings), prompts, params) == answers(make(), prompts, params)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "ngram", "right tree"])
 @pytest.mark.parametrize("model", ["tiny:gemma3", "tiny:gpt-oss", "tiny:mimo-v2", "tiny:qwen3"])
 def test_other_models(model, drafter):
     prompts = prompts_of([5, 70, 17, 33], VOCAB)
     settings = dict(DRAFTERS[drafter])
-    if drafter == "sloppy":
+    if "speculative_model" in settings:
         settings["speculative_model"] = model
     assert answers(make(model, **settings), prompts, GREEDY) == answers(
         make(model), prompts, GREEDY
     )
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "sloppy"])
+@pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "eagle3 tree", "right tree"])
 def test_compiled(drafter):
     prompts = prompts_of([5, 40, 17], VOCAB)
     guessing = make(backend="cpu", **DRAFTERS[drafter])
-    assert answers(guessing, prompts, SAMPLED) == answers(make(backend="cpu"), prompts, SAMPLED)
-    cycle = guessing.engine.worker.cycles[5]
+    params = [SAMPLED, GREEDY, SAMPLED]
+    assert answers(guessing, prompts, params) == answers(make(backend="cpu"), prompts, params)
+    cycle = guessing.engine.worker.cycles[guessing.engine.limits.max_width]
     assert all(runner.counts.replays > 5 for runner in cycle)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "sloppy"])
+@pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "right tree"])
 def test_chunks_prefixes_and_preemption(drafter):
     shared = prompts_of([48], VOCAB)[0]["prompt_token_ids"]
     tails = prompts_of([1, 9, 20, 33, 5, 30], VOCAB, seed=5)
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     expected = answers(make(), prompts, GREEDY)
-    layers = 4 if drafter == "sloppy" else 3  # of the target and of the drafter
+    layers = 3 if drafter == "eagle3" else 4  # of the target and of the drafter
     page = layers * 16 * 2 * 2 * 16 * 4
     guessing = make(
         **DRAFTERS[drafter], max_num_batched_tokens=24, kv_cache_memory=17 * page, max_model_len=128
@@ -135,22 +156,28 @@ def test_some_want_no_guesses():
     assert guessing.engine.num_steps > 39  # the others go one by one
 
 
+RIGHT = pytest.mark.parametrize("right", ["right", "right tree"])
+
+
+@RIGHT
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 11])
-def test_the_end_in_the_middle_of_right_guesses(max_tokens):
+def test_the_end_in_the_middle_of_right_guesses(max_tokens, right):
     prompts = prompts_of([5, 40], VOCAB)
     params = replace(GREEDY, max_tokens=max_tokens)
-    assert answers(make(**DRAFTERS["right"]), prompts, params) == answers(make(), prompts, params)
+    assert answers(make(**DRAFTERS[right]), prompts, params) == answers(make(), prompts, params)
 
 
-def test_the_end_of_the_context():
+@RIGHT
+def test_the_end_of_the_context(right):
     prompts = prompts_of([150, 120, 3], VOCAB)
     params = replace(GREEDY, max_tokens=None)
     expected = answers(make(), prompts, params)
     assert {reason for _, reason, _ in expected} == {"length"}
-    assert answers(make(**DRAFTERS["right"]), prompts, params) == expected
+    assert answers(make(**DRAFTERS[right]), prompts, params) == expected
 
 
-def test_stop_ids_in_the_middle_of_right_guesses():
+@RIGHT
+def test_stop_ids_in_the_middle_of_right_guesses(right):
     prompts = prompts_of([5, 40, 17], VOCAB)
     plain = make()
     for place in range(6, 14):
@@ -158,7 +185,7 @@ def test_stop_ids_in_the_middle_of_right_guesses():
         params = replace(GREEDY, stop_token_ids=[tokens[place]])
         expected = answers(plain, prompts, params)
         assert expected[0][1] == "stop"
-        assert answers(make(**DRAFTERS["right"]), prompts, params) == expected
+        assert answers(make(**DRAFTERS[right]), prompts, params) == expected
 
 
 def test_stop_strings_and_text():
@@ -177,11 +204,12 @@ def test_stop_strings_and_text():
         assert got == expected
 
 
-def test_grammars_and_logprobs():
-    plain, guessing = (make(skip_tokenizer_init=False, **s) for s in ({}, DRAFTERS["right"]))
+@RIGHT
+def test_grammars_and_logprobs(right):
+    plain, guessing = (make(skip_tokenizer_init=False, **s) for s in ({}, DRAFTERS[right]))
     prompts = prompts_of([5, 12, 30], VOCAB)
     strict = replace(SAMPLED, structured_outputs={"regex": "[ab]{12}"}, ignore_eos=False)
-    params = [strict, SAMPLED, SAMPLED]
+    params = [strict, SAMPLED, replace(GREEDY, logprobs=3)]
     outputs = [llm.generate(prompts, params, use_tqdm=False) for llm in (plain, guessing)]
     for one, other in zip(*outputs, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
@@ -192,17 +220,44 @@ def test_grammars_and_logprobs():
                 assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "sloppy"])
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "sloppy", "right tree"])
 def test_widths_that_change_all_the_time(drafter, monkeypatch):
     """Whatever a policy chooses, none of it is seen in an answer."""
     prompts = prompts_of([5, 40, 17, 1, 60, 9], VOCAB)
     guessing = make(**DRAFTERS[drafter], speculative_adaptive=True)
     rng = random.Random(1)
     widths = guessing.engine.limits.widths
-    assert widths == (1, 3, 5)
+    assert widths == ((1, 10) if "tree" in drafter else (1, 3, 5))
     monkeypatch.setattr(guessing.engine._widths, "choose", lambda num_rows: rng.choice(widths))
     assert answers(guessing, prompts, SAMPLED) == answers(make(), prompts, SAMPLED)
-    assert set(guessing.engine.speculation.num_steps_by_width) >= {3, 5}
+    assert set(guessing.engine.speculation.num_steps_by_width) >= {*widths[1:]}
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "eagle3 tree"])
+def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
+    """Plain steps leave gaps in its KV, which the prefix cache keeps too."""
+    shared = prompts_of([20], VOCAB)[0]["prompt_token_ids"]
+    tails = prompts_of([5, 40, 17, 1, 9, 30], VOCAB, seed=3)
+    prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+    llm = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
+    engine, rng, widths = llm.engine, random.Random(1), llm.engine.limits.widths
+    registry = engine.worker.registry
+    registry["kv_draft"][:, 1:] = torch.nan
+    monkeypatch.setattr(engine._widths, "choose", lambda num_rows: rng.choice(widths))
+    step = engine.step
+
+    def watched():
+        grown = step()
+        assert registry["draft_hidden"].isfinite().all()
+        return grown
+
+    monkeypatch.setattr(engine, "step", watched)
+    for _ in range(3):  # the next prompt goes on where an answer has ended
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            prompt["prompt_token_ids"] = prompt["prompt_token_ids"] + output.outputs[0].token_ids
+    assert engine.scheduler.ledger.cache.stats.num_hit_tokens > 500
+    assert engine.speculation.num_steps_by_width[1] > 20
 
 
 def test_bad_guesses_are_given_up(monkeypatch):
@@ -215,8 +270,9 @@ def test_bad_guesses_are_given_up(monkeypatch):
     assert steps[1] > 3 * (steps[3] + steps[5])
 
 
-def test_cancelled_at_any_moment():
-    guessing = make(**DRAFTERS["right"])
+@RIGHT
+def test_cancelled_at_any_moment(right):
+    guessing = make(**DRAFTERS[right])
     engine, rng = guessing.engine, random.Random(0)
     for number in range(30):
         prompt = prompts_of([rng.randint(1, 40)], VOCAB, seed=number)[0]["prompt_token_ids"]
@@ -232,11 +288,12 @@ def test_cancelled_at_any_moment():
     assert engine.scheduler.slots.num_free == 4
 
 
-def test_the_distribution_is_the_target_s():
+@RIGHT
+def test_the_distribution_is_the_target_s(right):
     """Seeds differ between the two, so that what is compared is chance."""
     prompt = prompts_of([6], VOCAB)[0]
     counts = []
-    for offset, settings in ((0, {}), (10_000, DRAFTERS["right"])):
+    for offset, settings in ((0, {}), (10_000, DRAFTERS[right])):
         llm = make(**settings, max_num_seqs=16)
         params = [
             SamplingParams(temperature=1.5, top_k=4, seed=offset + i, max_tokens=3, ignore_eos=True)
@@ -342,10 +399,32 @@ def test_settings_that_make_no_sense():
         ({"speculative_model": "tiny:llama"}, ["speculative_model", "without"]),
         ({"speculative": "ngram", "speculative_model": "tiny:llama"}, ["ngram"]),
         ({"speculative": "draft"}, ["--speculative-model"]),
+        ({"speculative": "eagle3", "speculative_topk": 0}, ["speculative_topk", "0"]),
+        ({"speculative": "eagle3", "speculative_topk": 9}, ["speculative_topk", "9"]),
+        ({"speculative": "ngram", "speculative_topk": 2}, ["speculative_topk", "ngram"]),
+        ({"speculative_topk": 2}, ["speculative_topk", "without"]),
+        ({"speculative": "eagle3", "speculative_num_draft_tokens": 9}, ["9", "topk=1", "5"]),
+        (
+            {"speculative": "eagle3", "speculative_topk": 2, "speculative_num_draft_tokens": 64},
+            ["num_draft_tokens=64", "2 to 15"],
+        ),
+        (
+            {"speculative": "eagle3", "speculative_topk": 8, "speculative_steps": 15},
+            ["speculative_steps=15", "63"],
+        ),
     ):
         with pytest.raises(ConfigError) as info:
             make(**settings)
         assert all(word in str(info.value) for word in words), info.value
+
+
+def test_trees_are_refused_where_a_window_is_shorter_than_a_branch(tmp_path):
+    config = dict(open_checkpoint("tiny:gemma3", "auto").config) | {"sliding_window": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"load_format": "dummy", "speculative": "eagle3", "speculative_topk": 2}
+    with pytest.raises(UnsupportedModelError, match="window of 4 take no trees of 4 steps"):
+        make(str(tmp_path), **settings)
+    assert make(str(tmp_path), **settings, speculative_steps=3).engine.limits.ahead == 6
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):

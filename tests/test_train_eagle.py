@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero import LLM
+from slotzero import LLM, SamplingParams
+from slotzero.cli import main as cli
+from slotzero.cli import train_eagle
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.speculative.training import data
 from slotzero.speculative.training.acceptance import acceptance_len, num_accepted, walk
@@ -642,3 +644,178 @@ def test_a_table_of_another_model_is_refused() -> None:
     embedding, lm_head = make_tables()
     with pytest.raises(ConfigError, match=r"lm_head is \[40, 24\], got \[39, 24\]"):
         train(make_head(), embedding, lm_head[1:], [GOOD], [GOOD], max_steps=1)
+
+
+# The command
+
+
+TINY = ["tiny:smollm2", "--backend", "eager", "--no-show-progress"]
+SHORT = ["--num-sequences", "3", "--max-tokens", "6", "--steps", "3", "--report-every", "2"]
+
+
+def command(words: list[str]) -> int:
+    try:
+        return cli.main(["train-eagle", *words])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def write_lines(file: Path, *lines: str) -> Path:
+    file.write_text("\n".join(lines))
+    return file
+
+
+def line(tokens: list[int], first: int, held_out: bool = False) -> str:
+    return json.dumps({"tokens": tokens, "first": first, "held_out": held_out})
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Two answers to learn from and one to try on."""
+    ids = list(range(30))
+    lines = line(ids, 9), line(ids[::-1], 5), line(ids[4:], 6, held_out=True)
+    return write_lines(tmp_path / "text.jsonl", *lines)
+
+
+def test_the_command_writes_a_head_that_guesses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, file = tmp_path / "deep" / "head", tmp_path / "text.jsonl"
+    words = ["--out", str(out), "--text", str(file), "--max-model-len", "192"]
+    assert command([*TINY, *words, *SHORT]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["out"] == str(out)
+    assert [report["step"] for report in told["reports"]] == [2, 3]
+    assert all(1 <= report["acceptance_len"] <= 5 for report in told["reports"])
+    written, greedy = data.read_text(file, 259)
+    assert (len(written), len(greedy)) == (3, 1)
+    assert all(1 <= len(tokens) - first <= 6 for tokens, first in written + greedy)
+    guessing, plain = (
+        LLM("tiny:smollm2", backend="eager", show_progress=False, **more)
+        for more in ({"speculative": "eagle3", "speculative_model": str(out)}, {})
+    )
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answer, expected = (
+        one.generate("hello", params, use_tqdm=False)[0].outputs[0].token_ids
+        for one in (guessing, plain)
+    )
+    assert answer == expected
+    assert guessing.engine.speculation is not None
+    assert guessing.engine.speculation.num_draft_tokens > 0
+
+
+def test_the_command_learns_from_text_that_is_there(tmp_path: Path, text: Path) -> None:
+    before = text.read_text()
+    words = ["--out", str(tmp_path / "head"), "--text", str(text), "--layers", "2,0,1"]
+    words += ["--draft-vocab", "259", "--steps", "1", "--minutes", "1"]
+    assert command([*TINY, *words]) == 0
+    assert text.read_text() == before
+    head = load_head(tmp_path / "head")
+    assert head.config.feature_layers == (2, 0, 1)
+    assert head.draft_ids is not None and head.draft_ids.tolist() == list(range(259))
+
+
+def test_answers_up_to_the_end_of_the_context_are_cut(tmp_path: Path, text: Path) -> None:
+    words = ["--out", str(tmp_path / "head"), "--text", str(text), "--steps", "1"]
+    assert command([*TINY, *words, "--max-model-len", "30"]) == 0
+    assert data.cut([Answered([1] * 9, 4), Answered([1] * 9, 6), Answered([1, 2], 1)], 6) == [
+        Answered([1] * 6, 4)
+    ]
+
+
+def test_a_small_model_writes_messages_that_fit(llm: LLM) -> None:
+    prompts = self_prompts(llm, 3, show_progress=False)
+    assert len(prompts) == 3
+    assert max(map(len, prompts)) <= llm.engine.limits.max_model_len // 2
+
+
+@pytest.mark.parametrize("num_layers", [3, 4, 5, 6, 7, 30])
+def test_default_layers_differ(num_layers: int) -> None:
+    early, middle, late = train_eagle._default_layers(num_layers)
+    assert 0 <= early < middle < late < num_layers
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "say when to stop: --minutes or --steps"),
+        (["--steps", "0"], "--steps is at least 1, got 0"),
+        (["--minutes", "0"], "--minutes is above 0, got 0"),
+        (["--minutes", "nan"], "--minutes is above 0, got nan"),
+        (["--steps", "1", "--minutes", "-1"], "--minutes is above 0, got -1"),
+        (["--steps", "1", "--num-sequences", "1"], "--num-sequences is at least 2, got 1"),
+        (["--steps", "1", "--max-tokens", "1"], "--max-tokens is at least 2, got 1"),
+        (["--steps", "1", "--draft-vocab", "0"], "--draft-vocab is at least 1, got 0"),
+        (["--steps", "1", "--draft-vocab", "260"], "--draft-vocab 260: the model has 259 tokens"),
+        (["--steps", "1", "--batch-tokens", "0"], "--batch-tokens is at least 1, got 0"),
+        (["--steps", "1", "--report-every", "0"], "--report-every is at least 1, got 0"),
+        (["--steps", "1", "--learning-rate", "-1"], "--learning-rate is above 0, got -1"),
+        (["--steps", "1", "--learning-rate", "inf"], "--learning-rate is above 0, got inf"),
+        (["--steps", "1", "--layers", "0,1"], "'0,1' is not three layers such as 2,15,27"),
+        (["--steps", "1", "--layers", "0,1,3"], "--layers 0,1,3: a head sees three that differ"),
+        (["--steps", "1", "--layers", "0,1,1"], "--layers 0,1,1: a head sees three that differ"),
+        (["--steps", "1", "--model", "tiny:llama"], "two models"),
+        (["--steps", "1", "--enable-prefix-caching"], "--enable-prefix-caching: what is found"),
+        (["--steps", "1", "--no-lazy-recording"], "--no-lazy-recording: states"),
+        (["--steps", "1", "--speculative", "ngram"], "--speculative: a head is made without one"),
+        (["--steps", "1", "--text", "no/such/text"], "--text no/such/text: name a file in a"),
+        (["--steps", "1", "--text", "/"], "--text /: name a file in a folder that is there"),
+    ],
+)
+def test_the_command_refuses_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert command([*TINY, "--out", str(tmp_path / "head"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "head" / "config.json").exists()
+
+
+def test_a_model_of_two_layers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tiny:llama", *TINY[1:], "--out", str(tmp_path / "head"), *SHORT]
+    assert command(words) == 2
+    assert "a head sees three that differ, and the model has 2" in capsys.readouterr().err
+
+
+def test_a_folder_for_the_head_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").write_text("{}")
+    for words, message in (
+        ([], "the following arguments are required: --out"),
+        (["--out", str(tmp_path / "file")], "file: no folder (File exists), choose another"),
+        (["--out", str(tmp_path / "file" / "head")], "head: no folder (Not a directory)"),
+        (["--out", str(tmp_path / "made")], "made: there is a head already, choose another"),
+    ):
+        assert command([*TINY, *words, *SHORT]) == 2
+        assert message in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "made" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "no answer to learn from"),
+        ([line([1, 2, 3], 1)], "no answer to try on within 511 tokens"),
+        ([line([1, 2, 3], 1), "{"], "line 2: no answer: JSONDecodeError"),
+        ([line([1, 2, 3], 1), '{"tokens": [1, 2]}'], "line 2: no answer: KeyError('first')"),
+        ([line([1, 2, 3], 3)], "line 1: first is 3 of 3 tokens"),
+        ([line([1, 2, 3], 0)], "line 1: first is 0 of 3 tokens"),
+        ([line([1, 2, 259], 1)], "line 1: token id 259 is not in the vocabulary of 259"),
+    ],
+)
+def test_text_that_is_no_text_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], message: str
+) -> None:
+    file = write_lines(tmp_path / "text.jsonl", *lines)
+    words = ["--out", str(tmp_path / "head"), "--text", str(file), "--steps", "1"]
+    assert command([*TINY, *words]) == 2
+    told = capsys.readouterr().err
+    assert str(file) in told and message in told
+    file.write_bytes(b"\xff\xfe\x00")
+    assert command([*TINY, *words]) == 2
+    assert "line 1: no answer: " in capsys.readouterr().err

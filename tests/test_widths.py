@@ -101,7 +101,9 @@ class Run:
 
 
 def run(world: World, num_steps: int, seed: int) -> Run:
-    return Run(WidthPolicy(WIDTHS, world.cost), random.Random(seed)).go(world, num_steps)
+    return Run(WidthPolicy(WIDTHS, WIDTHS[-1] - 1, world.cost), random.Random(seed)).go(
+        world, num_steps
+    )
 
 
 # What is accepted
@@ -111,7 +113,7 @@ def run(world: World, num_steps: int, seed: int) -> Run:
 def test_expected_tokens_grow_with_the_width_and_with_hope(
     rows: list[tuple[int, int]], prior: float, num_known: int
 ) -> None:
-    acceptance = Acceptance(5, prior)
+    acceptance = Acceptance(4, prior)
     for row in rows:
         acceptance.learn(*row)
     tokens = [acceptance.expected(width) for width in range(1, 6)]
@@ -125,7 +127,7 @@ def test_expected_tokens_grow_with_the_width_and_with_hope(
 
 @given(prior=rates)
 def test_a_position_never_seen_has_the_prior(prior: float) -> None:
-    acceptance = Acceptance(4, prior)
+    acceptance = Acceptance(3, prior)
     assert acceptance.expected(4) == pytest.approx(1 + prior + prior**2 + prior**3)
     for _ in range(20 * MEMORY):
         acceptance.learn(2, 1)  # the third draft is not there, the second is refused
@@ -137,7 +139,7 @@ def test_a_position_never_seen_has_the_prior(prior: float) -> None:
 @settings(deadline=None, max_examples=25)
 @given(truth=st.lists(rates, min_size=4, max_size=4), prior=rates, seed=seeds)
 def test_the_estimate_converges(truth: list[float], prior: float, seed: int) -> None:
-    acceptance, world, rng = Acceptance(5, prior), World(truth, lambda *_: 1.0), random.Random(seed)
+    acceptance, world, rng = Acceptance(4, prior), World(truth, lambda *_: 1.0), random.Random(seed)
     seen = []
     for i in range(8 * MEMORY):
         acceptance.learn(4, world.accepted(5, rng))
@@ -148,7 +150,7 @@ def test_the_estimate_converges(truth: list[float], prior: float, seed: int) -> 
 
 @given(rate=rates, num_old=st.integers(0, 2000))
 def test_what_is_doubted_is_soon_outweighed(rate: float, num_old: int) -> None:
-    acceptance = Acceptance(3, rate)
+    acceptance = Acceptance(2, rate)
     for _ in range(num_old):
         acceptance.learn(2, 0)
     acceptance.doubt(0)
@@ -160,7 +162,7 @@ def test_what_is_doubted_is_soon_outweighed(rate: float, num_old: int) -> None:
 @pytest.mark.parametrize("row", [(1, 2), (3, 0), (2, -1)])
 def test_what_cannot_have_been_accepted_is_refused(row: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="drafts"):
-        Acceptance(3).learn(*row)
+        Acceptance(2).learn(*row)
 
 
 # What is chosen
@@ -218,7 +220,7 @@ def crowded(width: int, num_rows: int) -> float:
 @given(num_rows=st.integers(20, 1000))
 def test_what_cannot_pay_is_not_tried(num_rows: int) -> None:
     """A full device: three tokens take three times as long as one, and drafts come on top."""
-    policy = WidthPolicy(WIDTHS, crowded)
+    policy = WidthPolicy(WIDTHS, WIDTHS[-1] - 1, crowded)
     chosen = [policy.choose(num_rows) for _ in range(NUM_FIRST + 200)]
     assert set(chosen[NUM_FIRST:]) == {1}
 
@@ -266,14 +268,14 @@ def test_a_fixed_width(width: int, rows: list[tuple[int, int]], num_rows: int) -
 
 
 def test_one_width_is_chosen_always() -> None:
-    policy = WidthPolicy([4], crowded)
+    policy = WidthPolicy([4], 3, crowded)
     assert {policy.choose(n) for n in range(1, 300)} == {4}
 
 
 @pytest.mark.parametrize("widths", [(), (0, 1), (-1,), (3, 1), (2, 2)])
 def test_widths_that_do_not_ascend_are_refused(widths: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError):
-        WidthPolicy(widths, crowded)
+        WidthPolicy(widths, 4, crowded)
 
 
 def test_a_fixed_width_of_nothing_is_refused() -> None:
@@ -286,7 +288,7 @@ def test_a_fixed_width_of_nothing_is_refused() -> None:
 
 @given(rows=st.lists(drafts, max_size=40), widths=st.lists(st.sampled_from(WIDTHS), max_size=20))
 def test_stats_recount(rows: list[tuple[int, int]], widths: list[int]) -> None:
-    stats = SpeculationStats()
+    stats = SpeculationStats(4)
     for row in rows:
         stats.add(*row)
     for width in widths:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_origin
 
+from slotzero.cli.drafters import drafter, speculative_config
 from slotzero.config import (
     BACKENDS,
     DEFAULT_MODEL,
@@ -41,6 +42,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "speculative": ("--speculative-algorithm",),
     "speculative_model": ("--speculative-draft-model-path",),
     "speculative_steps": ("--speculative-num-steps", "--num-speculative-tokens"),
+    "speculative_topk": ("--speculative-eagle-topk",),
 }
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "--disable-cuda-graph": ("enforce_eager", True),
@@ -120,6 +122,14 @@ def add_engine_flags(parser: argparse.ArgumentParser, **preferred: Any) -> None:
             default=argparse.SUPPRESS,
             help=f"The same as {_flag(name) if value else _flag('no_' + name)}.",
         )
+    group.add_argument(
+        "--speculative-config",
+        type=speculative_config,
+        default=argparse.SUPPRESS,
+        metavar="JSON",
+        help="--speculative, its model and its steps, as vLLM writes them: "
+        '{"method": "eagle3", "model": "path", "num_speculative_tokens": 4}.',
+    )
     parser.set_defaults(**preferred)
 
 
@@ -141,7 +151,13 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What EngineConfig and LLM take beside the model."""
-    return {name: value for name, value in vars(args).items() if name in ENGINE_FIELDS}
+    given = {name: value for name, value in vars(args).items() if name in ENGINE_FIELDS}
+    for name, value in vars(args).get("speculative_config", {}).items():
+        if given.setdefault(name, value) != value:
+            raise ConfigError(
+                f"{_flag(name)} {given[name]} and {value} in --speculative-config: drop one"
+            )
+    return given
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -216,7 +232,8 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     if field.name == "stop" or get_origin(field.type) is tuple:
         return {"action": "append", "metavar": "TEXT"}
     if field.name in CHOICES:
-        return {"choices": CHOICES[field.name], "type": str.lower}
+        as_ours = drafter if field.name == "speculative" else str.lower
+        return {"choices": CHOICES[field.name], "type": as_ours}
     if field.name in SIZES:
         return {"type": size, "metavar": "BYTES"}
     if field.type in (str, str | None):

@@ -5,6 +5,8 @@ It does not know how a head learns: that is in slotzero/speculative/training/.
 
 import argparse
 import json
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from slotzero.llm import LLM
     from slotzero.speculative.training.data import Answered
     from slotzero.speculative.training.loop import Report
+
+    Text = tuple[list[Answered], list[Answered]]
+    """Answers to learn from, and greedy ones to try on."""
 
 DESCRIPTION = """\
 Train a draft head (EAGLE-3) for a model.
@@ -52,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--minutes", type=float, metavar="N", help="of training; text and states come before"
     )
-    group.add_argument("--steps", type=int, metavar="N", help="of training")
+    group.add_argument(
+        "--steps", type=int, metavar="N", help="of training; with --minutes, whichever ends first"
+    )
     group.add_argument(
         "--draft-vocab", type=int, metavar="N",
         help="guess only the N most frequent tokens of the answers (default: all of them)",
@@ -64,24 +71,14 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--learning-rate", type=float, default=5e-4, metavar="X")
     group.add_argument("--batch-tokens", type=int, default=16384, metavar="N")
     group.add_argument("--report-every", type=int, default=200, metavar="STEPS")
-    flags.add_engine_flags(made, enable_prefix_caching=False)
+    flags.add_engine_flags(made, enable_prefix_caching=False, lazy_recording=True)
     return made
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.minutes is None and args.steps is None:
-        raise ConfigError("say when to stop: --minutes or --steps")
-    if args.num_sequences < 2:
-        raise ConfigError(f"--num-sequences is at least 2, got {args.num_sequences}")
-    out = Path(args.out)
-    if (out / "config.json").exists():
-        raise ConfigError(f"--out {out}: there is a head already, choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
+    _check(args)
     settings = _settings(args)
-    if settings.get("enable_prefix_caching"):
-        raise ConfigError(
-            "--enable-prefix-caching: what is found in a cache cannot be learned from"
-        )
+    out = _folder(args.out)
     from slotzero.llm import LLM
 
     llm = LLM(flags.chosen_model(args), **settings)
@@ -92,14 +89,60 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    """What would be found out late: text and states take longer than training."""
+    if args.minutes is None and args.steps is None:
+        raise ConfigError("say when to stop: --minutes or --steps")
+    for flag, count, least in (
+        ("--steps", args.steps, 1),
+        ("--num-sequences", args.num_sequences, 2),
+        ("--max-tokens", args.max_tokens, 2),
+        ("--draft-vocab", args.draft_vocab, 1),
+        ("--batch-tokens", args.batch_tokens, 1),
+        ("--report-every", args.report_every, 1),
+    ):
+        if count is not None and count < least:
+            raise ConfigError(f"{flag} is at least {least}, got {count}")
+    for flag, amount in (("--minutes", args.minutes), ("--learning-rate", args.learning_rate)):
+        if amount is not None and not 0 < amount < math.inf:
+            raise ConfigError(f"{flag} is above 0, got {amount}")
+    text = None if args.text is None else Path(args.text)
+    if text is not None and (text.is_dir() or not text.parent.is_dir()):
+        raise ConfigError(f"--text {text}: name a file in a folder that is there")
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse."""
     from slotzero.config import EngineConfig
     from slotzero.worker import choose_backend
 
-    settings = flags.engine_settings(args) | {"lazy_recording": True}
+    settings = flags.engine_settings(args)
+    for flag, is_given, why in (
+        (
+            "--enable-prefix-caching",
+            settings["enable_prefix_caching"],
+            "what is found in a cache cannot be learned from",
+        ),
+        ("--no-lazy-recording", not settings["lazy_recording"], "states are collected unrecorded"),
+        ("--speculative", "speculative" in settings, "a head is made without one"),
+    ):
+        if is_given:
+            raise ConfigError(f"{flag}: {why}, drop it")
     device, _ = choose_backend(EngineConfig(**settings))
     return {"dtype": "bfloat16", **settings} if device.type == "cuda" else settings
+
+
+def _folder(name: str) -> Path:
+    out = Path(name)
+    if (out / "config.json").exists():
+        raise ConfigError(f"--out {out}: there is a head already, choose another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: no folder ({error.strerror}), choose another") from None
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"--out {out} cannot be written to: choose another folder")
+    return out
 
 
 def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
@@ -112,10 +155,10 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
 
     engine, shown = llm.engine, args.show_progress if "show_progress" in args else True
     worker = engine.worker
-    layers = args.layers or _default_layers(worker.model.num_layers)
-    if not all(0 <= layer < worker.model.num_layers for layer in layers):
+    layers = _chosen_layers(args.layers, worker.model.num_layers)
+    if args.draft_vocab is not None and args.draft_vocab > worker.vocab_size:
         raise ConfigError(
-            f"--layers {layers}: the model has layers 0 to {worker.model.num_layers - 1}"
+            f"--draft-vocab {args.draft_vocab}: the model has {worker.vocab_size} tokens"
         )
     collector = Collector(engine, layers)
     written, greedy = _text(llm, args, shown)
@@ -139,24 +182,39 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     )  # fmt: skip
 
 
-def _text(
-    llm: "LLM", args: argparse.Namespace, shown: bool
-) -> tuple["list[Answered]", "list[Answered]"]:
-    """-> answers to learn from, and greedy ones to try on"""
+def _text(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
     from slotzero.speculative.training import data
 
     file = None if args.text is None else Path(args.text)
     if file is not None and file.exists():
-        return data.read_text(file)
+        stored = data.read_text(file, llm.engine.worker.vocab_size)
+        return _usable(llm, stored, f"--text {file}")
+    made = _usable(llm, _write(llm, args, shown), "the model")
+    if file is not None:
+        data.write_text(file, *made)
+    return made
+
+
+def _usable(llm: "LLM", text: "Text", source: str) -> "Text":
+    from slotzero.speculative.training import data
+
+    most = llm.engine.limits.max_model_len - 1  # as a prompt, it leaves room for an answer
+    written, greedy = (data.cut(answered, most) for answered in text)
+    for what, answered in (("learn from", written), ("try on", greedy)):
+        if not answered:
+            raise ConfigError(f"{source}: no answer to {what} within {most} tokens")
+    return written, greedy
+
+
+def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
+    from slotzero.speculative.training import data
+
     num_tried = min(HELD_OUT, max(1, args.num_sequences // 8))
     num_prompts = args.num_sequences + num_tried
     prompts = data.self_prompts(llm, num_prompts, top_p=0.95, show_progress=shown)
     kept, tried = prompts[num_tried:], prompts[:num_tried]
     written = data.answers(llm, kept, TEMPERATURES, args.max_tokens, show_progress=shown)
     greedy = data.answers(llm, tried, (0.0,), args.max_tokens, show_progress=shown)
-    written, greedy = ([a for a in of if len(a.tokens) > a.first] for of in (written, greedy))
-    if file is not None:
-        data.write_text(file, written, greedy)
     return written, greedy
 
 
@@ -189,9 +247,21 @@ def _show(report: "Report") -> None:
     )
 
 
+def _chosen_layers(given: tuple[int, int, int] | None, num: int) -> tuple[int, int, int]:
+    layers = given or _default_layers(num)
+    if len(set(layers)) < 3 or not all(0 <= layer < num for layer in layers):
+        raise ConfigError(
+            f"--layers {','.join(map(str, layers))}: a head sees three that differ, and the model "
+            f"has {num}, from 0 on"
+        )
+    return layers
+
+
 def _default_layers(num_layers: int) -> tuple[int, int, int]:
     """As the field has it: an early, a middle and a late one."""
-    return min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)
+    if num_layers < 7:  # those of the field would meet
+        return 0, num_layers // 2, num_layers - 1
+    return 2, num_layers // 2, num_layers - 3
 
 
 def _layers(text: str) -> tuple[int, int, int]:

@@ -50,6 +50,8 @@ class RunnerSpec:
     width: int = 1
     follows: Mapping[str, str] = field(default_factory=dict)
     """Of tables, where this runner writes what it has chosen: the tensor that it chose from."""
+    ahead: int = 0
+    """Places behind the newest token of a slot that it may write."""
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.kernels.composed_speculation import ComposedSpeculation
 from slotzero.kernels.contract import (
     Activation,
-    Aims,
     Angles,
     Branches,
     Experts,
     ExpertWeights,
     Heads,
-    Kernels,
     Normed,
     Plan,
     Rows,
@@ -27,9 +26,10 @@ from slotzero.kernels.contract import (
 )
 
 CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
+NO_BRANCHES = (None, None, None)
 
 
-class ComposedKernels(Kernels):
+class ComposedKernels(ComposedSpeculation):
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         """x [rows, in_features], a packed weight -> [rows, out_features]"""
@@ -64,9 +64,11 @@ class ComposedKernels(Kernels):
         positions: Tensor,
         heads: Heads,
         branches: Branches | None = None,
+        floors: Tensor | None = None,
     ) -> Tensor:
         """-> [T, heads, value_dim]; each token attends to its own position and those before it, the
-        last `window` of them, or those of its branch; slot 0 gets zeros."""
+        last `window` of them, or those of its branch, and none below its slot's floor; slot 0 gets
+        zeros."""
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Nothing here is compiled at its first use."""
@@ -82,12 +84,16 @@ class ComposedKernels(Kernels):
         torch.add(positions, slots > 0, out=after)
 
     def plan(
-        self, tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+        self,
+        tokens: Tokens,
+        rows: Rows | None,
+        heads: Heads,
+        branches: Branches | None = None,
+        floors: Tensor | None = None,
     ) -> Plan:
-        if branches is None:
-            return tokens
-        branches.check(tokens, rows, heads)
-        return *tokens, *branches
+        if branches is not None:
+            branches.check(tokens, rows)
+        return *tokens, *(branches or NO_BRANCHES), floors
 
     def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         angle = (tokens.positions[:, None].float() * frequency)[:, None]
@@ -210,8 +216,11 @@ class ComposedKernels(Kernels):
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
-        slots, positions, *tree = plan
-        branches = Branches(*tree) if tree else None
+        slots, positions, bases, seen, stands, floors = plan
+        assert slots is not None and positions is not None
+        branches = None
+        if bases is not None and seen is not None and stands is not None:
+            branches = Branches(bases, seen, stands)
         q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
         if heads.norms_whole:
             q, k = _maybe_norm(q, q_norm, heads), _maybe_norm(k, k_norm, heads)
@@ -221,8 +230,9 @@ class ComposedKernels(Kernels):
         q, k = rotate(q, *angles), rotate(k, *angles)
         v = v.contiguous().view(len(joined), -1, heads.value_dim)
         self.store_kv(k, v, kv_pages, page_table, slots, positions)
-        attended = self.attend(q, sinks, kv_pages, page_table, slots, positions, heads, branches)
-        return attended.flatten(1)
+        return self.attend(
+            q, sinks, kv_pages, page_table, slots, positions, heads, branches, floors
+        ).flatten(1)
 
     def advance(
         self,
@@ -239,150 +249,6 @@ class ComposedKernels(Kernels):
         kept = tokens[slots, new_length]
         tokens.index_put_((slots, new_length), torch.where(samples, sampled, kept))
         length.index_put_((slots,), new_length)
-
-    def locate_drafts(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        num_drafts: Tensor,
-        drafted_at: Tensor,
-        tokens: Tokens,
-        num_tried: Tensor,
-    ) -> tuple[Rows, Tensor]:
-        width, start = len(tokens.slots) // len(slots), length[slots]
-        room = limit[slots] - start - 1  # tokens that may still come
-        num_good = torch.minimum(num_drafts[slots] * (drafted_at[slots] == start), room - 1)
-        num_tried.copy_(torch.where(room > 0, num_good.clamp(0, width - 1) + 1, 0))
-        rows = lay_out(slots, start, num_tried, tokens)
-        return rows, tokens.positions + (tokens.slots > 0)
-
-    def locate_new(
-        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
-    ) -> tuple[Rows, Tensor]:
-        width = len(tokens.slots) // len(slots)
-        num = num_new[slots].clamp_max(width)
-        rows = lay_out(slots, length[slots] - num, num, tokens)
-        return rows, rows.ends - width + (num - 1).clamp_min(0)
-
-    def accept(
-        self,
-        slots: Tensor,
-        num_tried: Tensor,
-        sampled: Tensor,
-        tokens: Tensor,
-        length: Tensor,
-        num_new: Tensor,
-        num_verified: Tensor,
-    ) -> None:
-        start, place = length[slots], _up_to(sampled.shape[1], slots)
-        at = (start[:, None] + 1 + place) * (place < num_tried[:, None])  # where each would stand
-        is_draft = place < num_tried[:, None] - 1
-        is_right = (tokens[slots[:, None], at] == sampled) & is_draft
-        num = is_right.int().cumprod(1).sum(1, dtype=torch.int32) + 1
-        num_verified.copy_(torch.where(num_tried > 0, num, 0))
-        is_new = place < num_verified[:, None]
-        owners = torch.where(is_new, slots[:, None], 0)
-        put(tokens, (owners, at * is_new), sampled, is_new)
-        put(length, (slots,), start + num_verified, slots > 0)
-        put(num_new, (slots,), num_verified, slots > 0)
-
-    def keep(self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor) -> None:
-        place = _up_to(len(x) // len(slots), slots)
-        is_new = place < counts[:, None]
-        owners = torch.where(is_new, slots[:, None], 0)
-        put(table, (owners, place * is_new), x.view(*owners.shape, -1), is_new)
-
-    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
-        put(table, (slots,), x[last], slots > 0)
-
-    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
-        return table[slots].flatten(0, 1)
-
-    def allot(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        paged: Tensor,
-        speculates: Tensor,
-        target: Tensor,
-        most: int,
-    ) -> tuple[Tensor, Tensor]:
-        length = length[slots]
-        room = torch.minimum(limit[slots] - length - 2, paged[slots] - length - 1)
-        is_wanted = (speculates[slots] > 0) & (length >= target[slots])
-        return length, torch.where(is_wanted, room.clamp(0, most), 0)
-
-    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
-        step = _up_to(steps, slots)[:, None]
-        wanted = torch.where(step < num, slots, 0)
-        newest = length + step
-        return Aims(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
-
-    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
-        put(tokens, (slots, positions * (slots > 0)), ids, slots > 0)
-
-    def recall(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        num: Tensor,
-        tokens: Tensor,
-        steps: int,
-        shortest: int,
-        longest: int,
-    ) -> Tensor:
-        known = tokens[slots]  # [R, max_len + 1]
-        place = _up_to(known.shape[1], slots)
-        match = (place < length[:, None]).expand_as(known)  # ends here, before the newest token
-        score = torch.zeros_like(known)
-        for back in range(longest):
-            newest = known.gather(1, (length - back).clamp_min(0).long()[:, None])
-            moved = torch.roll(known, back, dims=1)  # the token that stands `back` before
-            match = match & (moved == newest) & (place >= back) & (length >= back)[:, None]
-            score = score + match.int()
-        rank = torch.where(score >= shortest, score * known.shape[1] + place, -1)
-        best, at = rank.max(dim=1)
-        num = torch.where(best >= 0, num, 0)
-        for i in range(steps):
-            wanted = torch.where(i < num, slots, 0)
-            ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # its guesses too
-            self.note(wanted, length + 1 + i, ids, tokens)
-        return num
-
-    def close_draft(
-        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
-    ) -> None:
-        put(num_drafts, (slots,), num, slots > 0)
-        put(drafted_at, (slots,), length, slots > 0)
-
-    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
-        return logits[:, draft_of.clamp_min(0)].masked_fill(draft_of < 0, -torch.inf)
-
-
-def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
-    """Row r gets tokens [r * W, (r + 1) * W), from its start on; `counts` of them are real."""
-    width = len(tokens.slots) // len(slots)
-    place = _up_to(width, slots)
-    is_real = place < counts[:, None]
-    tokens.slots.copy_((slots[:, None] * is_real).flatten())
-    tokens.positions.copy_(((starts[:, None] + place) * is_real).flatten())
-    owners = torch.where(counts > 0, slots, 0)
-    ends = (_up_to(len(slots), slots) + 1) * width
-    counts = torch.full_like(slots, width)
-    return Rows(owners, starts * (owners > 0), counts, ends, span=width)
-
-
-def put(table: Tensor, index: tuple[Tensor, ...], values: Tensor, real: Tensor) -> None:
-    """table[index] = values where real; elsewhere what is there is written again."""
-    kept = table[index]
-    real = real.view(*real.shape, *[1] * (kept.dim() - real.dim()))
-    table.index_put_(index, torch.where(real, values.to(table.dtype), kept))
-
-
-def _up_to(num: int, like: Tensor) -> Tensor:
-    return torch.arange(num, dtype=torch.int32, device=like.device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

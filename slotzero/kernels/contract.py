@@ -3,8 +3,8 @@
 A layer is five calls: linear, attention, linear_add_norm, linear_gated, linear_add_norm; with
 experts the last two are experts and add_norm. All are functions of their arguments. A token is
 (slot, position); kernels read pages through the slot's row of its group's page table, drop every
-write of slot 0 and give slot 0 zeros. What each call means is written down in composed.py, in plain
-torch.
+write of slot 0 and give slot 0 zeros. What each call means is written down in composed.py and
+composed_speculation.py, in plain torch.
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +54,7 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
-Plan = tuple[Tensor, ...]
+Plan = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -93,22 +93,26 @@ class Branches(NamedTuple):
     """Tokens that stand in trees behind what their slots have stored, [T] each; slot 0: anything.
 
     Their positions are places: where they are stored, one after another, in whichever branch. A
-    token at place p sees all keys before its base, and in [base, p] those that it is told to.
+    token at place p sees all keys before its base, and in [base, p] those that it is told to. A
+    window reaches back from where it stands in its branch; it is longer than any branch.
     """
 
     bases: Tensor  # int32: the place where the token's tree begins
     seen: Tensor  # int64: bit i: the key at place base + i is seen; the token's own bit is set
+    positions: Tensor  # int32: where it stands in its branch
 
-    def check(self, tokens: Tokens, rows: Rows | None, heads: Heads) -> None:
-        if heads.window is not None:
-            raise ContractError(
-                f"branches: a layer with a window of {heads.window} takes none; refuse its model"
-            )
+    def check(self, tokens: Tokens, rows: Rows | None) -> None:
         if rows is None:
             raise ContractError("branches: a step without rows takes none; give its rows")
-        for name, tensor, dtype in zip(self._fields, self, (torch.int32, torch.int64), strict=True):
+        dtypes = torch.int32, torch.int64, torch.int32
+        for name, tensor, dtype in zip(self._fields, self, dtypes, strict=True):
             if tensor.dtype is not dtype or tensor.shape != tokens.slots.shape:
                 raise ContractError(f"branches: {name} must be {dtype}, one of each token")
+
+
+def standing(tokens: Tokens, branches: Branches | None) -> Tokens:
+    """Where they stand in their text, rather than where they are stored."""
+    return tokens if branches is None else Tokens(tokens.slots, branches.positions)
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -152,6 +156,26 @@ class Aims(NamedTuple):
     after: Tensor  # the index of the token that is guessed
 
 
+class Guesses(NamedTuple):
+    """All that were made for trees, step after step, [R, M] each."""
+
+    ids: Tensor
+    scores: Tensor  # float32: log probabilities of a branch, added up; -inf: there is no such guess
+    parents: Tensor  # which of these it follows; -1: the newest token
+
+
+class Front(NamedTuple):
+    """Guesses from which trees grow on, K of each row; those that are none are slot 0."""
+
+    tokens: Tokens  # where they, or their pairs, are computed
+    rows: Rows
+    branches: Branches
+    after: Tensor  # [T]: the index of the token that is guessed next
+    origins: Tensor  # [T]: which row of the logits that they were chosen from
+    nodes: Tensor  # [T]: which of the guesses
+    scores: Tensor  # [T]
+
+
 class Kernels(ABC):
     name: str
 
@@ -181,11 +205,17 @@ class Kernels(ABC):
 
     @abstractmethod
     def plan(
-        self, tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+        self,
+        tokens: Tokens,
+        rows: Rows | None,
+        heads: Heads,
+        branches: Branches | None = None,
+        floors: Tensor | None = None,
     ) -> Plan:
         """What `attention` needs to know of a step, once for all layers.
 
-        Without rows, every token is a row of its own: a decode step, which has no branches.
+        Without rows, every token is a row of its own: a decode step, which has no branches. With
+        floors [slots + 1], no token of a slot sees positions below its slot's.
         """
 
     @abstractmethod
@@ -382,14 +412,28 @@ class Kernels(ABC):
         and verified."""
 
     @abstractmethod
-    def keep(self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor) -> None:
-        """Of each row of x [R * W, size], the first `counts` [R] go to the places of its slot in
-        table [slots + 1, W or more, size]."""
+    def keep(
+        self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
+    ) -> None:
+        """Of each row of x [R * W, size], the first `counts` [R] of `path` [R, W] go to the places
+        of its slot in table [slots + 1, W or more, size]. Without a path, one after another."""
 
     @abstractmethod
     def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         """Of each row, x[last] goes to its slot in table [slots + 1, size]. Of slot 0 `last` is
         anything that x has."""
+
+    @abstractmethod
+    def follow(
+        self,
+        rows: Rows,
+        tokens: Tokens,
+        last: Tensor,  # [R], as keep_last
+        followed_from: Tensor,
+        followed_to: Tensor,
+    ) -> None:
+        """Each row is computed from its start to its last token. Where that does not go on from
+        where its slot was followed to, it is followed from there."""
 
     @abstractmethod
     def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
@@ -438,6 +482,78 @@ class Kernels(ABC):
         self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
     ) -> None:
         """Each slot has `num` [R] drafts that are good at `length` [R]."""
+
+    # Trees. A tree of W nodes has the newest token for its root, node 0; a node's parent comes
+    # before it, and children of one parent differ. Node i is stored at place length + i.
+
+    @abstractmethod
+    def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+        """Of rows of W nodes: parents [slots + 1, W or more]; what is there for the root is not
+        read."""
+
+    @abstractmethod
+    def accept_tree(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,
+        sampled: Tensor,  # [R, W]: what follows each node
+        parents: Tensor,
+        branches: Branches,
+        tokens: Tensor,
+        length: Tensor,
+        num_new: Tensor,
+        num_verified: Tensor,
+        path: Tensor,  # [R, W]
+    ) -> None:
+        """As `accept`: a node is right if it is what was sampled after its parent, and its parent
+        is right. `path` begins with those that are, from the root on; then come zeros."""
+
+    @abstractmethod
+    def move_kv(
+        self,
+        slots: Tensor,
+        length: Tensor,  # after accept_tree
+        num_verified: Tensor,
+        path: Tensor,
+        kv_pages: Tensor,  # [layers, pages, page_size, kv_heads, size]
+        page_table: Tensor,
+    ) -> None:
+        """What was stored for the nodes of a path goes where their tokens now stand."""
+
+    @abstractmethod
+    def sprout(
+        self,
+        slots: Tensor,  # [R]; 0: without a tree
+        length: Tensor,  # [R]
+        room: Tensor,  # [R]: places behind the newest token
+        drawn: Sampled,  # of each row's newest token, or of its front
+        front: Front | None,
+        guesses: Guesses,
+        step: int,
+        topk: int,
+        behind: int,  # as in `aim`
+        tables: SamplingTables,
+    ) -> Front:
+        """Takes `topk` guesses after each token of the front: what was drawn, which counts like the
+        likeliest, and the likeliest others. Of a request with penalties only the first, since what
+        they count are tokens one after another. The best `topk` of this step are the next front:
+        written behind the newest token, those of step s from place s * topk on, while there is
+        room."""
+
+    @abstractmethod
+    def select(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        room: Tensor,
+        guesses: Guesses,
+        most: int,
+        tokens: Tensor,
+        parents: Tensor,
+    ) -> Tensor:
+        """The best guesses of each row become its tree: their tokens and parents are written, in
+        the order in which they were made -> [R]: how many, as `most` and room allow. Of equals the
+        earlier is better, so that a parent is better than its children."""
 
     @abstractmethod
     def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:

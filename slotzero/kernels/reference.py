@@ -64,6 +64,7 @@ class ReferenceKernels(ComposedKernels):
         positions: Tensor,
         heads: Heads,
         branches: Branches | None = None,
+        floors: Tensor | None = None,
     ) -> Tensor:
         # One token at a time keeps memory small; the host read is why this is for eager use only.
         parts = [q.new_zeros(heads.num_heads, heads.value_dim)] * len(q)
@@ -72,7 +73,10 @@ class ReferenceKernels(ComposedKernels):
                 if branches is None:
                     seen = _window(position, heads)
                 else:
-                    seen = _branch(position, int(branches.bases[t]), int(branches.seen[t]))
+                    base, bits, stands = (int(part[t]) for part in branches)
+                    seen = _branch(position, base, bits, stands, heads)
+                if floors is not None:
+                    seen = seen[seen >= floors[slots[t]].cpu()]
                 pages = page_table[slots[t]]
                 parts[t] = self._attend_one(q[t], sinks, kv_pages, pages, seen.to(q.device), heads)
         return torch.stack(parts)
@@ -114,11 +118,14 @@ class ReferenceKernels(ComposedKernels):
 
 
 def _window(position: int, heads: Heads) -> Tensor:
-    first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-    return torch.arange(first, position + 1)
+    return torch.arange(_first(position, heads), position + 1)
 
 
-def _branch(position: int, base: int, seen: int) -> Tensor:
-    places = range(base, min(position + 1, base + MAX_PLACES))
+def _first(position: int, heads: Heads) -> int:
+    return 0 if heads.window is None else max(0, position + 1 - heads.window)
+
+
+def _branch(place: int, base: int, seen: int, position: int, heads: Heads) -> Tensor:
+    places = range(base, min(place + 1, base + MAX_PLACES))
     told = [place for place in places if seen >> (place - base) & 1]
-    return torch.tensor([*range(base), *told])
+    return torch.tensor([*range(_first(position, heads), base), *told])

@@ -14,12 +14,14 @@ from torch import Tensor
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import (
     Angles,
+    Branches,
     Experts,
     ExpertWeights,
     Kernels,
     Normed,
     Rows,
     Tokens,
+    standing,
 )
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.rope import speeds
@@ -36,6 +38,8 @@ class Batch(NamedTuple):
     ids: Tensor  # [slots + 1, max_len], by position
     prompt_len: Tensor  # [slots + 1]
     rows: Rows | None
+    branches: Branches | None = None
+    floors: Tensor | None = None  # [slots + 1]: positions below were not computed
 
 
 class KvPages(NamedTuple):
@@ -82,7 +86,7 @@ class Kind:
         down_bias: Tensor | None,
         after_mlp: Tensor | None,
         next_norm: Tensor | None,
-        *plan: Tensor,
+        *plan: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The residual, and it under this layer's norm -> the same under the next one's."""
         kernels, config, heads = self.kernels, self.config, self.group.heads
@@ -151,11 +155,14 @@ class Decoder:
         """
         kernels, config, weights = self._kernels, self.config, self._weights
         plans, angles = {}, {}
+        stands = standing(batch.tokens, batch.branches)
         for group in config.groups:
-            plans[group.name] = kernels.plan(batch.tokens, batch.rows, group.heads)
+            plans[group.name] = kernels.plan(
+                batch.tokens, batch.rows, group.heads, batch.branches, batch.floors
+            )
             frequency = self._frequencies[group.name]
-            speed = speeds(group.rope, frequency, *batch.tokens, batch.prompt_len)
-            angles[group.name] = kernels.turn(batch.tokens, speed, group.rope.attention_factor)
+            speed = speeds(group.rope, frequency, *stands, batch.prompt_len)
+            angles[group.name] = kernels.turn(stands, speed, group.rope.attention_factor)
         residual, normed = kernels.open(
             batch.tokens, batch.ids, weights.embedding, self._scale,
             weights.layers[0].input_norm, config.norm_eps,

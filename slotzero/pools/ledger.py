@@ -43,10 +43,14 @@ class PageLedger:
         page_size: int,
         enable_prefix_caching: bool = True,
         ahead: int = 0,
+        drafter: int | None = None,
     ) -> None:
-        """`ahead`: positions past the last known one that are wanted too, for drafts."""
+        """`ahead`: positions past the last known one that are wanted too, for drafts. `drafter`: a
+        group of layers that do not compute every token."""
         self.groups = tuple(groups)
         self.ahead = ahead
+        self.drafter = drafter
+        self._gaps: set[int] = set()  # pages of that group in which a position may be missing
         self.page_size = page_size
         self.cache = PrefixCache(self.groups, page_size)
         self.enable_prefix_caching = enable_prefix_caching
@@ -102,6 +106,7 @@ class PageLedger:
             return False
         request.pages = [pages + self._take(g, num_fresh[g]) for g, pages in enumerate(found)]
         request.num_computed = request.num_cached = num_cached
+        request.followed_from = self._followed_from(found)
         self._set_num_paged(request, num_cached, chunk_end)
         self.cache.stats.num_asked_tokens += len(tokens)
         self.cache.stats.num_hit_tokens += num_cached
@@ -132,6 +137,12 @@ class PageLedger:
         request.pages = by_group
         self._set_num_paged(request, start, num_tokens)
         return changes
+
+    def leave_gap(self, request: Request, first: int, last: int) -> None:
+        """One of these positions is not computed by the drafter."""
+        if self.drafter is not None:
+            pages = request.pages[self.drafter]
+            self._gaps.update(pages[first // self.page_size : last // self.page_size + 1])
 
     def remember(self, request: Request) -> None:
         """Let later requests find what this one has computed while it goes on."""
@@ -176,7 +187,18 @@ class PageLedger:
         pool = self.groups[group].pool
         if n > pool.num_free:
             self.cache.evict(group, n - pool.num_free)
-        return pool.take(n)
+        pages = pool.take(n)
+        if group == self.drafter:
+            self._gaps.difference_update(pages)
+        return pages
+
+    def _followed_from(self, found: list[list[int]]) -> int:
+        """The position from which on the drafter has computed all of these pages."""
+        if self.drafter is None:
+            return 0
+        pages = found[self.drafter]
+        gaps = (i for i in reversed(range(len(pages))) if pages[i] in self._gaps)
+        return self.page_size * (next(gaps, -1) + 1)
 
     def _num_freed(self, group: int, pages: list[int]) -> int:
         """How many more are available when a request lets go of these."""

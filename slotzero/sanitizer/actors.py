@@ -5,7 +5,7 @@ else a step reads is set where the scene is.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slotzero.engine import Engine
@@ -17,6 +17,8 @@ from slotzero.sanitizer.reach import has, is_drafter
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FOLLOWED_FROM,
+    FOLLOWED_TO,
     LIMIT,
     NUM_DRAFTS,
     NUM_NEW,
@@ -25,6 +27,7 @@ from slotzero.speculative.drafter import (
 )
 from slotzero.speculative.eagle import HIDDEN
 from slotzero.speculative.passes import DRAFT, EXTEND, FEATURES, VERIFY
+from slotzero.speculative.tree import PARENTS
 from slotzero.standins import StandIns
 
 MOST_STORED = 37  # tokens of a stand-in before the step: two pages and a bit
@@ -39,15 +42,34 @@ _ASKS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.2, "logprobs": 3},
     {"temperature": 0.0, "logit_bias": {3: 4.0, 7: -2.0}, "min_tokens": 3},
 )
-READ, WRITTEN = range(1, 1), range(1)  # the one column of a table
+
+
+class Look(NamedTuple):
+    """At a row of a table: at columns, or at positions of KV."""
+
+    known: int
+    """What comes before is read."""
+    written: Collection[int] = ()
+    """Not read before that. All others are nobody's."""
+    since: int = 0
+    """What comes before this is nobody's either."""
+
+    @classmethod
+    def over(cls, start: int, stop: int, since: int = 0) -> "Look":
+        return cls(start, range(start, stop), since)
+
+    @property
+    def end(self) -> int:
+        return max(self.known, max(self.written, default=-1) + 1)
+
+
+READ, WRITTEN = Look(1), Look.over(0, 1)  # the one column of a table
 
 
 class Actor(NamedTuple):
     request: Request
-    looks: Mapping[str, range]
-    """By table, columns or positions of KV: what lies before the range is read, what is in it is
-    written and not read before, what lies behind it is nobody's. A table that is not here is not
-    looked at, if it holds KV or is one of speculation."""
+    looks: Mapping[str, Look]
+    """By table. One that is not here is not looked at, if it holds KV or is of speculation."""
 
 
 class Plan(NamedTuple):
@@ -60,12 +82,50 @@ class Plan(NamedTuple):
     speculates: bool = True
 
 
+class Tree(NamedTuple):
+    """Drafts, one after another: each is the right token, None, or one of three wrong ones."""
+
+    which: list[int | None]
+    parents: list[int]
+
+
+def _chain(plan: Plan) -> Tree:
+    which = [None if i < plan.num_right else i % 3 for i in range(plan.num_drafts)]
+    return Tree(which, [*range(plan.num_drafts)])
+
+
+def _bushy(plan: Plan) -> Tree:
+    """As many are right as there is room for: each has a wrong one before it, which has to make
+    way. The rest are threes behind the last."""
+    num_right = min(plan.num_right, plan.num_drafts // 2)
+    tree, last = Tree([], []), 0
+    for i in range(num_right):
+        tree.which.extend((0, None))
+        tree.parents.extend((last, last))
+        last = 2 * i + 2
+    for i in range(plan.num_drafts - 2 * num_right):
+        tree.which.append(i % 3)
+        tree.parents.append(last if i < 3 else 2 * num_right + 1 + 3 * (i // 3 - 1))
+    return tree
+
+
+class Drafted(NamedTuple):
+    tokens: Collection[int]  # places behind the newest token where one is written
+    computed: Collection[int]  # places of the tokens that the drafter computes
+    num: int  # drafts in the end
+
+
+def _behind(first: int, places: Collection[int]) -> Look:
+    return Look(first, [first + place for place in places])
+
+
 class Cast:
     """Admits actors for the steps of one runner."""
 
     def __init__(self, engine: Engine, runner: Runner, ins: StandIns, rng: random.Random) -> None:
         self._engine, self._runner, self._ins, self._rng = engine, runner, ins, rng
-        self._width = runner.spec.width
+        self._width, self._shape = runner.spec.width, engine.worker.tree
+        self._most = max(runner.spec.width, runner.spec.ahead)
         self._tables, self._vocab = engine.worker.tables, engine.worker.vocab_size
         pages = [f"kv_{group}" for group in engine.limits.windows]
         self._kv = [name for name in pages if not is_drafter(name)]
@@ -88,11 +148,12 @@ class Cast:
         tokens = self._random(start + count + more)
         request = self._ins.admit(tokens, self._params(), start)
         self._leave(request)
-        looks = {"tokens": range(len(tokens), len(tokens) + 1 - more)}
-        looks |= dict.fromkeys(self._kv, range(start, start + count))
-        if self._runner.spec.rows is not None:  # the drafter follows
-            looks |= dict.fromkeys(self._drafter_kv, range(start, start + count))
-            looks[HIDDEN] = WRITTEN
+        looks = {"tokens": Look.over(len(tokens), len(tokens) + 1 - more)}
+        looks |= dict.fromkeys(self._kv, Look.over(start, start + count))
+        if self._runner.spec.rows is not None and self._drafter_kv:  # it follows
+            since = self._floor(request, start)
+            looks |= dict.fromkeys(self._drafter_kv, Look.over(start, start + count, since))
+            looks |= {HIDDEN: WRITTEN, FOLLOWED_FROM: READ, FOLLOWED_TO: READ}
         return Actor(request, looks)
 
     def _verifies(self, index: int) -> Actor:
@@ -111,28 +172,33 @@ class Cast:
     def _verifying(self, plan: Plan) -> Actor:
         """Whether a draft is right, a bias decides."""
         length = self._length(self._engine.limits.max_width, least=1)
-        right, wrong = (self._token(first) for first in (2, 3))
+        right, *wrong = (self._token(first) for first in (2, 3, 5, 7))
         request = self._answering(
             self._random(length + 1), length, room=plan.room, speculative=plan.speculates,
-            logit_bias={wrong: -SURE} | ({right: SURE} if plan.num_right else {}),
+            logit_bias=dict.fromkeys(wrong, -SURE) | ({right: SURE} if plan.num_right else {}),
         )  # fmt: skip
-        drafts = [right] * plan.num_right + [wrong] * (plan.num_drafts - plan.num_right)
-        self._leave(request, num_drafts=len(drafts))
+        tree = _chain(plan) if self._goes_one_way(request) else _bushy(plan)
+        self._leave(request, num_drafts=plan.num_drafts)
         self._tables.stage(DRAFTED_AT, request.slot, [length - plan.is_stale])
+        drafts = [right if i is None else wrong[i] for i in tree.which]
         self._tables.stage("tokens", request.slot, drafts, first=length + 1)
         room = self._width if plan.room is None else plan.room
-        count = min(1 if plan.is_stale else len(drafts) + 1, room)
-        num = min(plan.num_right + 1, count)
-        looks = {NUM_NEW: WRITTEN, LIMIT: READ, DRAFTED_AT: READ, FEATURES: range(num)}
+        count = min(1 if plan.is_stale else len(drafts) + 1, room, self._width)
+        num = min(1 + sum(i is None for i in tree.which[: max(count - 1, 0)]), count)
+        looks = {NUM_NEW: WRITTEN, LIMIT: READ, DRAFTED_AT: READ, FEATURES: Look.over(0, num)}
         if not plan.is_stale:
             looks[NUM_DRAFTS] = READ
         if count:
-            looks |= dict.fromkeys(self._kv, range(length, length + count))
+            looks |= dict.fromkeys(self._kv, Look.over(length, length + count))
             known = length + count  # the next one is written if all drafts are right
-            looks["tokens"] = range(known, known + (num == count))
+            looks["tokens"] = Look.over(known, known + (num == count))
+        if self._shape is not None:
+            self._tables.stage(PARENTS, request.slot, tree.parents, first=1)
+            looks[PARENTS] = Look(count)
         return Actor(request, looks)
 
     def _extends(self, index: int) -> Actor:
+        """Some go on from where the drafter was, others after a gap."""
         num = (self._width, 0, 1, self._width // 2 + 1)[index % 4]
         length = self._length(self._width, least=max(num, 1))
         request = self._answering(self._random(length + 1), length, num_stored=length - num)
@@ -140,9 +206,14 @@ class Cast:
         self._tables.stage("length", request.slot, [length])
         looks = {NUM_NEW: READ}
         if num:
-            looks |= {"tokens": range(length + 1, length + 1), FEATURES: range(num, num)}
-            looks |= dict.fromkeys(self._drafter_kv, range(length - num, length))
-            looks[HIDDEN] = WRITTEN
+            looks |= {"tokens": Look(length + 1), FEATURES: Look(num), HIDDEN: WRITTEN}
+        if num and self._drafter_kv:
+            since, goes_on = self._floor(request, length - num), index % 3 > 0
+            if not goes_on:
+                since = length - num
+                self._tables.stage(FOLLOWED_TO, request.slot, [since + self._rng.choice((-1, 1))])
+            looks |= dict.fromkeys(self._drafter_kv, Look.over(length - num, length, since))
+            looks |= {FOLLOWED_FROM: READ if goes_on else WRITTEN, FOLLOWED_TO: READ}
         return Actor(request, looks)
 
     def _drafts(self, index: int) -> Actor:
@@ -155,25 +226,58 @@ class Cast:
         tokens = self._unlike(num_known) if case == "unlike" else self._random(PERIOD) * num_known
         request = self._answering(
             tokens[:num_known], length, room=2 if case == "limit" else None,
-            num_ahead=0 if case == "pages" else self._width, speculative=case != "wish",
+            num_ahead=0 if case == "pages" else self._most, speculative=case != "wish",
         )  # fmt: skip
         self._leave(request)
         looks = {NUM_DRAFTS: WRITTEN, DRAFTED_AT: WRITTEN}
         looks |= dict.fromkeys((LIMIT, PAGED, SPECULATES), READ)
-        num = self._num_drafts(request, length)
-        if num:
-            last = length + num - self._has_hidden  # of which the first guess is made
-            looks |= dict.fromkeys(self._drafter_kv, range(length, last))
+        room = self._room(request, length)
+        if room:
+            drafted = self._drafted(request, room)
             if case == "unlike" and not self._drafter_kv:
-                num = 0  # nothing was said before that could be said again
-            looks |= {"tokens": range(length + 1, length + 1 + num), HIDDEN: READ}
+                drafted = Drafted([], [], 0)  # nothing was said before that could be said again
+            looks |= {HIDDEN: READ, "tokens": _behind(length + 1, drafted.tokens)}
+            if self._drafter_kv:  # pairs stand one place before; the newest is computed already
+                places = [*drafted.computed] if self._has_hidden else [-1, *drafted.computed]
+                look = _behind(length + 1 - self._has_hidden, places)
+                look = Look(length, look.written, since=self._floor(request, length))
+                looks |= dict.fromkeys(self._drafter_kv, look) | {FOLLOWED_FROM: READ}
+            if self._shape is not None:
+                looks[PARENTS] = Look(0, range(1, 1 + drafted.num))
         return Actor(request, looks)
 
-    def _num_drafts(self, request: Request, length: int) -> int:
+    def _room(self, request: Request, length: int) -> int:
+        """Places that drafts may take."""
         if not request.speculates or request.target > length:
             return 0
         paged = min(map(len, request.pages)) * self._engine.limits.page_size
-        return max(0, min(self._width - 1, request.max_len - length - 2, paged - length - 1))
+        most = self._runner.spec.ahead
+        return max(0, min(most, request.max_len - length - 2, paged - length - 1))
+
+    def _drafted(self, request: Request, room: int) -> Drafted:
+        if self._shape is None:
+            return Drafted(range(room), range(room - 1), room)
+        steps, topk = self._shape.steps, self._shape.topk
+        per_step = 1 if self._goes_one_way(request) else topk
+        fronts = [
+            [place for place in range(step * topk, step * topk + per_step) if place < room]
+            for step in range(steps)
+        ]
+        num_guesses = per_step * (1 + sum(len(front) for front in fronts[:-1]))
+        num = min(room, self._shape.num_nodes - 1, num_guesses)
+        places = {place for front in fronts for place in front}
+        return Drafted(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
+
+    def _floor(self, request: Request, most: int) -> int:
+        """Where the drafter's KV of a request begins: for every other one not at 0."""
+        floor = self._rng.randint(0, most) if len(self._ins.requests) % 2 else 0
+        self._tables.stage(FOLLOWED_FROM, request.slot, [floor])
+        return floor
+
+    def _goes_one_way(self, request: Request) -> bool:
+        params = request.params
+        has_penalty = params.frequency_penalty or params.presence_penalty
+        return self._shape is None or bool(has_penalty) or params.repetition_penalty != 1
 
     def _answering(
         self,
@@ -186,9 +290,9 @@ class Cast:
         **asks: Any,
     ) -> Request:
         """What follows the first `length` tokens is its answer; if two do, it is still prompt."""
-        if length + self._width >= self._engine.limits.max_model_len:
+        if length + self._most >= self._engine.limits.max_model_len:
             raise RequestError(
-                f"the context has no room for {self._width} tokens after {length}: "
+                f"the context has no room for {self._most} tokens after {length}: "
                 "raise --max-model-len"
             )
         prompt_len = len(tokens)
@@ -202,7 +306,7 @@ class Cast:
             self._params(**asks),
             length if num_stored is None else num_stored,
             answer=tokens[prompt_len:],
-            num_ahead=self._width if num_ahead is None else num_ahead,
+            num_ahead=self._most if num_ahead is None else num_ahead,
         )
 
     def _leave(self, request: Request, **known: int) -> None:
@@ -211,6 +315,9 @@ class Cast:
             for name in (NUM_NEW, NUM_DRAFTS):
                 left = known.get(name, self._rng.randint(1, self._width))
                 self._tables.stage(name, request.slot, [left])
+        if self._shape is not None:
+            parents = [self._rng.randrange(node) for node in range(1, self._shape.num_nodes)]
+            self._tables.stage(PARENTS, request.slot, parents, first=1)
 
     def _constrain(self, slot: int) -> None:
         """As a grammar would that allows every other token."""

@@ -22,6 +22,7 @@ from slotzero.speculative.drafter import (
 )
 from slotzero.speculative.eagle import GROUP, HIDDEN
 from slotzero.speculative.passes import DRAFT, EXTEND, FEATURES, VERIFY
+from slotzero.speculative.tree import PARENTS
 
 
 class Reach(NamedTuple):
@@ -45,6 +46,8 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
     tails = {"tokens": _past(registry["tokens"], index, reach.tokens)}
     if reach.features is not None:
         tails[FEATURES] = _past(registry[FEATURES], index, reach.features)
+        if kind_of(runner) == VERIFY and has(registry, PARENTS):
+            tails[PARENTS] = _past(registry[PARENTS], index, reach.features)
     for entry in registry.entries():
         ends = reach.drafted if is_drafter(entry.name) else reach.stored
         if entry.through and ends is not None:
@@ -82,8 +85,9 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
     if kind == DRAFT:
         most = torch.minimum(tables[LIMIT][index] - length - 2, tables[PAGED][index] - length - 1)
         is_wanted = (tables[SPECULATES][index] > 0) & (length >= tables["target"][index])
-        num = torch.minimum(count - 1, most).clamp_min(0) * is_wanted
-        return Reach(length + num + 1, None, length + (num - int(has(tables, HIDDEN))).clamp_min(0))
+        num = most.clamp(0, runner.spec.ahead) * is_wanted
+        last = length + num + int(has(tables, PARENTS)) - int(has(tables, HIDDEN))
+        return Reach(length + num + 1, None, torch.where(num > 0, last, length))
     # Tokens are known below max(end, target) and one may be sampled at end; KV is stored below end.
     ends = length + count
     tokens = torch.maximum(ends, tables["target"][index] - 1) + 1

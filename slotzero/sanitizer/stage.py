@@ -16,13 +16,14 @@ from slotzero.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Registry, Runner
 from slotzero.graph.registry import Entry
 from slotzero.runners.passes import COUNTS, RESULTS, SLOTS
-from slotzero.sanitizer.actors import Actor, Cast
+from slotzero.sanitizer.actors import Actor, Cast, Look
 from slotzero.sanitizer.checks import Bounds
 from slotzero.sanitizer.mirror import mirrored
 from slotzero.sanitizer.scene import Scene, kind_of, memory_of
 from slotzero.speculative.drafter import SPECULATION_TABLES
 from slotzero.speculative.eagle import HIDDEN
-from slotzero.speculative.passes import FEATURES, VERIFY, VERIFY_RESULTS
+from slotzero.speculative.passes import FEATURES, VERIFY
+from slotzero.speculative.tree import PARENTS
 from slotzero.standins import stand_ins
 
 CROWD = 8  # more rows than run, for the step before
@@ -131,14 +132,14 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> tu
         for request, looks in (*running, *idle):
             if f"kv_{name}" not in looks:
                 continue
-            start, end = looks[f"kv_{name}"].start, looks[f"kv_{name}"].stop
+            known, written, since = looks[f"kv_{name}"]
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
-            first = 0 if window is None else start + 1 - window
-            is_stored = (position >= first) & (position < start)
+            first = since if window is None else max(since, known + 1 - window)
+            is_stored = (position >= first) & (position < known)
             stored[pages] = is_stored
-            storing[pages] = (position >= start) & (position < end)
+            storing[pages] = torch.isin(position, torch.tensor([*written], device=kv.device))
             shape = (len(kv), *position.shape, *kv.shape[3:])
             noise = torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
             kv[:, pages] = noise * is_stored[:, :, None, None]
@@ -149,19 +150,19 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> tu
 
 def _looked_at(registry: Registry) -> list[str]:
     """Tables by slot of which actors say what of them is looked at."""
-    names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), *STATES)
+    names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), PARENTS, *STATES)
     return [e.name for e in registry.entries() if e.name in names and e.tensor.numel()]
 
 
 def _columns(table: Tensor, name: str, running: Sequence[Actor]) -> tuple[Tensor, Tensor]:
     """-> where it has nothing for the step, and where the step writes"""
-    num = table.shape[1] if name in ("tokens", FEATURES) else 1
+    num = table.shape[1] if name in ("tokens", FEATURES, PARENTS) else 1
     unused = torch.zeros(len(table), num, dtype=torch.bool, device=table.device)
     fresh = torch.zeros_like(unused)
     for request, looks in running:
-        written = looks.get(name, range(0))
-        unused[request.slot, written.stop :] = True
-        fresh[request.slot, written.start : written.stop] = True
+        known, written, _ = looks.get(name, Look(0))
+        fresh[request.slot, [*written]] = True
+        unused[request.slot, known:] = ~fresh[request.slot, known:]
     shape = (len(table), num, *[1] * (table.dim() - 2))[: table.dim()]
     return unused.view(shape), fresh.view(shape)
 
@@ -173,7 +174,7 @@ def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Ten
     group = engine.worker.page_tables.index(entry.through)
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
     for request, looks in running:
-        num_pages = -(-looks.get(entry.name, range(0)).stop // engine.limits.page_size)
+        num_pages = -(-looks.get(entry.name, Look(0)).end // engine.limits.page_size)
         pages = torch.tensor(request.pages[group][:num_pages], device=table.device)
         unused[request.slot] = True
         unused[request.slot, :num_pages] = pages == 0
@@ -183,9 +184,11 @@ def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Ten
 def _fetch(engine: Engine, runner: Runner, num_rows: int) -> dict[str, Tensor]:
     worker = engine.worker
     if kind_of(runner) == VERIFY:
-        per_token = [num_rows * runner.spec.width] * (len(VERIFY_RESULTS) - 2)
-        download = worker.verified.download([num_rows, num_rows, *per_token])
-        return dict(zip(VERIFY_RESULTS, download.wait(), strict=True))
+        names, registry = worker.verify_results, worker.registry
+        width = {"row": 1, "token": runner.spec.width}
+        lengths = [num_rows * width[registry.entry(name).per] for name in names]
+        download = worker.verified.download(lengths)
+        return dict(zip(names, download.wait(), strict=True))
     if not set(RESULTS).issubset(runner.spec.writes):
         return {}
     download = worker.results.download([num_rows] * len(RESULTS))

@@ -47,15 +47,17 @@ class SchedulerConfig:
     """Prompt and output of one request together."""
     page_size: int
     """Tokens per page of KV."""
-    max_width: int = 1
-    """Tokens of a row that verifies drafts, at most."""
+    ahead: int = 0
+    """Places behind its newest token that drafts of a request take, at most."""
+    drafter: int | None = None
+    """The KV group of a drafter, which does not compute what is decoded without drafts."""
     enable_prefix_caching: bool = True
 
     @property
     def reach(self) -> int:
         """Tokens of one request that a window may have to span beyond itself: those of a chunk, or
         drafts of a step, of the steps before that are not committed, and of the next."""
-        return max(self.max_num_batched_tokens, 4 * (self.max_width - 1))
+        return max(self.max_num_batched_tokens, 4 * self.ahead)
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "page_size"):
@@ -101,8 +103,9 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.slots = slots
-        ahead = config.max_width - 1  # drafts are made for the step after
-        self.ledger = PageLedger(groups, config.page_size, config.enable_prefix_caching, ahead)
+        self.ledger = PageLedger(
+            groups, config.page_size, config.enable_prefix_caching, config.ahead, config.drafter
+        )
         self.writer = writer
         self.num_preemptions = 0
         # arrivals grow along _running, then along _waiting
@@ -151,6 +154,9 @@ class Scheduler:
             prefilling += self._admit_waiting(len(decoding), prefilling)
         if prefilling:
             width = 1
+        elif width == 1:
+            for request in decoding:
+                self.ledger.leave_gap(request, request.num_computed, request.most_known - 1)
         rows = [_decode(r, width) for r in decoding if width > 1 or not _may_be_done(r)]
         rows += prefilling
         for row in rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slotzero.config import EngineConfig
-from slotzero.errors import ConfigError, UnsupportedModelError
+from slotzero.errors import ConfigError, TokenizerMissingError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
@@ -52,6 +52,7 @@ class Target:
 
 
 def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
+    _refuse_short_windows(settings, target.config, target.checkpoint)
     if settings.speculative == "ngram":
         if settings.speculative_model is not None:
             raise ConfigError("speculative_model: an ngram drafter has no model, drop it")
@@ -95,6 +96,7 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     checkpoint = open_checkpoint(settings.speculative_model, settings.load_format)
     config = parse_config(checkpoint.config)
     _require_same_tokens(config, checkpoint, target)
+    _refuse_short_windows(settings, config, checkpoint)
     registry, kernels = target.registry, target.kernels
     groups = tuple(replace(g, name=f"{GROUP}_{g.name}") for g in config.groups)
     config = replace(config, groups=groups)
@@ -125,9 +127,39 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     )
 
 
+def _refuse_short_windows(
+    settings: EngineConfig, config: ModelConfig, checkpoint: Checkpoint
+) -> None:
+    """A window must see all of a branch: what a token sees of it does not depend on the layer."""
+    for window in (group.heads.window for group in config.groups):
+        if settings.tree is not None and window is not None and window <= settings.tree.steps:
+            raise UnsupportedModelError(
+                f"{checkpoint.name}: layers with a window of {window} take no trees of "
+                f"{settings.tree.steps} steps; lower --speculative-steps, or use "
+                "--speculative-topk 1"
+            )
+
+
 def _require_same_tokens(config: ModelConfig, checkpoint: Checkpoint, target: Target) -> None:
+    """Where one of the two brings no tokenizer, as many tokens must do."""
+    remedy = "a draft model needs the target's tokenizer, choose one of its family"
     if config.vocab_size != target.config.vocab_size:
         raise UnsupportedModelError(
             f"draft model {checkpoint.name} has {config.vocab_size} tokens, the target "
-            f"{target.config.vocab_size}: a draft model needs the target's tokenizer"
+            f"{target.config.vocab_size}: {remedy}"
         )
+    try:
+        ours, theirs = target.checkpoint.tokenizer(), checkpoint.tokenizer()
+    except TokenizerMissingError:
+        return
+    found = ours.first_difference(theirs, config.vocab_size)
+    if found is not None:
+        index, wanted, got = found
+        raise UnsupportedModelError(
+            f"draft model {checkpoint.name}: its token {index} is {_quoted(got)}, the target's "
+            f"{_quoted(wanted)}: {remedy}"
+        )
+
+
+def _quoted(text: str | None) -> str:
+    return "missing" if text is None else repr(text)

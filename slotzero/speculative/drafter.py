@@ -7,19 +7,21 @@ requests, steps, or how many of its guesses were right.
 """
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Kernels
+from slotzero.kernels.contract import Branches, Kernels, Rows, Tokens
 from slotzero.models.config import KvGroup
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
 from slotzero.sampling.params import MAX_LOGPROBS
-from slotzero.sampling.tables import Sampled, TableSpec
+from slotzero.sampling.tables import Sampled, SamplingTables, TableSpec
 
 NUM_DRAFTS, DRAFTED_AT = "num_drafts", "drafted_at"
+FOLLOWED_FROM, FOLLOWED_TO = "followed_from", "followed_to"
 LIMIT, PAGED, SPECULATES, NUM_NEW = "limit", "paged", "speculates", "num_new"
 NOWHERE = -1
 
@@ -30,6 +32,8 @@ SPECULATION_TABLES = (
     TableSpec(NUM_NEW, 1, "int32", 0),  # tokens that became certain when it was last verified
     TableSpec(NUM_DRAFTS, 1, "int32", 0),
     TableSpec(DRAFTED_AT, 1, "int32", NOWHERE),  # drafts are good only at this length
+    TableSpec(FOLLOWED_FROM, 1, "int32", 0),  # the drafter has computed all positions from here
+    TableSpec(FOLLOWED_TO, 1, "int32", 0),  # to here
 )
 
 
@@ -52,18 +56,75 @@ class Drafter(ABC):  # a Follower
         """Guesses tokens [length + 1, length + 1 + num) of each slot, num <= steps -> how many it
         has guessed, num or fewer. A slot whose num is 0 is left alone."""
 
-    def choose(self, logits: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Writes what would be sampled from these logits [R, vocab] at these positions. The target
-        will be asked the same with the same noise, so that it will often answer the same."""
+    def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        self.kernels.note(slots, positions, ids, self.tables["tokens"])
+
+
+class Guess(NamedTuple):
+    state: Tensor | None  # [T, size]: what the next guess is made from, beside the tokens
+    logits: Tensor  # [T, vocab]
+
+
+class Guesser(Drafter):
+    """Who guesses one token after another, from logits, with KV of its own.
+
+    What is decoded without drafts it does not compute. Of a request with such a gap it sees what
+    comes after.
+    """
+
+    behind: int
+    """1 if it computes pairs, which stand one place before their token; 0 if it computes tokens."""
+
+    @property
+    def floors(self) -> Tensor:
+        return self.tables[FOLLOWED_FROM]
+
+    def follow(self, followed: Followed) -> None:
+        """First of all when it extends."""
+        tables, (tokens, rows, _, last) = self.tables, followed
+        self.kernels.follow(rows, tokens, last, tables[FOLLOWED_FROM], tables[FOLLOWED_TO])
+
+    @abstractmethod
+    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+        """What follows the newest tokens, or the pairs that they end, [R]."""
+
+    @abstractmethod
+    def next(
+        self,
+        tokens: Tokens,
+        state: Tensor | None,  # of the token before each of these
+        pieces: Pieces,
+        rows: Rows | None = None,
+        branches: Branches | None = None,
+    ) -> Guess:
+        """What follows these, which were guessed before: one of each row, or a tree's."""
+
+    def draft(
+        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
+    ) -> Tensor:
+        aims = self.kernels.aim(slots, length, num, steps, self.behind)
+        state = None
+        for i, (wanted, place, after) in enumerate(zip(*aims, strict=True)):
+            tokens = Tokens(wanted, place)
+            if i:
+                state, logits = self.next(tokens, state, pieces)
+            else:
+                state, logits = self.first(tokens, pieces)
+            drawn = self.sample(logits, wanted, after, self.tables.sampling)
+            self.write(wanted, after, drawn.tokens)
+        return num
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
+    ) -> Sampled:
+        """What would be sampled from these logits [R, vocab] at these positions. The target will be
+        asked the same with the same noise, so that it will often answer the same."""
         rows = len(slots)
-        chosen = Sampled(
+        drawn = Sampled(
             logits.new_empty(rows, dtype=torch.int32),
             logits.new_empty(rows, dtype=torch.float32),
             logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.int32),
             logits.new_empty(rows, MAX_LOGPROBS, dtype=torch.float32),
         )
-        self.kernels.sample(logits, slots, positions, self.tables.sampling, chosen)
-        self.write(slots, positions, chosen.tokens)
-
-    def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        self.kernels.note(slots, positions, ids, self.tables["tokens"])
+        self.kernels.sample(logits, slots, positions, tables, drawn)
+        return drawn

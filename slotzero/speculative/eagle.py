@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
-from slotzero.kernels.contract import Heads, Kernels, Normed, Tokens
+from slotzero.kernels.contract import Branches, Heads, Kernels, Normed, Rows, Tokens, standing
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.decoder import LAYER_WEIGHTS, Kind, KvPages
@@ -27,7 +27,7 @@ from slotzero.models.rope import frequencies, parse_rope
 from slotzero.models.weights import DecoderWeights
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import Drafter
+from slotzero.speculative.drafter import Guess, Guesser
 
 GROUP = "draft"
 HIDDEN = "draft_hidden"
@@ -166,7 +166,9 @@ class HeadWeights(NamedTuple):
     draft_of: Tensor | None  # [vocab] int32: the head's id of each of the target's; -1: it has none
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(Guesser):
+    behind = 1
+
     def __init__(
         self,
         config: EagleConfig,
@@ -190,29 +192,38 @@ class EagleDrafter(Drafter):
         self._hidden = registry.table(HIDDEN, hidden)
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
+        self.follow(followed)
         weights, hidden = self._weights, followed.features
         if self._config.is_third:
             hidden = self._product(hidden, weights.fc, weights.fc_bias)
-        plan = self.kernels.plan(followed.tokens, followed.rows, self._config.group.heads)
-        hidden, _ = self._forward(followed.tokens, hidden, plan, pieces)
+        hidden, _ = self._forward(followed.tokens, hidden, pieces, followed.rows)
         self.kernels.keep_last(followed.rows.slots, followed.last, hidden, self._hidden)
 
-    def draft(
-        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
-    ) -> Tensor:
-        aims = self.kernels.aim(slots, length, num, steps, behind=1)
-        hidden = self.kernels.fetch(slots, self._hidden[:, None])
+    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+        """The newest pair was computed by `extend`."""
+        hidden = self.kernels.fetch(tokens.slots, self._hidden[:, None])
         normed = self.kernels.norm(hidden, self._weights.norm, self._config.norm_eps)
-        for i, (wanted, place, after) in enumerate(zip(*aims, strict=True)):
-            if i:
-                tokens = Tokens(wanted, place)
-                plan = self.kernels.plan(tokens, None, self._config.group.heads)
-                hidden, normed = self._forward(tokens, hidden, plan, pieces)
-            self.choose(self._logits(normed, wanted), wanted, after)
-        return num
+        return Guess(hidden, self._logits(normed, tokens.slots))
+
+    def next(
+        self,
+        tokens: Tokens,
+        state: Tensor | None,
+        pieces: Pieces,
+        rows: Rows | None = None,
+        branches: Branches | None = None,
+    ) -> Guess:
+        assert state is not None
+        hidden, normed = self._forward(tokens, state, pieces, rows, branches)
+        return Guess(hidden, self._logits(normed, tokens.slots))
 
     def _forward(
-        self, tokens: Tokens, hidden: Tensor, plan: tuple[Tensor, ...], pieces: Pieces
+        self,
+        tokens: Tokens,
+        hidden: Tensor,
+        pieces: Pieces,
+        rows: Rows | None,
+        branches: Branches | None = None,
     ) -> tuple[Tensor, Normed]:
         """Pairs of the token after each of these and a hidden state [T, hidden] -> hidden states,
         and they under the last norm"""
@@ -226,7 +237,8 @@ class EagleDrafter(Drafter):
         if not config.is_third:
             hidden = self._product(x, weights.fc, weights.fc_bias)
             normed = kernels.norm(hidden, weights.first_norm, eps)
-        angles = kernels.turn(tokens, self._frequency, rope.attention_factor)
+        angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
+        plan = kernels.plan(tokens, rows, config.group.heads, branches, self.floors)
         hidden, *parts = pieces(
             self._kind.run, hidden, *normed, tokens.slots, *angles,
             self._kv.pages[0], self._kv.page_table, *weights.layer, weights.norm, *plan,

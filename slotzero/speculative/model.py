@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Kernels, Tokens
+from slotzero.kernels.contract import Branches, Kernels, Rows, Tokens
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import Drafter
+from slotzero.speculative.drafter import Guess, Guesser
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(Guesser):
     name = "draft"
+    behind = 0
 
     def __init__(
         self, decoder: Decoder, kernels: Kernels, tables: SlotTables, kv: Mapping[str, KvPages]
@@ -27,19 +28,25 @@ class ModelDrafter(Drafter):
         self._decoder, self._kv = decoder, kv
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
-        tables = self.tables
-        batch = Batch(followed.tokens, tables["tokens"], tables["prompt_len"], followed.rows)
-        self._decoder.forward(batch, self._kv, pieces)
+        self.follow(followed)
+        self._decoder.forward(self._batch(followed.tokens, followed.rows, None), self._kv, pieces)
 
-    def draft(
-        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
-    ) -> Tensor:
-        tables, config = self.tables, self._decoder.config
-        aims = self.kernels.aim(slots, length, num, steps, behind=0)
-        for wanted, position, after in zip(*aims, strict=True):
-            batch = Batch(Tokens(wanted, position), tables["tokens"], tables["prompt_len"], None)
-            normed = self._decoder.forward(batch, self._kv, pieces)
-            logits = normed.x.new_empty(len(slots), config.vocab_size)
-            self._decoder.logits(normed, wanted, logits)
-            self.choose(logits, wanted, after)
-        return num
+    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+        return self.next(tokens, None, pieces)
+
+    def next(
+        self,
+        tokens: Tokens,
+        state: Tensor | None,
+        pieces: Pieces,
+        rows: Rows | None = None,
+        branches: Branches | None = None,
+    ) -> Guess:
+        normed = self._decoder.forward(self._batch(tokens, rows, branches), self._kv, pieces)
+        logits = normed.x.new_empty(len(tokens.slots), self._decoder.config.vocab_size)
+        self._decoder.logits(normed, tokens.slots, logits)
+        return Guess(None, logits)
+
+    def _batch(self, tokens: Tokens, rows: Rows | None, branches: Branches | None) -> Batch:
+        tables = self.tables
+        return Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches, self.floors)

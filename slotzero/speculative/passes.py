@@ -6,7 +6,8 @@ All publish `slots` and nothing else; a row has a fixed number of tokens, so str
                      as it would be without drafts: a draft is right where it is what was sampled.
                      Writes tokens and length, and what the drafter wants to know of the target.
     draft-extend[W]  the drafter over what verify made certain; the rest is slot 0 and ignored.
-    draft[W]         W - 1 guesses, one after another, written where the tokens would be.
+    draft[W]         W - 1 guesses, one after another, written where the tokens would be; or the
+                     best W - 1 of a tree, written side by side.
 
 Because a place is sampled with the noise of its request and position, the tokens are those of
 decoding one by one, whatever the drafter guesses.
@@ -33,17 +34,16 @@ from slotzero.speculative.drafter import (
     SPECULATES,
     Drafter,
 )
+from slotzero.speculative.tree import Trees
 
 VERIFIED, NUM_VERIFIED, NUM_TRIED = "verified", "num_verified", "num_tried"
+PATH = "verified_path"
 VERIFIED_LOGPROBS, VERIFIED_TOP_IDS = "verified_logprobs", "verified_top_ids"
 VERIFIED_TOP_LOGPROBS, VERIFY_LOGITS = "verified_top_logprobs", "verify_logits"
 FEATURES = "features"
 VERIFY, EXTEND, DRAFT = "verify", "draft-extend", "draft"
 PLACES = ("verify_slots", "verify_positions")
 RESULTS = (VERIFIED, VERIFIED_LOGPROBS, VERIFIED_TOP_IDS, VERIFIED_TOP_LOGPROBS)
-VERIFY_RESULTS = (NUM_VERIFIED, NUM_TRIED, *RESULTS)
-"""What the host is sent: of each row, tokens that are certain and tokens that were tried; then of
-each token."""
 
 
 class SpeculativePasses:
@@ -58,9 +58,11 @@ class SpeculativePasses:
         max_rows: int,
         max_width: int,
         logits_dtype: torch.dtype,
+        trees: Trees | None,
     ) -> None:
         self._decoder, self._drafter, self._kernels = decoder, drafter, kernels
-        self._tables, self._kv = tables, kv
+        self._tables, self._kv, self._trees = tables, kv, trees
+        self._groups = [group.name for group in decoder.config.groups]
         self._slots = registry[SLOTS]
         most = max_rows * max_width
 
@@ -75,6 +77,14 @@ class SpeculativePasses:
             NUM_VERIFIED, (max_rows,), torch.int32, follows=VERIFY_LOGITS
         )
         self._num_tried = registry.output(NUM_TRIED, (max_rows,), torch.int32)
+        self._path: Tensor | None = None
+        if trees is not None:
+            shape = max_rows, max_width
+            self._path = registry.output(PATH, shape, torch.int32, follows=VERIFY_LOGITS)
+        path = () if trees is None else (PATH,)
+        self.results = (NUM_VERIFIED, NUM_TRIED, *path, *RESULTS)
+        """What the host is sent: of each row, tokens that are certain, tokens that were tried, and
+        which nodes of a tree are certain; then of each token."""
         self._sampled = Sampled(
             output(VERIFIED),
             output(VERIFIED_LOGPROBS, dtype=torch.float32),
@@ -89,7 +99,9 @@ class SpeculativePasses:
 
     def verify_spec(self, width: int, rows: Ladder) -> RunnerSpec:
         chosen = dict.fromkeys(("length", NUM_NEW, FEATURES), NUM_VERIFIED) | {"tokens": VERIFIED}
-        writes = (*PLACES, *VERIFY_RESULTS, VERIFY_LOGITS)
+        if self._trees is not None:
+            chosen |= {f"kv_{name}": PATH for name in self._groups}
+        writes = (*PLACES, *self.results, VERIFY_LOGITS)
         return RunnerSpec(
             f"{VERIFY}-{width}", rows, None, (SLOTS,), self._verify, writes, width, chosen
         )
@@ -98,7 +110,10 @@ class SpeculativePasses:
         return RunnerSpec(f"{EXTEND}-{width}", rows, None, (SLOTS,), self._extend, PLACES, width)
 
     def draft_spec(self, width: int, rows: Ladder) -> RunnerSpec:
-        return RunnerSpec(f"{DRAFT}-{width}", rows, None, (SLOTS,), self._draft, (), width)
+        ahead = width - 1 if self._trees is None else self._trees.shape.num_places
+        return RunnerSpec(
+            f"{DRAFT}-{width}", rows, None, (SLOTS,), self._draft, (), width, ahead=ahead
+        )
 
     def _verify(self, key: GraphKey, pieces: Pieces) -> None:
         tables, kernels = self._tables, self._kernels
@@ -108,19 +123,33 @@ class SpeculativePasses:
         rows, after = kernels.locate_drafts(
             slots, length, tables[LIMIT], tables[NUM_DRAFTS], tables[DRAFTED_AT], tokens, num_tried
         )
+        branches = None
+        if self._trees is not None:
+            branches = kernels.branch(rows, tokens, self._trees.parents)
+            after = branches.positions + (tokens.slots > 0)
         features = self._decoder.new_hidden(key.tokens, len(self._drafter.taps))
-        batch = Batch(tokens, tables["tokens"], tables["prompt_len"], rows)
+        batch = Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
         taps = views_of(features, self._drafter.taps)
         normed = self._decoder.forward(batch, self._kv, pieces, taps)
         logits = self._logits[: key.tokens]
         self._decoder.logits(normed, tokens.slots, logits)
         out = Sampled(*(tensor[: key.tokens] for tensor in self._sampled))
         kernels.sample(logits, tokens.slots, after, tables.sampling, out)
-        sampled = out.tokens.view(key.rows, key.width)
-        kernels.accept(
-            slots, num_tried, sampled, tables["tokens"], length, tables[NUM_NEW], num_verified
-        )
-        kernels.keep(slots, num_verified, features, self._features)
+        sampled, path = out.tokens.view(key.rows, key.width), None
+        if self._trees is None:
+            kernels.accept(
+                slots, num_tried, sampled, tables["tokens"], length, tables[NUM_NEW], num_verified
+            )
+        else:
+            assert self._path is not None and branches is not None
+            path = self._path[: key.rows]
+            kernels.accept_tree(
+                slots, num_tried, sampled, self._trees.parents, branches,
+                tables["tokens"], length, tables[NUM_NEW], num_verified, path,
+            )  # fmt: skip
+            for name in self._groups:
+                kernels.move_kv(slots, length, num_verified, path, *self._kv[name])
+        kernels.keep(slots, num_verified, features, self._features, path)
 
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
@@ -131,11 +160,16 @@ class SpeculativePasses:
 
     def _draft(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots, most = self._tables, self._slots[: key.rows], key.width - 1
+        if self._trees is not None:
+            most = self._trees.shape.num_places
         length, num = self._kernels.allot(
             slots, tables["length"], tables[LIMIT], tables[PAGED], tables[SPECULATES],
             tables["target"], most,
         )  # fmt: skip
-        num = self._drafter.draft(slots, length, num, most, pieces)
+        if self._trees is None:
+            num = self._drafter.draft(slots, length, num, most, pieces)
+        else:
+            num = self._trees.draft(slots, length, num, pieces)
         self._kernels.close_draft(slots, length, num, tables[NUM_DRAFTS], tables[DRAFTED_AT])
 
     def _tokens(self, key: GraphKey) -> Tokens:

@@ -35,9 +35,9 @@ Cost = Callable[[int, int], float]
 class Acceptance:
     """Of each position: how often is its draft accepted, if those before it were?"""
 
-    def __init__(self, max_width: int, prior: float = 0.7) -> None:
-        self._rates = [prior] * (max_width - 1)
-        self._weights = [PRIOR_WEIGHT] * (max_width - 1)
+    def __init__(self, num_positions: int, prior: float = 0.7) -> None:
+        self._rates = [prior] * num_positions
+        self._weights = [PRIOR_WEIGHT] * num_positions
 
     def learn(self, num_drafts: int, num_accepted: int) -> None:
         """Of one row of one step. Places that the drafter could not fill are among `num_drafts`,
@@ -57,7 +57,7 @@ class Acceptance:
         """Tokens that a row of a step emits; with `num_known`, if all drafts after so many of them
         were accepted."""
         tokens = chance = 1.0
-        for i in range(width - 1):
+        for i in range(min(width - 1, len(self._rates))):  # a tree is less deep than wide
             if num_known is None or i < num_known:
                 chance *= self._rates[i]
             tokens += chance
@@ -90,9 +90,12 @@ class FixedWidth:
 class WidthPolicy:
     """The width with most tokens per second; slow to leave it, so that it does not flap."""
 
-    def __init__(self, widths: Sequence[int], cost: Cost, prior: float = 0.7) -> None:
+    def __init__(
+        self, widths: Sequence[int], num_positions: int, cost: Cost, prior: float = 0.7
+    ) -> None:
+        """`num_positions`: drafts of a row that can all be accepted."""
         self.widths = _checked(widths)
-        self.acceptance = Acceptance(self.widths[-1], prior)
+        self.acceptance = Acceptance(num_positions, prior)
         self.width = self.widths[0]
         """The settled one, trials aside."""
         self._cost = cost
@@ -151,6 +154,8 @@ def _checked(widths: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass
 class SpeculationStats:
+    num_positions: int
+    """Drafts of a row that can all be accepted."""
     num_drafts: int = 0
     """Rows of steps that had drafts."""
     num_draft_tokens: int = 0
@@ -169,7 +174,8 @@ class SpeculationStats:
         self.num_drafts += num_drafts > 0
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        self.accepted_per_pos += [0] * (num_drafts - len(self.accepted_per_pos))
+        num_positions = min(num_drafts, self.num_positions)
+        self.accepted_per_pos += [0] * (num_positions - len(self.accepted_per_pos))
         for i in range(num_accepted):
             self.accepted_per_pos[i] += 1
 

@@ -181,7 +181,8 @@ def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
     tokens = Tokens(ints(1, 1, 1, 0, 1, 2, 0, 0, 0, 0), ints(3, 4, 5, 0, 7, 0, 0, 0, 0, 0))
     rows = Rows(ints(1, 2), ints(3, 0), ints(5, 5), ints(5, 10))
     seen = torch.tensor([0b1, 0b10, 0b101, -1, 0b10001, 0b1, -1, -1, -1, -1], device=device)
-    branches = Branches(ints(3, 3, 3, -9, 3, 0, 99, 99, 99, 99), seen)
+    stands = ints(3, 3, 4, -9, 4, 0, 99, 99, 99, 99)
+    branches = Branches(ints(3, 3, 3, -9, 3, 0, 99, 99, 99, 99), seen, stands)
     joined = torch.randn(10, sum(heads.sizes), device=device)
     joined[tokens.slots == 0] = torch.nan
     angles = Angles(*torch.rand(2, 10, 1, 8, device=device))
@@ -199,13 +200,11 @@ def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
     assert not outs[0][0].isnan().any() and not outs[0][0][tokens.slots == 0].any()
 
 
-def test_branches_are_refused_in_a_decode_step_and_under_a_window(device):
+def test_branches_are_refused_in_a_decode_step(device):
     one, kernels = torch.ones(1, dtype=torch.int32, device=device), TritonKernels()
-    tokens, rows, branches = Tokens(one, one), Rows(*[one] * 4), Branches(one, one.long())
+    branches = Branches(one, one.long(), one)
     with pytest.raises(ContractError, match="give its rows"):
-        kernels.plan(tokens, None, Heads(2, 1, 16, 16, 1e-6, 1.0), branches)
-    with pytest.raises(ContractError, match="window of 8"):
-        kernels.plan(tokens, rows, Heads(2, 1, 16, 16, 1e-6, 1.0, window=8), branches)
+        kernels.plan(Tokens(one, one), None, Heads(2, 1, 16, 16, 1e-6, 1.0), branches)
 
 
 def test_a_head_that_no_kernel_holds_is_refused():

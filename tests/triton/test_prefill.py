@@ -46,10 +46,10 @@ class Step:
 
     def __init__(
         self, shape, rows, dtype=torch.float32, norm=True, pad_tokens=7, pad_rows=3,
-        value_dim=None, sinks=False, **kind,
+        value_dim=None, sinks=False, begun=0, **kind,
     ):  # fmt: skip
         torch.manual_seed(0)
-        self.rows, self.dtype = rows, dtype
+        self.rows, self.dtype, self.begun = rows, dtype, begun
         heads, kv_heads, dim, page = shape
         value_dim = value_dim or dim
         self.heads = Heads(heads, kv_heads, dim, value_dim, EPS, dim**-0.5, **kind)
@@ -60,7 +60,7 @@ class Step:
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
         for slot, (start, count) in enumerate(rows, start=1):
             self.table[slot, -(-(start + count) // page) :] = 2**30  # a trap
-            low = max(0, start + 1 - (self.heads.window or start + 1))
+            low = self.low(max(0, start - begun))
             at = torch.arange(low, start)
             pages = self.table[slot, at // page]
             self.kv[pages, at % page] = self.exact(torch.randn(len(at), *self.kv.shape[2:]))
@@ -88,6 +88,11 @@ class Step:
         self.q_norm, self.k_norm = self.exact(torch.randn(2, dim)) if norm else (None, None)
         self.sinks = self.exact(torch.randn(heads) * 2) if sinks else None
         self.branches: Branches | None = None
+        self.floors: Tensor | None = None
+
+    def low(self, position: int) -> int:
+        """The first key that is seen from there."""
+        return 0 if self.heads.window is None else max(0, position + 1 - self.heads.window)
 
     def exact(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).float()
@@ -132,9 +137,12 @@ class Step:
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         blocks = self.plan(q.device, self.heads.num_heads // self.heads.num_kv_heads)
         sinks = None if self.sinks is None else self.sinks.to(q.device, q.dtype)
-        branches = self.branches and Branches(*(x.to(q.device) for x in self.branches))
+        branches = (None, None, None)
+        if self.branches is not None:
+            branches = Branches(*(x.to(q.device) for x in self.branches))
         table, slots = self.table.to(q.device), self.token_slots.to(q.device)
-        return prefill.attend(q, sinks, kv, table, slots, blocks, self.heads, branches)
+        floors = None if self.floors is None else self.floors.to(q.device)
+        return prefill.attend(q, sinks, kv, table, slots, blocks, self.heads, branches, floors)
 
     def attend_slowly(self, q: Tensor, kv: Tensor) -> Tensor:
         """In float32, of the real tokens"""
@@ -142,7 +150,7 @@ class Step:
         q, kv = q[: self.real].float(), kv.float()
         branches = self.branches and Branches(*(x[: self.real] for x in self.branches))
         return REFERENCE.attend(
-            q, self.sinks, kv, self.table, slots, positions, self.heads, branches
+            q, self.sinks, kv, self.table, slots, positions, self.heads, branches, self.floors
         )
 
     def check(self, device, noise: float) -> None:
@@ -152,21 +160,31 @@ class Step:
         assert torch.allclose(got[: self.real], self.attend_slowly(q, kv), **near)
         assert got[self.token_slots == 0].abs().max() == 0
 
-    def grow(self, begun: int) -> "Step":
-        """Rows become trees, of which so many places came in an earlier step. Where nobody stands,
-        pages hold NaN, the token is padding, and it is said to see what is not there."""
+    def raise_floors(self, *floors: int) -> "Step":
+        """One of each row; what is below is NaN, and so it is of nobody."""
+        self.floors = torch.tensor([2**30, *floors], dtype=torch.int32)
+        for slot, floor in enumerate(floors, start=1):
+            for place in range(floor):
+                self.spoil(slot, place)
+        return self
+
+    def grow(self) -> "Step":
+        """Rows become trees, of which `begun` places came in an earlier step. Where nobody stands,
+        pages hold NaN, the token is padding, and it is said to see what is not there. So do keys
+        that are before every window."""
         random, page = Random(0), self.kv.shape[1]
-        self.branches = bases, seen = Branches(
+        self.branches = bases, seen, stands = Branches(
             torch.full((self.num_tokens,), -(2**31), dtype=torch.int32),
             torch.full((self.num_tokens,), -1),
+            torch.full((self.num_tokens,), -(2**31), dtype=torch.int32),
         )
         for row, (start, count) in enumerate(self.rows):
-            base, first = max(0, start - begun), int(self.ends[row]) - count
-            last = base
+            base, first = max(0, start - self.begun), int(self.ends[row]) - count
+            last, lowest = base, start + count
             for place, bits in enumerate(grown(start + count - base, random), start=base):
                 token = first + place - start
                 if bits is None:
-                    self.kv[self.table[row + 1, place // page], place % page] = torch.nan
+                    self.spoil(row + 1, place)
                 else:
                     last = place
                 if place >= start and bits is None:
@@ -174,8 +192,18 @@ class Step:
                     self.joined[token] = torch.nan
                 elif place >= start:
                     bases[token], seen[token] = base, bits
+                    depth = (bits & (2 << place - base) - 1).bit_count() - 1
+                    assert depth < (self.heads.window or 64)
+                    stands[token] = base + depth
+                    lowest = min(lowest, base + depth)
+            for place in range(self.low(base), min(self.low(lowest), base)):
+                self.spoil(row + 1, place)
             self.table[row + 1, last // page + 1 :] = 2**30
         return self
+
+    def spoil(self, slot: int, place: int) -> None:
+        page = self.kv.shape[1]
+        self.kv[self.table[slot, place // page], place % page] = torch.nan
 
 
 def grown(size: int, random: Random) -> list[int | None]:
@@ -274,6 +302,16 @@ def test_a_window_ends_at_each_token(device, window):
     Step((2, 2, 16, 24), [(100, 70)], torch.float16, window=window).check(device, 1e-3)
 
 
+@pytest.mark.parametrize("kind", [{}, {"window": 40, "sinks": True}])
+@pytest.mark.parametrize("is_tree", [True, False])
+def test_nothing_is_seen_below_a_floor(device, kind, is_tree):
+    """Below the first tile, inside it, between tiles, and up to the first token."""
+    step = Step((3, 1, 16, 16), FEW_ROWS, **kind)
+    if is_tree:
+        step.grow()
+    step.raise_floors(0, 31, 5, 64, 130).check(device, 5e-6)
+
+
 @pytest.mark.parametrize("window", [None, 1, 40])
 def test_a_sink_takes_its_share(device, window):
     Step((6, 2, 16, 16), FEW_ROWS, sinks=True, window=window).check(device, 5e-6)
@@ -333,33 +371,37 @@ TREES = [(0, 40), (31, 2), (60, 9), (127, 20), (14, 33), (5, 1)]
         ((3, 3, 6, 4), 7, {"sinks": True}),
         ((6, 2, 16, 16), 30, {"softcap": 2.0}),
         ((2, 1, 192, 16), 7, {"value_dim": 128}),
+        ((4, 2, 16, 16), 0, {"window": 20}),
+        ((3, 1, 16, 8), 30, {"window": 20}),
+        ((3, 1, 32, 8), 7, {"window": 70, "sinks": True, "softcap": 2.0}),
+        ((2, 2, 16, 16), 30, {"window": 1000}),
     ],
 )
 def test_a_token_of_a_tree_sees_its_branch(device, shape, begun, kind):
-    Step(shape, TREES, **kind).grow(begun).check(device, 5e-6)
+    Step(shape, TREES, begun=begun, **kind).grow().check(device, 5e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
-@pytest.mark.parametrize("kind", [{}, {"sinks": True, "softcap": 2.0}])
+@pytest.mark.parametrize("kind", [{}, {"sinks": True, "softcap": 2.0}, {"window": 40}])
 def test_a_tree_in_16_bits(device, dtype, kind):
     step = Step((4, 2, 64, 16), [(31, 9), (5, 1), (200, 63)], dtype, **kind)
-    step.grow(0).check(device, torch.finfo(dtype).eps)
+    step.grow().check(device, torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
-@pytest.mark.parametrize("back", [3, 62])
-def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(device, dtype, back):
+@pytest.mark.parametrize(("back", "window"), [(3, None), (62, None), (3, 4), (10, 40)])
+def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(device, dtype, back, window):
     """Wherever it is said to begin, up to `back` places before each token."""
-    step = Step((4, 1, 64, 16), FEW_ROWS, dtype)
+    step = Step((4, 1, 64, 16), FEW_ROWS, dtype, window=window)
     q, kv = (x.to(device) for x in step.expected())
     expected = step.attend(q, kv)
     bases = (step.positions - back).clamp_min(0)
-    step.branches = Branches(bases, (2 << (step.positions - bases).long()) - 1)
+    step.branches = Branches(bases, (2 << (step.positions - bases).long()) - 1, step.positions)
     assert torch.equal(step.attend(q, kv), expected)
 
 
 def test_trees_of_nobody_are_zeros(device):
-    step = Step((8, 2, 64, 16), [(0, 4), (31, 2)]).grow(0)
+    step = Step((8, 2, 64, 16), [(0, 4), (31, 2)]).grow()
     step.token_slots[:] = 0
     q = torch.full((step.num_tokens, 8, 64), torch.nan, device=device)
     step.table[:] = 2**30

@@ -1,64 +1,22 @@
-"""What stands between the models of speculation: every kernel against composed.py, bit for bit.
+"""What stands between the models of speculation: every kernel against its meaning, bit for bit.
 
 Of slot 0 the tables hold what they hold in an engine; of every other slot, used or not, anything.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
+from agreement import NAN, agree, ints, slots_for, spoilt, table_of
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from slotzero import LLM, SamplingParams
-from slotzero.kernels.contract import Kernels, Tokens
-from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.contract import Kernels, Rows, Tokens
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation import SEARCHED_BLOCK
 
 MAX_LEN, SPARE = 60, 3
 SIZES = [(1, 5), (7, 2), (33, 16), (150, 3)]  # rows, width
-NAN = float("nan")
-
-
-def agree(device: torch.device, call: Callable[..., Any], *given: Any) -> list[Tensor]:
-    """Both sets on copies: what they return and all that they were given is the same afterwards
-    -> the copies."""
-    sides = []
-    for kernels, where in ((ReferenceKernels(), "cpu"), (TritonKernels(), device)):
-        copies = tree_map(lambda value, to=where: value.to(to, copy=True), given)
-        result = call(kernels, *copies)
-        sides.append([t.cpu() for t in tree_leaves((result, copies)) if isinstance(t, Tensor)])
-    for want, got in zip(*sides, strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        assert torch.equal(bits(got), bits(want))
-    return sides[0][-len(tree_leaves(given)) :]
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def ints(low: int, high: int, *shape: int) -> Tensor:
-    """In [low, high)"""
-    return torch.randint(low, high, shape, dtype=torch.int32)
-
-
-def slots_for(rows: int) -> Tensor:
-    """Each of 1 to rows once, in any order, but for some that are padding."""
-    slots = torch.randperm(rows).int() + 1
-    slots[torch.rand(rows) < 0.2] = 0
-    return slots if rows > 1 else torch.ones(1, dtype=torch.int32)
-
-
-def table_of(values: Tensor, neutral: int = 0) -> Tensor:
-    values[0] = neutral
-    return values
-
-
-def spoilt(*shape: int) -> Tensor:
-    return torch.full(shape, -7, dtype=torch.int32)
 
 
 def places(rows: int, width: int) -> Tokens:
@@ -158,6 +116,25 @@ def test_what_is_new_is_kept(device, half, is_half, size):
     agree(device, lambda kernels, *given: kernels.keep(*given), *given)
 
 
+@pytest.mark.parametrize("size", [0, 33, 1100])
+def test_what_is_on_a_path_is_kept(device, half, size):
+    rows, width = 7, 5
+    slots, *_ = World.of(rows, width)
+    counts = ints(0, width + 1, rows) * (slots > 0)
+    x = torch.full((rows, width, size), NAN, dtype=half)
+    path = torch.zeros(rows, width, dtype=torch.int32)
+    for row, num in enumerate(counts.tolist()):
+        path[row, :num] = torch.randperm(width)[:num].sort().values.int()
+        x[row, path[row, :num].long()] = torch.randn(num, size, dtype=half)
+    table = torch.randn(rows + 2, width + 1, size, dtype=half)
+
+    def call(kernels: Kernels, slots, counts, x, table, path):
+        kernels.keep(slots, counts, x, table, path)
+
+    *_, kept, _ = agree(device, call, slots, counts, x.flatten(0, 1), table, path)
+    assert not kept.isnan().any()
+
+
 @pytest.mark.parametrize("size", [1, 33, 1100])
 @pytest.mark.parametrize("is_half", [True, False])
 def test_the_last_is_kept_and_fetched(device, half, is_half, size):
@@ -174,6 +151,21 @@ def test_the_last_is_kept_and_fetched(device, half, is_half, size):
 
     *_, kept = agree(device, call, slots, last, x, table)
     assert not kept.isnan().any()
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_a_row_goes_on_or_begins_anew(device, rows, width):
+    slots, length, *_ = World.of(rows, width)
+    starts = length[slots] * (slots > 0)
+    followed_to = table_of(length - ints(0, 2, rows + 2), -1)
+    last = torch.where(slots > 0, ints(0, width, rows) + torch.arange(rows).int() * width, 0)
+
+    def call(kernels: Kernels, slots, starts, positions, last, *tables):
+        kernels.follow(Rows(slots, starts, slots, slots), Tokens(slots, positions), last, *tables)
+
+    positions, since = ints(0, 99, rows * width), table_of(ints(0, 9, rows + 2), -1)
+    *_, followed_from, _ = agree(device, call, slots, starts, positions, last, since, followed_to)
+    assert rows < 30 or 0 < (followed_from != since).sum() < (slots > 0).sum()
 
 
 @pytest.mark.parametrize("size", [0, 33, 1100])
@@ -282,8 +274,8 @@ def test_logits_are_spread_over_the_vocabulary(device, half, is_half, drafts, vo
 # All of them
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "ngram"])
-def test_no_token_changes(device, monkeypatch, drafter):
+@pytest.mark.parametrize(("drafter", "topk"), [("eagle3", 1), ("eagle3", 3), ("ngram", 1)])
+def test_no_token_changes(device, monkeypatch, drafter, topk):
     """Of a prompt that repeats itself."""
     settings = {
         "backend": "eager", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 1,
@@ -293,7 +285,8 @@ def test_no_token_changes(device, monkeypatch, drafter):
     prompt = {"prompt_token_ids": [3, 4, 5, 6] * 3}
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     answers = []
-    for more in ({}, {"speculative": drafter, "speculative_steps": 2}):
+    speculation = {"speculative": drafter, "speculative_steps": 2, "speculative_topk": topk}
+    for more in ({}, speculation):
         outputs = LLM("tiny:llama", **settings, **more).generate(prompt, params, use_tqdm=False)
         answers.append(outputs[0].outputs[0].token_ids)
         if device.type == "cpu":  # from here on

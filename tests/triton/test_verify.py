@@ -1,9 +1,12 @@
 """Attention of uniform rows against a plain loop and the prefill path, over hostile pages."""
 
+from random import Random
+
 import pytest
 import torch
 
 from slotzero.kernels.contract import Angles, Branches, Heads, Rows, Tokens
+from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import kernels, prefill, verify
 from slotzero.kernels.triton.kernels import TritonKernels
 
@@ -13,11 +16,14 @@ GROUPS = [(2, 2, 16, 4), (6, 2, 24, 16), (8, 1, 64, 32)]  # heads, KV heads, hea
 
 class Case:
     """Rows of which the first `counts[r]` tokens are real. Whatever nobody stored is NaN, and so is
-    what padding brings with it; a page that is nobody's is page 0."""
+    what padding brings with it; a page that is nobody's is page 0.
+
+    With `steps` they are trees: 0, whole ones; else what grows on trees of so many rows before.
+    """
 
     def __init__(
         self, shape, span, counts, device, dtype=torch.float32, starts=STARTS, norm=True,
-        value_dim=None, sinks=False, **kind,
+        value_dim=None, sinks=False, steps=None, floors=None, **kind,
     ) -> None:  # fmt: skip
         num_heads, kv_heads, dim, page = shape
         value_dim = value_dim or dim
@@ -28,11 +34,13 @@ class Case:
         self.table = torch.zeros(len(counts) + 1, per_slot, dtype=torch.int32)
         self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
+        self.low = floors
+        self.trees = None if steps is None else self.grown(steps)
         for slot, start, count in self.rows():
-            low = max(0, start + 1 - (self.heads.window or start + 1))
-            for at in range(low, start):
+            stored = [at for j in range(count) for at in self.seen(slot, start, j) if at < start]
+            for at in stored:
                 self.kv[self.place(slot, at)] = torch.randn(kv_heads, dim + value_dim)
-            self.table[slot, : low // page] = 0
+            self.table[slot, : min(stored, default=start) // page] = 0
             self.table[slot, -(-(start + count) // page) :] = 0
         is_real = torch.tensor([j < n for n in counts for j in range(span)])
         slots = torch.arange(1, len(counts) + 1).repeat_interleave(span) * is_real
@@ -50,6 +58,51 @@ class Case:
 
     def rows(self):
         return zip(range(1, len(self.counts) + 1), self.starts, self.counts, strict=True)
+
+    def grown(self, steps):
+        """-> base, bits and depth of each token of each row. Bits that nobody asks for are set."""
+        random, trees = Random(self.span), []
+        for _, start, count in self.rows():
+            row, levels = [], min(steps, start // self.span)
+            base = start - levels * self.span
+            above = [(0, -1)]  # bits and depth of those that a token may follow
+            for level in range(levels + 1):
+                num = random.randint(1, self.span) if level < levels else count
+                new = []
+                for j in range(num):
+                    i = level * self.span + j
+                    bits, depth = random.choice(above if steps or not new else new)
+                    new.append((bits | 1 << i, depth + 1))
+                    row.append((i, base, new[-1][0] | 2**63 - (2 << i), depth + 1))
+                above = new
+            trees.append([node[1:] for node in row if node[0] >= levels * self.span])
+        return trees
+
+    def seen(self, slot, start, j):
+        """The keys of a token of a row"""
+        base, bits, depth = start + j + 1, 0, -1
+        if self.trees is not None:
+            base, bits, depth = self.trees[slot - 1][j]
+        window = self.heads.window or base + depth + 1
+        assert self.trees is None or window > depth
+        told = [at for at in range(base, start + j + 1) if bits >> (at - base) & 1]
+        low = max(0, base + depth + 1 - window, self.low[slot - 1] if self.low else 0)
+        return [*range(low, base), *told]
+
+    def branches(self):
+        if self.trees is None:
+            return None
+        parts = torch.full((len(self.joined), 3), -1)
+        for row, nodes in enumerate(self.trees):
+            for j, (base, bits, depth) in enumerate(nodes):
+                parts[row * self.span + j] = torch.tensor([base, bits, base + depth])
+        bases, bits, stands = parts.to(self.device).unbind(1)
+        return Branches(bases.int(), bits.contiguous(), stands.int())
+
+    def floors(self):
+        if self.low is None:
+            return None
+        return torch.tensor([0, *self.low], dtype=torch.int32, device=self.device)
 
     def place(self, slot, at):
         page = self.kv.shape[1]
@@ -70,8 +123,7 @@ class Case:
                 q, k = (self.turned(parts[i][t], i, t) for i in (0, 1))
                 v = parts[2][t].view(-1, heads.value_dim)
                 pages[self.place(slot, start + j)] = torch.cat((k, v), dim=-1)
-                low = max(0, start + j + 1 - (heads.window or start + j + 1))
-                seen = [pages[self.place(slot, at)] for at in range(low, start + j + 1)]
+                seen = [pages[self.place(slot, at)] for at in self.seen(slot, start, j)]
                 keys, values = (
                     torch.stack(seen)
                     .repeat_interleave(group, 1)
@@ -114,7 +166,7 @@ class Case:
     def run(self, num_layers=1):
         """Of the last of some equal layers, which share one plan."""
         taken, tokens, rows = self.given()
-        plan = verify.plan(tokens.slots, rows, self.heads)
+        plan = verify.plan(tokens.slots, rows, self.heads, self.branches(), self.floors())
         for _ in range(num_layers):
             taken, _, _ = self.given()
             out = verify.attend(*taken, plan, self.heads)
@@ -130,7 +182,10 @@ class Case:
             heads.num_heads // heads.num_kv_heads,
         )  # fmt: skip
         q = prefill.rope_store(joined, q_norm, k_norm, angles, pages, table, *tokens, heads)
-        out = prefill.attend(q, sinks, pages, table, tokens.slots, blocks, heads)
+        tree = self.branches() or (None, None, None)
+        out = prefill.attend(
+            q, sinks, pages, table, tokens.slots, blocks, heads, tree, self.floors()
+        )
         return out.flatten(1).cpu(), pages.cpu()
 
     def check(self, num_layers=1):
@@ -167,6 +222,13 @@ def test_every_count(device):
 def test_a_window_moves_with_the_token(device, window):
     """The last tokens do not see all that the first sees."""
     Case((4, 2, 16, 8), 5, [5, 4, 5], device, window=window).check()
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 40}, {"window": 40, "steps": 3}])
+def test_nothing_is_seen_below_a_floor(device, kind):
+    case = Case((4, 2, 16, 8), 4, [4, 1, 4, 0, 3], device, floors=[0, 3, 185, 0, 1], **kind)
+    case.check()
+    assert torch.allclose(case.run_prefill()[0], case.expected()[0], atol=1e-5)
 
 
 def test_a_chunk_of_which_a_token_sees_nothing(device):
@@ -206,12 +268,81 @@ def test_16_bits(device, half, monkeypatch, shape, span, kind, cut):
     same_pages(pages, expected_pages, 0.1)  # two units of the last place at 8
 
 
-@pytest.mark.parametrize("kind", [{}, {"window": 30, "sinks": True, "softcap": 3.0}])
+@pytest.mark.parametrize(
+    "kind", [{}, {"window": 30, "sinks": True, "softcap": 3.0}, {"window": 30, "steps": 3}]
+)
 def test_equals_prefill(device, kind):
     case = Case((6, 2, 32, 16), 5, [5, 2, 4, 0], device, **kind)
     (out, pages), (expected, expected_pages) = case.run(), case.run_prefill()
     assert torch.allclose(out, expected, atol=1e-5)
     same_pages(pages, expected_pages, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "span", "counts", "steps", "kind"),
+    [
+        ((4, 2, 16, 8), 5, [5, 1, 3, 0, 4], 0, {}),
+        ((3, 1, 24, 4), 20, [20, 7, 19], 0, {"sinks": True}),
+        ((2, 2, 16, 16), 16, [9, 16, 16], 0, {"window": 18}),
+        ((4, 1, 16, 1), 6, [6, 6, 5], 0, {"window": 70, "sinks": True, "softcap": 2.0}),
+        ((4, 2, 16, 8), 4, [1, 3, 4, 0, 2], 3, {}),
+        ((6, 2, 16, 4), 2, [1, 2, 1, 2], 30, {"sinks": True}),
+        ((2, 1, 16, 16), 8, [8, 7, 8, 1, 5], 6, {"window": 9}),
+        ((4, 2, 16, 8), 3, [1, 2, 3], 10, {"window": 40, "softcap": 2.0, "value_dim": 40}),
+    ],
+)
+def test_a_token_of_a_tree_sees_its_branch(device, shape, span, counts, steps, kind):
+    """Whole trees, and what grows on them; in chunks of which some tokens see nothing."""
+    Case(shape, span, counts, device, steps=steps, **kind).check()
+
+
+@pytest.mark.parametrize(
+    ("shape", "span", "counts", "steps", "kind"),
+    [
+        ((8, 1, 16, 16), 63, [63, 40, 0, 16], 0, {}),
+        ((8, 1, 16, 16), 35, [35, 17, 9], None, {"window": 30, "sinks": True}),
+        ((45, 1, 16, 16), 7, [7, 4, 6], 2, {"window": 50, "softcap": 2.0}),
+    ],
+)
+def test_rows_of_several_tiles(device, shape, span, counts, steps, kind):
+    Case(shape, span, counts, device, steps=steps, **kind).check(num_layers=2)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize(
+    "kind", [{"floors": [0, 3, 90, 0]}, {"window": 30, "sinks": True, "softcap": 3.0}]
+)
+def test_trees_of_both_forms_equal_the_reference(device, steps, kind):
+    case = Case((6, 2, 32, 16), 5, [5, 2, 4, 0], device, steps=steps, **kind)
+    results = []
+    for its_kernels in (TritonKernels(), ReferenceKernels()):
+        taken, tokens, rows = case.given()
+        plan = its_kernels.plan(tokens, rows, case.heads, case.branches(), case.floors())
+        results.append((its_kernels.attention(*taken, plan, case.heads).cpu(), taken[5].cpu()))
+    (out, pages), (expected, expected_pages) = results
+    assert torch.allclose(out, expected, atol=1e-5)
+    same_pages(pages, expected_pages, 1e-5)
+
+
+@pytest.mark.parametrize("cut", [(10, 16), (1, 64)])
+@pytest.mark.parametrize(("span", "steps"), [(7, 0), (4, 5)])
+def test_trees_in_16_bits(device, half, monkeypatch, span, steps, cut):
+    monkeypatch.setattr(verify, "cut_for", lambda *_: cut)
+    case = Case((8, 2, 32, 8), span, [span, 1, 3], device, half, steps=steps, window=50)
+    (out, pages), (expected, expected_pages) = case.run(), case.expected()
+    is_real = case.tokens.slots > 0
+    error = (out - expected)[is_real].norm(dim=1) / expected[is_real].norm(dim=1)
+    assert error.max() < 2e-2
+    same_pages(pages, expected_pages, 0.1)
+
+
+def test_a_tree_of_one_branch_is_a_row_to_the_bit(device):
+    for kind in ({}, {"window": 9}):
+        case = Case((4, 2, 16, 8), 4, [4, 2, 3], device, **kind)
+        out, _ = case.run()
+        case.trees = [[(start, (2 << j) - 1, j) for j in range(count)]
+                      for _, start, count in case.rows()]  # fmt: skip
+        assert torch.equal(case.run()[0], out)
 
 
 def test_pages_of_one_position(device):
@@ -249,13 +380,13 @@ def test_uniform_rows_take_this_path(device, monkeypatch, norms_whole):
 def test_other_rows_do_not(device):
     case = Case((4, 2, 16, 8), 3, [3, 2], device)
     _, tokens, rows = case.given()
-    ones = torch.ones_like(tokens.positions)
-    branches = Branches(tokens.positions, ones.long())
-    wide = Heads(90, 2, 16, 16, 1e-6, 1.0)  # 3 * 45 pairs
+    branches = Branches(tokens.positions, tokens.positions.long(), tokens.positions)
+    wide = Heads(130, 1, 16, 16, 1e-6, 1.0)
     for its_rows, heads, its_branches, expected in (
         (rows._replace(span=0), case.heads, None, kernels.PREFILL),
         (rows, wide, None, kernels.PREFILL),
-        (rows, case.heads, branches, kernels.TREES),
+        (rows, wide, branches, kernels.PREFILL),
+        (rows, case.heads, branches, kernels.VERIFY),
         (None, case.heads, None, kernels.DECODE),
     ):
         plan = TritonKernels().plan(tokens, its_rows, heads, its_branches)
@@ -264,9 +395,9 @@ def test_other_rows_do_not(device):
 
 def test_a_card_with_less_memory_takes_fewer_pairs(monkeypatch):
     heads = Heads(8, 1, 256, 256, 1e-6, 1.0)
-    assert verify.takes(16, heads) and not verify.takes(17, heads) and not verify.takes(0, heads)
+    assert verify.takes(64, heads) and not verify.takes(65, heads) and not verify.takes(0, heads)
     monkeypatch.setattr(verify, "shared_memory", lambda: 99 << 10)
-    assert verify.takes(4, heads) and not verify.takes(16, heads)
+    assert verify.takes(16, heads) and not verify.takes(17, heads)
 
 
 def test_every_grid_has_room_for_each_row(monkeypatch):

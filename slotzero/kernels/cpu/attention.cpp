@@ -142,8 +142,8 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 // [slots + 1, width]; out [T, heads, V]
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
             Tensor positions, std::optional<Tensor> bases, std::optional<Tensor> seen,
-            double softmax_scale, std::optional<int64_t> window, std::optional<double> softcap,
-            Tensor out) {
+            std::optional<Tensor> stands, std::optional<Tensor> floors, double softmax_scale,
+            std::optional<int64_t> window, std::optional<double> softcap, Tensor out) {
   STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
                       out.is_contiguous() && (!sinks || sinks->is_contiguous()),
                   "attend: q, sinks, kv_pages, page_table and out must be contiguous");
@@ -153,13 +153,17 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                   "attend: kv_pages do not fit q and out");
   STD_TORCH_CHECK(!sinks || sinks->size(0) == heads, "attend: sinks must have one of each head");
   STD_TORCH_CHECK(!window || *window > 0, "attend: a window must have a key");
-  STD_TORCH_CHECK(bases.has_value() == seen.has_value() && !(bases && window),
-                  "attend: a tree has bases and what is seen of it, and no window");
-  STD_TORCH_CHECK(!seen || (bases->scalar_type() == torch::headeronly::ScalarType::Int &&
-                            seen->scalar_type() == torch::headeronly::ScalarType::Long &&
-                            bases->is_contiguous() && seen->is_contiguous() &&
-                            bases->size(0) == q.size(0) && seen->size(0) == q.size(0)),
-                  "attend: bases must be int32 and seen int64, one of each token");
+  STD_TORCH_CHECK(bases.has_value() == seen.has_value() && bases.has_value() == stands.has_value(),
+                  "attend: a tree has bases, what is seen of it, and where its tokens stand");
+  using torch::headeronly::ScalarType;
+  for (const auto* part : {&bases, &seen, &stands})
+    STD_TORCH_CHECK(!*part || ((*part)->is_contiguous() && (*part)->size(0) == q.size(0) &&
+                               (*part)->scalar_type() ==
+                                   (part == &seen ? ScalarType::Long : ScalarType::Int)),
+                    "attend: of a tree's tensors each token has one: int32, and int64 if seen");
+  STD_TORCH_CHECK(!floors || (floors->is_contiguous() && floors->size(0) == page_table.size(0) &&
+                              floors->scalar_type() == ScalarType::Int),
+                  "attend: floors must be int32, one of each slot");
   const Shape shape{head_dim, value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
                     static_cast<float>(softcap.value_or(0))};
   constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
@@ -168,6 +172,8 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   const float *qp = floats(q), *kvp = floats(kv_pages), *sp = sinks ? floats(*sinks) : nullptr;
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   const int32_t* base_of = bases ? ints(*bases) : nullptr;
+  const int32_t* floor_of = floors ? ints(*floors) : nullptr;
+  const int32_t* stand_of = stands ? ints(*stands) : position_of;
   const int64_t* seen_of = seen ? static_cast<const int64_t*>(seen->data_ptr()) : nullptr;
   auto* op = static_cast<float*>(out.data_ptr());
   const int block = static_cast<int>(std::min<int64_t>(KEYS, page));  // page is a power of two
@@ -181,12 +187,13 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   for (int64_t item = 0; item < items; ++item) {
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
-    const int32_t slot = slot_of[run.begin];
+    const int32_t slot = slot_of[run.begin], floor = floor_of ? floor_of[slot] : 0;
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
     int32_t first = ALL, last = 0;
     for (int64_t t = run.begin; t < run.end; ++t) {
-      const int32_t end = slot ? position_of[t] + 1 : 0, begin = std::max(0, end - most);
+      const int32_t end = slot ? position_of[t] + 1 : 0;
+      const int32_t begin = slot ? std::max(floor, stand_of[t] + 1 - most) : 0;
       const int32_t base = base_of ? base_of[t] : ALL;
       const int64_t bits = seen_of ? seen_of[t] : 0;
       first = std::min(first, begin);
@@ -243,8 +250,8 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions, Tensor? bases, Tensor? seen, float scale, int? window, float? softcap, "
-      "Tensor(a!) out) -> ()");
+      "Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, Tensor? floors, "
+      "float scale, int? window, float? softcap, Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "
       "Tensor positions) -> ()");

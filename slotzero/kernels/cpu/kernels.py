@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.composed import ComposedKernels
+from slotzero.kernels.composed import NO_BRANCHES, ComposedKernels
 from slotzero.kernels.contract import Branches, Heads
 from slotzero.kernels.cpu import build
 from slotzero.sampling.tables import Sampled, SamplingTables
@@ -69,11 +69,12 @@ class CpuKernels(ComposedKernels):
         positions: Tensor,
         heads: Heads,
         branches: Branches | None = None,
+        floors: Tensor | None = None,
     ) -> Tensor:
-        bases, seen = branches or (None, None)
         out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
         torch.ops.slotzero.attend.default(
-            q, sinks, kv_pages, page_table, slots, positions, bases, seen,
+            q, sinks, kv_pages, page_table, slots, positions,
+            *(branches or NO_BRANCHES), floors,
             heads.scale, heads.window, heads.softcap, out,
         )  # fmt: skip
         return out

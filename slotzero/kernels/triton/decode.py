@@ -1,7 +1,7 @@
 """Paged attention of a decode step: one token a row, each with its own length.
 
 The grid of a size is fixed; how it is shared out is derived in the graph, once a step, by `plan`.
-The keys that a row sees, all of its context or the window at its end, are cut into chunks of one
+The keys that a row sees, from its floor on or in the window at its end, are cut into chunks of one
 common size, chosen so that all chunks fit the grid, and one program takes one chunk of one KV head.
 Whoever finishes a row last merges its chunks, in order, so the result does not depend on who that
 was. A sink is counted by the program with the newest position alone.
@@ -41,17 +41,24 @@ class Shares(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
 def _plan_kernel(
-    slots, positions, rows, row_of, slot_of, begin_of, end_of, first_of, count_of, done, num_done,
-    num_chunks, spare, smallest, WINDOW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, positions, stands, floors, rows,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, done,
+    num_done, num_chunks, spare, smallest,
+    WINDOW: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. Never launched to overlap: what follows it may read the plan at once."""
+    """One program. Never launched to overlap: what follows it may read the plan at once. A window
+    reaches back from where the first of a row's SPAN tokens stands, and not below a floor."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
     length = tl.where(slot > 0, position + 1, 0)
     low = tl.zeros_like(length)  # the first key that the row sees
     if WINDOW is not None:
-        low = tl.maximum(length - WINDOW, 0)
+        stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
+        low = tl.maximum(tl.where(slot > 0, stand + 1, 0) - WINDOW, 0)
+    if floors is not None:
+        floor = tl.load(floors + slot, mask=slot > 0, other=0)
+        low = tl.minimum(tl.maximum(low, floor), position)
     seen = length - low
     share = tl.cdiv(tl.sum(seen.to(tl.int64), axis=0), spare).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
@@ -104,11 +111,10 @@ def _load_table(table, key, end, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_pages(
-    kv_pages, v_pages, page, kv_head, key, end, half, dim,
+    kv_pages, v_pages, page, kv_head, key, known, half, dim,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros from `end` on."""
-    known = key < end
+    """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros where not known."""
     at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
     key_at = kv_pages + at[None, :] + half[:, None]
     present = known[None, :] & (half < DIM // 2)[:, None]
@@ -203,8 +209,9 @@ def _decode_kernel(
     page = _load_table(table, key, stored, PAGE)
     if EARLY:
         a, b, v = _load_pages(
-            kv_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
-        )
+            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
+            KV_HEADS, DIM, VALUE_DIM, PAGE,
+        )  # fmt: skip
     newest = tl.maximum(end - 1, 0)
     new_page = tl.load(table + newest // PAGE).to(tl.int64)
     place = ((new_page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
@@ -268,8 +275,9 @@ def _decode_kernel(
         if EARLY:  # the compiler runs it ahead, which a short loop likes better
             page = _load_table(table, key, stored, PAGE)
         a, b, v = _load_pages(
-            kv_pages, v_pages, page, kv_head, key, stored, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
-        )
+            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
+            KV_HEADS, DIM, VALUE_DIM, PAGE,
+        )  # fmt: skip
         if not EARLY:
             page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
         peak, total, acc = _attend_keys(
@@ -294,7 +302,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
+def plan(slots: Tensor, positions: Tensor, heads: Heads, floors: Tensor | None = None) -> Shares:
     rows, kv_heads = len(slots), heads.num_kv_heads
     programs, smallest = cut_for(rows)
     spare = max(rows, triton.cdiv(programs, kv_heads) - rows)
@@ -307,8 +315,9 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     row, slot, begin, end, first, num = ints.unbind()
     shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
-        _plan_kernel, (1,), slots, positions, rows, *shares[:7], rows * kv_heads, num_chunks, spare,
-        smallest, WINDOW=heads.window, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        _plan_kernel, (1,), slots, positions, positions, floors, rows, *shares[:7], rows * kv_heads,
+        num_chunks, spare, smallest,
+        WINDOW=heads.window, SPAN=1, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
     return shares
 

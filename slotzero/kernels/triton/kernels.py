@@ -5,22 +5,20 @@ Nothing here reads device memory from the host, so a whole step can be captured.
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.composed import route
+from slotzero.kernels.composed import NO_BRANCHES, route
 from slotzero.kernels.contract import (
     Activation,
-    Aims,
     Angles,
     Branches,
     Experts,
     ExpertWeights,
     Heads,
-    Kernels,
     Normed,
     Plan,
     Rows,
@@ -32,12 +30,12 @@ from slotzero.kernels.triton import (
     experts,
     opening,
     prefill,
-    speculation,
     verify,
 )
 from slotzero.kernels.triton import linear as few
 from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import applied
+from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tiles import MAX_ROWS, Tile, padded_rows, tiles_for
@@ -47,13 +45,13 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 CUBLAS = "cublas"
 MAX_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
 DECODE = len(decode.Shares._fields)
-VERIFY, PREFILL, TREES = DECODE + 2, 3, 5
+VERIFY, PREFILL = verify.PLANNED, 4 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
-assert len({DECODE, VERIFY, PREFILL, TREES}) == 4
+assert len({DECODE, VERIFY, PREFILL}) == 3
 T = TypeVar("T")
 
 
-class TritonKernels(Kernels):
+class TritonKernels(TritonSpeculation):
     name = "triton"
 
     def __init__(self) -> None:
@@ -87,19 +85,24 @@ class TritonKernels(Kernels):
         opening.locate(slots, length, token_slots, positions, after)
 
     def plan(
-        self, tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+        self,
+        tokens: Tokens,
+        rows: Rows | None,
+        heads: Heads,
+        branches: Branches | None = None,
+        floors: Tensor | None = None,
     ) -> Plan:
         if branches is not None:
-            branches.check(tokens, rows, heads)
+            branches.check(tokens, rows)
         if rows is None:
-            return decode.plan(tokens.slots, tokens.positions, heads)
-        if branches is None and verify.takes(rows.span, heads):
-            return verify.plan(tokens.slots, rows, heads)
+            return decode.plan(tokens.slots, tokens.positions, heads, floors)
+        if verify.takes(rows.span, heads):
+            return verify.plan(tokens.slots, rows, heads, branches, floors)
         group = heads.num_heads // heads.num_kv_heads
         (blocks,) = prefill.plan(
             rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
         )
-        return *tokens, blocks, *(branches or ())
+        return *tokens, blocks, *(branches or NO_BRANCHES), floors
 
     def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         return opening.turn(tokens.positions, frequency, factor)
@@ -252,7 +255,7 @@ class TritonKernels(Kernels):
             joined = elementwise.norm_heads(joined, q_norm, k_norm, heads)
             q_norm = k_norm = None
         if len(plan) == DECODE:
-            shares = decode.Shares(*plan)
+            shares = decode.Shares(*cast("tuple[Tensor, ...]", plan))
             return decode.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
             )
@@ -260,12 +263,14 @@ class TritonKernels(Kernels):
             return verify.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, plan, heads
             )
-        slots, positions, blocks, *tree = plan
-        branches = Branches(*tree) if tree else None
+        slots, positions, blocks, *tree, floors = plan
+        assert slots is not None and positions is not None and blocks is not None
         q = prefill.rope_store(
             joined, q_norm, k_norm, angles, kv_pages, page_table, slots, positions, heads
         )
-        attended = prefill.attend(q, sinks, kv_pages, page_table, slots, blocks, heads, branches)
+        attended = prefill.attend(
+            q, sinks, kv_pages, page_table, slots, blocks, heads, tree, floors
+        )
         return attended.flatten(1)
 
     def sample(
@@ -288,84 +293,6 @@ class TritonKernels(Kernels):
         sampled: Tensor,
     ) -> None:
         advance(slots, new_length, target, length, tokens, sampled)
-
-    def locate_drafts(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        num_drafts: Tensor,
-        drafted_at: Tensor,
-        tokens: Tokens,
-        num_tried: Tensor,
-    ) -> tuple[Rows, Tensor]:
-        return speculation.locate_drafts(
-            slots, length, limit, num_drafts, drafted_at, tokens, num_tried
-        )
-
-    def locate_new(
-        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
-    ) -> tuple[Rows, Tensor]:
-        return speculation.locate_new(slots, length, num_new, tokens)
-
-    def accept(
-        self,
-        slots: Tensor,
-        num_tried: Tensor,
-        sampled: Tensor,
-        tokens: Tensor,
-        length: Tensor,
-        num_new: Tensor,
-        num_verified: Tensor,
-    ) -> None:
-        speculation.accept(slots, num_tried, sampled, tokens, length, num_new, num_verified)
-
-    def keep(self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor) -> None:
-        speculation.keep(slots, counts, x, table)
-
-    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
-        speculation.keep_last(slots, last, x, table)
-
-    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
-        return speculation.fetch(slots, table)
-
-    def allot(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        paged: Tensor,
-        speculates: Tensor,
-        target: Tensor,
-        most: int,
-    ) -> tuple[Tensor, Tensor]:
-        return speculation.allot(slots, length, limit, paged, speculates, target, most)
-
-    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
-        return speculation.aim(slots, length, num, steps, behind)
-
-    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
-        speculation.note(slots, positions, ids, tokens)
-
-    def recall(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        num: Tensor,
-        tokens: Tensor,
-        steps: int,
-        shortest: int,
-        longest: int,
-    ) -> Tensor:
-        return speculation.recall(slots, length, num, tokens, steps, shortest, longest)
-
-    def close_draft(
-        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
-    ) -> None:
-        speculation.close_draft(slots, length, num, num_drafts, drafted_at)
-
-    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
-        return speculation.spread(logits, draft_of)
 
     def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
         """Of a choice: what may make another tile the fastest."""

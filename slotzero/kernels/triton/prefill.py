@@ -12,12 +12,14 @@ grids follow from the padded sizes alone:
 
 A token meets its keys in tiles that start at position 0, whatever its block: its bits do not
 depend on how its prompt was cut, nor on its neighbours. With a window a block begins at the tile
-that holds the first key of its first token; a tile of which a token sees nothing leaves it as it
-was. No key past its row's last is read, nor one before the window of all of a block's tokens. With
-branches, no key is read that no real token of the block sees.
+that holds the first key of whichever token stands first; a tile of which a token sees nothing
+leaves it as it was. No key past its row's last is read, nor one below its floor or before the
+window of all of a block's tokens. With branches, no key is read that no real token of the block
+sees.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,8 +27,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import MAX_PLACES, Angles, Branches, Heads
+from slotzero.kernels.composed import NO_BRANCHES
+from slotzero.kernels.contract import Angles, Heads
 from slotzero.kernels.triton.activation import LOG2E, tanh
+from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -38,7 +42,6 @@ from slotzero.kernels.triton.launch import (
 BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
 HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
 PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against how many at a time
-PLACES = tl.constexpr(MAX_PLACES)
 
 
 class Tile(NamedTuple):
@@ -207,24 +210,10 @@ def _plan_kernel(
     tl.store(target + 3, tl.where(real, start + offset, 0), mask=kept)
 
 
-@triton.jit
-def _load_branches(bases, seen, token, place, real):
-    """The base of each token, and what it sees from there up to its place."""
-    base = tl.load(bases + token, mask=real, other=0)
-    bits = tl.load(seen + token, mask=real, other=0)
-    own = tl.minimum(tl.where(real, place - base, 0), PLACES - 1)
-    return base, bits & ((tl.full(bits.shape, 2, tl.int64) << own) - 1)
-
-
-@triton.jit
-def _sees(key, base, bits):
-    i = key - base
-    return (i < 0) | ((i < PLACES) & ((bits >> (i & 63)) & 1 != 0))
-
-
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, sinks, kv_pages, page_table, blocks, slots, bases, seen, out, scale, table_stride,
+    q, sinks, kv_pages, page_table, blocks, slots, bases, seen, stands, floors, out, scale,
+    table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr,
@@ -251,16 +240,24 @@ def _attend_kernel(
     real = tl.load(slots + token + offset, mask=offset < size, other=0) > 0
     length = tl.max(tl.where(real, start + offset + 1, 0), axis=0)
     if seen is not None:
-        base, bits = _load_branches(bases, seen, token + offset, start + offset, real)
+        base, bits = load_branches(bases, seen, token + offset, start + offset, real)
         plain = tl.min(tl.where(real, base, length), axis=0)  # all tokens see all keys before it
-        last_base = tl.max(base, axis=0)  # some token sees all keys before it
-        any_bits = tl.reduce_or(bits >> tl.minimum(last_base - base, 63), axis=0)
+        last_base, any_bits = anyone_of(base, bits)
     pages = page_table + slot * table_stride
     begin = 0
     key = tl.arange(0, KEYS)
     known = key < length
-    if WINDOW is not None:
-        low = tl.maximum(start - WINDOW + 1, 0)  # the first key that the first token sees
+    if WINDOW is not None or floors is not None:
+        since = tl.zeros_like(offset)  # the first key that each token sees
+        if WINDOW is not None:
+            stand = start + offset
+            if seen is not None:
+                stand = tl.load(stands + token + offset, mask=real, other=0)
+            since = tl.maximum(stand - WINDOW + 1, 0)
+        if floors is not None:
+            since = tl.maximum(since, tl.load(floors + slot))
+        low = tl.min(tl.where(real, since, length), axis=0)
+        all_since = tl.max(tl.where(real, since, 0), axis=0)
         begin = low // KEYS * KEYS
         key += begin
         known = (key >= low) & (key < length)
@@ -283,10 +280,10 @@ def _attend_kernel(
         within = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
         source = page.to(tl.int64) * (PAGE * KV_HEADS * stored) + within * (KV_HEADS * stored)
         known = key < length
-        if WINDOW is not None:
+        if WINDOW is not None or floors is not None:
             known = known & (key >= low)
         if seen is not None:
-            known = known & _sees(key, last_base, any_bits)
+            known = known & sees(key, last_base, any_bits)
         present = known[:, None] & (dim < DIM)[None, :]
         keys = tl.load(k_pages + (source[:, None] + dim[None, :]), mask=present, other=0.0)
         present = known[:, None] & (value_dim < VALUE_DIM)[None, :]
@@ -300,17 +297,18 @@ def _attend_kernel(
             score, unit = tanh(score * scale), SOFTCAP * LOG2E
         if seen is not None:
             if first + KEYS > plain:  # the tile reaches into a tree
-                mine = _sees(key[None, :], base[:, None], bits[:, None])
+                mine = sees(key[None, :], base[:, None], bits[:, None])
                 score = tl.where(mine, score, float("-inf"))
         elif first + KEYS > start + 1:  # the tile crosses the diagonal
             score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
-        if WINDOW is not None:  # noqa: SIM102  the compiler decides this one
-            if first < start + size - WINDOW:  # the last token does not see all of the tile
-                early = key[None, :] <= (start + offset)[:, None] - WINDOW
-                score = tl.where(early, float("-inf"), score)
+        if WINDOW is not None or floors is not None:  # noqa: SIM102  the compiler decides this one
+            if first < all_since:  # some token does not see all of the tile
+                score = tl.where(key[None, :] < since[:, None], float("-inf"), score)
         new_best = tl.maximum(best, tl.max(score, axis=1) * unit)
         peak = new_best
-        if WINDOW is not None or seen is not None:  # who has seen no key yet stays so
+        if (
+            WINDOW is not None or seen is not None or floors is not None
+        ):  # who has seen no key yet stays so
             peak = tl.where(new_best == float("-inf"), 0.0, new_best)
         weight = tl.exp2(score * unit - peak[:, None])
         shrink = tl.exp2(best - peak)
@@ -385,10 +383,11 @@ def attend(
     slots: Tensor,  # [T]
     blocks: Tensor,  # from plan
     heads: Heads,
-    branches: Branches | None = None,
+    branches: Sequence[Tensor | None] = NO_BRANCHES,
+    floors: Tensor | None = None,  # [slots + 1]
 ) -> Tensor:
     """Each token attends to the positions of its slot up to its own, the last `window` of them, or
-    those of its branch; padding gets zeros -> [T, heads, value_dim]"""
+    those of its branch, and none below its floor; padding gets zeros -> [T, heads, value_dim]"""
     num_heads, kv_heads, dim, value_dim = (
         heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
     )  # fmt: skip
@@ -396,11 +395,10 @@ def attend(
     chosen = tile(dim, value_dim, group, q.dtype, shared_memory())
     parts = triton.cdiv(block_tokens(group), chosen.rows // group)
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype, device=q.device)
-    trees = (None, None) if branches is None else branches
     unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
     launch(
         _attend_kernel, (kv_heads * parts, len(blocks)),
-        q, sinks, kv_pages, page_table, blocks, slots, *trees, out,
+        q, sinks, kv_pages, page_table, blocks, slots, *branches, floors, out,
         heads.scale * unit, page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1],

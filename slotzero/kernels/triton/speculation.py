@@ -1,5 +1,5 @@
 """What stands between the models of speculation: where drafts are, which of them were right, what
-is kept of the target, who guesses next. composed.py defines it; each is one kernel here.
+is kept of the target, who guesses next. composed_speculation.py defines it; each is one kernel.
 
 It does not know models or sampling. Kernels that derive where tokens are take no part in overlaps:
 all that follow may read what they wrote without a wait. `fetch` lets the next kernel start early
@@ -95,7 +95,7 @@ def locate_drafts(
     num_tried: Tensor,
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
-    after, rows = torch.empty_like(tokens.positions), _new_rows(slots, width)
+    after, rows = torch.empty_like(tokens.positions), new_rows(slots, width)
     launch(
         _locate_drafts_kernel, (triton.cdiv(num, ITEMS),),
         slots, length, limit, num_drafts, drafted_at, *tokens, num_tried, after,
@@ -108,7 +108,7 @@ def locate_new(
     slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
-    last, rows = torch.empty_like(slots), _new_rows(slots, width)
+    last, rows = torch.empty_like(slots), new_rows(slots, width)
     launch(
         _locate_new_kernel, (triton.cdiv(num, ITEMS),),
         slots, length, num_new, *tokens, last,
@@ -122,15 +122,15 @@ def _shape(slots: Tensor, tokens: Tokens) -> tuple[int, int]:
     return num, num // len(slots)
 
 
-def _new_rows(slots: Tensor, width: int) -> Rows:
-    owners, starts, counts, ends = _new(4, slots).unbind()
+def new_rows(slots: Tensor, width: int) -> Rows:
+    owners, starts, counts, ends = aligned(4, len(slots), slots).unbind()
     return Rows(owners, starts, counts, ends, span=width)
 
 
-def _new(num: int, slots: Tensor) -> Tensor:
-    """[num, R], each of them aligned"""
-    padded = triton.cdiv(len(slots), ALIGNED) * ALIGNED
-    return slots.new_empty(num, padded)[:, : len(slots)]
+def aligned(num: int, size: int, like: Tensor) -> Tensor:
+    """[num, size] int32, each of them aligned"""
+    padded = triton.cdiv(size, ALIGNED) * ALIGNED
+    return like.new_empty(num, padded, dtype=torch.int32)[:, :size]
 
 
 # ---- which drafts were right, and what is kept ----
@@ -164,12 +164,12 @@ def _accept_kernel(
     tl.store(num_verified + row, num, mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "path_stride"])
 def _keep_kernel(
-    slots, counts, last, x, table, width, size, x_stride, slot_stride, place_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    slots, counts, last, path, x, table, width, size, path_stride, x_stride, slot_stride,
+    place_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One of the first `counts` of a row; or what is `last`, in its only place."""
+    """One of the first `counts` of a row, or of its path; or what is `last`, in its only place."""
     may_follow(PDL)
     item = tl.program_id(0)
     row, place = item // width, item % width
@@ -181,9 +181,28 @@ def _keep_kernel(
         item = tl.load(last + row)
     else:
         count = tl.load(counts + row)
+        if path is not None:
+            item = row * width + tl.load(path + row * path_stride + place)
     inside = column < tl.where((slot > 0) & (place < count), size, 0)
     value = tl.load(x + item.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
     tl.store(table + slot * slot_stride + place * place_stride + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _follow_kernel(
+    slots, starts, positions, last, followed_from, followed_to, num_rows,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)
+    is_real = slot > 0
+    start = tl.load(starts + row, mask=is_real, other=0)
+    goes_on = tl.load(followed_to + slot, mask=is_real, other=0) == start
+    end = tl.load(positions + tl.load(last + row, mask=is_real, other=0), mask=is_real, other=0) + 1
+    tl.store(followed_from + slot, start, mask=is_real & ~goes_on)
+    tl.store(followed_to + slot, end, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -220,18 +239,21 @@ def accept(
     )  # fmt: skip
 
 
-def keep(slots: Tensor, counts: Tensor, x: Tensor, table: Tensor) -> None:
-    _keep(slots, counts, None, x, table, len(x) // len(slots), table.stride(1))
+def keep(
+    slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
+) -> None:
+    _keep(slots, counts, None, path, x, table, len(x) // len(slots), table.stride(1))
 
 
 def keep_last(slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
-    _keep(slots, None, last, x, table, 1, 0)
+    _keep(slots, None, last, None, x, table, 1, 0)
 
 
 def _keep(
     slots: Tensor,
     counts: Tensor | None,
     last: Tensor | None,
+    path: Tensor | None,
     x: Tensor,
     table: Tensor,
     width: int,
@@ -241,10 +263,21 @@ def _keep(
     if size:  # a drafter may want to know nothing
         launch(
             _keep_kernel, (len(slots) * width, triton.cdiv(size, COPIED_BLOCK)),
-            slots, counts, last, x, table,
-            width, size, x.stride(0), table.stride(0), place_stride,
+            slots, counts, last, path, x, table, width, size,
+            0 if path is None else path.stride(0), x.stride(0), table.stride(0), place_stride,
             BLOCK=COPIED_BLOCK, **overlap(),
         )  # fmt: skip
+
+
+def follow(
+    rows: Rows, tokens: Tokens, last: Tensor, followed_from: Tensor, followed_to: Tensor
+) -> None:
+    num_rows = len(rows.slots)
+    launch(
+        _follow_kernel, (triton.cdiv(num_rows, ITEMS),),
+        rows.slots, rows.starts, tokens.positions, last, followed_from, followed_to, num_rows,
+        BLOCK=ITEMS, num_warps=1, **overlap(),
+    )  # fmt: skip
 
 
 def fetch(slots: Tensor, table: Tensor) -> Tensor:
@@ -376,7 +409,7 @@ def allot(
     target: Tensor,
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, (its_length, num) = len(slots), _new(2, slots).unbind()
+    num_rows, (its_length, num) = len(slots), aligned(2, len(slots), slots).unbind()
     launch(
         _allot_kernel, (triton.cdiv(num_rows, ITEMS),),
         slots, length, limit, paged, speculates, target, its_length, num, num_rows, most,
@@ -387,7 +420,7 @@ def allot(
 
 def aim(slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
     num_rows, num_aims = len(slots), steps * len(slots)
-    aims = Aims(*_new(3 * steps, slots).view(3, steps, num_rows).unbind())
+    aims = Aims(*aligned(3 * steps, num_rows, slots).view(3, steps, num_rows).unbind())
     launch(
         _aim_kernel, (triton.cdiv(num_aims, ITEMS),),
         slots, length, num, *aims, num_rows, num_aims, aims.slots.stride(0), behind,

@@ -12,7 +12,6 @@ from slotzero.graph.transfer import Download
 from slotzero.runners.passes import RESULTS
 from slotzero.sanitizer.faults.case import Case, Fault, always, swapped, swapped_item
 from slotzero.speculative.drafter import SPECULATION_TABLES
-from slotzero.speculative.passes import VERIFY_RESULTS
 
 ALL = tuple(Kind)
 PUBLISHED = (Kind.PUBLISHED,)
@@ -187,7 +186,7 @@ class LateDownload(Fault):
         if name in RESULTS:
             ring, index = worker.results, RESULTS.index(name)
         else:
-            ring, index = worker.verified, VERIFY_RESULTS.index(name)
+            ring, index = worker.verified, worker.verify_results.index(name)
         right, late = ring.download, torch.zeros_like(case.entry.tensor, device="cpu")
 
         def download(lengths: Sequence[int]) -> Download:
@@ -207,7 +206,7 @@ DOWNLOADS: tuple[Fault, ...] = (
     LateDownload(
         "late host copy",
         (Kind.OUTPUT,),
-        lambda case: case.entry.name in (*RESULTS, *VERIFY_RESULTS),
+        lambda case: case.entry.name in (*RESULTS, *case.engine.worker.verify_results),
     ),
 )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from slotzero.errors import ConfigError, UnsupportedModelError
 from slotzero.progress import prompts_bar
 from slotzero.sampling.params import SamplingParams
+from slotzero.speculative.training.samples import MIN_LEN
 
 if TYPE_CHECKING:
     from slotzero.llm import LLM
@@ -47,6 +48,7 @@ def self_prompts(
     if tokenizer is None or tokenizer.chat_template is None:
         return _random_prompts(llm, num, seed)
     beginning, stop_ids, end = _user_turn(tokenizer)
+    max_tokens = min(max_tokens, max(llm.engine.limits.max_model_len // 8, 1))
     prompts: dict[str, list[int]] = {}
     num_asked = 0
     with prompts_bar(show_progress, num) as progress:
@@ -110,10 +112,10 @@ def write_text(file: Path, written: Sequence[Answered], held_out: Sequence[Answe
                 lines.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def read_text(file: Path) -> tuple[list[Answered], list[Answered]]:
+def read_text(file: Path, vocab_size: int) -> tuple[list[Answered], list[Answered]]:
     """-> as they were written; raises ConfigError where a line is no answer"""
     answered: dict[bool, list[Answered]] = {False: [], True: []}
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 stored = json.loads(line)
@@ -121,7 +123,23 @@ def read_text(file: Path) -> tuple[list[Answered], list[Answered]]:
                 answered[bool(stored["held_out"])].append(one)
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{file}, line {number}: no answer: {error!r}") from None
+            if not 1 <= one.first < len(one.tokens):
+                raise ConfigError(
+                    f"{file}, line {number}: first is {one.first} of {len(one.tokens)} tokens"
+                )
+            bad = next((token for token in one.tokens if not 0 <= token < vocab_size), None)
+            if bad is not None:
+                raise ConfigError(
+                    f"{file}, line {number}: token id {bad} is not in the vocabulary of "
+                    f"{vocab_size}: it is of another model"
+                )
     return answered[False], answered[True]
+
+
+def cut(answered: Sequence[Answered], most: int) -> list[Answered]:
+    """Each to its first `most` tokens, without those that have no answer then."""
+    short = (Answered(tokens[:most], first) for tokens, first in answered)
+    return [one for one in short if len(one.tokens) > max(one.first, MIN_LEN - 1)]
 
 
 def frequent_ids(sequences: Sequence[Answered], size: int) -> Tensor:

@@ -1,0 +1,20 @@
+"""A draft model that is right now and then: a tiny model with weights a little off."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from slotzero.loading.tiny import tiny_checkpoint
+
+
+def write_near(model: str, off_by: float, folder: Path) -> None:
+    """`off_by`: of the spread of a weight's values."""
+    checkpoint, generator = tiny_checkpoint(model), torch.Generator().manual_seed(0)
+    tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
+    for weight in tensors.values():
+        spread = off_by * (weight.std() if weight.dim() > 1 else 0.0)
+        weight += spread * torch.randn(weight.shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(dict(checkpoint.config)))

@@ -1,0 +1,79 @@
+"""What other engines call our drafters: their names, and vLLM's --speculative-config.
+
+It does not know flags. The rule: a key that would be ignored is refused by name.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from slotzero.config import DRAFTERS
+
+METHODS = ("eagle", "eagle3", "ngram", "draft_model")  # as vLLM has them
+DRAFT_MODELS = ("draft_model", "standalone")  # vLLM's name of it, and SGLang's
+NGRAM_MODELS = ("ngram", "[ngram]")  # what vLLM takes for a model where there is none
+LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
+KEYS: Mapping[str, type] = {
+    "method": str,
+    "model": str,
+    "num_speculative_tokens": int,
+    **dict.fromkeys(LOOKUPS, int),
+}
+
+
+def drafter(text: str) -> str:
+    """STANDALONE -> draft"""
+    name = text.lower()
+    return "draft" if name in DRAFT_MODELS else name
+
+
+def speculative_config(text: str) -> dict[str, Any]:
+    """vLLM's JSON object -> the settings that it stands for"""
+    given = _read(text)
+    model = given.get("model")
+    if model is None and "method" not in given:
+        raise argparse.ArgumentTypeError(f"give method, one of {', '.join(METHODS)}, or model")
+    name = drafter(given.get("method", "ngram" if model in NGRAM_MODELS else "draft"))
+    if name not in DRAFTERS:
+        raise argparse.ArgumentTypeError(
+            f"method {given['method']!r} is not supported; use one of {', '.join(METHODS)}"
+        )
+    _check_lookups(given, name)
+    settings = {"speculative": name}
+    if model is not None and not (name == "ngram" and model in NGRAM_MODELS):
+        settings["speculative_model"] = model
+    if "num_speculative_tokens" in given:
+        settings["speculative_steps"] = given["num_speculative_tokens"]
+    return settings
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not an object such as {{"method": "ngram", "num_speculative_tokens": 4}}'
+        )
+    for key, value in given.items():
+        if key not in KEYS:
+            raise argparse.ArgumentTypeError(f"{key!r} is not supported; known: {', '.join(KEYS)}")
+        if type(value) is not KEYS[key]:
+            kind = "text" if KEYS[key] is str else "a whole number"
+            raise argparse.ArgumentTypeError(f"{key} is {kind}, got {value!r}")
+    return given
+
+
+def _check_lookups(given: Mapping[str, Any], name: str) -> None:
+    wanted = [key for key in LOOKUPS if key in given]
+    if not wanted:
+        return
+    if name != "ngram":
+        raise argparse.ArgumentTypeError(f"{wanted[0]} is of ngram, not of {name}: drop it")
+    from slotzero.speculative.ngram import LONGEST, SHORTEST
+
+    for key, ours in zip(LOOKUPS, (SHORTEST, LONGEST), strict=True):
+        if given.get(key, ours) != ours:
+            raise argparse.ArgumentTypeError(f"{key} is always {ours}, got {given[key]}: drop it")

@@ -1,0 +1,153 @@
+"""The calls of speculation: each is one kernel of speculation.py or trees.py."""
+
+from torch import Tensor
+
+from slotzero.kernels.contract import Aims, Branches, Front, Guesses, Kernels, Rows, Tokens
+from slotzero.kernels.triton import speculation, trees
+from slotzero.sampling.tables import Sampled, SamplingTables
+
+
+class TritonSpeculation(Kernels):
+    def locate_drafts(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        num_drafts: Tensor,
+        drafted_at: Tensor,
+        tokens: Tokens,
+        num_tried: Tensor,
+    ) -> tuple[Rows, Tensor]:
+        return speculation.locate_drafts(
+            slots, length, limit, num_drafts, drafted_at, tokens, num_tried
+        )
+
+    def locate_new(
+        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+    ) -> tuple[Rows, Tensor]:
+        return speculation.locate_new(slots, length, num_new, tokens)
+
+    def accept(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,
+        sampled: Tensor,
+        tokens: Tensor,
+        length: Tensor,
+        num_new: Tensor,
+        num_verified: Tensor,
+    ) -> None:
+        speculation.accept(slots, num_tried, sampled, tokens, length, num_new, num_verified)
+
+    def keep(
+        self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
+    ) -> None:
+        speculation.keep(slots, counts, x, table, path)
+
+    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+        speculation.keep_last(slots, last, x, table)
+
+    def follow(
+        self, rows: Rows, tokens: Tokens, last: Tensor, followed_from: Tensor, followed_to: Tensor
+    ) -> None:
+        speculation.follow(rows, tokens, last, followed_from, followed_to)
+
+    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
+        return speculation.fetch(slots, table)
+
+    def allot(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        paged: Tensor,
+        speculates: Tensor,
+        target: Tensor,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        return speculation.allot(slots, length, limit, paged, speculates, target, most)
+
+    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+        return speculation.aim(slots, length, num, steps, behind)
+
+    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+        speculation.note(slots, positions, ids, tokens)
+
+    def recall(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        num: Tensor,
+        tokens: Tensor,
+        steps: int,
+        shortest: int,
+        longest: int,
+    ) -> Tensor:
+        return speculation.recall(slots, length, num, tokens, steps, shortest, longest)
+
+    def close_draft(
+        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
+    ) -> None:
+        speculation.close_draft(slots, length, num, num_drafts, drafted_at)
+
+    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+        return speculation.spread(logits, draft_of)
+
+    def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+        return trees.branch(rows, tokens, parents)
+
+    def accept_tree(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,
+        sampled: Tensor,
+        parents: Tensor,
+        branches: Branches,
+        tokens: Tensor,
+        length: Tensor,
+        num_new: Tensor,
+        num_verified: Tensor,
+        path: Tensor,
+    ) -> None:
+        trees.accept_tree(
+            slots, num_tried, sampled, parents, branches, tokens, length, num_new, num_verified,
+            path,
+        )  # fmt: skip
+
+    def move_kv(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        num_verified: Tensor,
+        path: Tensor,
+        kv_pages: Tensor,
+        page_table: Tensor,
+    ) -> None:
+        trees.move_kv(slots, length, num_verified, path, kv_pages, page_table)
+
+    def sprout(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        room: Tensor,
+        drawn: Sampled,
+        front: Front | None,
+        guesses: Guesses,
+        step: int,
+        topk: int,
+        behind: int,
+        tables: SamplingTables,
+    ) -> Front:
+        return trees.sprout(slots, length, room, drawn, front, guesses, step, topk, behind, tables)
+
+    def select(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        room: Tensor,
+        guesses: Guesses,
+        most: int,
+        tokens: Tensor,
+        parents: Tensor,
+    ) -> Tensor:
+        return trees.select(slots, length, room, guesses, most, tokens, parents)

@@ -1,0 +1,64 @@
+"""Trees of guesses: many of them at once after each token, and the best become the draft.
+
+A tree grows step by step from its front, the best guesses of the step before. All guesses are
+remembered with how likely they and what leads to them are, and in the end the best of all are
+written: their tokens behind the newest one, and what each of them follows. It knows no drafter.
+"""
+
+import torch
+from torch import Tensor
+
+from slotzero.graph import Pieces, Registry
+from slotzero.kernels.contract import Guesses, Tokens
+from slotzero.sampling.tables import TableSpec
+from slotzero.speculative.drafter import Guesser
+from slotzero.speculative.shape import TreeShape
+
+PARENTS = "draft_parents"
+
+
+def tree_tables(shape: TreeShape) -> tuple[TableSpec, ...]:
+    """Which node each one follows; the root follows none."""
+    return (TableSpec(PARENTS, shape.num_nodes, "int32", 0, is_matrix=True, follows="logits"),)
+
+
+class Trees:
+    """Grows trees with a drafter's guesses."""
+
+    def __init__(self, drafter: Guesser, shape: TreeShape, registry: Registry) -> None:
+        self.shape = shape
+        self._drafter = drafter
+        self.parents = drafter.tables[PARENTS]
+        likeliest = torch.full_like(drafter.tables["length"], shape.topk)
+        likeliest = registry.constant("num_likeliest", likeliest)
+        self._tables = drafter.tables.sampling._replace(num_logprobs=likeliest)
+
+    def draft(self, slots: Tensor, length: Tensor, room: Tensor, pieces: Pieces) -> Tensor:
+        """`room` [R]: places behind the newest token -> how many guesses each slot's tree has"""
+        drafter, shape, tables = self._drafter, self.shape, self._tables
+        kernels, behind = drafter.kernels, drafter.behind
+        aims = kernels.aim(slots, length, room, 1, behind)
+        owners, place, after = (part[0] for part in aims)
+        guesses = self._empty(len(slots), length)
+        state, logits = drafter.first(Tokens(owners, place), pieces)
+        drawn, front = drafter.sample(logits, owners, after, tables), None
+        for step in range(shape.steps):
+            if front is not None:
+                if state is not None:
+                    state = state.index_select(0, front.origins)
+                state, logits = drafter.next(
+                    front.tokens, state, pieces, front.rows, front.branches
+                )
+                drawn = drafter.sample(logits, front.tokens.slots, front.after, tables)
+            front = kernels.sprout(
+                owners, length, room, drawn, front, guesses, step, shape.topk, behind, tables
+            )
+        most = shape.num_nodes - 1
+        return kernels.select(owners, length, room, guesses, most, tables.tokens, self.parents)
+
+    def _empty(self, num_rows: int, like: Tensor) -> Guesses:
+        size = num_rows, self.shape.num_guesses
+        ids, scores, parents = (
+            like.new_empty(size, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.int32)
+        )
+        return Guesses(ids, scores, parents)

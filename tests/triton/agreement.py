@@ -1,0 +1,52 @@
+"""Both kernel sets on the same values: what they make of them is the same to the bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton.kernels import TritonKernels
+
+NAN = float("nan")
+
+
+def agree(device: torch.device, call: Callable[..., Any], *given: Any) -> list[Tensor]:
+    """Both sets on copies: what they return and all that they were given is the same afterwards
+    -> the copies."""
+    sides = []
+    for kernels, where in ((ReferenceKernels(), "cpu"), (TritonKernels(), device)):
+        copies = tree_map(lambda value, to=where: value.to(to, copy=True), given)
+        result = call(kernels, *copies)
+        sides.append([t.cpu() for t in tree_leaves((result, copies)) if isinstance(t, Tensor)])
+    for want, got in zip(*sides, strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        assert torch.equal(bits(got), bits(want))
+    return sides[0][-len(tree_leaves(given)) :]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def ints(low: int, high: int, *shape: int) -> Tensor:
+    """In [low, high)"""
+    return torch.randint(low, high, shape, dtype=torch.int32)
+
+
+def slots_for(rows: int) -> Tensor:
+    """Each of 1 to rows once, in any order, but for some that are padding."""
+    slots = torch.randperm(rows).int() + 1
+    slots[torch.rand(rows) < 0.2] = 0
+    return slots if rows > 1 else torch.ones(1, dtype=torch.int32)
+
+
+def table_of(values: Tensor, neutral: int = 0) -> Tensor:
+    values[0] = neutral
+    return values
+
+
+def spoilt(*shape: int) -> Tensor:
+    return torch.full(shape, -7, dtype=torch.int32)
