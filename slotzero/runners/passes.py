@@ -3,7 +3,7 @@
 A step publishes who runs: `slots`, and for prefill how many tokens of each, `counts`. Where a row
 begins is not published: it is `length[slot]`, the number of tokens whose KV is stored. All else is
 derived below, by the same lines for recording, replay and eager. A drafter, where there is one,
-follows every prefill; of decoding it follows what verification.py decodes.
+follows every prefill, and of decoding what was verified.
 """
 
 from collections.abc import Mapping

@@ -374,7 +374,6 @@ TREES = [(0, 40), (31, 2), (60, 9), (127, 20), (14, 33), (5, 1)]
         ((4, 2, 16, 16), 0, {"window": 20}),
         ((3, 1, 16, 8), 30, {"window": 20}),
         ((3, 1, 32, 8), 7, {"window": 70, "sinks": True, "softcap": 2.0}),
-        ((2, 2, 16, 16), 30, {"window": 1000}),
     ],
 )
 def test_a_token_of_a_tree_sees_its_branch(device, shape, begun, kind):

@@ -192,9 +192,9 @@ def guesses_of(rows: int, size: int) -> Guesses:
     return Guesses(spoilt(rows, size), torch.full((rows, size), NAN), spoilt(rows, size))
 
 
-@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize(
-    ("rows", "topk", "steps"), [(1, 2, 3), (7, 2, 6), (12, 3, 4), (7, 4, 5), (3, 7, 10), (4, 8, 3)]
+    ("rows", "topk", "steps", "behind"),
+    [(1, 2, 3, 0), (7, 2, 6, 1), (12, 3, 4, 0), (7, 4, 5, 1), (3, 7, 10, 1), (4, 8, 3, 0)],
 )
 def test_a_tree_grows(device, rows, topk, steps, behind):
     """Step by step, some of it where there is no more room; the best guesses become the draft."""

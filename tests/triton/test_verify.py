@@ -297,15 +297,15 @@ def test_a_token_of_a_tree_sees_its_branch(device, shape, span, counts, steps, k
 
 
 @pytest.mark.parametrize(
-    ("shape", "span", "counts", "steps", "kind"),
+    ("shape", "span", "counts", "num_layers", "kind"),
     [
-        ((8, 1, 16, 16), 63, [63, 40, 0, 16], 0, {}),
-        ((8, 1, 16, 16), 35, [35, 17, 9], None, {"window": 30, "sinks": True}),
-        ((45, 1, 16, 16), 7, [7, 4, 6], 2, {"window": 50, "softcap": 2.0}),
+        ((8, 1, 16, 16), 63, [63, 40, 0, 16], 1, {"steps": 0}),
+        ((8, 1, 16, 16), 35, [35, 17, 9], 2, {"window": 30, "sinks": True}),
+        ((45, 1, 16, 16), 7, [7, 4, 6], 1, {"window": 50, "softcap": 2.0, "steps": 2}),
     ],
 )
-def test_rows_of_several_tiles(device, shape, span, counts, steps, kind):
-    Case(shape, span, counts, device, steps=steps, **kind).check(num_layers=2)
+def test_rows_of_several_tiles(device, shape, span, counts, num_layers, kind):
+    Case(shape, span, counts, device, **kind).check(num_layers)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -338,7 +338,7 @@ def test_trees_in_16_bits(device, half, monkeypatch, span, steps, cut):
 
 def test_a_tree_of_one_branch_is_a_row_to_the_bit(device):
     for kind in ({}, {"window": 9}):
-        case = Case((4, 2, 16, 8), 4, [4, 2, 3], device, **kind)
+        case = Case((4, 2, 16, 8), 4, [4, 2], device, starts=[3, 70], **kind)
         out, _ = case.run()
         case.trees = [[(start, (2 << j) - 1, j) for j in range(count)]
                       for _, start, count in case.rows()]  # fmt: skip
