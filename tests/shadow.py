@@ -32,4 +32,5 @@ class Shadow(Observer):
 
     def _state(self) -> dict[str, torch.Tensor]:
         kinds = (Kind.TABLE, Kind.OUTPUT, Kind.DERIVED)
-        return {e.name: e.tensor.clone() for e in self._registry.entries() if e.kind in kinds}
+        entries = (e for e in self._registry.entries() if e.kind in kinds and e.tensor.numel())
+        return {e.name: e.tensor.clone() for e in entries}

@@ -1,6 +1,6 @@
 """What speculation brings: a model with and without an EAGLE-3 head, in one run.
 
-    python benchmarks/h200/speculation.py [MODEL] --head FOLDER [--steps 4]
+    python benchmarks/h200/speculation.py [MODEL] --head FOLDER [--steps 4] [--topk 1]
 
 Questions that no head has been trained on, through the chat template, greedy, 256 tokens each, end
 of text ignored, in batches of 1, 8 and 64. Prints a table, then one JSON line: tokens per second,
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--head", required=True)
     parser.add_argument("--kind", default="eagle3")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--topk", type=int, default=1)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--fixed", action="store_true", help="always guess, however much it costs")
     parser.add_argument("--kv-cache-memory", type=int, default=8 << 30)
@@ -35,7 +36,8 @@ def main() -> None:
     plain = LLM(args.model, **settings)
     guessing = LLM(
         args.model, **settings, speculative=args.kind, speculative_model=args.head,
-        speculative_steps=args.steps, speculative_adaptive=not args.fixed,
+        speculative_steps=args.steps, speculative_topk=args.topk,
+        speculative_adaptive=not args.fixed,
     )  # fmt: skip
     questions = [q.format(subject) for q in QUESTIONS for subject in SUBJECTS]
     prompts = plain.chat_prompts([[{"role": "user", "content": q}] for q in questions])
@@ -60,7 +62,13 @@ def main() -> None:
         print(results[-1], flush=True)
     print(
         json.dumps(
-            {"model": args.model, "kind": args.kind, "steps": args.steps, "results": results}
+            {
+                "model": args.model,
+                "kind": args.kind,
+                "steps": args.steps,
+                "topk": args.topk,
+                "results": results,
+            }  # fmt: skip
         )
     )
 
