@@ -68,7 +68,7 @@ def main() -> None:
                 "steps": args.steps,
                 "topk": args.topk,
                 "results": results,
-            }  # fmt: skip
+            }
         )
     )
 
