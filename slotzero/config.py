@@ -65,8 +65,8 @@ class EngineConfig:
     """Guesses side by side after each token; above 1 they form a tree, of which the best are
     verified."""
     speculative_num_draft_tokens: int | None = None
-    """Tokens of a tree that are verified at once, the newest one among them; default: 1 + steps *
-    topk."""
+    """Of a tree: tokens that are verified at once, the newest one among them; default: 1 + steps *
+    topk, at most 63."""
     speculative_adaptive: bool = True
     """Guess fewer, or none, while that is faster: by what was right lately and by how many run."""
     lazy_recording: bool = False
@@ -126,7 +126,11 @@ class EngineConfig:
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
     def _check_speculation(self) -> None:
-        for name, unset in (("speculative_model", None), ("speculative_topk", 1)):
+        for name, unset in (
+            ("speculative_model", None),
+            ("speculative_topk", 1),
+            ("speculative_num_draft_tokens", None),
+        ):
             if self.speculative is None and getattr(self, name) != unset:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r} without speculative: "

@@ -33,6 +33,7 @@ from slotzero.worker import Results, RowLogprobs, Worker
 if TYPE_CHECKING:
     from slotzero.sanitizer.live import LiveSanitizer
 
+MOST_UNCUT = 24  # tokens; of a tree that is cut by less the policy learns too, or never would
 IN_FLIGHT = 1  # steps launched and not yet committed, between two calls of `step`
 
 
@@ -91,7 +92,8 @@ class Engine:
                 max_model_len=limits.max_model_len,
                 page_size=limits.page_size,
                 ahead=limits.ahead,
-                drafter=self.worker.drafter_group,
+                depth=None if config.tree is None else config.tree.steps,
+                drafter_groups=self.worker.drafter_groups,
                 enable_prefix_caching=limits.enable_prefix_caching,
             ),
             SlotPool(limits.max_num_seqs),
@@ -209,12 +211,13 @@ class Engine:
         stats.add_step(step.width)
         if step.width == 1:
             return
+        depth = min(step.width - 1, stats.num_positions)
+        uncut = 2 * (depth + 1) + self.limits.ahead - depth  # tokens with which a draft is whole
         for row, (num_drafts, num_right) in zip(step.rows, results.drafts(), strict=True):
             stats.add(num_drafts, num_right)
-            has_room = row.request.max_len - row.start > 2 * step.width
+            has_room = row.request.max_len - row.start > min(uncut, MOST_UNCUT)
             if launch.has_drafts and row.request.speculates and has_room:
-                # a place left empty was wrong too
-                self._widths.learn(min(step.width - 1, stats.num_positions), num_right)
+                self._widths.learn(depth, num_right)  # a place left empty was wrong too
 
     def _abandon(self) -> None:
         """A step failed: whoever runs ends; whoever waits goes on waiting."""

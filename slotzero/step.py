@@ -25,8 +25,8 @@ class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster
     count: int  # type: ignore[assignment]  # tuple.count() is not missed
     samples: bool
     """Whether the last of these tokens is the last known one, so that a new one follows it."""
-    width: int = 1
-    """Most tokens that may follow: with drafts to verify, as many as are right and one more."""
+    most_new: int = 1
+    """Most tokens that may follow: with drafts to verify, as many as can be right and one more."""
 
 
 @dataclass(frozen=True)

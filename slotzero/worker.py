@@ -177,7 +177,7 @@ class Worker:
             e.tensor.nbytes for e in registry.entries() if e.name.startswith("weight.")
         )
         groups = (*model.groups, *(prepared.groups if prepared else ()))
-        self.drafter_group = _drafter_group(model.groups, prepared.groups if prepared else ())
+        self.drafter_groups = tuple(range(len(model.groups), len(groups)))
         shapes = group_shapes(groups, config.page_size, dtype)
         self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
         ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
@@ -511,14 +511,6 @@ def _resolve(
         page_size=config.page_size,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-
-
-def _drafter_group(groups: Sequence[KvGroup], of_drafter: Sequence[KvGroup]) -> int | None:
-    """Which of all groups tells what a drafter has computed: one that keeps it all, if there is."""
-    windows = [group.heads.window for group in of_drafter]
-    if not windows:
-        return None
-    return len(groups) + (windows.index(None) if None in windows else 0)
 
 
 def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) -> list[GroupShape]:

@@ -5,9 +5,13 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from oracle import FAMILIES, Oracle, build
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # speed is not for tests to judge
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

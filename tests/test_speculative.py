@@ -235,29 +235,59 @@ def test_widths_that_change_all_the_time(drafter, monkeypatch):
 
 @pytest.mark.parametrize("drafter", ["eagle3", "eagle3 tree"])
 def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
-    """Plain steps leave gaps in its KV, which the prefix cache keeps too."""
-    shared = prompts_of([20], VOCAB)[0]["prompt_token_ids"]
+    """Steps that are decode alone leave gaps in its KV, which the prefix cache keeps too: steps
+    without drafts, and prompts of which one token is left to compute."""
+    shared = prompts_of([33], VOCAB)[0]["prompt_token_ids"]
     tails = prompts_of([5, 40, 17, 1, 9, 30], VOCAB, seed=3)
-    prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+    prompts = [{"prompt_token_ids": shared[:32] + t["prompt_token_ids"]} for t in tails]
+    prompts += [{"prompt_token_ids": shared[:1]}, {"prompt_token_ids": shared}]
     llm = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
     engine, rng, widths = llm.engine, random.Random(1), llm.engine.limits.widths
-    registry = engine.worker.registry
-    registry["kv_draft"][:, 1:] = torch.nan
+    registry, ledger = engine.worker.registry, engine.scheduler.ledger
     monkeypatch.setattr(engine._widths, "choose", lambda num_rows: rng.choice(widths))
-    step = engine.step
+    step, take = engine.step, ledger._take
+
+    def spoilt(group, num):
+        pages = take(group, num)
+        if group in ledger.drafter_groups:
+            registry["kv_draft"][:, pages] = torch.nan
+        return pages
 
     def watched():
         grown = step()
         assert registry["draft_hidden"].isfinite().all()
         return grown
 
+    monkeypatch.setattr(ledger, "_take", spoilt)
     monkeypatch.setattr(engine, "step", watched)
     for _ in range(3):  # the next prompt goes on where an answer has ended
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            prompt["prompt_token_ids"] = prompt["prompt_token_ids"] + output.outputs[0].token_ids
-    assert engine.scheduler.ledger.cache.stats.num_hit_tokens > 500
+        for prompt in prompts:
+            outputs = llm.generate([prompt, prompts[-1]], GREEDY, use_tqdm=False)
+            prompt["prompt_token_ids"] = (
+                prompt["prompt_token_ids"] + outputs[0].outputs[0].token_ids
+            )
+    assert ledger.cache.stats.num_hit_tokens > 500
     assert engine.speculation.num_steps_by_width[1] > 20
+
+
+def test_bad_guesses_of_short_answers_are_given_up_too(monkeypatch):
+    """A tree is wide, and answers may be shorter than that."""
+    tree = {"speculative_topk": 4, "speculative_steps": 4, "speculative_adaptive": True}
+    guessing = make(**DRAFTERS["eagle3"] | tree)
+    monkeypatch.setattr(guessing.engine._widths, "_cost", lambda width, rows: 1 + (width > 1) / 2)
+    answers(guessing, prompts_of([5] * 40, VOCAB), replace(GREEDY, max_tokens=32))
+    assert guessing.engine.speculation.width == 1
+
+
+def test_a_tree_takes_pages_for_what_can_be_right():
+    """Not for all its nodes, of which few can be: nobody is thrown out for guesses."""
+    page = 3 * 4 * 2 * 2 * 16 * 4
+    shape = {"speculative_topk": 8, "speculative_steps": 7}
+    guessing = make(
+        **DRAFTERS["eagle3"] | shape, page_size=4, kv_cache_memory=150 * page, max_model_len=140
+    )
+    answers(guessing, prompts_of([20] * 4, VOCAB), replace(GREEDY, max_tokens=80))
+    assert guessing.engine.scheduler.num_preemptions == 0
 
 
 def test_bad_guesses_are_given_up(monkeypatch):

@@ -1,9 +1,10 @@
 """The ledger: which pages each request holds, and when a page may be shared.
 
-It keeps `pages`, `num_paged`, `num_computed` and `num_cached` of a request, between the pools that
-count owners and the cache that finds prefixes. It does not know slots, steps, or who should run.
-The rule it keeps, in each KV group, with `first` the first page that the token at num_computed
-reads, `full = num_computed // page_size` and `cached = num_cached // page_size`:
+It keeps `pages`, `num_paged`, `num_computed`, `num_cached` and `followed_from` of a request,
+between the pools that count owners and the cache that finds prefixes. It does not know slots,
+steps, or who should run. The rule it keeps, in each KV group, with `first` the first page that the
+token at num_computed reads, `full = num_computed // page_size` and
+`cached = num_cached // page_size`:
 
     pages[0 : first)      a whole group: first is 0. Windowed: 0 where the page was let go
     pages[first : cached) came from the cache: others own them too, nobody writes them again
@@ -43,14 +44,15 @@ class PageLedger:
         page_size: int,
         enable_prefix_caching: bool = True,
         ahead: int = 0,
-        drafter: int | None = None,
+        drafter_groups: Sequence[int] = (),
     ) -> None:
-        """`ahead`: positions past the last known one that are wanted too, for drafts. `drafter`: a
-        group of layers that do not compute every token."""
+        """`ahead`: positions past the last known one that are wanted too, for drafts. In the groups
+        of a drafter not every token is computed."""
         self.groups = tuple(groups)
         self.ahead = ahead
-        self.drafter = drafter
-        self._gaps: set[int] = set()  # pages of that group in which a position may be missing
+        self.drafter_groups = tuple(drafter_groups)
+        # by group of a drafter: pages in which a position may be missing
+        self._gaps: dict[int, set[int]] = {g: set() for g in self.drafter_groups}
         self.page_size = page_size
         self.cache = PrefixCache(self.groups, page_size)
         self.enable_prefix_caching = enable_prefix_caching
@@ -139,10 +141,9 @@ class PageLedger:
         return changes
 
     def leave_gap(self, request: Request, first: int, last: int) -> None:
-        """One of these positions is not computed by the drafter."""
-        if self.drafter is not None:
-            pages = request.pages[self.drafter]
-            self._gaps.update(pages[first // self.page_size : last // self.page_size + 1])
+        """One of the positions from `first` to `last` is not computed by the drafter."""
+        for g, gaps in self._gaps.items():
+            gaps.update(request.pages[g][first // self.page_size : last // self.page_size + 1])
 
     def remember(self, request: Request) -> None:
         """Let later requests find what this one has computed while it goes on."""
@@ -188,17 +189,17 @@ class PageLedger:
         if n > pool.num_free:
             self.cache.evict(group, n - pool.num_free)
         pages = pool.take(n)
-        if group == self.drafter:
-            self._gaps.difference_update(pages)
+        if group in self._gaps:
+            self._gaps[group].difference_update(pages)
         return pages
 
     def _followed_from(self, found: list[list[int]]) -> int:
         """The position from which on the drafter has computed all of these pages."""
-        if self.drafter is None:
-            return 0
-        pages = found[self.drafter]
-        gaps = (i for i in reversed(range(len(pages))) if pages[i] in self._gaps)
-        return self.page_size * (next(gaps, -1) + 1)
+        last = -1
+        for g, gaps in self._gaps.items():
+            behind = (i for i in reversed(range(len(found[g]))) if found[g][i] in gaps)
+            last = max(last, next(behind, -1))
+        return self.page_size * (last + 1)
 
     def _num_freed(self, group: int, pages: list[int]) -> int:
         """How many more are available when a request lets go of these."""

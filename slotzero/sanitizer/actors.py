@@ -150,10 +150,8 @@ class Cast:
         self._leave(request)
         looks = {"tokens": Look.over(len(tokens), len(tokens) + 1 - more)}
         looks |= dict.fromkeys(self._kv, Look.over(start, start + count))
-        if self._runner.spec.rows is not None and self._drafter_kv:  # it follows
-            since = self._floor(request, start)
-            looks |= dict.fromkeys(self._drafter_kv, Look.over(start, start + count, since))
-            looks |= {HIDDEN: WRITTEN, FOLLOWED_FROM: READ, FOLLOWED_TO: READ}
+        if self._runner.spec.rows is not None and self._drafter_kv:
+            looks |= self._follows(request, start, start + count) | {HIDDEN: WRITTEN}
         return Actor(request, looks)
 
     def _verifies(self, index: int) -> Actor:
@@ -198,7 +196,6 @@ class Cast:
         return Actor(request, looks)
 
     def _extends(self, index: int) -> Actor:
-        """Some go on from where the drafter was, others after a gap."""
         num = (self._width, 0, 1, self._width // 2 + 1)[index % 4]
         length = self._length(self._width, least=max(num, 1))
         request = self._answering(self._random(length + 1), length, num_stored=length - num)
@@ -208,12 +205,7 @@ class Cast:
         if num:
             looks |= {"tokens": Look(length + 1), FEATURES: Look(num), HIDDEN: WRITTEN}
         if num and self._drafter_kv:
-            since, goes_on = self._floor(request, length - num), index % 3 > 0
-            if not goes_on:
-                since = length - num
-                self._tables.stage(FOLLOWED_TO, request.slot, [since + self._rng.choice((-1, 1))])
-            looks |= dict.fromkeys(self._drafter_kv, Look.over(length - num, length, since))
-            looks |= {FOLLOWED_FROM: READ if goes_on else WRITTEN, FOLLOWED_TO: READ}
+            looks |= self._follows(request, length - num, length)
         return Actor(request, looks)
 
     def _drafts(self, index: int) -> Actor:
@@ -267,6 +259,15 @@ class Cast:
         num = min(room, self._shape.num_nodes - 1, num_guesses)
         places = {place for front in fronts for place in front}
         return Drafted(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
+
+    def _follows(self, request: Request, start: int, end: int) -> dict[str, Look]:
+        """The drafter computes these. Some go on from where it was, others after a gap."""
+        since, goes_on = self._floor(request, start), len(self._ins.requests) % 3 > 0
+        if not goes_on:
+            since = start
+            self._tables.stage(FOLLOWED_TO, request.slot, [start + self._rng.choice((-1, 1))])
+        looks = dict.fromkeys(self._drafter_kv, Look.over(start, end, since))
+        return looks | {FOLLOWED_FROM: READ if goes_on else WRITTEN, FOLLOWED_TO: READ}
 
     def _floor(self, request: Request, most: int) -> int:
         """Where the drafter's KV of a request begins: for every other one not at 0."""

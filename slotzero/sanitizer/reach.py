@@ -14,6 +14,7 @@ from slotzero.graph import Registry, Runner
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FOLLOWED_FROM,
     LIMIT,
     NUM_DRAFTS,
     NUM_NEW,
@@ -54,7 +55,10 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
             table, page_size = registry[entry.through], entry.tensor.shape[entry.axis + 1]
             tails[entry.through] = _past(table, index, -(-ends // page_size))
             position = torch.arange(table.shape[1] * page_size, device=table.device)
-            used = (position < ends[:, None]).view(-1, page_size).int()
+            used = position < ends[:, None]
+            if is_drafter(entry.name):
+                used &= position >= registry[FOLLOWED_FROM][index][:, None]
+            used = used.view(-1, page_size).int()
             shape = entry.tensor.shape[entry.axis], page_size
             num_uses = torch.zeros(shape, dtype=torch.int32, device=table.device)
             pages = table[index].flatten().long()

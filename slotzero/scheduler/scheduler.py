@@ -49,8 +49,10 @@ class SchedulerConfig:
     """Tokens per page of KV."""
     ahead: int = 0
     """Places behind its newest token that drafts of a request take, at most."""
-    drafter: int | None = None
-    """The KV group of a drafter, which does not compute what is decoded without drafts."""
+    depth: int | None = None
+    """Drafts of a request that can all be right, where that is less: of a tree."""
+    drafter_groups: tuple[int, ...] = ()
+    """KV groups of a drafter, which does not compute what is decoded without drafts."""
     enable_prefix_caching: bool = True
 
     @property
@@ -104,7 +106,11 @@ class Scheduler:
         self.config = config
         self.slots = slots
         self.ledger = PageLedger(
-            groups, config.page_size, config.enable_prefix_caching, config.ahead, config.drafter
+            groups,
+            config.page_size,
+            config.enable_prefix_caching,
+            config.ahead,
+            config.drafter_groups,
         )
         self.writer = writer
         self.num_preemptions = 0
@@ -149,15 +155,14 @@ class Scheduler:
         `width` is of a step in which all decode: above 1, they verify drafts.
         """
         num_preemptions = self.num_preemptions
-        decoding, prefilling = self._continue_running(width)
+        depth = self.config.ahead if self.config.depth is None else self.config.depth
+        most_new = min(width, depth + 1)
+        decoding, prefilling = self._continue_running(most_new)
         if self.num_preemptions == num_preemptions:  # else the pages just freed are spoken for
             prefilling += self._admit_waiting(len(decoding), prefilling)
         if prefilling:
-            width = 1
-        elif width == 1:
-            for request in decoding:
-                self.ledger.leave_gap(request, request.num_computed, request.most_known - 1)
-        rows = [_decode(r, width) for r in decoding if width > 1 or not _may_be_done(r)]
+            width = most_new = 1
+        rows = [_decode(r, most_new) for r in decoding if width > 1 or not _may_be_done(r)]
         rows += prefilling
         for row in rows:
             # only now: a row must not read, in the same step, what another row writes
@@ -165,7 +170,11 @@ class Scheduler:
                 self.ledger.remember(row.request)
             if row.samples and row.request.grammar is not None:
                 self.writer.constrained(row.request)
-        return Step(tuple(rows), width) if rows else None
+        step = Step(tuple(rows), width)
+        if step.is_decode:
+            for row in rows:  # the token before the one that is in flight now
+                self.ledger.leave_gap(row.request, row.start, row.request.most_known - 2)
+        return step if rows else None
 
     def commit(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
         """Take the tokens of a step, by row; says who got how many. Rows that did not sample, and
@@ -176,7 +185,7 @@ class Scheduler:
                 continue
             request = row.request
             request.num_in_flight -= 1
-            request.most_in_flight -= row.width
+            request.most_in_flight -= row.most_new
             if request.status is Status.FINISHED:
                 continue
             if request.status is Status.RUNNING:  # the last token that it may have is not computed
@@ -248,7 +257,7 @@ class Scheduler:
                 f"{remedy} or give more memory"
             )
 
-    def _continue_running(self, width: int) -> tuple[list[Request], list[Row]]:
+    def _continue_running(self, most_new: int) -> tuple[list[Request], list[Row]]:
         """-> who decodes, with pages for that, and the chunk, if one of a prompt follows"""
         decoding: list[Request] = []
         for request in list(self._running.values()):
@@ -259,7 +268,7 @@ class Scheduler:
             if request.num_computed < request.target:
                 budget = self.config.max_num_batched_tokens - len(decoding)
                 return decoding, self._chunk(request, budget)
-            if self._has_pages(request, width):
+            if self._has_pages(request, most_new):
                 decoding.append(request)
         return decoding, []
 
@@ -271,9 +280,9 @@ class Scheduler:
             return []
         return [_advance(request, count, samples=end == request.target)]
 
-    def _has_pages(self, request: Request, width: int) -> bool:
+    def _has_pages(self, request: Request, most_new: int) -> bool:
         """For the next token, and what drafts may add before and after the host knows of it."""
-        needed = min(request.most_known + width - 1, request.max_len)
+        needed = min(request.most_known + most_new - 1, request.max_len)
         if needed <= request.num_paged - self.ledger.ahead:
             return True
         wanted = min(needed + self.ledger.ahead, request.max_len)
@@ -375,14 +384,14 @@ def _may_be_done(request: Request) -> bool:
     return request.most_known >= request.max_len
 
 
-def _decode(request: Request, width: int) -> Row:
-    return _advance(request, 1, samples=True, width=width)
+def _decode(request: Request, most_new: int) -> Row:
+    return _advance(request, 1, samples=True, most_new=most_new)
 
 
-def _advance(request: Request, count: int, *, samples: bool, width: int = 1) -> Row:
+def _advance(request: Request, count: int, *, samples: bool, most_new: int = 1) -> Row:
     start = request.num_computed
     request.num_computed = start + count
     if samples:
         request.num_in_flight += 1
-        request.most_in_flight += width
-    return Row(request, request.slot, start, count, samples, width)
+        request.most_in_flight += most_new
+    return Row(request, request.slot, start, count, samples, most_new)

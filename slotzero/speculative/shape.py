@@ -20,8 +20,8 @@ class TreeShape:
         most = min(MAX_NODES, 1 + self.num_guesses)
         if not 2 <= self.num_nodes <= most:
             raise ConfigError(
-                f"speculative_num_draft_tokens={self.num_nodes}: {self.steps} steps of "
-                f"{self.topk} guesses are verified with 2 to {most}"
+                f"speculative_num_draft_tokens={self.num_nodes}: choose 2 to {most} for "
+                f"{self.steps} steps of {self.topk} guesses"
             )
         if self.num_grown > MAX_NODES:
             raise ConfigError(
