@@ -197,7 +197,7 @@ def slow_loss(
                 if start + s + 2 < sample.first:
                     continue
                 if ids is not None:
-                    if int(theirs.argmax()) not in ids.tolist():
+                    if int(sample.tokens[start + s + 2]) not in ids.tolist():
                         continue
                     theirs = theirs[ids]
                 losses[s].append(F.cross_entropy(logits, theirs.softmax(0)))

@@ -32,6 +32,7 @@ has not seen. No dataset is needed; a GPU makes it a matter of minutes.
   slotzero train-eagle --out head --num-sequences 20000 --minutes 5
   slotzero chat --speculative eagle3 --speculative-model head"""
 HELD_OUT = 256
+KV_MEMORY = 8 << 30
 TEMPERATURES = (0.0, 0.0, 0.8)  # in turn: most answers are wanted greedy
 
 
@@ -68,6 +69,10 @@ def parser() -> argparse.ArgumentParser:
         "--layers", type=_layers, metavar="A,B,C",
         help="three layers whose input the head sees (default: an early, a middle, a late one)",
     )  # fmt: skip
+    group.add_argument(
+        "--intermediate-size", type=int, metavar="N",
+        help="of the head's one layer (default: as in the model's layers)",
+    )  # fmt: skip
     group.add_argument("--learning-rate", type=float, default=5e-4, metavar="X")
     group.add_argument("--batch-tokens", type=int, default=16384, metavar="N")
     group.add_argument("--report-every", type=int, default=200, metavar="STEPS")
@@ -98,6 +103,7 @@ def _check(args: argparse.Namespace) -> None:
         ("--num-sequences", args.num_sequences, 2),
         ("--max-tokens", args.max_tokens, 2),
         ("--draft-vocab", args.draft_vocab, 1),
+        ("--intermediate-size", args.intermediate_size, 1),
         ("--batch-tokens", args.batch_tokens, 1),
         ("--report-every", args.report_every, 1),
     ):
@@ -112,7 +118,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse."""
+    """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse. Most of
+    the memory there is left to hidden states."""
     from slotzero.config import EngineConfig
     from slotzero.worker import choose_backend
 
@@ -129,7 +136,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         if is_given:
             raise ConfigError(f"{flag}: {why}, drop it")
     device, _ = choose_backend(EngineConfig(**settings))
-    return {"dtype": "bfloat16", **settings} if device.type == "cuda" else settings
+    if device.type == "cpu":
+        return settings
+    return {"dtype": "bfloat16", "kv_cache_memory": KV_MEMORY, **settings}
 
 
 def _folder(name: str) -> Path:
@@ -163,7 +172,7 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     collector = Collector(engine, layers)
     written, greedy = _text(llm, args, shown)
     d2t = data.frequent_ids(written, args.draft_vocab) if args.draft_vocab else None
-    head = EagleHead(_head_config(engine, layers, args.draft_vocab), d2t)
+    head = EagleHead(_head_config(engine, layers, args), d2t)
     samples, unseen = (collector.collect(of, shown) for of in (written, greedy))
     every = torch.arange(worker.vocab_size, device=worker.registry.device)
     embedding, lm_head = (
@@ -211,28 +220,32 @@ def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
 
     num_tried = min(HELD_OUT, max(1, args.num_sequences // 8))
     num_prompts = args.num_sequences + num_tried
-    prompts = data.self_prompts(llm, num_prompts, top_p=0.95, show_progress=shown)
-    kept, tried = prompts[num_tried:], prompts[:num_tried]
-    written = data.answers(llm, kept, TEMPERATURES, args.max_tokens, show_progress=shown)
-    greedy = data.answers(llm, tried, (0.0,), args.max_tokens, show_progress=shown)
-    return written, greedy
+    seed = args.seed if "seed" in args else 0
+    prompts = data.self_prompts(llm, num_prompts, seed, top_p=0.95, show_progress=shown)
+
+    def answers(prompts: list[list[int]], temperatures: tuple[float, ...]) -> "list[Answered]":
+        return data.answers(
+            llm, prompts, temperatures, args.max_tokens, seed=seed, show_progress=shown
+        )
+
+    return answers(prompts[num_tried:], TEMPERATURES), answers(prompts[:num_tried], (0.0,))
 
 
-def _head_config(engine: "Engine", layers: tuple[int, int, int], draft_vocab: int | None) -> Any:
-    """In the shape of the model's own layers."""
+def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.Namespace) -> Any:
+    """In the shape of the model's own layers, unless asked otherwise."""
     from slotzero.speculative.training.head import HeadConfig
 
     model, heads = engine.worker.model, engine.worker.model.groups[0].heads
     return HeadConfig(
         hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
+        intermediate_size=args.intermediate_size or model.intermediate_size,
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
         rms_norm_eps=model.norm_eps,
         rope_theta=10000.0,
         vocab_size=model.vocab_size,
-        draft_vocab_size=draft_vocab or model.vocab_size,
+        draft_vocab_size=args.draft_vocab or model.vocab_size,
         max_position_embeddings=model.max_position,
         feature_layers=layers,
     )

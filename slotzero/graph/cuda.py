@@ -40,8 +40,8 @@ class CudaBackend(Backend):
     """Sizes never replay at once and keep nothing in the pool, so all of them share it.
 
     The pool is that of a graph which stays: none can be captured into a pool whose last is gone.
-    cuBLAS takes its workspace for a stream once, at the first product: in that graph, so that it
-    lies in the pool and not wherever there was room.
+    cuBLAS takes its workspace for a stream once, at the first product, and another at the first
+    with a bias: in that graph, so that they lie in the pool and not wherever there was room.
     """
 
     name = "cuda"
@@ -101,6 +101,7 @@ class CudaBackend(Backend):
     def _multiply(self) -> None:
         one = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         torch.mm(one, one)
+        torch.addmm(one[0], one, one)  # cuBLASLt, with a workspace of its own
 
     def _capture(
         self, function: Callable[[], object], pool: Any, keep_graph: bool = False

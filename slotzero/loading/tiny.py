@@ -19,6 +19,7 @@ from slotzero.tokenizer import Tokenizer
 
 PREFIX = "tiny:"
 _COMMON = {
+    "dtype": "float32",  # weights this large make of a rounding in bfloat16 another answer
     "hidden_act": "silu",
     "vocab_size": 259,  # 256 bytes, <bos>, <eos>, <pad>
     "max_position_embeddings": 512,

@@ -35,6 +35,7 @@ class Collector:
         self._engine, self._hidden = engine, worker.model.hidden_size
         self._seen = worker.decoder.new_hidden(limits.max_num_batched_tokens, len(self.taps))
         self._parts: dict[str, list[Tensor]] = {}
+        self._kept_on: torch.device | None = None  # while it collects
         worker.passes.follower = self
         self._run, worker.run = worker.run, self._run_and_keep  # type: ignore[method-assign]
 
@@ -43,13 +44,22 @@ class Collector:
 
     def collect(self, sequences: Sequence[Answered], show_progress: bool = True) -> list[Sample]:
         engine = self._engine
+        self._kept_on = self._where(sum(len(one.tokens) for one in sequences))
         with prompts_bar(show_progress, len(sequences)) as progress:
             for i, sequence in enumerate(sequences):
                 engine.add(f"sequence-{i}", sequence.tokens, _ONE)
             while engine.has_work:
                 grown = engine.step()
                 progress(len(grown), sum(len(a.request.prompt_token_ids) for a in grown))
+        self._kept_on = None
         return [self._sample(f"sequence-{i}", one) for i, one in enumerate(sequences)]
+
+    def _where(self, num_tokens: int) -> torch.device:
+        """On the GPU if a quarter of what is free there stays free, else in main memory."""
+        seen = self._seen
+        needed = num_tokens * seen.shape[1] * seen.itemsize
+        is_large = seen.is_cuda and needed > 0.75 * torch.cuda.mem_get_info(seen.device)[0]
+        return torch.device("cpu") if is_large else seen.device
 
     def _sample(self, name: str, sequence: Answered) -> Sample:
         states = torch.cat(self._parts.pop(name))
@@ -60,9 +70,10 @@ class Collector:
     def _run_and_keep(self, step: Step) -> Any:
         results = self._run(step)
         start = 0
-        if not step.is_decode:
+        if self._kept_on is not None and not step.is_decode:
             for row in step.rows:  # on the device, in the order of steps
-                part = self._seen[start : start + row.count].clone()
-                self._parts.setdefault(row.request.id, []).append(part)
+                part = self._seen[start : start + row.count]
+                kept = part.to(self._kept_on, copy=True)
+                self._parts.setdefault(row.request.id, []).append(kept)
                 start += row.count
         return results

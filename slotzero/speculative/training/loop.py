@@ -48,7 +48,7 @@ def train(
     max_minutes: float | None = None,
     batch_tokens: int = 16384,
     max_len: int = 512,
-    num_passes: int = 5,
+    num_passes: int = NUM_DRAFTS,
     lr: float = 5e-4,
     seed: int = 0,
     report_every: int = 200,
@@ -72,9 +72,7 @@ def train(
     device = lm_head.device
     head.to(device=device, dtype=torch.float32)
     target = Target(head, embedding, lm_head)
-    optimizer = torch.optim.AdamW(
-        head.parameters(), lr=lr, betas=(0.9, 0.95), fused=device.type == "cuda"
-    )
+    optimizers = _optimizers(head, lr)
     batches = training_batches(samples, batch_tokens, max_len, seed, device)
     budget, tally, reports = Budget(max_steps, max_minutes), _Tally(), list[Report]()
     step = 0
@@ -87,10 +85,10 @@ def train(
 
     with training_bar(show_progress) as progress:
         while step == 0 or budget.used(step) < 1:
-            _set_rate(optimizer, lr * rate(budget.used(step)))
+            _set_rate(optimizers, lr * rate(budget.used(step)))
             with _precision(device):
                 distilled = distil(head, target, next(batches), num_passes)
-            _descend(head, optimizer, distilled.loss)
+            _descend(head, optimizers, distilled.loss)
             tally.add(distilled)
             step += 1
             if step % report_every == 0:
@@ -157,13 +155,28 @@ def _precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
+def _optimizers(head: EagleHead, lr: float) -> list[torch.optim.Optimizer]:
+    """Matrices learn by Muon, at the rate of AdamW; the rest, which is norms, by AdamW."""
+    matrices = [p for p in head.parameters() if p.dim() == 2]
+    rest = [p for p in head.parameters() if p.dim() != 2]
+    import os
+
+    if os.environ.get("OPT") == "adamw":
+        return [torch.optim.AdamW([*matrices, *rest], lr=lr, betas=(0.9, 0.95))]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95)),
+    ]
+
+
+def _set_rate(optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = lr
 
 
-def _descend(head: EagleHead, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=True)
+def _descend(head: EagleHead, optimizers: Sequence[torch.optim.Optimizer], loss: Tensor) -> None:
+    head.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(head.parameters(), _MAX_GRADIENT)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()

@@ -51,11 +51,7 @@ class Target:
         """What of `wanted` the head could get right: [batch, places]."""
         if self._ids is None:
             return batch.wanted
-        learnable = batch.wanted.clone()
-        rows, places = batch.wanted.nonzero(as_tuple=True)
-        own = _best(batch.final[rows, places - 1], self.lm_head)
-        learnable[rows, places] = self._is_drafted[own]
-        return learnable
+        return batch.wanted & self._is_drafted[batch.tokens]
 
 
 class Distilled(NamedTuple):
@@ -90,12 +86,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
         losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
         slopes = torch.zeros_like(hidden)
         hits = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+        compare = _compare_fused if hidden.is_cuda else _compare
         for piece in _pieces(hidden, rows):
-            own = _product(hidden[piece], rows).log_softmax(-1)
-            theirs = _product(final[piece], rows).softmax(-1)
-            losses[piece] = -(theirs * own).sum(-1)
-            hits[piece] = own.argmax(-1) == theirs.argmax(-1)
-            slopes[piece] = _product(own.exp() - theirs, rows.T).to(hidden.dtype)
+            own, theirs = (_product(x[piece], rows) for x in (hidden, final))
+            losses[piece], hits[piece], slope = compare(own, theirs)
+            slopes[piece] = _product(slope, rows.T)
         ctx.save_for_backward(slopes)
         ctx.mark_non_differentiable(hits)
         return losses, hits
@@ -106,6 +101,16 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return own * slopes[0][:, None], None, None
 
 
+def _compare(own: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [n, v] of both -> losses [n], is the most likely equal [n], slopes of own [n, v]"""
+    dtype, own, theirs = own.dtype, own.float().log_softmax(-1), theirs.float().softmax(-1)
+    hits = own.argmax(-1) == theirs.argmax(-1)
+    return -(theirs * own).sum(-1), hits, (own.exp() - theirs).to(dtype)
+
+
+_compare_fused = torch.compile(_compare, dynamic=True)
+
+
 def _pieces(hidden: Tensor, rows: Tensor) -> Iterator[slice]:
     size = max(_MAX_LOGITS // len(rows), 1)
     return (slice(start, start + size) for start in range(0, len(hidden), size))
@@ -114,7 +119,7 @@ def _pieces(hidden: Tensor, rows: Tensor) -> Iterator[slice]:
 def _product(hidden: Tensor, rows: Tensor) -> Tensor:
     """In the rows' dtype, as the engine computes logits, whatever autocast says."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return F.linear(hidden.to(rows.dtype), rows).float()
+        return F.linear(hidden.to(rows.dtype), rows)
 
 
 def _best(hidden: Tensor, rows: Tensor) -> Tensor:
