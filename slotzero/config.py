@@ -58,7 +58,8 @@ class EngineConfig:
     """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
     head), draft (a small model), ngram (what followed before)."""
     speculative_model: str | None = None
-    """The head or the draft model."""
+    """The head or the draft model; of eagle3, smollm2 is an embedded head, the default for that
+    model."""
     speculative_steps: int = 4
     """Guesses in a row, at most."""
     speculative_topk: int = 1

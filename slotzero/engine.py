@@ -65,7 +65,6 @@ class Answer:
 @dataclass
 class _Launch:
     step: Step
-    has_drafts: bool  # the step before has made some
     results: Results | None = None  # None: the launch has not succeeded
 
 
@@ -93,7 +92,7 @@ class Engine:
                 page_size=limits.page_size,
                 ahead=limits.ahead,
                 depth=None if config.tree is None else config.tree.steps,
-                drafter_groups=self.worker.drafter_groups,
+                most_behind=self.worker.most_behind,
                 enable_prefix_caching=limits.enable_prefix_caching,
             ),
             SlotPool(limits.max_num_seqs),
@@ -115,7 +114,6 @@ class Engine:
         self._arrivals = 0
         self._answers: dict[str, Answer] = {}
         self._in_flight: deque[_Launch] = deque()
-        self._has_drafted = False
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
         self.sanitizer: LiveSanitizer | None = None
@@ -178,8 +176,7 @@ class Engine:
         self.scheduler.check()
 
     def _launch(self, step: Step) -> None:
-        launch = _Launch(step, self._has_drafted)
-        self._has_drafted = step.width > 1 or not step.is_decode
+        launch = _Launch(step)
         self._in_flight.append(launch)  # first: a launch that fails is abandoned with the rest
         launch.results = self.worker.run(step)
         self.num_steps += 1
@@ -216,7 +213,7 @@ class Engine:
         for row, (num_drafts, num_right) in zip(step.rows, results.drafts(), strict=True):
             stats.add(num_drafts, num_right)
             has_room = row.request.max_len - row.start > min(uncut, MOST_UNCUT)
-            if launch.has_drafts and row.request.speculates and has_room:
+            if row.request.speculates and has_room:
                 self._widths.learn(depth, num_right)  # a place left empty was wrong too
 
     def _abandon(self) -> None:

@@ -72,8 +72,8 @@ class Request:
     most_in_flight: int = 0
     """Tokens that they will bring at most."""
     num_cached: int = 0
-    followed_from: int = 0
-    """Of those, the first position from which on a drafter has computed all, too."""
+    num_behind: int = 0
+    """Tokens that were computed and a drafter has not followed yet."""
     num_preemptions: int = 0
 
     @property

@@ -34,6 +34,8 @@ class Step:
     rows: tuple[Row, ...]
     width: int = 1
     """Above 1, every row verifies drafts: it has so many tokens, the newest one and drafts."""
+    catches_up: bool = False
+    """First of all a drafter follows what was decoded without it."""
 
     @property
     def num_rows(self) -> int:

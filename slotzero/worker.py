@@ -34,11 +34,12 @@ from slotzero.sampling.tables import SAMPLING_TABLES, TableSpec, encode
 from slotzero.speculative.build import Prepared, Target, prepare_drafter
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
-    FOLLOWED_FROM,
     FOLLOWED_TO,
     LIMIT,
+    MOST_PENDING,
     NOWHERE,
     PAGED,
+    PENDING,
     SPECULATES,
     SPECULATION_TABLES,
     Guesser,
@@ -177,7 +178,6 @@ class Worker:
             e.tensor.nbytes for e in registry.entries() if e.name.startswith("weight.")
         )
         groups = (*model.groups, *(prepared.groups if prepared else ()))
-        self.drafter_groups = tuple(range(len(model.groups), len(groups)))
         shapes = group_shapes(groups, config.page_size, dtype)
         self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
         ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
@@ -203,7 +203,12 @@ class Worker:
             for shape in shapes
         }
         rows = limits.max_num_seqs
-        drafter = None if prepared is None else prepared.make(self.tables, kv)
+        drafter = None
+        if prepared is not None:
+            size = decoder.new_hidden(0, len(prepared.taps))
+            most = max(limits.max_width, MOST_PENDING)
+            pending = registry.table(PENDING, size.new_zeros(rows + 1, most, size.shape[1]))
+            drafter = prepared.make(self.tables, pending, kv)
         self.passes = step = passes.Passes(
             registry,
             decoder,
@@ -222,6 +227,7 @@ class Worker:
         self.tree = config.tree
         self.verify_results: tuple[str, ...] = ()
         self.cycles: dict[int, Cycle] = {}
+        self.catch_up: Runner | None = None
         if drafter is not None:
             trees = None
             if config.tree is not None:
@@ -245,12 +251,23 @@ class Worker:
                 width: Cycle.of(speculation, width, Ladder.doubling(rows), registry, graphs)
                 for width in limits.widths[1:]
             }
+            if MOST_PENDING in self.cycles:
+                self.catch_up = self.cycles[MOST_PENDING].extend
+            else:
+                spec = speculation.extend_spec(MOST_PENDING, Ladder.doubling(rows))
+                self.catch_up = Runner(spec, registry, graphs)
         self._seconds: dict[GraphKey, float] = {}
 
     @property
     def runners(self) -> tuple[Runner, ...]:
         cycles = (runner for cycle in self.cycles.values() for runner in cycle)
-        return self.decode, *self.prefills, *cycles
+        catch_up = () if self.catch_up is None else (self.catch_up,)  # or it is one of a cycle
+        return tuple(dict.fromkeys((self.decode, *self.prefills, *cycles, *catch_up)))
+
+    @property
+    def most_behind(self) -> int | None:
+        """Plain steps after which a drafter must catch up; None: there is none."""
+        return MOST_PENDING if self.cycles else None
 
     @property
     def kv(self) -> dict[str, dict[str, int | None]]:
@@ -300,7 +317,7 @@ class Worker:
             self.tables.apply()
             self.registry.begin_step()
             self.registry.publish(passes.SLOTS, [row.slot for row in step.rows])
-            if passes.COUNTS in launches[0][0].spec.published:
+            if any(passes.COUNTS in runner.spec.published for runner, _ in launches):
                 self.registry.publish(passes.COUNTS, [row.count for row in step.rows])
             for runner, key in launches:
                 with _explained(f"running {key}"):
@@ -322,14 +339,22 @@ class Worker:
 
     def _dispatch(self, step: Step) -> list[tuple[Runner, GraphKey]]:
         """What is launched, in order; between two of them the host reads nothing."""
+        launches: list[Sequence[Runner]] = []
+        if step.catches_up:
+            assert self.catch_up is not None
+            launches.append([self.catch_up])
         if step.width > 1:
-            return [_picked([runner], step) for runner in self.cycles[step.width]]
-        if step.is_decode:
-            return [_picked([self.decode], step)]
-        launches = [_picked(self.prefills, step)]
-        if self.cycles:
-            launches.append(_picked([self.cycles[self.limits.max_width].draft], step))
-        return launches
+            cycle = self.cycles[step.width]
+            if step.catches_up:
+                launches.append([cycle.draft])  # there is none from the step before
+            launches += [[runner] for runner in cycle]
+        elif step.is_decode:
+            launches.append([self.decode])
+        else:
+            launches.append(self.prefills)
+            if self.cycles:
+                launches.append([self.cycles[self.limits.max_width].draft])
+        return [_picked(runners, step) for runners in launches]
 
     def _download(self, step: Step) -> Results:
         wants_more = any(row.request.params.logprobs is not None for row in step.rows)
@@ -360,7 +385,6 @@ class Worker:
             stage(LIMIT, slot, [request.max_len])
             stage(SPECULATES, slot, [int(request.speculates)])
             stage(DRAFTED_AT, slot, [NOWHERE])
-            stage(FOLLOWED_FROM, slot, [request.followed_from])
             stage(FOLLOWED_TO, slot, [num_computed])
             self._stage_paged(request)
 
@@ -494,7 +518,7 @@ def _resolve(
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
     widths = choose_widths(config)
     ahead = widths[-1] - 1 if config.tree is None else config.tree.num_places
-    chunk = max(tokens, 4 * ahead)  # as SchedulerConfig.reach
+    chunk = max(tokens, 4 * ahead + MOST_PENDING * (ahead > 0))  # as SchedulerConfig.reach
     demand = Demand(rows, chunk, config.expected_len, config.max_model_len, max_position)
     pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
     return Limits(

@@ -299,33 +299,6 @@ def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
         assert torch.equal(kernels.attend(*args, branches), kernels.attend(*args))
 
 
-@settings(max_examples=40, deadline=None)
-@given(case=branchings() | attendings(), data=st.data())
-def test_nothing_is_seen_below_the_floor(case, data):
-    """As if what is there did not exist: it is NaN, and the rest of the softmax is as it was."""
-    attending, branches = case, None
-    if isinstance(case, Branching):
-        attending = case.attending
-        (slots, positions), branches = case.tokens()
-    else:
-        slots, positions = case.tokens()
-    kv, table = case.pages()
-    tops = [first for first, _ in attending.spans]
-    floors = ints([0, *(data.draw(st.integers(0, top)) for top in tops)])
-    q, heads = attending.queries(len(slots)), attending.heads
-    args = (q, attending.sinks, kv, table, slots, positions, heads, branches)
-    expected = REFERENCE.attend(*args, floors)
-    assert torch.equal(REFERENCE.attend(*args, torch.zeros_like(floors)), REFERENCE.attend(*args))
-    page = attending.page
-    for slot, floor in enumerate(floors.tolist()):
-        for at in range(floor if slot else 0):
-            kv[table[slot, at // page], at % page] = torch.nan
-    for kernels in (CpuKernels(), REFERENCE):
-        out = kernels.attend(*args, floors)
-        torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
-        assert out.isfinite().all()
-
-
 @pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
 def test_a_branch_is_what_it_would_be_alone(kind):
     """Tokens of a tree are stored side by side and turned by their depth."""

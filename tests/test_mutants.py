@@ -21,7 +21,7 @@ from slotzero.sanitizer.mutants import Mutant, mutate, padded_size, tensors_of
 from slotzero.sanitizer.report import ORDER, Certificate
 from slotzero.sanitizer.scene import kind_of
 from slotzero.sanitizer.stage import STATES, bounds_of, counts_of, staged
-from slotzero.speculative.drafter import NUM_DRAFTS, NUM_NEW
+from slotzero.speculative.drafter import NUM_DRAFTS
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 
 SEEDS = {"SGLang 26292", "SGLang 24743", "SGLang 22404", "SGLang 21987"}
@@ -209,7 +209,7 @@ def test_nothing_of_a_fault_stays(scored):
     for owner in (worker.registry, worker.tables, *rings):
         assert not {"publish", "_write", "download"} & vars(owner).keys()
     assert not any("upload" in vars(ring) for ring in worker.registry._rings.values())
-    left = ("tokens", NUM_NEW, NUM_DRAFTS, *STATES)  # by a slot's last owner: nobody reads it
+    left = ("tokens", NUM_DRAFTS, *STATES)  # by a slot's last owner: nobody reads it
     for entry in worker.registry.entries():
         if entry.kind is Kind.TABLE:
             by_row = entry.tensor.movedim(entry.axis, 0)

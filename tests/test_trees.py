@@ -77,7 +77,7 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
     rows, located = laid_out(slots, starts, counts, width)
     parents = torch.full((NUM_SLOTS + 1, width), 77, dtype=torch.int32)
     parents[0] = 0
-    length, num_new = torch.zeros(NUM_SLOTS + 1).int(), torch.full((NUM_SLOTS + 1,), 9).int()
+    length = torch.zeros(NUM_SLOTS + 1).int()
     tokens = torch.randint(100, 200, (NUM_SLOTS + 1, 60), dtype=torch.int32)
     num_pages = 60 // PAGE
     table = torch.zeros(NUM_SLOTS + 1, num_pages, dtype=torch.int32)
@@ -94,18 +94,18 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
             taken = [int(tokens[slot, start + n]) for n in brothers]
             free = [token for token in range(64) if token not in taken]
             tokens[slot, start + node] = random.choice(free[:4])
-    before = [x.clone() for x in (tokens, length, num_new, kv, kept)]
+    before = [x.clone() for x in (tokens, length, kv, kept)]
     num_verified = torch.full((len(slots),), 7).int()
     path = torch.full((len(slots), width), 7).int()
     tree = KERNELS.branch(rows, located, parents)
     KERNELS.accept_tree(
-        ints(*slots), ints(*counts), sampled, parents, tree, tokens, length, num_new,
+        ints(*slots), ints(*counts), sampled, parents, tree, tokens, length,
         num_verified, path,
     )  # fmt: skip
     KERNELS.move_kv(ints(*slots), length, num_verified, path, kv, table)
     KERNELS.keep(ints(*slots), num_verified, features, kept, path)
 
-    old_tokens, old_length, old_new, old_kv, old_kept = before
+    old_tokens, old_length, old_kv, old_kept = before
     for row, (slot, start, nodes) in enumerate(zip(slots, starts, trees, strict=True)):
         way = [0] if nodes else []
         while way:
@@ -119,14 +119,14 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
         assert num_verified[row] == len(way)
         if slot == 0:
             continue
-        old_length[slot], old_new[slot] = start + len(way), len(way)
+        old_length[slot] = start + len(way)
         for depth, node in enumerate(way):
             old_tokens[slot, start + 1 + depth] = sampled[row, node]
             old_kept[slot, depth] = features[row * width + node]
             to, source = (table[slot, at // PAGE] for at in (start + depth, start + node))
-            moved = before[3][:, source, (start + node) % PAGE].clone()
+            moved = before[2][:, source, (start + node) % PAGE].clone()
             old_kv[:, to, (start + depth) % PAGE] = moved
-    for got, expected in zip((tokens, length, num_new, kv, kept), before, strict=True):
+    for got, expected in zip((tokens, length, kv, kept), before, strict=True):
         assert torch.equal(got, expected)
 
 

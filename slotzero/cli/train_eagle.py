@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         "--intermediate-size", type=int, metavar="N",
         help="of the head's one layer (default: as in the model's layers)",
     )  # fmt: skip
-    group.add_argument("--learning-rate", type=float, default=5e-4, metavar="X")
+    group.add_argument("--learning-rate", type=float, default=3e-3, metavar="X")
     group.add_argument("--batch-tokens", type=int, default=16384, metavar="N")
     group.add_argument("--report-every", type=int, default=200, metavar="STEPS")
     flags.add_engine_flags(made, enable_prefix_caching=False, lazy_recording=True)
@@ -118,8 +118,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse. Most of
-    the memory there is left to hidden states."""
+    """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse. Most
+    of the memory there is left to hidden states."""
     from slotzero.config import EngineConfig
     from slotzero.worker import choose_backend
 

@@ -64,11 +64,9 @@ class ComposedKernels(ComposedSpeculation):
         positions: Tensor,
         heads: Heads,
         branches: Branches | None = None,
-        floors: Tensor | None = None,
     ) -> Tensor:
         """-> [T, heads, value_dim]; each token attends to its own position and those before it, the
-        last `window` of them, or those of its branch, and none below its slot's floor; slot 0 gets
-        zeros."""
+        last `window` of them, or those of its branch; slot 0 gets zeros."""
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Nothing here is compiled at its first use."""
@@ -89,11 +87,10 @@ class ComposedKernels(ComposedSpeculation):
         rows: Rows | None,
         heads: Heads,
         branches: Branches | None = None,
-        floors: Tensor | None = None,
     ) -> Plan:
         if branches is not None:
             branches.check(tokens, rows)
-        return *tokens, *(branches or NO_BRANCHES), floors
+        return *tokens, *(branches or NO_BRANCHES)
 
     def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         angle = (tokens.positions[:, None].float() * frequency)[:, None]
@@ -216,7 +213,7 @@ class ComposedKernels(ComposedSpeculation):
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
-        slots, positions, bases, seen, stands, floors = plan
+        slots, positions, bases, seen, stands = plan
         assert slots is not None and positions is not None
         branches = None
         if bases is not None and seen is not None and stands is not None:
@@ -231,7 +228,7 @@ class ComposedKernels(ComposedSpeculation):
         v = v.contiguous().view(len(joined), -1, heads.value_dim)
         self.store_kv(k, v, kv_pages, page_table, slots, positions)
         return self.attend(
-            q, sinks, kv_pages, page_table, slots, positions, heads, branches, floors
+            q, sinks, kv_pages, page_table, slots, positions, heads, branches
         ).flatten(1)
 
     def advance(

@@ -26,11 +26,12 @@ class ComposedSpeculation(Kernels):
         return rows, tokens.positions + (tokens.slots > 0)
 
     def locate_new(
-        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         width = len(tokens.slots) // len(slots)
-        num = num_new[slots].clamp_max(width)
-        rows = lay_out(slots, length[slots] - num, num, tokens)
+        start = followed_to[slots]
+        num = (length[slots] - start).clamp(0, width)
+        rows = lay_out(slots, start, num, tokens)
         return rows, rows.ends - width + (num - 1).clamp_min(0)
 
     def accept(
@@ -40,7 +41,6 @@ class ComposedSpeculation(Kernels):
         sampled: Tensor,
         tokens: Tensor,
         length: Tensor,
-        num_new: Tensor,
         num_verified: Tensor,
     ) -> None:
         start, place = length[slots], up_to(sampled.shape[1], slots)
@@ -53,7 +53,6 @@ class ComposedSpeculation(Kernels):
         owners = torch.where(is_new, slots[:, None], 0)
         put(tokens, (owners, at * is_new), sampled, is_new)
         put(length, (slots,), start + num_verified, slots > 0)
-        put(num_new, (slots,), num_verified, slots > 0)
 
     def keep(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
@@ -69,14 +68,15 @@ class ComposedSpeculation(Kernels):
     def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         put(table, (slots,), x[last], slots > 0)
 
-    def follow(
-        self, rows: Rows, tokens: Tokens, last: Tensor, followed_from: Tensor, followed_to: Tensor
-    ) -> None:
-        slots, is_real = rows.slots, rows.slots > 0
-        goes_on = followed_to[slots] == rows.starts
-        since = torch.where(goes_on, followed_from[slots], rows.starts)
-        put(followed_from, (slots,), since, is_real)
-        put(followed_to, (slots,), tokens.positions[last] + 1, is_real)
+    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+        slots, positions = tokens
+        place = positions - followed_to[slots]
+        has_room = (slots > 0) & (place >= 0) & (place < table.shape[1])
+        put(table, (slots * has_room, place * has_room), x, has_room)
+
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+        end = torch.where(rows.counts > 0, tokens.positions[last] + 1, followed_to[rows.slots])
+        put(followed_to, (rows.slots,), end, rows.slots > 0)
 
     def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
         return table[slots].flatten(0, 1)
@@ -163,7 +163,6 @@ class ComposedSpeculation(Kernels):
         branches: Branches,
         tokens: Tensor,
         length: Tensor,
-        num_new: Tensor,
         num_verified: Tensor,
         path: Tensor,
     ) -> None:
@@ -183,7 +182,6 @@ class ComposedSpeculation(Kernels):
         at = (start[:, None] + 1 + place) * is_new
         put(tokens, (owners, at), sampled.gather(1, path.long()), is_new)
         put(length, (slots,), start + num_verified, slots > 0)
-        put(num_new, (slots,), num_verified, slots > 0)
 
     def move_kv(
         self,

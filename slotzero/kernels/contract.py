@@ -210,12 +210,10 @@ class Kernels(ABC):
         rows: Rows | None,
         heads: Heads,
         branches: Branches | None = None,
-        floors: Tensor | None = None,
     ) -> Plan:
         """What `attention` needs to know of a step, once for all layers.
 
-        Without rows, every token is a row of its own: a decode step, which has no branches. With
-        floors [slots + 1], no token of a slot sees positions below its slot's.
+        Without rows, every token is a row of its own: a decode step, which has no branches.
         """
 
     @abstractmethod
@@ -391,10 +389,10 @@ class Kernels(ABC):
 
     @abstractmethod
     def locate_new(
-        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
-        """The last `num_new` tokens before each length -> the rows, and [R]: which token is the
-        last of each; the first one where there is none."""
+        """What lies between where a slot was followed to and its length -> the rows, and [R]: which
+        token is the last of each; the first one where there is none."""
 
     @abstractmethod
     def accept(
@@ -404,12 +402,11 @@ class Kernels(ABC):
         sampled: Tensor,  # [R, W]: what follows each token
         tokens: Tensor,
         length: Tensor,
-        num_new: Tensor,
         num_verified: Tensor,  # [R]
     ) -> None:
         """A draft is right if it is what was sampled in its place, and so were all before it. What
-        was sampled is written in the place of those, and once behind them; that many tokens are new
-        and verified."""
+        was sampled is written in the place of those, and once behind them; that many tokens are
+        verified."""
 
     @abstractmethod
     def keep(
@@ -424,16 +421,13 @@ class Kernels(ABC):
         anything that x has."""
 
     @abstractmethod
-    def follow(
-        self,
-        rows: Rows,
-        tokens: Tokens,
-        last: Tensor,  # [R], as keep_last
-        followed_from: Tensor,
-        followed_to: Tensor,
-    ) -> None:
-        """Each row is computed from its start to its last token. Where that does not go on from
-        where its slot was followed to, it is followed from there."""
+    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+        """Of each token, one of a slot, x [T, size] goes to its slot in table [slots + 1, W, size],
+        to as many places from the first as it stands behind where its slot was followed to."""
+
+    @abstractmethod
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+        """Each slot is followed to the end of its row, whose last token `last` [R] names."""
 
     @abstractmethod
     def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
@@ -501,7 +495,6 @@ class Kernels(ABC):
         branches: Branches,
         tokens: Tensor,
         length: Tensor,
-        num_new: Tensor,
         num_verified: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:

@@ -64,7 +64,6 @@ class ReferenceKernels(ComposedKernels):
         positions: Tensor,
         heads: Heads,
         branches: Branches | None = None,
-        floors: Tensor | None = None,
     ) -> Tensor:
         # One token at a time keeps memory small; the host read is why this is for eager use only.
         parts = [q.new_zeros(heads.num_heads, heads.value_dim)] * len(q)
@@ -75,8 +74,6 @@ class ReferenceKernels(ComposedKernels):
                 else:
                     base, bits, stands = (int(part[t]) for part in branches)
                     seen = _branch(position, base, bits, stands, heads)
-                if floors is not None:
-                    seen = seen[seen >= floors[slots[t]].cpu()]
                 pages = page_table[slots[t]]
                 parts[t] = self._attend_one(q[t], sinks, kv_pages, pages, seen.to(q.device), heads)
         return torch.stack(parts)

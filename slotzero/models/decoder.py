@@ -39,7 +39,6 @@ class Batch(NamedTuple):
     prompt_len: Tensor  # [slots + 1]
     rows: Rows | None
     branches: Branches | None = None
-    floors: Tensor | None = None  # [slots + 1]: positions below were not computed
 
 
 class KvPages(NamedTuple):
@@ -157,9 +156,7 @@ class Decoder:
         plans, angles = {}, {}
         stands = standing(batch.tokens, batch.branches)
         for group in config.groups:
-            plans[group.name] = kernels.plan(
-                batch.tokens, batch.rows, group.heads, batch.branches, batch.floors
-            )
+            plans[group.name] = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
             frequency = self._frequencies[group.name]
             speed = speeds(group.rope, frequency, *stands, batch.prompt_len)
             angles[group.name] = kernels.turn(stands, speed, group.rope.attention_factor)

@@ -1,6 +1,6 @@
 """The ledger: which pages each request holds, and when a page may be shared.
 
-It keeps `pages`, `num_paged`, `num_computed`, `num_cached` and `followed_from` of a request,
+It keeps `pages`, `num_paged`, `num_computed` and `num_cached` of a request,
 between the pools that count owners and the cache that finds prefixes. It does not know slots,
 steps, or who should run. The rule it keeps, in each KV group, with `first` the first page that the
 token at num_computed reads, `full = num_computed // page_size` and
@@ -44,15 +44,10 @@ class PageLedger:
         page_size: int,
         enable_prefix_caching: bool = True,
         ahead: int = 0,
-        drafter_groups: Sequence[int] = (),
     ) -> None:
-        """`ahead`: positions past the last known one that are wanted too, for drafts. In the groups
-        of a drafter not every token is computed."""
+        """`ahead`: positions past the last known one that are wanted too, for drafts."""
         self.groups = tuple(groups)
         self.ahead = ahead
-        self.drafter_groups = tuple(drafter_groups)
-        # by group of a drafter: pages in which a position may be missing
-        self._gaps: dict[int, set[int]] = {g: set() for g in self.drafter_groups}
         self.page_size = page_size
         self.cache = PrefixCache(self.groups, page_size)
         self.enable_prefix_caching = enable_prefix_caching
@@ -108,7 +103,6 @@ class PageLedger:
             return False
         request.pages = [pages + self._take(g, num_fresh[g]) for g, pages in enumerate(found)]
         request.num_computed = request.num_cached = num_cached
-        request.followed_from = self._followed_from(found)
         self._set_num_paged(request, num_cached, chunk_end)
         self.cache.stats.num_asked_tokens += len(tokens)
         self.cache.stats.num_hit_tokens += num_cached
@@ -121,7 +115,8 @@ class PageLedger:
         ones before the window are let go. None, and nothing changed, if there are too few."""
         start = request.num_computed if num_stored is None else num_stored
         num_pages = self.pages_for(num_tokens)
-        firsts = [group.first_read(start, self.page_size) for group in self.groups]
+        read_from = start - request.num_behind  # by the drafter, when it catches up
+        firsts = [group.first_read(read_from, self.page_size) for group in self.groups]
         by_group = request.pages or [[0] * first for first in firsts]
         passed = [_held_before(first, pages) for first, pages in zip(firsts, by_group, strict=True)]
         for g, pages in enumerate(by_group):
@@ -140,11 +135,6 @@ class PageLedger:
         self._set_num_paged(request, start, num_tokens)
         return changes
 
-    def leave_gap(self, request: Request, first: int, last: int) -> None:
-        """One of the positions from `first` to `last` is not computed by the drafter."""
-        for g, gaps in self._gaps.items():
-            gaps.update(request.pages[g][first // self.page_size : last // self.page_size + 1])
-
     def remember(self, request: Request) -> None:
         """Let later requests find what this one has computed while it goes on."""
         if self.enable_prefix_caching:
@@ -155,7 +145,7 @@ class PageLedger:
         tokens = self._cacheable(request) if self.enable_prefix_caching else []
         self.cache.release(tokens, request.pages)
         request.pages = []
-        request.num_paged = request.num_computed = 0
+        request.num_paged = request.num_computed = request.num_behind = 0
 
     def check(self, requests: Iterable[Request]) -> None:
         """Recount, given everyone who holds pages."""
@@ -188,18 +178,7 @@ class PageLedger:
         pool = self.groups[group].pool
         if n > pool.num_free:
             self.cache.evict(group, n - pool.num_free)
-        pages = pool.take(n)
-        if group in self._gaps:
-            self._gaps[group].difference_update(pages)
-        return pages
-
-    def _followed_from(self, found: list[list[int]]) -> int:
-        """The position from which on the drafter has computed all of these pages."""
-        last = -1
-        for g, gaps in self._gaps.items():
-            behind = (i for i in reversed(range(len(found[g]))) if found[g][i] in gaps)
-            last = max(last, next(behind, -1))
-        return self.page_size * (last + 1)
+        return pool.take(n)
 
     def _num_freed(self, group: int, pages: list[int]) -> int:
         """How many more are available when a request lets go of these."""
@@ -219,7 +198,7 @@ class PageLedger:
             request.num_paged = min(map(len, request.pages)) * self.page_size
 
     def _cacheable(self, request: Request) -> list[int]:
-        return request.all_token_ids[: request.num_computed]
+        return request.all_token_ids[: request.num_computed - request.num_behind]
 
     def _check_pages(self, request: Request) -> None:
         if not request.num_computed <= request.num_paged:

@@ -47,6 +47,9 @@ class Follower(Protocol):
 
     def extend(self, followed: Followed, pieces: Pieces) -> None: ...
 
+    def defer(self, tokens: Tokens, features: Tensor) -> None:
+        """Of a step with one token a row: it will follow later."""
+
 
 def views_of(features: Tensor, taps: tuple[int, ...]) -> dict[int, Tensor]:
     """By layer, its part of [T, taps * hidden]"""
@@ -102,7 +105,12 @@ class Passes:
         derived = (self._token_slots, self._positions, self._new_length)
         rows = [tensor[: key.rows] for tensor in derived]
         self._kernels.locate(self._slots[: key.rows], self._tables["length"], *rows)
-        self._finish(key, self._forward(key, None, pieces))
+        taps = () if self.follower is None else self.follower.taps
+        features = self._decoder.new_hidden(key.tokens, len(taps))
+        normed = self._forward(key, None, pieces, views_of(features, taps))
+        if self.follower is not None:
+            self.follower.defer(Tokens(*rows[:2]), features)
+        self._finish(key, normed)
 
     def _prefill(self, key: GraphKey, pieces: Pieces) -> None:
         """Row r holds tokens [ends[r] - counts[r], ends[r]); later ones are padding."""

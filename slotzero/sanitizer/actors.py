@@ -17,16 +17,16 @@ from slotzero.sanitizer.reach import has, is_drafter
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
-    FOLLOWED_FROM,
     FOLLOWED_TO,
     LIMIT,
+    MOST_PENDING,
     NUM_DRAFTS,
-    NUM_NEW,
     PAGED,
+    PENDING,
     SPECULATES,
 )
 from slotzero.speculative.eagle import HIDDEN
-from slotzero.speculative.passes import DRAFT, EXTEND, FEATURES, VERIFY
+from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 from slotzero.speculative.tree import PARENTS
 from slotzero.standins import StandIns
 
@@ -51,12 +51,10 @@ class Look(NamedTuple):
     """What comes before is read."""
     written: Collection[int] = ()
     """Not read before that. All others are nobody's."""
-    since: int = 0
-    """What comes before this is nobody's either."""
 
     @classmethod
-    def over(cls, start: int, stop: int, since: int = 0) -> "Look":
-        return cls(start, range(start, stop), since)
+    def over(cls, start: int, stop: int) -> "Look":
+        return cls(start, range(start, stop))
 
     @property
     def end(self) -> int:
@@ -150,8 +148,12 @@ class Cast:
         self._leave(request)
         looks = {"tokens": Look.over(len(tokens), len(tokens) + 1 - more)}
         looks |= dict.fromkeys(self._kv, Look.over(start, start + count))
-        if self._runner.spec.rows is not None and self._drafter_kv:
-            looks |= self._follows(request, start, start + count) | {HIDDEN: WRITTEN}
+        if self._engine.worker.cycles and self._runner.spec.rows is not None:
+            looks |= self._follows(start, start + count) | {HIDDEN: WRITTEN, FOLLOWED_TO: WRITTEN}
+        elif self._engine.worker.cycles:
+            behind = self._rng.randrange(min(MOST_PENDING, start + 1))
+            self._tables.stage(FOLLOWED_TO, request.slot, [start - behind])
+            looks |= {FOLLOWED_TO: READ, PENDING: Look(0, [behind])}
         return Actor(request, looks)
 
     def _verifies(self, index: int) -> Actor:
@@ -183,7 +185,7 @@ class Cast:
         room = self._width if plan.room is None else plan.room
         count = min(1 if plan.is_stale else len(drafts) + 1, room, self._width)
         num = min(1 + sum(i is None for i in tree.which[: max(count - 1, 0)]), count)
-        looks = {NUM_NEW: WRITTEN, LIMIT: READ, DRAFTED_AT: READ, FEATURES: Look.over(0, num)}
+        looks = {LIMIT: READ, DRAFTED_AT: READ, PENDING: Look.over(0, num)}
         if not plan.is_stale:
             looks[NUM_DRAFTS] = READ
         if count:
@@ -199,13 +201,13 @@ class Cast:
         num = (self._width, 0, 1, self._width // 2 + 1)[index % 4]
         length = self._length(self._width, least=max(num, 1))
         request = self._answering(self._random(length + 1), length, num_stored=length - num)
-        self._leave(request, num_new=num)
+        self._leave(request)
         self._tables.stage("length", request.slot, [length])
-        looks = {NUM_NEW: READ}
+        self._tables.stage(FOLLOWED_TO, request.slot, [length - num])
+        looks = {FOLLOWED_TO: READ}
         if num:
-            looks |= {"tokens": Look(length + 1), FEATURES: Look(num), HIDDEN: WRITTEN}
-        if num and self._drafter_kv:
-            looks |= self._follows(request, length - num, length)
+            looks |= {"tokens": Look(length + 1), PENDING: Look(num), HIDDEN: WRITTEN}
+            looks |= self._follows(length - num, length)
         return Actor(request, looks)
 
     def _drafts(self, index: int) -> Actor:
@@ -232,8 +234,7 @@ class Cast:
             if self._drafter_kv:  # pairs stand one place before; the newest is computed already
                 places = [*drafted.computed] if self._has_hidden else [-1, *drafted.computed]
                 look = _behind(length + 1 - self._has_hidden, places)
-                look = Look(length, look.written, since=self._floor(request, length))
-                looks |= dict.fromkeys(self._drafter_kv, look) | {FOLLOWED_FROM: READ}
+                looks |= dict.fromkeys(self._drafter_kv, Look(length, look.written))
             if self._shape is not None:
                 looks[PARENTS] = Look(0, range(1, 1 + drafted.num))
         return Actor(request, looks)
@@ -260,20 +261,9 @@ class Cast:
         places = {place for front in fronts for place in front}
         return Drafted(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
 
-    def _follows(self, request: Request, start: int, end: int) -> dict[str, Look]:
-        """The drafter computes these. Some go on from where it was, others after a gap."""
-        since, goes_on = self._floor(request, start), len(self._ins.requests) % 3 > 0
-        if not goes_on:
-            since = start
-            self._tables.stage(FOLLOWED_TO, request.slot, [start + self._rng.choice((-1, 1))])
-        looks = dict.fromkeys(self._drafter_kv, Look.over(start, end, since))
-        return looks | {FOLLOWED_FROM: READ if goes_on else WRITTEN, FOLLOWED_TO: READ}
-
-    def _floor(self, request: Request, most: int) -> int:
-        """Where the drafter's KV of a request begins: for every other one not at 0."""
-        floor = self._rng.randint(0, most) if len(self._ins.requests) % 2 else 0
-        self._tables.stage(FOLLOWED_FROM, request.slot, [floor])
-        return floor
+    def _follows(self, start: int, end: int) -> dict[str, Look]:
+        """The drafter computes these."""
+        return dict.fromkeys(self._drafter_kv, Look.over(start, end))
 
     def _goes_one_way(self, request: Request) -> bool:
         params = request.params
@@ -310,12 +300,11 @@ class Cast:
             num_ahead=self._most if num_ahead is None else num_ahead,
         )
 
-    def _leave(self, request: Request, **known: int) -> None:
+    def _leave(self, request: Request, num_drafts: int | None = None) -> None:
         """What steps before, or the slot's last owner, have left where the host writes nothing."""
         if self._engine.worker.cycles:
-            for name in (NUM_NEW, NUM_DRAFTS):
-                left = known.get(name, self._rng.randint(1, self._width))
-                self._tables.stage(name, request.slot, [left])
+            left = self._rng.randint(1, self._width) if num_drafts is None else num_drafts
+            self._tables.stage(NUM_DRAFTS, request.slot, [left])
         if self._shape is not None:
             parents = [self._rng.randrange(node) for node in range(1, self._shape.num_nodes)]
             self._tables.stage(PARENTS, request.slot, parents, first=1)

@@ -14,15 +14,15 @@ from slotzero.graph import Registry, Runner
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
-    FOLLOWED_FROM,
+    FOLLOWED_TO,
     LIMIT,
     NUM_DRAFTS,
-    NUM_NEW,
     PAGED,
+    PENDING,
     SPECULATES,
 )
 from slotzero.speculative.eagle import GROUP, HIDDEN
-from slotzero.speculative.passes import DRAFT, EXTEND, FEATURES, VERIFY
+from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 from slotzero.speculative.tree import PARENTS
 
 
@@ -46,7 +46,7 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
     reach = reach_of(runner, index, count)
     tails = {"tokens": _past(registry["tokens"], index, reach.tokens)}
     if reach.features is not None:
-        tails[FEATURES] = _past(registry[FEATURES], index, reach.features)
+        tails[PENDING] = _past(registry[PENDING], index, reach.features)
         if kind_of(runner) == VERIFY and has(registry, PARENTS):
             tails[PARENTS] = _past(registry[PARENTS], index, reach.features)
     for entry in registry.entries():
@@ -55,10 +55,7 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
             table, page_size = registry[entry.through], entry.tensor.shape[entry.axis + 1]
             tails[entry.through] = _past(table, index, -(-ends // page_size))
             position = torch.arange(table.shape[1] * page_size, device=table.device)
-            used = position < ends[:, None]
-            if is_drafter(entry.name):
-                used &= position >= registry[FOLLOWED_FROM][index][:, None]
-            used = used.view(-1, page_size).int()
+            used = (position < ends[:, None]).view(-1, page_size).int()
             shape = entry.tensor.shape[entry.axis], page_size
             num_uses = torch.zeros(shape, dtype=torch.int32, device=table.device)
             pages = table[index].flatten().long()
@@ -85,7 +82,8 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
         count = torch.minimum(count, torch.minimum(drafts + 1, room)).clamp_min(0)
         return Reach(length + count + 1, length + count, None, count)
     if kind == EXTEND:
-        return Reach(length + 1, None, length, torch.minimum(tables[NUM_NEW][index], count))
+        num = torch.minimum(length - tables[FOLLOWED_TO][index], count).clamp_min(0)
+        return Reach(length + 1, None, length, num)
     if kind == DRAFT:
         most = torch.minimum(tables[LIMIT][index] - length - 2, tables[PAGED][index] - length - 1)
         is_wanted = (tables[SPECULATES][index] > 0) & (length >= tables["target"][index])
@@ -95,7 +93,12 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
     # Tokens are known below max(end, target) and one may be sampled at end; KV is stored below end.
     ends = length + count
     tokens = torch.maximum(ends, tables["target"][index] - 1) + 1
-    return Reach(tokens, ends, None if kind == "decode" else ends)
+    if kind != "decode":
+        return Reach(tokens, ends, ends)
+    pending = None
+    if has(tables, PENDING):
+        pending = length - tables[FOLLOWED_TO][index] + 1
+    return Reach(tokens, ends, None, pending)
 
 
 def _past(table: Tensor, index: Tensor, first: Tensor) -> Tensor:

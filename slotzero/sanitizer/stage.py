@@ -20,14 +20,14 @@ from slotzero.sanitizer.actors import Actor, Cast, Look
 from slotzero.sanitizer.checks import Bounds
 from slotzero.sanitizer.mirror import mirrored
 from slotzero.sanitizer.scene import Scene, kind_of, memory_of
-from slotzero.speculative.drafter import SPECULATION_TABLES
+from slotzero.speculative.drafter import PENDING, SPECULATION_TABLES
 from slotzero.speculative.eagle import HIDDEN
-from slotzero.speculative.passes import FEATURES, VERIFY
+from slotzero.speculative.passes import VERIFY
 from slotzero.speculative.tree import PARENTS
 from slotzero.standins import stand_ins
 
 CROWD = 8  # more rows than run, for the step before
-STATES = (FEATURES, HIDDEN)  # of a drafter: no host writes them
+STATES = (PENDING, HIDDEN)  # of a drafter: no host writes them
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 Masks = dict[str, Tensor]
 
@@ -132,11 +132,11 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> tu
         for request, looks in (*running, *idle):
             if f"kv_{name}" not in looks:
                 continue
-            known, written, since = looks[f"kv_{name}"]
+            known, written = looks[f"kv_{name}"]
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
-            first = since if window is None else max(since, known + 1 - window)
+            first = 0 if window is None else known + 1 - window
             is_stored = (position >= first) & (position < known)
             stored[pages] = is_stored
             storing[pages] = torch.isin(position, torch.tensor([*written], device=kv.device))
@@ -156,11 +156,11 @@ def _looked_at(registry: Registry) -> list[str]:
 
 def _columns(table: Tensor, name: str, running: Sequence[Actor]) -> tuple[Tensor, Tensor]:
     """-> where it has nothing for the step, and where the step writes"""
-    num = table.shape[1] if name in ("tokens", FEATURES, PARENTS) else 1
+    num = table.shape[1] if name in ("tokens", PENDING, PARENTS) else 1
     unused = torch.zeros(len(table), num, dtype=torch.bool, device=table.device)
     fresh = torch.zeros_like(unused)
     for request, looks in running:
-        known, written, _ = looks.get(name, Look(0))
+        known, written = looks.get(name, Look(0))
         fresh[request.slot, [*written]] = True
         unused[request.slot, known:] = ~fresh[request.slot, known:]
     shape = (len(table), num, *[1] * (table.dim() - 2))[: table.dim()]

@@ -26,7 +26,7 @@ The rules it keeps:
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
@@ -51,15 +51,16 @@ class SchedulerConfig:
     """Places behind its newest token that drafts of a request take, at most."""
     depth: int | None = None
     """Drafts of a request that can all be right, where that is less: of a tree."""
-    drafter_groups: tuple[int, ...] = ()
-    """KV groups of a drafter, which does not compute what is decoded without drafts."""
+    most_behind: int | None = None
+    """Tokens that were decoded without drafts by which a drafter may be behind; None: there is no
+    drafter."""
     enable_prefix_caching: bool = True
 
     @property
     def reach(self) -> int:
         """Tokens of one request that a window may have to span beyond itself: those of a chunk, or
         drafts of a step, of the steps before that are not committed, and of the next."""
-        return max(self.max_num_batched_tokens, 4 * self.ahead)
+        return max(self.max_num_batched_tokens, 4 * self.ahead + (self.most_behind or 0))
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "page_size"):
@@ -110,7 +111,6 @@ class Scheduler:
             config.page_size,
             config.enable_prefix_caching,
             config.ahead,
-            config.drafter_groups,
         )
         self.writer = writer
         self.num_preemptions = 0
@@ -170,11 +170,10 @@ class Scheduler:
                 self.ledger.remember(row.request)
             if row.samples and row.request.grammar is not None:
                 self.writer.constrained(row.request)
+        if not rows:
+            return None
         step = Step(tuple(rows), width)
-        if step.is_decode:
-            for row in rows:  # the token before the one that is in flight now
-                self.ledger.leave_gap(row.request, row.start, row.request.most_known - 2)
-        return step if rows else None
+        return step if self.config.most_behind is None else self._with_drafter(step)
 
     def commit(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
         """Take the tokens of a step, by row; says who got how many. Rows that did not sample, and
@@ -256,6 +255,17 @@ class Scheduler:
                 f"{asked} {needed} pages of KV, there are {group.pool.max_free}; "
                 f"{remedy} or give more memory"
             )
+
+    def _with_drafter(self, step: Step) -> Step:
+        """A step that is decode alone it does not follow; before any other, and when it is as far
+        behind as it may be, it catches up."""
+        behind = max(row.request.num_behind for row in step.rows)
+        catches_up = behind > 0 if not step.is_decode else behind == self.config.most_behind
+        for row in step.rows:
+            if catches_up:
+                row.request.num_behind = 0
+            row.request.num_behind += step.is_decode
+        return replace(step, catches_up=catches_up)
 
     def _continue_running(self, most_new: int) -> tuple[list[Request], list[Row]]:
         """-> who decodes, with pages for that, and the chunk, if one of a prompt follows"""

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from slotzero.config import EngineConfig
+from slotzero.config import DEFAULT_MODEL, EngineConfig
 from slotzero.errors import ConfigError, TokenizerMissingError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
+from slotzero.loading.folder import FolderCheckpoint
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, KvPages
@@ -27,7 +30,9 @@ from slotzero.speculative.eagle import (
 from slotzero.speculative.model import ModelDrafter
 from slotzero.speculative.ngram import NgramDrafter
 
-Make = Callable[[SlotTables, Mapping[str, KvPages]], Drafter]
+PACKAGED_HEAD = Path(__file__).parent / "heads" / DEFAULT_MODEL
+
+Make = Callable[[SlotTables, Tensor, Mapping[str, KvPages]], Drafter]
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Prepared:
     """A drafter whose weights are loaded; it is made when its KV and the tables are there."""
 
     groups: tuple[KvGroup, ...]
+    taps: tuple[int, ...]
     make: Make
 
 
@@ -56,7 +62,9 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
     if settings.speculative == "ngram":
         if settings.speculative_model is not None:
             raise ConfigError("speculative_model: an ngram drafter has no model, drop it")
-        return Prepared((), lambda tables, kv: NgramDrafter(target.kernels, tables))
+        return Prepared(
+            (), (), lambda tables, pending, kv: NgramDrafter(target.kernels, tables, pending)
+        )
     if settings.speculative == "draft":
         return _draft_model(settings, target)
     return _eagle(settings, target)
@@ -65,18 +73,11 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
 def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     wanted = settings.speculative
     assert wanted is not None
-    source = settings.speculative_model
-    checkpoint = None
-    if source is not None:
-        checkpoint = open_checkpoint(source, "auto")
-        config = parse_eagle(checkpoint, target.config, wanted)
-    elif settings.load_format == "dummy" or settings.model.startswith("tiny:"):
+    checkpoint = _open_head(settings)
+    if checkpoint is None:
         config = random_eagle(target.config, wanted)
     else:
-        raise ConfigError(
-            f"speculative={wanted}: name the head with --speculative-model, or make one with "
-            "slotzero train-eagle"
-        )
+        config = parse_eagle(checkpoint, target.config, wanted)
     registry, kernels = target.registry, target.kernels
     kernels.refuse(config.group.heads)
     weights = load_head(
@@ -84,10 +85,28 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     )
     return Prepared(
         (config.group,),
-        lambda tables, kv: EagleDrafter(
-            config, target.config, weights, kernels, registry, tables, kv[GROUP]
+        config.taps,
+        lambda tables, pending, kv: EagleDrafter(
+            config, target.config, weights, kernels, registry, tables, pending, kv[GROUP]
         ),
     )
+
+
+def _open_head(settings: EngineConfig) -> Checkpoint | None:
+    """None: a random one, of a model that is random too. A name of ours comes before a path."""
+    name, wanted = settings.speculative_model, settings.speculative
+    if name is None:
+        if settings.load_format == "dummy" or settings.model.startswith("tiny:"):
+            return None
+        if settings.model != DEFAULT_MODEL or wanted != "eagle3":
+            raise ConfigError(
+                f"speculative={wanted}: no such head comes with {settings.model}; name one with "
+                "--speculative-model, or make one for eagle3 with slotzero train-eagle"
+            )
+        name = DEFAULT_MODEL
+    if name == DEFAULT_MODEL:
+        return FolderCheckpoint(PACKAGED_HEAD)
+    return open_checkpoint(name, "auto")
 
 
 def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
@@ -121,8 +140,9 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     decoder = Decoder(config, weights, turns, kernels)
     return Prepared(
         groups,
-        lambda tables, kv: ModelDrafter(
-            decoder, kernels, tables, {group.name: kv[group.name] for group in groups}
+        (),
+        lambda tables, pending, kv: ModelDrafter(
+            decoder, kernels, tables, pending, {group.name: kv[group.name] for group in groups}
         ),
     )
 

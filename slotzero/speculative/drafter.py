@@ -1,9 +1,11 @@
 """The contract of a drafter: it guesses what a request's next tokens are, and is never believed.
 
 What it knows of a request is by slot: its own KV, and tables. `extend` follows the target over
-tokens that are certain; `draft` writes guesses where the tokens would be, past the newest one. A
-guess that is wrong costs time and nothing else, since every one is verified. It does not know
-requests, steps, or how many of its guesses were right.
+tokens that are certain, `defer` leaves that for later; `draft` writes guesses where the tokens
+would be, past the newest one. A guess that is wrong costs time and nothing else, since every one is
+verified. It does not know requests, steps, or how many of its guesses were right.
+
+The rule: where it guesses, it has followed to the newest token.
 """
 
 from abc import ABC, abstractmethod
@@ -21,19 +23,19 @@ from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables, TableSpec
 
 NUM_DRAFTS, DRAFTED_AT = "num_drafts", "drafted_at"
-FOLLOWED_FROM, FOLLOWED_TO = "followed_from", "followed_to"
-LIMIT, PAGED, SPECULATES, NUM_NEW = "limit", "paged", "speculates", "num_new"
+LIMIT, PAGED, SPECULATES, FOLLOWED_TO = "limit", "paged", "speculates", "followed_to"
 NOWHERE = -1
+PENDING = "features"
+MOST_PENDING = 16
+"""Tokens by which a drafter may be behind; they are caught up with at once."""
 
 SPECULATION_TABLES = (
     TableSpec(LIMIT, 1, "int32", 0),  # tokens that the request may have, prompt and answer
     TableSpec(PAGED, 1, "int32", 0),  # positions that have pages
     TableSpec(SPECULATES, 1, "int32", 0),  # whether drafts are wanted
-    TableSpec(NUM_NEW, 1, "int32", 0),  # tokens that became certain when it was last verified
     TableSpec(NUM_DRAFTS, 1, "int32", 0),
     TableSpec(DRAFTED_AT, 1, "int32", NOWHERE),  # drafts are good only at this length
-    TableSpec(FOLLOWED_FROM, 1, "int32", 0),  # the drafter has computed all positions from here
-    TableSpec(FOLLOWED_TO, 1, "int32", 0),  # to here
+    TableSpec(FOLLOWED_TO, 1, "int32", 0),  # the drafter has computed all positions before
 )
 
 
@@ -43,11 +45,18 @@ class Drafter(ABC):  # a Follower
     """Of its own layers."""
     taps: tuple[int, ...] = ()
 
-    def __init__(self, kernels: Kernels, tables: SlotTables) -> None:
-        self.kernels, self.tables = kernels, tables
+    def __init__(self, kernels: Kernels, tables: SlotTables, pending: Tensor) -> None:
+        """pending: [slots + 1, MOST_PENDING or more, taps * hidden], what it wants to know of
+        tokens from where it followed to on"""
+        self.kernels, self.tables, self.pending = kernels, tables, pending
 
-    @abstractmethod
-    def extend(self, followed: Followed, pieces: Pieces) -> None: ...
+    def extend(self, followed: Followed, pieces: Pieces) -> None:
+        tokens, rows, _, last = followed
+        self.kernels.follow(rows, tokens, last, self.tables[FOLLOWED_TO])
+
+    def defer(self, tokens: Tokens, features: Tensor) -> None:
+        followed_to = self.tables[FOLLOWED_TO]
+        self.kernels.keep_next(tokens, followed_to, features, self.pending)
 
     @abstractmethod
     def draft(
@@ -66,23 +75,10 @@ class Guess(NamedTuple):
 
 
 class Guesser(Drafter):
-    """Who guesses one token after another, from logits, with KV of its own.
-
-    What is decoded without drafts it does not compute. Of a request with such a gap it sees what
-    comes after.
-    """
+    """Who guesses one token after another, from logits, with KV of its own."""
 
     behind: int
     """1 if it computes pairs, which stand one place before their token; 0 if it computes tokens."""
-
-    @property
-    def floors(self) -> Tensor:
-        return self.tables[FOLLOWED_FROM]
-
-    def follow(self, followed: Followed) -> None:
-        """First of all when it extends."""
-        tables, (tokens, rows, _, last) = self.tables, followed
-        self.kernels.follow(rows, tokens, last, tables[FOLLOWED_FROM], tables[FOLLOWED_TO])
 
     @abstractmethod
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:

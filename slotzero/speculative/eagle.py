@@ -177,9 +177,10 @@ class EagleDrafter(Guesser):
         kernels: Kernels,
         registry: Registry,
         tables: SlotTables,
+        pending: Tensor,
         kv: KvPages,
     ) -> None:
-        super().__init__(kernels, tables)
+        super().__init__(kernels, tables, pending)
         self.name = "eagle3" if config.is_third else "eagle"
         self.groups, self.taps = (config.group,), config.taps
         self._config, self._weights, self._kv = config, weights, kv
@@ -192,7 +193,7 @@ class EagleDrafter(Guesser):
         self._hidden = registry.table(HIDDEN, hidden)
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
-        self.follow(followed)
+        super().extend(followed, pieces)
         weights, hidden = self._weights, followed.features
         if self._config.is_third:
             hidden = self._product(hidden, weights.fc, weights.fc_bias)
@@ -238,7 +239,7 @@ class EagleDrafter(Guesser):
             hidden = self._product(x, weights.fc, weights.fc_bias)
             normed = kernels.norm(hidden, weights.first_norm, eps)
         angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
-        plan = kernels.plan(tokens, rows, config.group.heads, branches, self.floors)
+        plan = kernels.plan(tokens, rows, config.group.heads, branches)
         hidden, *parts = pieces(
             self._kind.run, hidden, *normed, tokens.slots, *angles,
             self._kv.pages[0], self._kv.page_table, *weights.layer, weights.norm, *plan,

@@ -21,14 +21,19 @@ class ModelDrafter(Guesser):
     behind = 0
 
     def __init__(
-        self, decoder: Decoder, kernels: Kernels, tables: SlotTables, kv: Mapping[str, KvPages]
+        self,
+        decoder: Decoder,
+        kernels: Kernels,
+        tables: SlotTables,
+        pending: Tensor,
+        kv: Mapping[str, KvPages],
     ) -> None:
-        super().__init__(kernels, tables)
+        super().__init__(kernels, tables, pending)
         self.groups = decoder.config.groups
         self._decoder, self._kv = decoder, kv
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
-        self.follow(followed)
+        super().extend(followed, pieces)
         self._decoder.forward(self._batch(followed.tokens, followed.rows, None), self._kv, pieces)
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
@@ -49,4 +54,4 @@ class ModelDrafter(Guesser):
 
     def _batch(self, tokens: Tokens, rows: Rows | None, branches: Branches | None) -> Batch:
         tables = self.tables
-        return Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches, self.floors)
+        return Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)

@@ -6,7 +6,6 @@ It has no weights and no KV. The longest match wins, and of equals the latest.
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.runners.passes import Followed
 from slotzero.speculative.drafter import Drafter
 
 SHORTEST, LONGEST = 2, 4  # tokens that must stand together
@@ -14,9 +13,6 @@ SHORTEST, LONGEST = 2, 4  # tokens that must stand together
 
 class NgramDrafter(Drafter):
     name = "ngram"
-
-    def extend(self, followed: Followed, pieces: Pieces) -> None:
-        """It reads the token table when it drafts."""
 
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces

@@ -5,7 +5,8 @@ All publish `slots` and nothing else; a row has a fixed number of tokens, so str
     verify[W]        the newest token and up to W - 1 drafts through the target, each place sampled
                      as it would be without drafts: a draft is right where it is what was sampled.
                      Writes tokens and length, and what the drafter wants to know of the target.
-    draft-extend[W]  the drafter over what verify made certain; the rest is slot 0 and ignored.
+    draft-extend[W]  the drafter over what became certain since it was last extended, by verify or
+                     by plain steps; the rest is slot 0 and ignored.
     draft[W]         W - 1 guesses, one after another, written where the tokens would be; or the
                      best W - 1 of a tree, written side by side.
 
@@ -27,10 +28,12 @@ from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FOLLOWED_TO,
     LIMIT,
+    MOST_PENDING,
     NUM_DRAFTS,
-    NUM_NEW,
     PAGED,
+    PENDING,
     SPECULATES,
     Drafter,
 )
@@ -40,7 +43,6 @@ VERIFIED, NUM_VERIFIED, NUM_TRIED = "verified", "num_verified", "num_tried"
 PATH = "verified_path"
 VERIFIED_LOGPROBS, VERIFIED_TOP_IDS = "verified_logprobs", "verified_top_ids"
 VERIFIED_TOP_LOGPROBS, VERIFY_LOGITS = "verified_top_logprobs", "verify_logits"
-FEATURES = "features"
 VERIFY, EXTEND, DRAFT = "verify", "draft-extend", "draft"
 PLACES = ("verify_slots", "verify_positions")
 RESULTS = (VERIFIED, VERIFIED_LOGPROBS, VERIFIED_TOP_IDS, VERIFIED_TOP_LOGPROBS)
@@ -67,7 +69,8 @@ class SpeculativePasses:
         most = max_rows * max_width
 
         def derived(name: str) -> Tensor:
-            return registry.derived(name, (most,), torch.int32, per="token")
+            size = max_rows * max(max_width, MOST_PENDING)
+            return registry.derived(name, (size,), torch.int32, per="token")
 
         def output(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return registry.output(name, (most, *shape), dtype, per="token", follows=VERIFY_LOGITS)
@@ -93,12 +96,9 @@ class SpeculativePasses:
         )
         vocab = decoder.config.vocab_size
         self._logits = registry.output(VERIFY_LOGITS, (most, vocab), logits_dtype, per="token")
-        size = decoder.new_hidden(0, len(drafter.taps))
-        rows = len(tables["length"])
-        self._features = registry.table(FEATURES, size.new_zeros(rows, max_width, size.shape[1]))
 
     def verify_spec(self, width: int, rows: Ladder) -> RunnerSpec:
-        chosen = dict.fromkeys(("length", NUM_NEW, FEATURES), NUM_VERIFIED) | {"tokens": VERIFIED}
+        chosen = dict.fromkeys(("length", PENDING), NUM_VERIFIED) | {"tokens": VERIFIED}
         if self._trees is not None:
             chosen |= {f"kv_{name}": PATH for name in self._groups}
         writes = (*PLACES, *self.results, VERIFY_LOGITS)
@@ -137,25 +137,23 @@ class SpeculativePasses:
         kernels.sample(logits, tokens.slots, after, tables.sampling, out)
         sampled, path = out.tokens.view(key.rows, key.width), None
         if self._trees is None:
-            kernels.accept(
-                slots, num_tried, sampled, tables["tokens"], length, tables[NUM_NEW], num_verified
-            )
+            kernels.accept(slots, num_tried, sampled, tables["tokens"], length, num_verified)
         else:
             assert self._path is not None and branches is not None
             path = self._path[: key.rows]
             kernels.accept_tree(
                 slots, num_tried, sampled, self._trees.parents, branches,
-                tables["tokens"], length, tables[NUM_NEW], num_verified, path,
+                tables["tokens"], length, num_verified, path,
             )  # fmt: skip
             for name in self._groups:
                 kernels.move_kv(slots, length, num_verified, path, *self._kv[name])
-        kernels.keep(slots, num_verified, features, self._features, path)
+        kernels.keep(slots, num_verified, features, self._drafter.pending, path)
 
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
         tokens = self._tokens(key)
-        rows, last = self._kernels.locate_new(slots, tables["length"], tables[NUM_NEW], tokens)
-        states = self._kernels.fetch(slots, self._features[:, : key.width])
+        rows, last = self._kernels.locate_new(slots, tables["length"], tables[FOLLOWED_TO], tokens)
+        states = self._kernels.fetch(slots, self._drafter.pending[:, : key.width])
         self._drafter.extend(Followed(tokens, rows, states, last), pieces)
 
     def _draft(self, key: GraphKey, pieces: Pieces) -> None:

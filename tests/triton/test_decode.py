@@ -18,7 +18,7 @@ class Case:
 
     def __init__(
         self, shape, lengths, device, dtype=torch.float32, norm=True, value_dim=None, sinks=False,
-        floors=None, **kind,
+        **kind,
     ) -> None:  # fmt: skip
         heads, kv_heads, dim, page = shape
         value_dim = value_dim or dim
@@ -28,10 +28,8 @@ class Case:
         self.table = torch.zeros(len(lengths) + 1, per_slot, dtype=torch.int32)
         self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
-        self.floors = None if floors is None else torch.tensor([0, *floors]).int()
         for slot, length in enumerate(lengths, start=1):
             low = max(0, length - (self.heads.window or length))
-            low = max(low, floors[slot - 1] if floors else 0)
             for at in range(low, length - 1):
                 seen = torch.randn(kv_heads, dim + value_dim)
                 self.kv[self.table[slot, at // page], at % page] = seen
@@ -54,7 +52,7 @@ class Case:
         pages, joined = (t.to(self.dtype).float() for t in (self.kv, self.joined))
         constants = (*self.norms, self.sinks)
         constants = [None if c is None else c.to(self.dtype).float() for c in constants]
-        plan = REFERENCE.plan(self.tokens, None, self.heads, None, self.floors)
+        plan = REFERENCE.plan(self.tokens, None, self.heads)
         out = REFERENCE.attention(
             joined, *constants, self.angles, pages, self.table, plan, self.heads
         )
@@ -66,8 +64,7 @@ class Case:
         constants = (*self.norms, self.sinks)
         constants = [None if c is None else c.to(self.device, self.dtype) for c in constants]
         slots, positions = (t.to(self.device) for t in self.tokens)
-        floors = None if self.floors is None else self.floors.to(self.device)
-        shares = decode.plan(slots, positions, self.heads, floors)
+        shares = decode.plan(slots, positions, self.heads)
         angles, table = (
             Angles(*(t.to(self.device) for t in self.angles)),
             self.table.to(self.device),
@@ -131,12 +128,6 @@ def test_every_layer_of_a_step_uses_one_plan(device, small_grid):
 @pytest.mark.parametrize("window", [1, 20, 130, 1000])
 def test_a_window_ends_at_the_newest_key(device, small_grid, window):
     Case((4, 2, 16, 8), LENGTHS, device, window=window).check()
-
-
-@pytest.mark.parametrize("kind", [{}, {"window": 40, "sinks": True}])
-def test_nothing_is_seen_below_a_floor(device, small_grid, kind):
-    Case((4, 2, 16, 8), LENGTHS, device, floors=[0, 6, 5, 0, 16, 100], **kind).check()
-    Case((4, 2, 16, 8), LENGTHS, device, floors=[0, 0, 32, 9, 1, 140], **kind).check()
 
 
 @pytest.mark.parametrize("num_others", [0, 64])

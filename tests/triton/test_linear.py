@@ -11,11 +11,12 @@ from slotzero.kernels.contract import Normed
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear, linear_add
-from slotzero.kernels.triton.tiles import padded_rows, tiles_for
+from slotzero.kernels.triton.tiles import PLAIN_ROWS, padded_rows, tiles_for
 
 SHAPES = [(32, 256), (26, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
-ROWS = [1, 2, 11, 20, 64]
+ROWS = [1, 2, 3, 5, 8, 11, 20, 64]
 EPS = 1e-3
+PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, adds=False) if tile.slices == 1]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
 
@@ -89,18 +90,57 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
         assert close(applied(after, EPS), normed(residual.float(), norm.float())), tile
 
 
-def test_a_row_does_not_depend_on_its_neighbours(device, half):
-    x, weight, _, norm = made(16, 48, 256, device, half)
+@pytest.mark.parametrize("size", [5, 8, 16])
+def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
+    x, weight, _, norm = made(size, 48, 256, device, half)
+    bad = [3, size // 2 + 2]
     hostile = x.clone()
-    hostile[[3, 9]] = torch.nan
-    others = [row for row in range(16) if row not in (3, 9)]
-    for tile in tiles_for(16, adds=False):
+    hostile[bad] = torch.nan
+    others = [row for row in range(size) if row not in bad]
+    for tile in tiles_for(size, adds=False):
         outs = []
         for rows in (x, hostile):
-            out = torch.empty(16, 48, device=device).to(half)
+            out = torch.empty(size, 48, device=device).to(half)
             linear(late(rows, norm, 3), EPS, weight, None, out, tile)
             outs.append(out[others])
         assert torch.equal(*outs), tile
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_plain_row_does_not_depend_on_their_number(device, half, shape):
+    x, weight, bias, norm = made(8, *shape, device, half)
+    normed = late(x, norm, 3)
+    for tile in PLAIN:
+        outs = []
+        for rows in (8, 5, 4, 2):
+            out = torch.empty(rows, shape[0], device=device).to(half)
+            few = Normed(normed.x[:rows], normed.squares[:, :rows].contiguous())
+            linear(few, EPS, weight, bias, out, tile)
+            outs.append(out[:2])
+        assert all(torch.equal(out, outs[0]) for out in outs), tile
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+def test_rows_of_slot_0_get_zeros(device, half, rows):
+    x, weight, bias, _ = made(rows, *SHAPES[2], device, half)
+    slots = torch.arange(rows, dtype=torch.int32, device=device) % 3
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    expected[slots == 0] = 0
+    for tile in tiles_for(rows, adds=False):
+        out = torch.full((rows, SHAPES[2][0]), torch.nan, device=device)
+        linear(Normed(x, None), EPS, weight, bias, out, tile, slots=slots)
+        assert (out[slots == 0] == 0).all(), tile
+        assert torch.allclose(out, expected, atol=1e-2), tile
+
+
+def test_plain_tiles_are_for_few_rows():
+    for rows in range(2, 65):
+        plain = [tile for tile in tiles_for(rows, adds=True) if tile.slices == 1]
+        assert plain == (PLAIN if rows <= PLAIN_ROWS else [])
+    for tile in PLAIN:
+        side = min(tile.features, tile.num_warps)
+        assert tile.features % side == tile.num_warps % side == 0
+        assert tile.depth % (4 * 32 * tile.num_warps // side) == 0
 
 
 def test_rows_are_padded_to_few_sizes():

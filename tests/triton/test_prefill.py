@@ -88,7 +88,6 @@ class Step:
         self.q_norm, self.k_norm = self.exact(torch.randn(2, dim)) if norm else (None, None)
         self.sinks = self.exact(torch.randn(heads) * 2) if sinks else None
         self.branches: Branches | None = None
-        self.floors: Tensor | None = None
 
     def low(self, position: int) -> int:
         """The first key that is seen from there."""
@@ -141,8 +140,7 @@ class Step:
         if self.branches is not None:
             branches = Branches(*(x.to(q.device) for x in self.branches))
         table, slots = self.table.to(q.device), self.token_slots.to(q.device)
-        floors = None if self.floors is None else self.floors.to(q.device)
-        return prefill.attend(q, sinks, kv, table, slots, blocks, self.heads, branches, floors)
+        return prefill.attend(q, sinks, kv, table, slots, blocks, self.heads, branches)
 
     def attend_slowly(self, q: Tensor, kv: Tensor) -> Tensor:
         """In float32, of the real tokens"""
@@ -150,7 +148,7 @@ class Step:
         q, kv = q[: self.real].float(), kv.float()
         branches = self.branches and Branches(*(x[: self.real] for x in self.branches))
         return REFERENCE.attend(
-            q, self.sinks, kv, self.table, slots, positions, self.heads, branches, self.floors
+            q, self.sinks, kv, self.table, slots, positions, self.heads, branches
         )
 
     def check(self, device, noise: float) -> None:
@@ -159,14 +157,6 @@ class Step:
         near = {"atol": noise, "rtol": noise}
         assert torch.allclose(got[: self.real], self.attend_slowly(q, kv), **near)
         assert got[self.token_slots == 0].abs().max() == 0
-
-    def raise_floors(self, *floors: int) -> "Step":
-        """One of each row; what is below is NaN, and so it is of nobody."""
-        self.floors = torch.tensor([2**30, *floors], dtype=torch.int32)
-        for slot, floor in enumerate(floors, start=1):
-            for place in range(floor):
-                self.spoil(slot, place)
-        return self
 
     def grow(self) -> "Step":
         """Rows become trees, of which `begun` places came in an earlier step. Where nobody stands,
@@ -300,16 +290,6 @@ def test_a_window_ends_at_each_token(device, window):
     """Smaller and larger than a tile of keys, a page and all contexts."""
     Step((3, 1, 16, 16), FEW_ROWS, window=window).check(device, 5e-6)
     Step((2, 2, 16, 24), [(100, 70)], torch.float16, window=window).check(device, 1e-3)
-
-
-@pytest.mark.parametrize("kind", [{}, {"window": 40, "sinks": True}])
-@pytest.mark.parametrize("is_tree", [True, False])
-def test_nothing_is_seen_below_a_floor(device, kind, is_tree):
-    """Below the first tile, inside it, between tiles, and up to the first token."""
-    step = Step((3, 1, 16, 16), FEW_ROWS, **kind)
-    if is_tree:
-        step.grow()
-    step.raise_floors(0, 31, 5, 64, 130).check(device, 5e-6)
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])

@@ -67,12 +67,12 @@ def test_drafts_are_located(device, rows, width):
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_new_tokens_are_located(device, rows, width):
     slots, length, _, _ = World.of(rows, width)
-    num_new = table_of(torch.minimum(ints(0, width + 3, rows + 2), length))
+    followed_to = table_of(length - torch.minimum(ints(0, width + 3, rows + 2), length))
 
-    def call(kernels: Kernels, slots, length, num_new, tokens):
-        return kernels.locate_new(slots, length, num_new, head(tokens, rows, width))
+    def call(kernels: Kernels, slots, length, followed_to, tokens):
+        return kernels.locate_new(slots, length, followed_to, head(tokens, rows, width))
 
-    agree(device, call, slots, length, num_new, places(rows, width))
+    agree(device, call, slots, length, followed_to, places(rows, width))
 
 
 # Which were right, and what is kept
@@ -92,10 +92,10 @@ def test_drafts_are_right_up_to_the_first_that_is_not(device, rows, width, right
             tokens[slot, begin : begin + num] = (sampled[row, :num] + change) % 3
         sampled[row, num:] = -7
 
-    def call(kernels: Kernels, slots, tried, sampled, tokens, length, num_new, verified):
-        kernels.accept(slots, tried, sampled, tokens, length, num_new, verified[:rows])
+    def call(kernels: Kernels, slots, tried, sampled, tokens, length, verified):
+        kernels.accept(slots, tried, sampled, tokens, length, verified[:rows])
 
-    given = (slots, tried, sampled, tokens, length, ints(0, 9, rows + 2), spoilt(rows + 2))
+    given = (slots, tried, sampled, tokens, length, spoilt(rows + 2))
     *_, verified = agree(device, call, *given)
     wanted = {"all": tried, "none": tried.clamp_max(1)}.get(right, verified[:rows])
     assert torch.equal(verified[:rows], wanted)
@@ -153,19 +153,40 @@ def test_the_last_is_kept_and_fetched(device, half, is_half, size):
     assert not kept.isnan().any()
 
 
+@pytest.mark.parametrize("size", [0, 1, 33, 1100])
+def test_what_is_decoded_is_kept_behind_the_rest(device, half, size):
+    rows, most = 40, 5
+    slots, length, *_ = World.of(rows, most)
+    behind = ints(-1, most + 2, rows + 2)  # some have no room, and some make no sense
+    positions = torch.where(slots > 0, length[slots], 0)
+    x, table = torch.randn(rows, size).to(half), torch.randn(rows + 2, most, size).to(half)
+
+    def call(kernels: Kernels, slots, positions, followed_to, x, table):
+        kernels.keep_next(Tokens(slots, positions), followed_to, x, table)
+
+    *_, kept = agree(device, call, slots, positions, table_of(length - behind, -1), x, table)
+    written = (kept != table).any(-1).sum(-1)
+    has_room = (behind >= 0) & (behind < most)
+    expected = torch.zeros(rows + 2, dtype=torch.bool).index_fill(0, slots[slots > 0].long(), True)
+    assert size == 0 or torch.equal(written > 0, expected & has_room)
+    assert written.max() <= 1
+
+
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_a_row_goes_on_or_begins_anew(device, rows, width):
-    slots, length, *_ = World.of(rows, width)
-    starts = length[slots] * (slots > 0)
-    followed_to = table_of(length - ints(0, 2, rows + 2), -1)
+def test_a_slot_is_followed_to_the_end_of_its_row(device, rows, width):
+    slots, *_ = World.of(rows, width)
+    counts = ints(0, 2, rows)
     last = torch.where(slots > 0, ints(0, width, rows) + torch.arange(rows).int() * width, 0)
 
-    def call(kernels: Kernels, slots, starts, positions, last, *tables):
-        kernels.follow(Rows(slots, starts, slots, slots), Tokens(slots, positions), last, *tables)
+    def call(kernels: Kernels, slots, counts, positions, last, followed_to):
+        places = Rows(slots, slots, counts, slots)
+        kernels.follow(places, Tokens(slots, positions), last, followed_to)
 
-    positions, since = ints(0, 99, rows * width), table_of(ints(0, 9, rows + 2), -1)
-    *_, followed_from, _ = agree(device, call, slots, starts, positions, last, since, followed_to)
-    assert rows < 30 or 0 < (followed_from != since).sum() < (slots > 0).sum()
+    positions, before = ints(100, 199, rows * width), table_of(ints(0, 99, rows + 2), -1)
+    *_, after = agree(device, call, slots, counts, positions, last, before)
+    moved = torch.zeros_like(before, dtype=torch.bool)
+    moved[slots[(slots > 0) & (counts > 0)].long()] = True
+    assert torch.equal(after > 99, moved)
 
 
 @pytest.mark.parametrize("size", [0, 33, 1100])

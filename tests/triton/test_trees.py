@@ -115,7 +115,7 @@ def test_nodes_are_right_along_one_path(device, rows, width, right):
     *_, verified, _ = agree(
         device, call, forest.slots, forest.tried, sampled, forest.parents,
         branches, forest.tokens, forest.length,
-        ints(0, 9, rows + 2), spoilt(rows + 2), spoilt(rows, width + 2),
+        spoilt(rows + 2), spoilt(rows, width + 2),
     )  # fmt: skip
     assert torch.equal(verified[:rows] > 0, forest.tried > 0)
     if right == "none":

@@ -23,7 +23,7 @@ class Case:
 
     def __init__(
         self, shape, span, counts, device, dtype=torch.float32, starts=STARTS, norm=True,
-        value_dim=None, sinks=False, steps=None, floors=None, **kind,
+        value_dim=None, sinks=False, steps=None, **kind,
     ) -> None:  # fmt: skip
         num_heads, kv_heads, dim, page = shape
         value_dim = value_dim or dim
@@ -34,7 +34,6 @@ class Case:
         self.table = torch.zeros(len(counts) + 1, per_slot, dtype=torch.int32)
         self.table[1:] = (torch.randperm(used + 3)[:used] + 1).int().view(-1, per_slot)
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
-        self.low = floors
         self.trees = None if steps is None else self.grown(steps)
         for slot, start, count in self.rows():
             stored = [at for j in range(count) for at in self.seen(slot, start, j) if at < start]
@@ -86,8 +85,7 @@ class Case:
         window = self.heads.window or base + depth + 1
         assert self.trees is None or window > depth
         told = [at for at in range(base, start + j + 1) if bits >> (at - base) & 1]
-        low = max(0, base + depth + 1 - window, self.low[slot - 1] if self.low else 0)
-        return [*range(low, base), *told]
+        return [*range(max(0, base + depth + 1 - window), base), *told]
 
     def branches(self):
         if self.trees is None:
@@ -98,11 +96,6 @@ class Case:
                 parts[row * self.span + j] = torch.tensor([base, bits, base + depth])
         bases, bits, stands = parts.to(self.device).unbind(1)
         return Branches(bases.int(), bits.contiguous(), stands.int())
-
-    def floors(self):
-        if self.low is None:
-            return None
-        return torch.tensor([0, *self.low], dtype=torch.int32, device=self.device)
 
     def place(self, slot, at):
         page = self.kv.shape[1]
@@ -166,7 +159,7 @@ class Case:
     def run(self, num_layers=1):
         """Of the last of some equal layers, which share one plan."""
         taken, tokens, rows = self.given()
-        plan = verify.plan(tokens.slots, rows, self.heads, self.branches(), self.floors())
+        plan = verify.plan(tokens.slots, rows, self.heads, self.branches())
         for _ in range(num_layers):
             taken, _, _ = self.given()
             out = verify.attend(*taken, plan, self.heads)
@@ -183,9 +176,7 @@ class Case:
         )  # fmt: skip
         q = prefill.rope_store(joined, q_norm, k_norm, angles, pages, table, *tokens, heads)
         tree = self.branches() or (None, None, None)
-        out = prefill.attend(
-            q, sinks, pages, table, tokens.slots, blocks, heads, tree, self.floors()
-        )
+        out = prefill.attend(q, sinks, pages, table, tokens.slots, blocks, heads, tree)
         return out.flatten(1).cpu(), pages.cpu()
 
     def check(self, num_layers=1):
@@ -222,13 +213,6 @@ def test_every_count(device):
 def test_a_window_moves_with_the_token(device, window):
     """The last tokens do not see all that the first sees."""
     Case((4, 2, 16, 8), 5, [5, 4, 5], device, window=window).check()
-
-
-@pytest.mark.parametrize("kind", [{}, {"window": 40}, {"window": 40, "steps": 3}])
-def test_nothing_is_seen_below_a_floor(device, kind):
-    case = Case((4, 2, 16, 8), 4, [4, 1, 4, 0, 3], device, floors=[0, 3, 185, 0, 1], **kind)
-    case.check()
-    assert torch.allclose(case.run_prefill()[0], case.expected()[0], atol=1e-5)
 
 
 def test_a_chunk_of_which_a_token_sees_nothing(device):
@@ -309,15 +293,13 @@ def test_rows_of_several_tiles(device, shape, span, counts, num_layers, kind):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize(
-    "kind", [{"floors": [0, 3, 90, 0]}, {"window": 30, "sinks": True, "softcap": 3.0}]
-)
+@pytest.mark.parametrize("kind", [{}, {"window": 30, "sinks": True, "softcap": 3.0}])
 def test_trees_of_both_forms_equal_the_reference(device, steps, kind):
     case = Case((6, 2, 32, 16), 5, [5, 2, 4, 0], device, steps=steps, **kind)
     results = []
     for its_kernels in (TritonKernels(), ReferenceKernels()):
         taken, tokens, rows = case.given()
-        plan = its_kernels.plan(tokens, rows, case.heads, case.branches(), case.floors())
+        plan = its_kernels.plan(tokens, rows, case.heads, case.branches())
         results.append((its_kernels.attention(*taken, plan, case.heads).cpu(), taken[5].cpu()))
     (out, pages), (expected, expected_pages) = results
     assert torch.allclose(out, expected, atol=1e-5)

@@ -142,7 +142,7 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 // [slots + 1, width]; out [T, heads, V]
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
             Tensor positions, std::optional<Tensor> bases, std::optional<Tensor> seen,
-            std::optional<Tensor> stands, std::optional<Tensor> floors, double softmax_scale,
+            std::optional<Tensor> stands, double softmax_scale,
             std::optional<int64_t> window, std::optional<double> softcap, Tensor out) {
   STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
                       out.is_contiguous() && (!sinks || sinks->is_contiguous()),
@@ -161,9 +161,6 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                                (*part)->scalar_type() ==
                                    (part == &seen ? ScalarType::Long : ScalarType::Int)),
                     "attend: of a tree's tensors each token has one: int32, and int64 if seen");
-  STD_TORCH_CHECK(!floors || (floors->is_contiguous() && floors->size(0) == page_table.size(0) &&
-                              floors->scalar_type() == ScalarType::Int),
-                  "attend: floors must be int32, one of each slot");
   const Shape shape{head_dim, value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
                     static_cast<float>(softcap.value_or(0))};
   constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
@@ -172,7 +169,6 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   const float *qp = floats(q), *kvp = floats(kv_pages), *sp = sinks ? floats(*sinks) : nullptr;
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   const int32_t* base_of = bases ? ints(*bases) : nullptr;
-  const int32_t* floor_of = floors ? ints(*floors) : nullptr;
   const int32_t* stand_of = stands ? ints(*stands) : position_of;
   const int64_t* seen_of = seen ? static_cast<const int64_t*>(seen->data_ptr()) : nullptr;
   auto* op = static_cast<float*>(out.data_ptr());
@@ -187,13 +183,13 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   for (int64_t item = 0; item < items; ++item) {
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
-    const int32_t slot = slot_of[run.begin], floor = floor_of ? floor_of[slot] : 0;
+    const int32_t slot = slot_of[run.begin];
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
     int32_t first = ALL, last = 0;
     for (int64_t t = run.begin; t < run.end; ++t) {
       const int32_t end = slot ? position_of[t] + 1 : 0;
-      const int32_t begin = slot ? std::max(floor, stand_of[t] + 1 - most) : 0;
+      const int32_t begin = slot ? std::max(0, stand_of[t] + 1 - most) : 0;
       const int32_t base = base_of ? base_of[t] : ALL;
       const int64_t bits = seen_of ? seen_of[t] : 0;
       first = std::min(first, begin);
@@ -250,7 +246,7 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
       "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, Tensor? floors, "
+      "Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, "
       "float scale, int? window, float? softcap, Tensor(a!) out) -> ()");
   m.def(
       "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "

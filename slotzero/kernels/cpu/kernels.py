@@ -69,12 +69,11 @@ class CpuKernels(ComposedKernels):
         positions: Tensor,
         heads: Heads,
         branches: Branches | None = None,
-        floors: Tensor | None = None,
     ) -> Tensor:
         out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
         torch.ops.slotzero.attend.default(
             q, sinks, kv_pages, page_table, slots, positions,
-            *(branches or NO_BRANCHES), floors,
+            *(branches or NO_BRANCHES),
             heads.scale, heads.window, heads.softcap, out,
         )  # fmt: skip
         return out

@@ -41,13 +41,13 @@ class Shares(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
 def _plan_kernel(
-    slots, positions, stands, floors, rows,
+    slots, positions, stands, rows,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done,
     num_done, num_chunks, spare, smallest,
     WINDOW: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Never launched to overlap: what follows it may read the plan at once. A window
-    reaches back from where the first of a row's SPAN tokens stands, and not below a floor."""
+    reaches back from where the first of a row's SPAN tokens stands."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
@@ -56,9 +56,6 @@ def _plan_kernel(
     if WINDOW is not None:
         stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
         low = tl.maximum(tl.where(slot > 0, stand + 1, 0) - WINDOW, 0)
-    if floors is not None:
-        floor = tl.load(floors + slot, mask=slot > 0, other=0)
-        low = tl.minimum(tl.maximum(low, floor), position)
     seen = length - low
     share = tl.cdiv(tl.sum(seen.to(tl.int64), axis=0), spare).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
@@ -302,7 +299,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def plan(slots: Tensor, positions: Tensor, heads: Heads, floors: Tensor | None = None) -> Shares:
+def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     rows, kv_heads = len(slots), heads.num_kv_heads
     programs, smallest = cut_for(rows)
     spare = max(rows, triton.cdiv(programs, kv_heads) - rows)
@@ -315,7 +312,7 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads, floors: Tensor | None =
     row, slot, begin, end, first, num = ints.unbind()
     shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
-        _plan_kernel, (1,), slots, positions, positions, floors, rows, *shares[:7], rows * kv_heads,
+        _plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
         num_chunks, spare, smallest,
         WINDOW=heads.window, SPAN=1, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip

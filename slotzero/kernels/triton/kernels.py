@@ -90,19 +90,18 @@ class TritonKernels(TritonSpeculation):
         rows: Rows | None,
         heads: Heads,
         branches: Branches | None = None,
-        floors: Tensor | None = None,
     ) -> Plan:
         if branches is not None:
             branches.check(tokens, rows)
         if rows is None:
-            return decode.plan(tokens.slots, tokens.positions, heads, floors)
+            return decode.plan(tokens.slots, tokens.positions, heads)
         if verify.takes(rows.span, heads):
-            return verify.plan(tokens.slots, rows, heads, branches, floors)
+            return verify.plan(tokens.slots, rows, heads, branches)
         group = heads.num_heads // heads.num_kv_heads
         (blocks,) = prefill.plan(
             rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
         )
-        return *tokens, blocks, *(branches or NO_BRANCHES), floors
+        return *tokens, blocks, *(branches or NO_BRANCHES)
 
     def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         return opening.turn(tokens.positions, frequency, factor)
@@ -263,14 +262,12 @@ class TritonKernels(TritonSpeculation):
             return verify.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, plan, heads
             )
-        slots, positions, blocks, *tree, floors = plan
+        slots, positions, blocks, *tree = plan
         assert slots is not None and positions is not None and blocks is not None
         q = prefill.rope_store(
             joined, q_norm, k_norm, angles, kv_pages, page_table, slots, positions, heads
         )
-        attended = prefill.attend(
-            q, sinks, kv_pages, page_table, slots, blocks, heads, tree, floors
-        )
+        attended = prefill.attend(q, sinks, kv_pages, page_table, slots, blocks, heads, tree)
         return attended.flatten(1)
 
     def sample(

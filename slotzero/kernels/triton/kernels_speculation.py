@@ -23,9 +23,9 @@ class TritonSpeculation(Kernels):
         )
 
     def locate_new(
-        self, slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
-        return speculation.locate_new(slots, length, num_new, tokens)
+        return speculation.locate_new(slots, length, followed_to, tokens)
 
     def accept(
         self,
@@ -34,10 +34,9 @@ class TritonSpeculation(Kernels):
         sampled: Tensor,
         tokens: Tensor,
         length: Tensor,
-        num_new: Tensor,
         num_verified: Tensor,
     ) -> None:
-        speculation.accept(slots, num_tried, sampled, tokens, length, num_new, num_verified)
+        speculation.accept(slots, num_tried, sampled, tokens, length, num_verified)
 
     def keep(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
@@ -47,10 +46,11 @@ class TritonSpeculation(Kernels):
     def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         speculation.keep_last(slots, last, x, table)
 
-    def follow(
-        self, rows: Rows, tokens: Tokens, last: Tensor, followed_from: Tensor, followed_to: Tensor
-    ) -> None:
-        speculation.follow(rows, tokens, last, followed_from, followed_to)
+    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+        speculation.keep_next(tokens, followed_to, x, table)
+
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+        speculation.follow(rows, tokens, last, followed_to)
 
     def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
         return speculation.fetch(slots, table)
@@ -105,13 +105,11 @@ class TritonSpeculation(Kernels):
         branches: Branches,
         tokens: Tensor,
         length: Tensor,
-        num_new: Tensor,
         num_verified: Tensor,
         path: Tensor,
     ) -> None:
         trees.accept_tree(
-            slots, num_tried, sampled, parents, branches, tokens, length, num_new, num_verified,
-            path,
+            slots, num_tried, sampled, parents, branches, tokens, length, num_verified, path,
         )  # fmt: skip
 
     def move_kv(

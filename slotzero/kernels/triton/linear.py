@@ -19,7 +19,7 @@ from slotzero.kernels.contract import Activation, Normed
 from slotzero.kernels.triton.activation import activate
 from slotzero.kernels.triton.elementwise import add_norm
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
-from slotzero.kernels.triton.tiles import Tile, padded_rows
+from slotzero.kernels.triton.tiles import PLAIN_ROWS, Tile, padded_rows
 
 VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of their own
 
@@ -93,7 +93,7 @@ def _one_row_kernel(
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Plain multiply-adds."""
+    """Plain multiply-adds over one row."""
     may_follow(PDL)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     m, k = tl.arange(0, 1), tl.arange(0, DEPTH)
@@ -124,6 +124,81 @@ def _one_row_kernel(
     second = result
     if ACTIVATION is not None:
         second = tl.sum(acc2, axis=1)[None, :]
+    _finish(
+        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
+        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_tiles(
+    at, k, n, num_out,
+    INNER: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """DEPTH in tiles of STEP, all requested before the first is used."""
+    tiles = ()
+    for i in tl.static_range(0, DEPTH, STEP):
+        tile = _load_weight(at + i, k + i, n, num_out, INNER, EVEN)
+        tiles += (tile,)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _plain_kernel(
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    rows, num_out, num_parts, x_stride, out_stride, eps,
+    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    SIDE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Plain multiply-adds over few rows. SIDE features lie side by side, each for LANES of its own;
+    a lane holds four neighbours of a tile, for every row and for FEATURES / SIDE features. Rows are
+    loaded in the layout of the weight (once for each of SIDE), so that none is exchanged, and how
+    many there are does not change the order of a sum."""
+    may_follow(PDL)
+    each: tl.constexpr = FEATURES // SIDE
+    step: tl.constexpr = 4 * LANES
+    side = tl.arange(0, SIDE)[None, None, :, None, None]
+    n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
+    k = 4 * tl.arange(0, LANES)[None, None, None, :, None] + tl.arange(0, 4)
+    wn = tl.program_id(0) * FEATURES + tl.arange(0, each)[None, :, None, None, None] * SIDE + side
+    at = weight + wn.to(tl.int64) * INNER + k  # [1, each, side, lanes, 4]
+    apart = num_out.to(tl.int64) * INNER
+    w = _load_tiles(at, k, wn, num_out, INNER, EVEN, DEPTH, step)
+    w2 = w
+    if ACTIVATION is not None:
+        w2 = _load_tiles(at + apart, k, wn, num_out, INNER, EVEN, DEPTH, step)
+    wait_for_writer(PDL)
+    xm = m[:, None, None, None, None]
+    x_at = x + xm.to(tl.int64) * x_stride + (k + 0 * side)  # [rows, 1, side, lanes, 4]
+    if INNER <= DEPTH:  # one round: the rows need not wait for the squares
+        value = _load_tiles(x_at, k, xm, rows, INNER, False, DEPTH, step)
+    parts, before = _ask(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
+
+    acc = tl.zeros([ROWS, each, SIDE, LANES, 4], tl.float32)
+    acc2 = acc
+    for first in range(0, INNER, DEPTH):
+        next_w, next_w2 = w, w2
+        if INNER > DEPTH:
+            value = _load_tiles(x_at + first, first + k, xm, rows, INNER, False, DEPTH, step)
+            after = first + DEPTH
+            next_w = _load_tiles(at + after, after + k, wn, num_out, INNER, False, DEPTH, step)
+            next_w2 = next_w
+            if ACTIVATION is not None:
+                at2 = at + apart + after
+                next_w2 = _load_tiles(at2, after + k, wn, num_out, INNER, False, DEPTH, step)
+        for i in tl.static_range(DEPTH // step):
+            wide = value[i].to(tl.float32)
+            acc += w[i].to(tl.float32) * wide
+            if ACTIVATION is not None:
+                acc2 += w2[i].to(tl.float32) * wide
+        w, w2 = next_w, next_w2
+    result = tl.reshape(tl.sum(tl.sum(acc, axis=4), axis=3), [ROWS, FEATURES])
+    second = result
+    if ACTIVATION is not None:
+        second = tl.reshape(tl.sum(tl.sum(acc2, axis=4), axis=3), [ROWS, FEATURES])
     _finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
         n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
@@ -338,14 +413,19 @@ def _launch(
     rows, inner = x.x.shape
     num_out = out.shape[1]
     num_parts = 0 if x.squares is None else len(x.squares)
-    kernel, block, sizes = _one_row_kernel, tile.depth, {}
+    kernel, block, parts, sizes = _one_row_kernel, tile.depth, 1024, {}
     if tile.stages:
-        kernel, sizes = _staged_kernel, {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages}
-    elif rows > 1:
+        kernel, parts = _staged_kernel, 64
+        sizes = {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages}
+    elif tile.slices > 1:
         least = 8 if tile.features >= 16 else 16
-        kernel = _sliced_kernel
+        kernel, parts = _sliced_kernel, 64
         sizes = {"ROWS": max(least, padded_rows(rows)), "SLICES": tile.slices}
         block *= tile.slices
+    elif rows > 1:
+        side, size = min(tile.features, tile.num_warps), 4 if rows <= 4 else PLAIN_ROWS
+        kernel, parts = _plain_kernel, 2048 // size
+        sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
     weighted, squares_out = made or (None, None)
     launch(
         kernel, (triton.cdiv(num_out, tile.features),),
@@ -353,6 +433,6 @@ def _launch(
         rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
-        PARTS=64 if rows > 1 else 1024, ACTIVATION=activation,
+        PARTS=parts, ACTIVATION=activation,
         num_warps=tile.num_warps, **sizes, **overlap(),
     )  # fmt: skip

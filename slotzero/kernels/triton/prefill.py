@@ -13,9 +13,8 @@ grids follow from the padded sizes alone:
 A token meets its keys in tiles that start at position 0, whatever its block: its bits do not
 depend on how its prompt was cut, nor on its neighbours. With a window a block begins at the tile
 that holds the first key of whichever token stands first; a tile of which a token sees nothing
-leaves it as it was. No key past its row's last is read, nor one below its floor or before the
-window of all of a block's tokens. With branches, no key is read that no real token of the block
-sees.
+leaves it as it was. No key past its row's last is read, nor one before the window of all of a
+block's tokens. With branches, no key is read that no real token of the block sees.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -212,7 +211,7 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, sinks, kv_pages, page_table, blocks, slots, bases, seen, stands, floors, out, scale,
+    q, sinks, kv_pages, page_table, blocks, slots, bases, seen, stands, out, scale,
     table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
@@ -247,15 +246,11 @@ def _attend_kernel(
     begin = 0
     key = tl.arange(0, KEYS)
     known = key < length
-    if WINDOW is not None or floors is not None:
-        since = tl.zeros_like(offset)  # the first key that each token sees
-        if WINDOW is not None:
-            stand = start + offset
-            if seen is not None:
-                stand = tl.load(stands + token + offset, mask=real, other=0)
-            since = tl.maximum(stand - WINDOW + 1, 0)
-        if floors is not None:
-            since = tl.maximum(since, tl.load(floors + slot))
+    if WINDOW is not None:
+        stand = start + offset
+        if seen is not None:
+            stand = tl.load(stands + token + offset, mask=real, other=0)
+        since = tl.maximum(stand - WINDOW + 1, 0)  # the first key that each token sees
         low = tl.min(tl.where(real, since, length), axis=0)
         all_since = tl.max(tl.where(real, since, 0), axis=0)
         begin = low // KEYS * KEYS
@@ -280,7 +275,7 @@ def _attend_kernel(
         within = tl.arange(0, KEYS) % PAGE if KEYS % PAGE == 0 else key % PAGE
         source = page.to(tl.int64) * (PAGE * KV_HEADS * stored) + within * (KV_HEADS * stored)
         known = key < length
-        if WINDOW is not None or floors is not None:
+        if WINDOW is not None:
             known = known & (key >= low)
         if seen is not None:
             known = known & sees(key, last_base, any_bits)
@@ -301,14 +296,12 @@ def _attend_kernel(
                 score = tl.where(mine, score, float("-inf"))
         elif first + KEYS > start + 1:  # the tile crosses the diagonal
             score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
-        if WINDOW is not None or floors is not None:  # noqa: SIM102  the compiler decides this one
+        if WINDOW is not None:  # noqa: SIM102  the compiler decides this one
             if first < all_since:  # some token does not see all of the tile
                 score = tl.where(key[None, :] < since[:, None], float("-inf"), score)
         new_best = tl.maximum(best, tl.max(score, axis=1) * unit)
         peak = new_best
-        if (
-            WINDOW is not None or seen is not None or floors is not None
-        ):  # who has seen no key yet stays so
+        if WINDOW is not None or seen is not None:  # who has seen no key yet stays so
             peak = tl.where(new_best == float("-inf"), 0.0, new_best)
         weight = tl.exp2(score * unit - peak[:, None])
         shrink = tl.exp2(best - peak)
@@ -384,10 +377,9 @@ def attend(
     blocks: Tensor,  # from plan
     heads: Heads,
     branches: Sequence[Tensor | None] = NO_BRANCHES,
-    floors: Tensor | None = None,  # [slots + 1]
 ) -> Tensor:
     """Each token attends to the positions of its slot up to its own, the last `window` of them, or
-    those of its branch, and none below its floor; padding gets zeros -> [T, heads, value_dim]"""
+    those of its branch; padding gets zeros -> [T, heads, value_dim]"""
     num_heads, kv_heads, dim, value_dim = (
         heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
     )  # fmt: skip
@@ -398,7 +390,7 @@ def attend(
     unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
     launch(
         _attend_kernel, (kv_heads * parts, len(blocks)),
-        q, sinks, kv_pages, page_table, blocks, slots, *branches, floors, out,
+        q, sinks, kv_pages, page_table, blocks, slots, *branches, out,
         heads.scale * unit, page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1],

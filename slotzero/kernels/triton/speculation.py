@@ -70,15 +70,16 @@ def _locate_drafts_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
 def _locate_new_kernel(
-    slots, length, num_new, token_slots, positions, last,
+    slots, length, followed_to, token_slots, positions, last,
     row_slots, row_starts, row_counts, row_ends, num_tokens, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, place = token // width, token % width
     slot = tl.load(slots + row, mask=token < num_tokens, other=0)
-    count = tl.minimum(tl.load(num_new + slot), width)
+    start = tl.load(followed_to + slot)
+    count = tl.minimum(tl.maximum(tl.load(length + slot) - start, 0), width)
     _lay_out(
-        token, slot, tl.load(length + slot) - count, count, token_slots, positions,
+        token, slot, start, count, token_slots, positions,
         row_slots, row_starts, row_counts, row_ends, num_tokens, width,
     )  # fmt: skip
     is_first = (token < num_tokens) & (place == 0)
@@ -105,13 +106,13 @@ def locate_drafts(
 
 
 def locate_new(
-    slots: Tensor, length: Tensor, num_new: Tensor, tokens: Tokens
+    slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
     last, rows = torch.empty_like(slots), new_rows(slots, width)
     launch(
         _locate_new_kernel, (triton.cdiv(num, ITEMS),),
-        slots, length, num_new, *tokens, last,
+        slots, length, followed_to, *tokens, last,
         rows.slots, rows.starts, rows.counts, rows.ends, num, width, BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
     return rows, last
@@ -138,7 +139,7 @@ def aligned(num: int, size: int, like: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows", "sampled_stride", "token_stride"])
 def _accept_kernel(
-    slots, num_tried, sampled, tokens, length, num_new, num_verified,
+    slots, num_tried, sampled, tokens, length, num_verified,
     num_rows, sampled_stride, token_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +161,6 @@ def _accept_kernel(
     is_real = slot > 0
     tl.store(at, chosen, mask=is_real[:, None] & (place < num[:, None]))
     tl.store(length + slot, start + num, mask=is_real)
-    tl.store(num_new + slot, num, mask=is_real)
     tl.store(num_verified + row, num, mask=row < num_rows)
 
 
@@ -188,21 +188,34 @@ def _keep_kernel(
     tl.store(table + slot * slot_stride + place * place_stride + column, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _follow_kernel(
-    slots, starts, positions, last, followed_from, followed_to, num_rows,
+@triton.jit
+def _keep_next_kernel(
+    slots, positions, followed_to, x, table, most, size, x_stride, slot_stride, place_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    may_follow(PDL)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = tl.load(positions + token) - tl.load(followed_to + slot)
+    has_room = (slot > 0) & (place >= 0) & (place < most)
+    inside = column < tl.where(has_room, size, 0)
+    value = tl.load(x + token.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+    tl.store(table + slot * slot_stride + place * place_stride + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _follow_kernel(
+    slots, counts, positions, last, followed_to, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     may_follow(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_writer(PDL)
     slot = tl.load(slots + row, mask=row < num_rows, other=0)
-    is_real = slot > 0
-    start = tl.load(starts + row, mask=is_real, other=0)
-    goes_on = tl.load(followed_to + slot, mask=is_real, other=0) == start
-    end = tl.load(positions + tl.load(last + row, mask=is_real, other=0), mask=is_real, other=0) + 1
-    tl.store(followed_from + slot, start, mask=is_real & ~goes_on)
-    tl.store(followed_to + slot, end, mask=is_real)
+    has_moved = (slot > 0) & (tl.load(counts + row, mask=row < num_rows, other=0) > 0)
+    newest = tl.load(last + row, mask=has_moved, other=0)
+    tl.store(followed_to + slot, tl.load(positions + newest, mask=has_moved) + 1, mask=has_moved)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -227,13 +240,12 @@ def accept(
     sampled: Tensor,  # [R, W]
     tokens: Tensor,
     length: Tensor,
-    num_new: Tensor,
     num_verified: Tensor,
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_kernel, (triton.cdiv(num_rows, ACCEPTED_ROWS),),
-        slots, num_tried, sampled, tokens, length, num_new, num_verified,
+        slots, num_tried, sampled, tokens, length, num_verified,
         num_rows, sampled.stride(0), tokens.stride(0),
         ROWS=ACCEPTED_ROWS, WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip
@@ -269,13 +281,21 @@ def _keep(
         )  # fmt: skip
 
 
-def follow(
-    rows: Rows, tokens: Tokens, last: Tensor, followed_from: Tensor, followed_to: Tensor
-) -> None:
+def keep_next(tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+    num, size = x.shape
+    if size:
+        launch(
+            _keep_next_kernel, (num, triton.cdiv(size, COPIED_BLOCK)),
+            *tokens, followed_to, x, table, table.shape[1], size,
+            x.stride(0), table.stride(0), table.stride(1), BLOCK=COPIED_BLOCK, **overlap(),
+        )  # fmt: skip
+
+
+def follow(rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
     num_rows = len(rows.slots)
     launch(
         _follow_kernel, (triton.cdiv(num_rows, ITEMS),),
-        rows.slots, rows.starts, tokens.positions, last, followed_from, followed_to, num_rows,
+        rows.slots, rows.counts, tokens.positions, last, followed_to, num_rows,
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 MAX_ROWS = 64
+PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 
 
@@ -11,7 +12,9 @@ SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 class Tile:
     """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
     side by side along the inner dimension, summed at the end, or loads run `stages` ahead. With
-    several `shares`, the inner dimension is split over programs; another kernel adds them up."""
+    several `shares`, the inner dimension is split over programs; another kernel adds them up. One
+    slice is plain multiply-adds; over several rows each warp has features of its own, and where a
+    program has fewer of them than warps, these split its depth."""
 
     features: int
     depth: int
@@ -38,6 +41,7 @@ def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
+    plain = [(4, 640, 4), (4, 768, 8), (4, 512, 4), (8, 256, 4)] if rows <= PLAIN_ROWS else []
     if rows <= SLICED_ROWS:
         sliced = [(8, 128, 8, 8), (8, 256, 8, 8), (16, 64, 8, 4), (16, 128, 4, 4), (16, 256, 4, 4)]
         staged = [(16, 256, 4, 2), (32, 256, 3, 4), (32, 256, 4, 4), (32, 128, 5, 4)]
@@ -54,6 +58,7 @@ def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
         shared = [(64, 128, 4, 4, 2), (64, 128, 4, 4, 4)]
     return (
         *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
+        *(Tile(f, depth, 1, 0, warps) for f, depth, warps in plain),
         *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
         *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
     )

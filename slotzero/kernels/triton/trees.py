@@ -61,7 +61,7 @@ def _branch_kernel(
     do_not_specialize=["width", "sampled_stride", "parent_stride", "token_stride", "path_stride"]
 )
 def _accept_tree_kernel(
-    slots, num_tried, sampled, parents, seen, tokens, length, num_new, num_verified, path,
+    slots, num_tried, sampled, parents, seen, tokens, length, num_verified, path,
     width, sampled_stride, parent_stride, token_stride, path_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,6 @@ def _accept_tree_kernel(
     num_new_tokens = tl.where(slot > 0, num, 0)
     tl.store(its_tokens + 1 + before, follows, mask=is_good & (before < num_new_tokens))
     tl.store(length + slot, start + num, mask=slot > 0)
-    tl.store(num_new + slot, num, mask=slot > 0)
     tl.store(num_verified + row, num)
 
 
@@ -144,14 +143,13 @@ def accept_tree(
     branches: Branches,
     tokens: Tensor,
     length: Tensor,
-    num_new: Tensor,
     num_verified: Tensor,
     path: Tensor,
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_tree_kernel, (num_rows,),
-        slots, num_tried, sampled, parents, branches.seen, tokens, length, num_new, num_verified,
+        slots, num_tried, sampled, parents, branches.seen, tokens, length, num_verified,
         path, width, sampled.stride(0), parents.stride(0), tokens.stride(0), path.stride(0),
         WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip

@@ -314,7 +314,6 @@ def plan(
     rows: Rows,
     heads: Heads,
     branches: Branches | None = None,
-    floors: Tensor | None = None,
 ) -> Plan:
     """-> rows.starts, token_slots and Shares, whose partial results are of all pairs:
     [num_chunks, kv_heads, pairs, value_dim]; their peaks and totals likewise. And the branches."""
@@ -330,7 +329,7 @@ def plan(
     shares = Shares(row, slot, begin, end, first, num, done, partial, *floats.unbind())
     stands, apart = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
     launch(
-        _plan_kernel, (1,), rows.slots, rows.starts, stands, floors, num_rows, *shares[:7],
+        _plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
         done.numel(), num_chunks, spare, smallest,
         WINDOW=heads.window, SPAN=apart, ROWS=_padded(num_rows, 256), BLOCK=1024,
     )  # fmt: skip

@@ -18,10 +18,10 @@ from slotzero.graph import Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 from slotzero.sanitizer.compare import extent
 from slotzero.sanitizer.scene import Outcome, Scene, Trial, owned_rows
-from slotzero.speculative.drafter import NUM_DRAFTS, NUM_NEW
+from slotzero.speculative.drafter import NUM_DRAFTS
 from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED
 
-COUNTS = ("new_length", NUM_NEW, NUM_DRAFTS, NUM_VERIFIED, NUM_TRIED)
+COUNTS = ("new_length", NUM_DRAFTS, NUM_VERIFIED, NUM_TRIED)
 K = TypeVar("K")
 V = TypeVar("V")
 

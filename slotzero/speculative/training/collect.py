@@ -13,6 +13,7 @@ from torch import Tensor
 from slotzero.engine import Engine
 from slotzero.errors import ContractError
 from slotzero.graph import Pieces
+from slotzero.kernels.contract import Tokens
 from slotzero.progress import prompts_bar
 from slotzero.runners.passes import Followed
 from slotzero.sampling.params import SamplingParams
@@ -41,6 +42,9 @@ class Collector:
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
         self._seen[: len(followed.features)].copy_(followed.features)
+
+    def defer(self, tokens: Tokens, features: Tensor) -> None:
+        """What is decoded, nobody collects."""
 
     def collect(self, sequences: Sequence[Answered], show_progress: bool = True) -> list[Sample]:
         engine = self._engine

@@ -49,7 +49,7 @@ def train(
     batch_tokens: int = 16384,
     max_len: int = 512,
     num_passes: int = NUM_DRAFTS,
-    lr: float = 5e-4,
+    lr: float = 3e-3,
     seed: int = 0,
     report_every: int = 200,
     show_progress: bool = True,
@@ -159,10 +159,6 @@ def _optimizers(head: EagleHead, lr: float) -> list[torch.optim.Optimizer]:
     """Matrices learn by Muon, at the rate of AdamW; the rest, which is norms, by AdamW."""
     matrices = [p for p in head.parameters() if p.dim() == 2]
     rest = [p for p in head.parameters() if p.dim() != 2]
-    import os
-
-    if os.environ.get("OPT") == "adamw":
-        return [torch.optim.AdamW([*matrices, *rest], lr=lr, betas=(0.9, 0.95))]
     return [
         torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95)),
