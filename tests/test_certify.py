@@ -234,7 +234,7 @@ def drafts_without_pages(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("broken", "found"),
     [
-        (writes_padding, {("verify-5", "S4", "features"), ("draft-5", "S4", "drafted_at")}),
+        (writes_padding, {("decode", "S4", "features"), ("draft-5", "S4", "drafted_at")}),
         (takes_all_tokens_for_real, {("verify-5", "S1", "tokens"), ("verify-5", "S1", "kv_full")}),
         (drafts_from_the_token_after, {("draft-extend-5", "S1", "features")}),
         (drafts_without_pages, {("draft-5", "S4", "kv_draft")}),
@@ -281,7 +281,7 @@ def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: lis
         lines = [line for line in out.splitlines() if line.startswith(f"│ {kind}-{width}[")]
         assert [line.split("x ")[1][0] for line in lines] == ["1", "2", "4"]
         assert all(line.count(" ok ") == len(CHECKS) for line in lines)
-    assert f"passed: {6 + 9 * len(widths)} sizes" in out
+    assert f"passed: {6 + 3 + 9 * len(widths)} sizes" in out  # three to catch up
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,28 @@
 """What speculation brings: a model with and without an EAGLE-3 head, in one run.
 
-    python benchmarks/h200/speculation.py [MODEL] --head FOLDER [--steps 4] [--topk 1]
+    python benchmarks/h200/speculation.py [MODEL] [--head FOLDER] [--steps 4] [--topk 1]
 
-Questions that no head has been trained on, through the chat template, greedy, 256 tokens each, end
-of text ignored, in batches of 1, 8 and 64. Prints a table, then one JSON line: tokens per second,
-tokens that a verification brings, and how many answers are the same to the last token.
+Two sets of prompts, see prompts.py, through the chat template, greedy, 256 tokens each, end of text
+ignored, in batches of 1, 8 and 64. Prints a table, then one JSON line: tokens per second, tokens
+that a verification brings, and how many answers are the same to the last token.
 """
 
 import argparse
 import json
 import time
 
-from smollm2_tokens import QUESTIONS, SUBJECTS
+from prompts import held_out, written
 
 from slotzero import LLM, SamplingParams
 
-BATCHES = {1: 8, 8: 4, 64: 2}  # and how often each is tried
+BATCHES = {1: 8, 8: 4, 64: 4}  # and how often each is tried
 PARAMS = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokenize=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--head", required=True)
+    parser.add_argument("--head", help="a folder; default: what comes with the model")
     parser.add_argument("--kind", default="eagle3")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--topk", type=int, default=1)
@@ -39,38 +39,31 @@ def main() -> None:
         speculative_steps=args.steps, speculative_topk=args.topk,
         speculative_adaptive=not args.fixed,
     )  # fmt: skip
-    questions = [q.format(subject) for q in QUESTIONS for subject in SUBJECTS]
-    prompts = plain.chat_prompts([[{"role": "user", "content": q}] for q in questions])
     results = []
-    for batch, num_tries in BATCHES.items():
-        groups = [prompts[i * batch % 36 :][:batch] for i in range(num_tries)]
-        without, answers = measure(plain, groups)
-        before = (
-            guessing.engine.speculation.num_drafts,
-            guessing.engine.speculation.num_accepted_tokens,
-        )
-        fast, guessed = measure(guessing, groups)
-        stats = guessing.engine.speculation
-        rows, right = stats.num_drafts - before[0], stats.num_accepted_tokens - before[1]
-        same = sum(a == b for a, b in zip(answers, guessed, strict=True))
-        results.append({
-            "batch": batch, "without": round(without, 1), "with": round(fast, 1),
-            "ratio": round(fast / without, 3),
-            "accepted_length": round(1 + right / max(rows, 1), 3),
-            "same": same, "answers": len(answers),
-        })  # fmt: skip
-        print(results[-1], flush=True)
-    print(
-        json.dumps(
-            {
-                "model": args.model,
-                "kind": args.kind,
-                "steps": args.steps,
-                "topk": args.topk,
-                "results": results,
-            }
-        )
-    )
+    for name, asked in (("held out", held_out()), ("written", written())):
+        prompts = plain.chat_prompts([[{"role": "user", "content": text}] for text in asked])
+        for batch, num_tries in BATCHES.items():
+            groups = [prompts[i * batch % len(prompts) :][:batch] for i in range(num_tries)]
+            results.append({"prompts": name, "batch": batch, **compare(plain, guessing, groups)})
+            print(results[-1], flush=True)
+    print(json.dumps({"commandline": vars(args), "results": results}))
+
+
+def compare(plain: LLM, guessing: LLM, groups: list) -> dict:
+    without, answers = measure(plain, groups)
+    stats = guessing.engine.speculation
+    before = stats.num_drafts, stats.num_accepted_tokens, stats.num_steps_by_width.copy()
+    fast, guessed = measure(guessing, groups)
+    rows, right = stats.num_drafts - before[0], stats.num_accepted_tokens - before[1]
+    return {
+        "without": round(without, 1),
+        "with": round(fast, 1),
+        "ratio": round(fast / without, 3),
+        "accepted_length": round(1 + right / max(rows, 1), 3),
+        "steps_by_width": dict(stats.num_steps_by_width - before[2]),
+        "same": sum(a == b for a, b in zip(answers, guessed, strict=True)),
+        "answers": len(answers),
+    }
 
 
 def measure(llm: LLM, groups: list) -> tuple[float, list[list[int]]]:
