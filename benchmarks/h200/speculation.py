@@ -3,19 +3,21 @@
     python benchmarks/h200/speculation.py [MODEL] [--head FOLDER] [--steps 4] [--topk 1]
 
 Two sets of prompts, see prompts.py, through the chat template, greedy, 256 tokens each, end of text
-ignored, in batches of 1, 8 and 64. Prints a table, then one JSON line: tokens per second, tokens
-that a verification brings, and how many answers are the same to the last token.
+ignored. So many requests are answered at once, 1, 8 or 64: whenever one ends, the next one comes,
+and time is taken until none is left that could come. Prints a table, then one JSON line: tokens per
+second, tokens that a verification brings, and how many answers are the same to the last token.
 """
 
 import argparse
 import json
 import time
+from collections import deque
 
 from prompts import held_out, written
 
 from slotzero import LLM, SamplingParams
 
-BATCHES = {1: 8, 8: 4, 64: 4}  # and how often each is tried
+NUM_ASKED = {1: 8, 8: 64, 64: 320}  # by how many are answered at once
 PARAMS = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokenize=False)
 
 
@@ -42,18 +44,19 @@ def main() -> None:
     results = []
     for name, asked in (("held out", held_out()), ("written", written())):
         prompts = plain.chat_prompts([[{"role": "user", "content": text}] for text in asked])
-        for batch, num_tries in BATCHES.items():
-            groups = [prompts[i * batch % len(prompts) :][:batch] for i in range(num_tries)]
-            results.append({"prompts": name, "batch": batch, **compare(plain, guessing, groups)})
+        for batch, num in NUM_ASKED.items():
+            asked = [prompt["prompt_token_ids"] for prompt in (prompts * num)[:num]]
+            results.append({"prompts": name, "batch": batch})
+            results[-1] |= compare(plain, guessing, asked, batch)
             print(results[-1], flush=True)
     print(json.dumps({"commandline": vars(args), "results": results}))
 
 
-def compare(plain: LLM, guessing: LLM, groups: list) -> dict:
-    without, answers = measure(plain, groups)
+def compare(plain: LLM, guessing: LLM, prompts: list[list[int]], batch: int) -> dict:
+    without, answers = measure(plain, prompts, batch)
     stats = guessing.engine.speculation
     before = stats.num_drafts, stats.num_accepted_tokens, stats.num_steps_by_width.copy()
-    fast, guessed = measure(guessing, groups)
+    fast, guessed = measure(guessing, prompts, batch)
     rows, right = stats.num_drafts - before[0], stats.num_accepted_tokens - before[1]
     return {
         "without": round(without, 1),
@@ -61,20 +64,31 @@ def compare(plain: LLM, guessing: LLM, groups: list) -> dict:
         "ratio": round(fast / without, 3),
         "accepted_length": round(1 + right / max(rows, 1), 3),
         "steps_by_width": dict(stats.num_steps_by_width - before[2]),
-        "same": sum(a == b for a, b in zip(answers, guessed, strict=True)),
-        "answers": len(answers),
+        "same": sum(answers[i] == guessed[i] for i in answers.keys() & guessed.keys()),
+        "answers": len(answers.keys() & guessed.keys()),
     }
 
 
-def measure(llm: LLM, groups: list) -> tuple[float, list[list[int]]]:
-    """-> tokens per second over all groups, after one to warm up, and the answers"""
-    llm.generate(groups[0], PARAMS, use_tqdm=False)
-    start, answers = time.perf_counter(), []
-    for group in groups:
-        outputs = llm.generate(group, PARAMS, use_tqdm=False)
-        answers += [output.outputs[0].token_ids for output in outputs]
+def measure(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, dict[int, list[int]]]:
+    """-> tokens per second while so many are answered at once, and answers that ended then"""
+    llm.generate([{"prompt_token_ids": p} for p in prompts[:batch]], PARAMS, use_tqdm=False)
+    engine, waiting, answers = llm.engine, deque(enumerate(prompts)), {}
+    start = time.perf_counter()
+    while True:
+        while waiting and engine.scheduler.num_running + engine.scheduler.num_waiting < batch:
+            i, prompt = waiting.popleft()
+            answers[i] = engine.add(f"asked-{i}", prompt, PARAMS)
+        if engine.scheduler.num_running + engine.scheduler.num_waiting < batch:
+            break
+        engine.step()
     seconds = time.perf_counter() - start
-    return sum(map(len, answers)) / seconds, answers
+    num_tokens = sum(len(answer.token_ids) for answer in answers.values())
+    ended = {i: answer.token_ids for i, answer in answers.items() if answer.finished}
+    for i in answers.keys() - ended.keys():
+        engine.cancel(f"asked-{i}")
+    while engine.has_work:
+        engine.step()
+    return num_tokens / seconds, ended
 
 
 if __name__ == "__main__":
