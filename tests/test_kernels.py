@@ -335,7 +335,7 @@ def test_branches_are_refused_where_nobody_could_see_them(kernels):
     tokens = Tokens(ints([1, 1]), ints([3, 4]))
     rows = Rows(ints([1]), ints([3]), ints([2]), ints([2]))
     good = Branches(ints([3, 3]), torch.tensor([1, 3]), ints([3, 4]))
-    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 6
+    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 5
     with pytest.raises(ContractError, match="give its rows"):
         kernels.plan(tokens, None, heads_of(4, 2, 8), good)
     for bad, name in (

@@ -2,23 +2,27 @@
 
     python benchmarks/h200/speculation.py [MODEL] [--head FOLDER] [--steps 4] [--topk 1]
 
-Two sets of prompts, see prompts.py, through the chat template, greedy, 256 tokens each, end of text
-ignored. So many requests are answered at once, 1, 8 or 64: whenever one ends, the next one comes,
-and time is taken until none is left that could come. Prints a table, then one JSON line: tokens per
-second, tokens that a verification brings, and how many answers are the same to the last token.
+Two sets of prompts, see prompts.py, through the chat template, greedy, end of text ignored: 128 to
+384 tokens each, so that they do not all end at once. So many requests are answered together, 1, 8
+or 64: whenever one ends, the next one comes, and time is taken until none is left that could come.
+Prints a table, then one JSON line: tokens per second, tokens that a verification brings, and how
+many answers are the same to the last token.
 """
 
 import argparse
 import json
+import random
 import time
 from collections import deque
+from dataclasses import replace
 
 from prompts import held_out, written
 
 from slotzero import LLM, SamplingParams
 
-NUM_ASKED = {1: 8, 8: 64, 64: 320}  # by how many are answered at once
+NUM_ASKED = {1: 32, 8: 64, 64: 320}  # by how many are answered together
 PARAMS = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokenize=False)
+LENGTHS = 128, 384
 
 
 def main() -> None:
@@ -70,14 +74,16 @@ def compare(plain: LLM, guessing: LLM, prompts: list[list[int]], batch: int) -> 
 
 
 def measure(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, dict[int, list[int]]]:
-    """-> tokens per second while so many are answered at once, and answers that ended then"""
+    """-> tokens per second while so many are answered together, and answers that ended then"""
     llm.generate([{"prompt_token_ids": p} for p in prompts[:batch]], PARAMS, use_tqdm=False)
     engine, waiting, answers = llm.engine, deque(enumerate(prompts)), {}
+    rng = random.Random(0)
     start = time.perf_counter()
     while True:
         while waiting and engine.scheduler.num_running + engine.scheduler.num_waiting < batch:
             i, prompt = waiting.popleft()
-            answers[i] = engine.add(f"asked-{i}", prompt, PARAMS)
+            params = replace(PARAMS, max_tokens=rng.randint(*LENGTHS))
+            answers[i] = engine.add(f"asked-{i}", prompt, params)
         if engine.scheduler.num_running + engine.scheduler.num_waiting < batch:
             break
         engine.step()

@@ -14,7 +14,7 @@ from slotzero.kernels.triton.linear import linear, linear_add
 from slotzero.kernels.triton.tiles import PLAIN_ROWS, padded_rows, tiles_for
 
 SHAPES = [(32, 256), (26, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
-ROWS = [1, 2, 3, 5, 8, 11, 20, 64]
+ROWS = [1, 3, 5, 11, 64]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, adds=False) if tile.slices == 1]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
@@ -90,7 +90,7 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
         assert close(applied(after, EPS), normed(residual.float(), norm.float())), tile
 
 
-@pytest.mark.parametrize("size", [5, 8, 16])
+@pytest.mark.parametrize("size", [5, 16])
 def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
     x, weight, _, norm = made(size, 48, 256, device, half)
     bad = [3, size // 2 + 2]
@@ -120,7 +120,7 @@ def test_a_plain_row_does_not_depend_on_their_number(device, half, shape):
         assert all(torch.equal(out, outs[0]) for out in outs), tile
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rows", [1, 3, 5])
 def test_rows_of_slot_0_get_zeros(device, half, rows):
     x, weight, bias, _ = made(rows, *SHAPES[2], device, half)
     slots = torch.arange(rows, dtype=torch.int32, device=device) % 3

@@ -1,7 +1,7 @@
 """Paged attention of a decode step: one token a row, each with its own length.
 
 The grid of a size is fixed; how it is shared out is derived in the graph, once a step, by `plan`.
-The keys that a row sees, from its floor on or in the window at its end, are cut into chunks of one
+The keys that a row sees, all or the window at its end, are cut into chunks of one
 common size, chosen so that all chunks fit the grid, and one program takes one chunk of one KV head.
 Whoever finishes a row last merges its chunks, in order, so the result does not depend on who that
 was. A sink is counted by the program with the newest position alone.

@@ -45,7 +45,7 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 CUBLAS = "cublas"
 MAX_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
 DECODE = len(decode.Shares._fields)
-VERIFY, PREFILL = verify.PLANNED, 4 + len(Branches._fields)
+VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
 assert len({DECODE, VERIFY, PREFILL}) == 3
 T = TypeVar("T")
