@@ -73,6 +73,8 @@ class SlotRow:
     length: int
     target: int
     pages: list[list[int]]
+    followed_to: int
+    """By a drafter, if there is one."""
     num_constrained: int = -1
     """How many tokens were known when it was last said what may follow them."""
 
@@ -83,13 +85,16 @@ class Device:
 
     page_size: int
     windows: Sequence[int | None]
+    most_behind: int | None = None
+    """If there is a drafter: then the last group is its own."""
+    num_caught_up: int = 0
     staged: list[tuple] = field(default_factory=list)
     table: dict[int, SlotRow] = field(default_factory=dict)
     kv: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """By group, page and place in it."""
 
     def admitted(self, request: Request, tokens, num_computed: int, pages) -> None:
-        row = SlotRow(tokens, num_computed, request.target, pages)
+        row = SlotRow(tokens, num_computed, request.target, pages, num_computed)
         self.staged.append(("admitted", request.slot, row))
 
     def pages_changed(self, request: Request, group: int, first_index: int, pages) -> None:
@@ -107,6 +112,10 @@ class Device:
         self._apply()
         slots = [row.slot for row in step.rows]
         assert len(set(slots)) == len(slots)
+        assert step.catches_up <= (self.most_behind is not None)
+        if step.catches_up:
+            self.num_caught_up += 1
+            self._follow(step)
         starts = [self.table[slot].length for slot in slots]
         for row, start in zip(step.rows, starts, strict=True):
             assert row.start <= start if row.start >= row.request.target else row.start == start
@@ -116,7 +125,31 @@ class Device:
         sampled = [self._run(row, step.width) for row in step.rows]
         for row, start in zip(step.rows, starts, strict=True):  # nor may it be hurt by them
             self._read(row, start, self.table[row.slot].length)
+        if self.most_behind is not None:
+            if not step.is_decode:
+                assert all(
+                    self.table[s].followed_to == n for s, n in zip(slots, starts, strict=True)
+                )
+                self._follow(step)
+            behind = max(self.table[slot].length - self.table[slot].followed_to for slot in slots)
+            assert behind <= (self.most_behind if step.is_decode else 0)
         return sampled
+
+    @property
+    def _own_groups(self) -> range:
+        """Those of the model."""
+        return range(len(self.windows) - (self.most_behind is not None))
+
+    def _follow(self, step: Step) -> None:
+        """The drafter computes what is new, from what it has computed before."""
+        group = len(self.windows) - 1
+        for row in step.rows:
+            own = self.table[row.slot]
+            self._read_group(row, group, own.followed_to, own.followed_to)
+            _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
+            for position in range(own.followed_to, own.length):
+                self.kv[self._place(row.slot, group, position)] = truth[position]
+            own.followed_to = own.length
 
     def _apply(self) -> None:
         for kind, slot, *rest in self.staged:
@@ -146,12 +179,16 @@ class Device:
         return group, page, position % self.page_size
 
     def _read(self, row: Row, start: int, end: int) -> None:
+        for group in self._own_groups:
+            self._read_group(row, group, start, end)
+
+    def _read_group(self, row: Row, group: int, start: int, end: int) -> None:
         _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
-        for group, window in enumerate(self.windows):
-            first = 0 if window is None else max(0, start - window + 1)
-            places = [self._place(row.slot, group, position) for position in range(first, end)]
-            entries = [self.kv.get(place) for place in places]
-            assert entries == truth[first:end], f"{row.request.id} reads KV that is not its own"
+        window = self.windows[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        places = [self._place(row.slot, group, position) for position in range(first, end)]
+        entries = [self.kv.get(place) for place in places]
+        assert entries == truth[first:end], f"{row.request.id} reads KV that is not its own"
 
     def _run(self, row: Row, width: int) -> list[int]:
         """With a width above 1, drafts: some of them are right."""
@@ -176,7 +213,7 @@ class Device:
         entry = truth[start - 1] if start else 0
         for position in range(start, start + count):
             entry = hash((entry, own.tokens[position]))
-            for group in range(len(self.windows)):
+            for group in self._own_groups:
                 self.kv[self._place(row.slot, group, position)] = entry
         own.length += count
         assert row.samples == (own.length >= own.target)
@@ -195,7 +232,7 @@ class World:
         self, num_pages: int | Sequence[int], windows: Sequence[int | None] = (None,), **config
     ) -> None:
         self.config = SchedulerConfig(**config)
-        self.device = Device(self.config.page_size, windows)
+        self.device = Device(self.config.page_size, windows, self.config.most_behind)
         counts = [num_pages] * len(windows) if isinstance(num_pages, int) else num_pages
         pools = zip(counts, windows, strict=True)
         self.groups = [KvPool(PagePool(count), window) for count, window in pools]
@@ -274,7 +311,7 @@ class World:
             if window is None:
                 assert num_held == len(pages)
             else:  # a window and a chunk, wherever they begin, and drafts of some steps
-                more = row.count + 5 * self.config.ahead
+                more = row.count + 5 * self.config.ahead + (self.config.most_behind or 0)
                 assert num_held <= (window - 1 + more - 1 + size - 1) // size + 1
 
     def commit(self) -> None:
@@ -369,12 +406,15 @@ class Traffic(RuleBasedStateMachine):
         spare_tokens=st.integers(0, 8),
         caching=st.booleans(),
         ahead=st.sampled_from([0, 0, 1, 3]),
+        most_behind=st.integers(1, 4),
     )
     def start(
-        self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching, ahead
-    ) -> None:
+        self, windows, page_size, spare_pages, max_num_seqs, spare_tokens, caching, ahead,
+        most_behind,
+    ) -> None:  # fmt: skip
         batch = max_num_seqs + spare_tokens
-        reach = max(batch, 4 * ahead)
+        behind = most_behind if ahead else None
+        reach = max(batch, 4 * ahead + (behind or 0))
         self.world = World(
             num_pages=[_smallest(w, 14, reach, page_size) + spare_pages for w in windows],
             windows=windows,
@@ -384,6 +424,7 @@ class Traffic(RuleBasedStateMachine):
             page_size=page_size,
             enable_prefix_caching=caching,
             ahead=ahead,
+            most_behind=behind,
         )
 
     @rule(
@@ -440,7 +481,8 @@ TestTraffic.settings = settings(max_examples=600, stateful_step_count=40, deadli
 
 def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> World:
     batch, ahead = rng.choice([5, 16]), rng.choice([0, 2])
-    reach = max(batch, 4 * ahead)
+    behind = rng.choice([1, 3]) if ahead else None
+    reach = max(batch, 4 * ahead + (behind or 0))
     world = _world(
         num_pages=[
             _smallest(window, 24, reach, 4) + rng.randint(0, 5 if window is None else 2)
@@ -450,6 +492,7 @@ def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> W
         max_num_batched_tokens=batch,
         enable_prefix_caching=caching,
         ahead=ahead,
+        most_behind=behind,
     )
     while len(world.requests) < 30 or world.scheduler.has_work:
         if len(world.requests) < 30 and rng.random() < 0.4:
@@ -473,7 +516,8 @@ def test_soak_meets_everything(windows, caching: bool) -> None:
     stats = [world.scheduler.ledger.cache.stats for world in worlds]
     reasons = {request.finish_reason for world in worlds for request in world.requests}
     assert reasons == {"stop", "length", "abort"}
-    assert sum(world.num_right for world in worlds) > 500
+    assert sum(world.num_right for world in worlds) > 400
+    assert sum(world.device.num_caught_up for world in worlds) > 200
     assert sum(world.scheduler.num_preemptions for world in worlds) > 50
     assert (sum(world.num_sat_out for world in worlds) > 50) == (6 in windows)
     assert (sum(s.num_hit_tokens for s in stats) > 500) == caching

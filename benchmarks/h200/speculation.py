@@ -5,8 +5,8 @@
 Two sets of prompts, see prompts.py, through the chat template, greedy, end of text ignored: 128 to
 384 tokens each, so that they do not all end at once. So many requests are answered together, 1, 8
 or 64: whenever one ends, the next one comes, and time is taken until none is left that could come.
-Prints a table, then one JSON line: tokens per second, tokens that a verification brings, and how
-many answers are the same to the last token.
+Prints a table, then one JSON line: tokens per second, tokens that a verification brings, how many
+answers are the same to the last token, and how near to a tie the others part.
 """
 
 import argparse
@@ -53,6 +53,8 @@ def main() -> None:
             results.append({"prompts": name, "batch": batch})
             results[-1] |= compare(plain, guessing, asked, batch)
             print(results[-1], flush=True)
+        results.append({"prompts": name, **part(plain, guessing, prompts)})
+        print(results[-1], flush=True)
     print(json.dumps({"commandline": vars(args), "results": results}))
 
 
@@ -71,6 +73,22 @@ def compare(plain: LLM, guessing: LLM, prompts: list[list[int]], batch: int) -> 
         "same": sum(answers[i] == guessed[i] for i in answers.keys() & guessed.keys()),
         "answers": len(answers.keys() & guessed.keys()),
     }
+
+
+def part(plain: LLM, guessing: LLM, prompts: list) -> dict:
+    """How many answers differ from those without; and where they part, by how much at most what was
+    chosen was likelier than what came second, in log probability"""
+    params = replace(PARAMS, logprobs=2)
+    all_answers = (llm.generate(prompts, params, use_tqdm=False) for llm in (plain, guessing))
+    gaps = []
+    for one, other in zip(*all_answers, strict=True):
+        both = zip(one.outputs[0].token_ids, other.outputs[0].token_ids, strict=True)
+        place = next((i for i, (a, b) in enumerate(both) if a != b), None)
+        if place is not None:
+            entries = one.outputs[0].logprobs[place].values()
+            best, second = sorted((entry.logprob for entry in entries), reverse=True)
+            gaps.append(best - second)
+    return {"parted": len(gaps), "of": len(prompts), "largest_gap": round(max(gaps, default=0), 4)}
 
 
 def measure(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, dict[int, list[int]]]:

@@ -164,16 +164,18 @@ class Scheduler:
             width = most_new = 1
         rows = [_decode(r, most_new) for r in decoding if width > 1 or not _may_be_done(r)]
         rows += prefilling
+        if not rows:
+            return None
+        step = Step(tuple(rows), width)
+        if self.config.most_behind is not None:
+            step = self._with_drafter(step)
         for row in rows:
             # only now: a row must not read, in the same step, what another row writes
             if row.start < row.request.target:
                 self.ledger.remember(row.request)
             if row.samples and row.request.grammar is not None:
                 self.writer.constrained(row.request)
-        if not rows:
-            return None
-        step = Step(tuple(rows), width)
-        return step if self.config.most_behind is None else self._with_drafter(step)
+        return step
 
     def commit(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
         """Take the tokens of a step, by row; says who got how many. Rows that did not sample, and
@@ -190,13 +192,23 @@ class Scheduler:
             if request.status is Status.RUNNING:  # the last token that it may have is not computed
                 num_computed = request.num_computed + len(tokens) - 1
                 request.num_computed = min(num_computed, request.max_len - 1)
-            num_before = request.num_tokens
-            for token in tokens:
-                request.output_token_ids.append(token)
-                if self._finish_if_done(request, token):
-                    break  # drafts past the end were right, and nobody wants them
-            receivers.append((request, request.num_tokens - num_before))
+            receivers.append((request, self._receive(request, tokens)))
         return receivers
+
+    def _receive(self, request: Request, tokens: Sequence[int]) -> int:
+        """-> how many of them it takes: drafts past the end were right, and nobody wants them"""
+        if (
+            request.grammar is None
+            and request.num_tokens + len(tokens) < request.max_len
+            and request.stop_ids.isdisjoint(tokens)
+        ):
+            request.output_token_ids += tokens  # most of the time
+            return len(tokens)
+        for num, token in enumerate(tokens, start=1):
+            request.output_token_ids.append(token)
+            if self._finish_if_done(request, token):
+                return num
+        return len(tokens)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
