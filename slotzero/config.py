@@ -5,7 +5,7 @@ and model allow.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from slotzero.errors import ConfigError
 from slotzero.speculative.shape import TreeShape
@@ -127,14 +127,11 @@ class EngineConfig:
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
     def _check_speculation(self) -> None:
-        for name, unset in (
-            ("speculative_model", None),
-            ("speculative_topk", 1),
-            ("speculative_num_draft_tokens", None),
-        ):
-            if self.speculative is None and getattr(self, name) != unset:
+        for field in fields(self):
+            value, is_detail = getattr(self, field.name), field.name.startswith("speculative_")
+            if self.speculative is None and is_detail and value != field.default:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)!r} without speculative: "
+                    f"{field.name}={value!r} without speculative: "
                     f"say which kind it is, one of {', '.join(DRAFTERS)}"
                 )
         num = self.speculative_num_draft_tokens

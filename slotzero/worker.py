@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,10 @@ from slotzero.errors import CapacityError, ConfigError
 from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
 from slotzero.graph.backend import Backend, EagerBackend, backend_for
 from slotzero.graph.runner import Record
-from slotzero.graph.transfer import Download, DownloadRing
+from slotzero.graph.transfer import Download
 from slotzero.kernels.contract import kernels_for
 from slotzero.loading.checkpoint import Checkpoint
-from slotzero.models.config import FULL, KvGroup, parse_config
+from slotzero.models.config import FULL, KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import Progress, load_weights, random_weights
@@ -30,22 +31,13 @@ from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
 from slotzero.pools.tables import SlotTables
 from slotzero.request import Request
 from slotzero.runners import passes
-from slotzero.sampling.tables import SAMPLING_TABLES, TableSpec, encode
+from slotzero.runners.results import ResultRing
+from slotzero.sampling.tables import SAMPLING_TABLES, encode
 from slotzero.speculative.build import Prepared, Target, prepare_drafter
-from slotzero.speculative.drafter import (
-    DRAFTED_AT,
-    FOLLOWED_TO,
-    LIMIT,
-    MOST_PENDING,
-    NOWHERE,
-    PAGED,
-    PENDING,
-    SPECULATES,
-    SPECULATION_TABLES,
-    Guesser,
-)
-from slotzero.speculative.passes import SpeculativePasses
-from slotzero.speculative.tree import Trees, tree_tables
+from slotzero.speculative.drafter import MOST_PENDING, Drafter
+from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED, PATH, VERIFIED
+from slotzero.speculative.shape import places_ahead
+from slotzero.speculative.speculation import Cycle, Speculation, speculation_tables
 from slotzero.step import Step
 
 MOST_RECORDED = 8192  # tokens of a recorded prefill; beyond, launches hide behind the work
@@ -66,25 +58,19 @@ class RowLogprobs:
 class Results:
     """What a launched step will have sampled; reading waits for the device."""
 
-    def __init__(self, download: Download, width: int = 1, *, is_tree: bool = False) -> None:
-        """With a width above 1 what was sampled is preceded by how many of each row count, and how
-        many were tried; of a tree, by which they are too."""
-        self._download, self._width = download, width
-        self._is_tree = is_tree
-        self._num_before = 0 if width == 1 else 3 if is_tree else 2
+    def __init__(self, download: Download, names: Sequence[str], width: int) -> None:
+        """`names` of what is downloaded, in its order; of the last ones maybe nothing is."""
+        self._download, self._names, self._width = download, names, width
 
     def tokens(self) -> list[list[int]]:
-        parts = self._download.wait()
-        sampled = parts[self._num_before].tolist()
         if self._width == 1:
-            return [[token] for token in sampled]
-        counts = parts[0].tolist()
+            return [[token] for token in self._part(passes.SAMPLED)]
+        sampled, counts = self._part(VERIFIED), self._part(NUM_VERIFIED)
         return [[sampled[i] for i in self._chosen(row)[:num]] for row, num in enumerate(counts)]
 
     def drafts(self) -> list[tuple[int, int]]:
         """By row: how many drafts were tried, and how many were right."""
-        counts, tried, *_ = self._download.wait()
-        pairs = zip(tried.tolist(), counts.tolist(), strict=True)
+        pairs = zip(self._part(NUM_TRIED), self._part(NUM_VERIFIED), strict=True)
         return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
 
     def logprobs(self, row: int) -> list[RowLogprobs]:
@@ -98,9 +84,16 @@ class Results:
     def _chosen(self, row: int) -> list[int]:
         """Which of all that were sampled are the row's: those that count, and then others."""
         first = row * self._width
-        if not self._is_tree:
-            return [*range(first, first + self._width)]
-        return [first + node for node in self._download.wait()[2][row].tolist()]
+        nodes = range(self._width) if self._paths is None else self._paths[row]
+        return [first + node for node in nodes]
+
+    @cached_property
+    def _paths(self) -> list[list[int]] | None:
+        """Of trees, by row"""
+        return self._part(PATH) if PATH in self._names else None
+
+    def _part(self, name: str) -> list[Any]:
+        return self._download.wait()[self._names.index(name)].tolist()
 
 
 @dataclass(frozen=True)
@@ -126,26 +119,6 @@ class Limits:
     @property
     def max_width(self) -> int:
         return self.widths[-1]
-
-
-class Cycle(NamedTuple):
-    """The runners of a step that verifies drafts, in the order in which they are launched."""
-
-    verify: Runner
-    extend: Runner
-    draft: Runner
-
-    @classmethod
-    def of(
-        cls,
-        step: SpeculativePasses,
-        width: int,
-        rows: Ladder,
-        registry: Registry,
-        graphs: Backend,
-    ) -> "Cycle":
-        specs = step.verify_spec, step.extend_spec, step.draft_spec
-        return cls(*(Runner(spec(width, rows), registry, graphs) for spec in specs))
 
 
 class Worker:
@@ -179,11 +152,7 @@ class Worker:
         )
         groups = (*model.groups, *(prepared.groups if prepared else ()))
         shapes = group_shapes(groups, config.page_size, dtype)
-        self.limits = limits = _resolve(config, device, backend, dtype, shapes, model.max_position)
-        ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
-        if any(limits.max_model_len > rope.original_max_position for rope in ropes):
-            # keys then depend on the prompt's length: equal prefixes do not have equal keys
-            self.limits = limits = replace(limits, enable_prefix_caching=False)
+        self.limits = limits = _resolve(config, device, backend, dtype, shapes, model)
         self.page_tables = tuple(page_table(shape.name) for shape in shapes)
         pages_per_slot = -(-limits.max_model_len // config.page_size)
         self.tables = SlotTables(
@@ -193,7 +162,7 @@ class Worker:
             pages_per_slot,
             model.vocab_size,
             self.page_tables,
-            _speculation_tables(config),
+            () if prepared is None else speculation_tables(config.tree),
         )
         kv = {
             shape.name: KvPages(
@@ -203,12 +172,9 @@ class Worker:
             for shape in shapes
         }
         rows = limits.max_num_seqs
-        drafter = None
+        drafter: Drafter | None = None
         if prepared is not None:
-            size = decoder.new_hidden(0, len(prepared.taps))
-            most = max(limits.max_width, MOST_PENDING)
-            pending = registry.table(PENDING, size.new_zeros(rows + 1, most, size.shape[1]))
-            drafter = prepared.make(self.tables, pending, kv)
+            drafter = prepared.drafter(decoder, registry, self.tables, kv, limits.max_width)
         self.passes = step = passes.Passes(
             registry,
             decoder,
@@ -223,51 +189,41 @@ class Worker:
         graphs = backend_for(backend, device)
         self.decode = Runner(step.decode_spec(Ladder.up_to(rows)), registry, graphs)
         self.prefills = _prefill_runners(step, registry, graphs, limits)
-        self.results = DownloadRing([registry[name] for name in passes.RESULTS])
+        self._results = ResultRing(registry, passes.RESULTS)
         self.tree = config.tree
-        self.verify_results: tuple[str, ...] = ()
-        self.cycles: dict[int, Cycle] = {}
-        self.catch_up: Runner | None = None
+        self._speculation: Speculation | None = None
         if drafter is not None:
-            trees = None
-            if config.tree is not None:
-                assert isinstance(drafter, Guesser), drafter
-                trees = Trees(drafter, config.tree, registry)
-            speculation = SpeculativePasses(
+            self._speculation = Speculation(
                 registry,
                 decoder,
                 drafter,
-                self.kernels,
-                self.tables,
                 kv,
-                rows,
-                limits.max_width,
-                registry[passes.LOGITS].dtype,
-                trees,
+                config.tree,
+                limits.widths[1:],
+                config.page_size,
+                graphs,
             )
-            self.verify_results = speculation.results
-            self.verified = DownloadRing([registry[name] for name in self.verify_results])
-            self.cycles = {
-                width: Cycle.of(speculation, width, Ladder.doubling(rows), registry, graphs)
-                for width in limits.widths[1:]
-            }
-            if MOST_PENDING in self.cycles:
-                self.catch_up = self.cycles[MOST_PENDING].extend
-            else:
-                spec = speculation.extend_spec(MOST_PENDING, Ladder.doubling(rows))
-                self.catch_up = Runner(spec, registry, graphs)
         self._seconds: dict[GraphKey, float] = {}
 
     @property
     def runners(self) -> tuple[Runner, ...]:
-        cycles = (runner for cycle in self.cycles.values() for runner in cycle)
-        catch_up = () if self.catch_up is None else (self.catch_up,)  # or it is one of a cycle
-        return tuple(dict.fromkeys((self.decode, *self.prefills, *cycles, *catch_up)))
+        more = () if self._speculation is None else self._speculation.runners
+        return self.decode, *self.prefills, *more
+
+    @property
+    def result_rings(self) -> tuple[ResultRing, ...]:
+        more = () if self._speculation is None else (self._speculation.verified,)
+        return self._results, *more
+
+    @property
+    def cycles(self) -> Mapping[int, Cycle]:
+        """By width; without a drafter there are none."""
+        return {} if self._speculation is None else self._speculation.cycles
 
     @property
     def most_behind(self) -> int | None:
         """Plain steps after which a drafter must catch up; None: there is none."""
-        return MOST_PENDING if self.cycles else None
+        return None if self._speculation is None else MOST_PENDING
 
     @property
     def kv(self) -> dict[str, dict[str, int | None]]:
@@ -341,8 +297,8 @@ class Worker:
         """What is launched, in order; between two of them the host reads nothing."""
         launches: list[Sequence[Runner]] = []
         if step.catches_up:
-            assert self.catch_up is not None
-            launches.append([self.catch_up])
+            assert self._speculation is not None
+            launches.append([self._speculation.catch_up])
         if step.width > 1:
             cycle = self.cycles[step.width]
             if step.catches_up:
@@ -357,14 +313,13 @@ class Worker:
         return [_picked(runners, step) for runners in launches]
 
     def _download(self, step: Step) -> Results:
-        wants_more = any(row.request.params.logprobs is not None for row in step.rows)
-        num_results = len(passes.RESULTS) if wants_more else 1
-        rows, width = step.num_rows, step.width
-        if width == 1:
-            return Results(self.results.download([rows] * num_results))
-        sampled, is_tree = [rows * width] * num_results, self.tree is not None
-        by_row = [rows] * (3 if is_tree else 2)
-        return Results(self.verified.download([*by_row, *sampled]), width, is_tree=is_tree)
+        ring = self._results
+        if step.width > 1:
+            assert self._speculation is not None
+            ring = self._speculation.verified
+        wanted = any(row.request.params.logprobs is not None for row in step.rows)
+        download = ring.download(step.num_rows, step.width, with_logprobs=wanted)
+        return Results(download, ring.names, step.width)
 
     # SlotWriter: in the order of these calls, before the step that was planned with them.
 
@@ -381,23 +336,15 @@ class Worker:
         row = encode(request.params, request.seed, prompt_len, request.stop_ids)
         for spec in SAMPLING_TABLES:
             stage(spec.name, slot, _without_tail(row[spec.name], spec.neutral))
-        if self.cycles:
-            stage(LIMIT, slot, [request.max_len])
-            stage(SPECULATES, slot, [int(request.speculates)])
-            stage(DRAFTED_AT, slot, [NOWHERE])
-            stage(FOLLOWED_TO, slot, [num_computed])
-            self._stage_paged(request)
+        if self._speculation is not None:
+            self._speculation.stage(request, num_computed)
 
     def pages_changed(
         self, request: Request, group: int, first_index: int, pages: list[int]
     ) -> None:
         self.tables.stage(self.page_tables[group], request.slot, pages, first_index)
-        if self.cycles:
-            self._stage_paged(request)
-
-    def _stage_paged(self, request: Request) -> None:
-        num_pages = min(map(len, request.pages))
-        self.tables.stage(PAGED, request.slot, [num_pages * self.limits.page_size])
+        if self._speculation is not None:
+            self._speculation.stage_paged(request)
 
     def constrained(self, request: Request) -> None:
         assert request.grammar is not None
@@ -482,12 +429,6 @@ def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -
     return dtype
 
 
-def _speculation_tables(config: EngineConfig) -> tuple[TableSpec, ...]:
-    if config.speculative is None:
-        return ()
-    return (*SPECULATION_TABLES, *(tree_tables(config.tree) if config.tree else ()))
-
-
 def choose_widths(config: EngineConfig) -> tuple[int, ...]:
     if config.speculative is None:
         return (1,)
@@ -504,9 +445,9 @@ def _resolve(
     backend: str,
     dtype: torch.dtype,
     shapes: Sequence[GroupShape],
-    max_position: int,
+    model: ModelConfig,
 ) -> Limits:
-    on_cpu = device.type == "cpu"
+    on_cpu, max_position = device.type == "cpu", model.max_position
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is above the model's own limit of {max_position}"
@@ -517,10 +458,13 @@ def _resolve(
     budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
     widths = choose_widths(config)
-    ahead = widths[-1] - 1 if config.tree is None else config.tree.num_places
+    ahead = places_ahead(widths[-1], config.tree)
     chunk = max(tokens, 4 * ahead + MOST_PENDING * (ahead > 0))  # as SchedulerConfig.reach
     demand = Demand(rows, chunk, config.expected_len, config.max_model_len, max_position)
     pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
+    ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
+    # keys then depend on the prompt's length: equal prefixes do not have equal keys
+    is_uneven = any(length > rope.original_max_position for rope in ropes)
     return Limits(
         device=str(device),
         backend=backend,
@@ -533,7 +477,7 @@ def _resolve(
         num_pages=pages,
         windows={shape.name: shape.window for shape in shapes},
         page_size=config.page_size,
-        enable_prefix_caching=config.enable_prefix_caching,
+        enable_prefix_caching=config.enable_prefix_caching and not is_uneven,
     )
 
 

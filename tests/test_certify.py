@@ -19,7 +19,7 @@ from slotzero.engine import Engine
 from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
 from slotzero.kernels import composed_speculation as speculation
-from slotzero.kernels.contract import Rows, Tokens
+from slotzero.kernels.nouns import Rows, Tokens
 from slotzero.runners.passes import Followed
 from slotzero.sanitizer import actors, mutants
 from slotzero.sanitizer.certify import all_sizes, few_checks, few_sizes, left_out

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from slotzero.errors import ContractError
 from slotzero.kernels.composed import ComposedKernels, gated
-from slotzero.kernels.contract import (
-    MAX_PLACES,
+from slotzero.kernels.cpu.kernels import CpuKernels
+from slotzero.kernels.nouns import (
     Angles,
     Branches,
     Experts,
@@ -30,7 +30,7 @@ from slotzero.kernels.contract import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.cpu.kernels import CpuKernels
+from slotzero.kernels.places import MAX_PLACES
 from slotzero.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()

@@ -18,7 +18,7 @@ from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedMode
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import parse_config
 from slotzero.speculative.build import PACKAGED_HEAD
-from slotzero.speculative.eagle import parse_eagle
+from slotzero.speculative.eagle_config import parse_eagle
 from slotzero.speculative.model import ModelDrafter
 from slotzero.speculative.training.collect import Collector
 from slotzero.speculative.training.data import Answered
@@ -46,8 +46,9 @@ def make(model: str = "tiny:llama", **settings) -> LLM:
     defaults = {
         "backend": "eager", "skip_tokenizer_init": True, "show_progress": False,
         "lazy_recording": True, "max_num_seqs": 4, "max_model_len": 160, "kv_cache_memory": 1 << 24,
-        "speculative_adaptive": False,
     }  # fmt: skip
+    if "speculative" in settings:
+        defaults["speculative_adaptive"] = False
     return LLM(model, **{**defaults, **settings})
 
 
@@ -527,7 +528,10 @@ def test_settings_that_make_no_sense():
         ({"speculative": "eagle3", "speculative_topk": 0}, ["speculative_topk", "0"]),
         ({"speculative": "eagle3", "speculative_topk": 9}, ["speculative_topk", "9"]),
         ({"speculative": "ngram", "speculative_topk": 2}, ["speculative_topk", "ngram"]),
-        ({"speculative_topk": 2}, ["speculative_topk", "without"]),
+        ({"speculative_steps": 3}, ["speculative_steps=3", "without"]),
+        ({"speculative_topk": 2}, ["speculative_topk=2", "without"]),
+        ({"speculative_num_draft_tokens": 5}, ["speculative_num_draft_tokens=5", "without"]),
+        ({"speculative_adaptive": False}, ["speculative_adaptive=False", "without"]),
         ({"speculative": "eagle3", "speculative_num_draft_tokens": 9}, ["9", "topk=1", "5"]),
         (
             {"speculative": "eagle3", "speculative_topk": 2, "speculative_num_draft_tokens": 64},

@@ -28,6 +28,7 @@ from slotzero.engine import Engine
 from slotzero.loading.tiny import tiny_names
 from slotzero.progress import prompts_bar
 from slotzero.sampling.params import SamplingParams
+from slotzero.speculative.shape import places_ahead
 
 NUM_TOKENS = 3
 LEAST_P = 0.01
@@ -133,7 +134,7 @@ def draw(
 def num_guesses(config: EngineConfig) -> int:
     if config.speculative is None:
         return 0
-    return config.speculative_steps if config.tree is None else config.tree.num_places
+    return places_ahead(config.speculative_steps + 1, config.tree)
 
 
 def compare(one: Tensor, other: Tensor) -> list[Compared]:

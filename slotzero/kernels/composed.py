@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.composed_speculation import ComposedSpeculation
-from slotzero.kernels.contract import (
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import (
+    NO_BRANCHES,
     Activation,
     Angles,
     Branches,
@@ -26,10 +28,9 @@ from slotzero.kernels.contract import (
 )
 
 CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
-NO_BRANCHES = (None, None, None)
 
 
-class ComposedKernels(ComposedSpeculation):
+class ComposedKernels(ComposedSpeculation, Kernels):
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         """x [rows, in_features], a packed weight -> [rows, out_features]"""

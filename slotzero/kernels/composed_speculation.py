@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from slotzero.kernels.contract import Aims, Branches, Front, Guesses, Kernels, Rows, Tokens
+from slotzero.kernels.contract_speculation import SpeculationKernels
+from slotzero.kernels.nouns import Aims, Branches, Front, Guesses, Rows, Tokens
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
-class ComposedSpeculation(Kernels):
+class ComposedSpeculation(SpeculationKernels):
     def locate_drafts(
         self,
         slots: Tensor,

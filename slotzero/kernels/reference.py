@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
-from slotzero.kernels.contract import MAX_PLACES, Branches, Heads
+from slotzero.kernels.nouns import Branches, Heads
+from slotzero.kernels.places import MAX_PLACES
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 

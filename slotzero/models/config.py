@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.contract import Activation, Experts, Heads
+from slotzero.kernels.nouns import Activation, Experts, Heads
 from slotzero.models.rope import RopeConfig, parse_rope
 
 FULL, SLIDING = "full", "sliding"

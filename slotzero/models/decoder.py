@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import (
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import (
     Angles,
     Branches,
     Experts,
     ExpertWeights,
-    Kernels,
     Normed,
     Rows,
     Tokens,

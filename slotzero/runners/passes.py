@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
-from slotzero.kernels.contract import Kernels, Normed, Rows, Tokens
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Normed, Rows, Tokens
 from slotzero.models.decoder import NO_TAPS, Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import MAX_LOGPROBS

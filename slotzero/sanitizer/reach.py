@@ -21,7 +21,8 @@ from slotzero.speculative.drafter import (
     PENDING,
     SPECULATES,
 )
-from slotzero.speculative.eagle import GROUP, HIDDEN
+from slotzero.speculative.eagle import HIDDEN
+from slotzero.speculative.eagle_config import GROUP
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 from slotzero.speculative.tree import PARENTS
 

@@ -15,14 +15,13 @@ from torch import Tensor
 from slotzero.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Registry, Runner
 from slotzero.graph.registry import Entry
-from slotzero.runners.passes import COUNTS, RESULTS, SLOTS
+from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.sanitizer.actors import Actor, Cast, Look
 from slotzero.sanitizer.checks import Bounds
 from slotzero.sanitizer.mirror import mirrored
-from slotzero.sanitizer.scene import Scene, kind_of, memory_of
+from slotzero.sanitizer.scene import Scene, memory_of
 from slotzero.speculative.drafter import PENDING, SPECULATION_TABLES
 from slotzero.speculative.eagle import HIDDEN
-from slotzero.speculative.passes import VERIFY
 from slotzero.speculative.tree import PARENTS
 from slotzero.standins import stand_ins
 
@@ -182,14 +181,9 @@ def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Ten
 
 
 def _fetch(engine: Engine, runner: Runner, num_rows: int) -> dict[str, Tensor]:
-    worker = engine.worker
-    if kind_of(runner) == VERIFY:
-        names, registry = worker.verify_results, worker.registry
-        width = {"row": 1, "token": runner.spec.width}
-        lengths = [num_rows * width[registry.entry(name).per] for name in names]
-        download = worker.verified.download(lengths)
-        return dict(zip(names, download.wait(), strict=True))
-    if not set(RESULTS).issubset(runner.spec.writes):
-        return {}
-    download = worker.results.download([num_rows] * len(RESULTS))
-    return dict(zip(RESULTS, download.wait(), strict=True))
+    spec = runner.spec
+    for ring in engine.worker.result_rings:
+        if set(ring.names).issubset(spec.writes):
+            download = ring.download(num_rows, spec.width, with_logprobs=True)
+            return dict(zip(ring.names, download.wait(), strict=True))
+    return {}

@@ -19,14 +19,10 @@ from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
 from slotzero.pools.tables import SlotTables
-from slotzero.speculative.drafter import Drafter
-from slotzero.speculative.eagle import (
-    GROUP,
-    EagleDrafter,
-    load_head,
-    parse_eagle,
-    random_eagle,
-)
+from slotzero.speculative.drafter import MOST_PENDING, PENDING, Drafter
+from slotzero.speculative.eagle import EagleDrafter
+from slotzero.speculative.eagle_config import GROUP, parse_eagle, random_eagle
+from slotzero.speculative.eagle_weights import load_head
 from slotzero.speculative.model import ModelDrafter
 from slotzero.speculative.ngram import NgramDrafter
 
@@ -42,6 +38,18 @@ class Prepared:
     groups: tuple[KvGroup, ...]
     taps: tuple[int, ...]
     make: Make
+
+    def drafter(
+        self,
+        decoder: Decoder,
+        registry: Registry,
+        tables: SlotTables,
+        kv: Mapping[str, KvPages],
+        max_width: int,  # tokens of a row that are verified at once
+    ) -> Drafter:
+        like, most = decoder.new_hidden(0, len(self.taps)), max(max_width, MOST_PENDING)
+        pending = like.new_zeros(tables.num_slots + 1, most, like.shape[1])
+        return self.make(tables, registry.table(PENDING, pending), kv)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Branches, Kernels, Rows, Tokens
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Branches, Rows, Tokens
 from slotzero.models.config import KvGroup
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Branches, Kernels, Rows, Tokens
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Branches, Rows, Tokens
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
-from slotzero.kernels.contract import Kernels, Tokens
+from slotzero.kernels.nouns import Tokens
 from slotzero.models.decoder import Batch, Decoder, KvPages
-from slotzero.pools.tables import SlotTables
-from slotzero.runners.passes import SLOTS, Followed, views_of
+from slotzero.runners.passes import LOGITS, SLOTS, Followed, views_of
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
 from slotzero.speculative.drafter import (
@@ -37,6 +36,7 @@ from slotzero.speculative.drafter import (
     SPECULATES,
     Drafter,
 )
+from slotzero.speculative.shape import places_ahead
 from slotzero.speculative.tree import Trees
 
 VERIFIED, NUM_VERIFIED, NUM_TRIED = "verified", "num_verified", "num_tried"
@@ -54,18 +54,15 @@ class SpeculativePasses:
         registry: Registry,
         decoder: Decoder,
         drafter: Drafter,
-        kernels: Kernels,
-        tables: SlotTables,
         kv: Mapping[str, KvPages],
-        max_rows: int,
         max_width: int,
-        logits_dtype: torch.dtype,
         trees: Trees | None,
     ) -> None:
-        self._decoder, self._drafter, self._kernels = decoder, drafter, kernels
-        self._tables, self._kv, self._trees = tables, kv, trees
+        self._decoder, self._drafter, self._kv, self._trees = decoder, drafter, kv, trees
+        self._kernels, self._tables = drafter.kernels, drafter.tables
         self._groups = [group.name for group in decoder.config.groups]
         self._slots = registry[SLOTS]
+        max_rows = len(self._slots)
         most = max_rows * max_width
 
         def derived(name: str) -> Tensor:
@@ -94,8 +91,9 @@ class SpeculativePasses:
             output(VERIFIED_TOP_IDS, MAX_LOGPROBS),
             output(VERIFIED_TOP_LOGPROBS, MAX_LOGPROBS, dtype=torch.float32),
         )
-        vocab = decoder.config.vocab_size
-        self._logits = registry.output(VERIFY_LOGITS, (most, vocab), logits_dtype, per="token")
+        logits = registry[LOGITS]
+        shape = most, logits.shape[1]
+        self._logits = registry.output(VERIFY_LOGITS, shape, logits.dtype, per="token")
 
     def verify_spec(self, width: int, rows: Ladder) -> RunnerSpec:
         chosen = dict.fromkeys(("length", PENDING), NUM_VERIFIED) | {"tokens": VERIFIED}
@@ -110,10 +108,8 @@ class SpeculativePasses:
         return RunnerSpec(f"{EXTEND}-{width}", rows, None, (SLOTS,), self._extend, PLACES, width)
 
     def draft_spec(self, width: int, rows: Ladder) -> RunnerSpec:
-        ahead = width - 1 if self._trees is None else self._trees.shape.num_places
-        return RunnerSpec(
-            f"{DRAFT}-{width}", rows, None, (SLOTS,), self._draft, (), width, ahead=ahead
-        )
+        name, ahead = f"{DRAFT}-{width}", self._ahead(width)
+        return RunnerSpec(name, rows, None, (SLOTS,), self._draft, (), width, ahead=ahead)
 
     def _verify(self, key: GraphKey, pieces: Pieces) -> None:
         tables, kernels = self._tables, self._kernels
@@ -157,9 +153,7 @@ class SpeculativePasses:
         self._drafter.extend(Followed(tokens, rows, states, last), pieces)
 
     def _draft(self, key: GraphKey, pieces: Pieces) -> None:
-        tables, slots, most = self._tables, self._slots[: key.rows], key.width - 1
-        if self._trees is not None:
-            most = self._trees.shape.num_places
+        tables, slots, most = self._tables, self._slots[: key.rows], self._ahead(key.width)
         length, num = self._kernels.allot(
             slots, tables["length"], tables[LIMIT], tables[PAGED], tables[SPECULATES],
             tables["target"], most,
@@ -169,6 +163,9 @@ class SpeculativePasses:
         else:
             num = self._trees.draft(slots, length, num, pieces)
         self._kernels.close_draft(slots, length, num, tables[NUM_DRAFTS], tables[DRAFTED_AT])
+
+    def _ahead(self, width: int) -> int:
+        return places_ahead(width, None if self._trees is None else self._trees.shape)
 
     def _tokens(self, key: GraphKey) -> Tokens:
         return Tokens(self._token_slots[: key.tokens], self._positions[: key.tokens])

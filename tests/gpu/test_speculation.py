@@ -31,10 +31,10 @@ def make(model: str, drafter: str | None = None, **more) -> LLM:
     settings = {
         "backend": BACKEND, "dtype": "float32", "kv_cache_memory": 1 << 26, "max_num_seqs": 4,
         "max_model_len": 160, "skip_tokenizer_init": True, "show_progress": False,
-        "lazy_recording": True, "speculative_adaptive": False,
+        "lazy_recording": True,
     }  # fmt: skip
     if drafter is not None:
-        settings |= DRAFTERS[drafter]
+        settings |= DRAFTERS[drafter] | {"speculative_adaptive": False}
         if settings["speculative"] == "draft":
             settings["speculative_model"] = model
     return LLM(model, **{**settings, **more})

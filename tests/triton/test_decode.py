@@ -4,7 +4,7 @@ import pytest
 import torch
 from shapes import SHAPES as ODD
 
-from slotzero.kernels.contract import Angles, Heads, Tokens
+from slotzero.kernels.nouns import Angles, Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import decode
 

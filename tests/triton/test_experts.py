@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slotzero.kernels.contract import Experts, ExpertWeights, Normed
+from slotzero.kernels.nouns import Experts, ExpertWeights, Normed
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import experts
 from slotzero.kernels.triton.kernels import TritonKernels

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slotzero.errors import ContractError, UnsupportedModelError
-from slotzero.kernels.contract import Angles, Branches, Heads, Normed, Rows, Tokens
+from slotzero.kernels.nouns import Angles, Branches, Heads, Normed, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.elementwise import applied, norm
 from slotzero.kernels.triton.kernels import TritonKernels

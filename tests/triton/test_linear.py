@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from slotzero.kernels import composed
-from slotzero.kernels.contract import Normed
+from slotzero.kernels.nouns import Normed
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear, linear_add

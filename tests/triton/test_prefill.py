@@ -8,7 +8,7 @@ from shapes import SHAPES as ODD
 from torch import Tensor
 
 from slotzero.kernels.composed import rms_norm, rotate
-from slotzero.kernels.contract import Angles, Branches, Heads
+from slotzero.kernels.nouns import Angles, Branches, Heads
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import prefill
 from slotzero.kernels.triton.launch import INTERPRETED

@@ -11,7 +11,8 @@ from agreement import NAN, agree, ints, slots_for, spoilt, table_of
 from torch import Tensor
 
 from slotzero import LLM, SamplingParams
-from slotzero.kernels.contract import Kernels, Rows, Tokens
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Rows, Tokens
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation import SEARCHED_BLOCK
 

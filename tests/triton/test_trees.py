@@ -9,7 +9,8 @@ import torch
 from agreement import NAN, agree, ints, slots_for, spoilt, table_of
 from torch import Tensor
 
-from slotzero.kernels.contract import Front, Guesses, Kernels, Rows, Tokens
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Front, Guesses, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import trees
 from slotzero.kernels.triton.kernels import TritonKernels

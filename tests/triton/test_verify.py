@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from slotzero.kernels.contract import Angles, Branches, Heads, Rows, Tokens
+from slotzero.kernels.nouns import Angles, Branches, Heads, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import kernels, prefill, verify
 from slotzero.kernels.triton.kernels import TritonKernels

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.composed import NO_BRANCHES, ComposedKernels
-from slotzero.kernels.contract import Branches, Heads
+from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu import build
+from slotzero.kernels.nouns import NO_BRANCHES, Branches, Heads
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp

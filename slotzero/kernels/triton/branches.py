@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from slotzero.kernels.contract import MAX_PLACES
+from slotzero.kernels.places import MAX_PLACES
 
 PLACES = tl.constexpr(MAX_PLACES)
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Angles, Heads
+from slotzero.kernels.nouns import Angles, Heads
 from slotzero.kernels.triton.activation import LOG2E, tanh
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 

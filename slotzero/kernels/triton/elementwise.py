@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Activation, Heads, Normed
+from slotzero.kernels.nouns import Activation, Heads, Normed
 from slotzero.kernels.triton.activation import activate, tanh
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 

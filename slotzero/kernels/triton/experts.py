@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Activation
+from slotzero.kernels.nouns import Activation
 from slotzero.kernels.triton.activation import activate
 from slotzero.kernels.triton.launch import (
     launch,

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.composed import NO_BRANCHES, route
-from slotzero.kernels.contract import (
+from slotzero.kernels.composed import route
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import (
+    NO_BRANCHES,
     Activation,
     Angles,
     Branches,
@@ -51,7 +53,7 @@ assert len({DECODE, VERIFY, PREFILL}) == 3
 T = TypeVar("T")
 
 
-class TritonKernels(TritonSpeculation):
+class TritonKernels(TritonSpeculation, Kernels):
     name = "triton"
 
     def __init__(self) -> None:

@@ -2,12 +2,13 @@
 
 from torch import Tensor
 
-from slotzero.kernels.contract import Aims, Branches, Front, Guesses, Kernels, Rows, Tokens
+from slotzero.kernels.contract_speculation import SpeculationKernels
+from slotzero.kernels.nouns import Aims, Branches, Front, Guesses, Rows, Tokens
 from slotzero.kernels.triton import speculation, trees
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
-class TritonSpeculation(Kernels):
+class TritonSpeculation(SpeculationKernels):
     def locate_drafts(
         self,
         slots: Tensor,

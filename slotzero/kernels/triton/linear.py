@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Activation, Normed
+from slotzero.kernels.nouns import Activation, Normed
 from slotzero.kernels.triton.activation import activate
 from slotzero.kernels.triton.elementwise import add_norm
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Angles, Normed, Tokens
+from slotzero.kernels.nouns import Angles, Normed, Tokens
 from slotzero.kernels.triton.elementwise import norm_part, num_warps
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 

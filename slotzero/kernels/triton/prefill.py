@@ -26,8 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.composed import NO_BRANCHES
-from slotzero.kernels.contract import Angles, Heads
+from slotzero.kernels.nouns import NO_BRANCHES, Angles, Heads
 from slotzero.kernels.triton.activation import LOG2E, tanh
 from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
 from slotzero.kernels.triton.launch import (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Aims, Rows, Tokens
+from slotzero.kernels.nouns import Aims, Rows, Tokens
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
 ITEMS = 128  # rows or tokens of a program with one warp

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.contract import Branches, Front, Guesses, Rows, Tokens
+from slotzero.kernels.nouns import Branches, Front, Guesses, Rows, Tokens
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.packed import INF, is_finite, pack
 from slotzero.kernels.triton.speculation import aligned, new_rows

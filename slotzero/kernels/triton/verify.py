@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.composed import NO_BRANCHES
-from slotzero.kernels.contract import Angles, Branches, Heads, Plan, Rows
+from slotzero.kernels.nouns import NO_BRANCHES, Angles, Branches, Heads, Plan, Rows
 from slotzero.kernels.triton.activation import LOG2E
 from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
 from slotzero.kernels.triton.decode import (

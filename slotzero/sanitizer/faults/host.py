@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import Kind
-from slotzero.graph.transfer import Download
-from slotzero.runners.passes import RESULTS
+from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.sanitizer.faults.case import Case, Fault, always, swapped, swapped_item
 from slotzero.speculative.drafter import SPECULATION_TABLES
 
@@ -182,11 +181,7 @@ class LateDownload(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        worker, name = case.engine.worker, case.entry.name
-        if name in RESULTS:
-            ring, index = worker.results, RESULTS.index(name)
-        else:
-            ring, index = worker.verified, worker.verify_results.index(name)
+        ring, index = _ring_of(case)
         right, late = ring.download, torch.zeros_like(case.entry.tensor, device="cpu")
 
         def download(lengths: Sequence[int]) -> Download:
@@ -202,13 +197,17 @@ class LateDownload(Fault):
             yield
 
 
-DOWNLOADS: tuple[Fault, ...] = (
-    LateDownload(
-        "late host copy",
-        (Kind.OUTPUT,),
-        lambda case: case.entry.name in (*RESULTS, *case.engine.worker.verify_results),
-    ),
-)
+def _is_sent(case: Case) -> bool:
+    return any(case.entry.name in results.names for results in case.engine.worker.result_rings)
+
+
+def _ring_of(case: Case) -> tuple[DownloadRing, int]:
+    name = case.entry.name
+    results = next(one for one in case.engine.worker.result_rings if name in one.names)
+    return results.ring, results.names.index(name)
+
+
+DOWNLOADS: tuple[Fault, ...] = (LateDownload("late host copy", (Kind.OUTPUT,), _is_sent),)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from slotzero.engine import Engine
 from slotzero.errors import ContractError
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Tokens
+from slotzero.kernels.nouns import Tokens
 from slotzero.progress import prompts_bar
 from slotzero.runners.passes import Followed
 from slotzero.sampling.params import SamplingParams

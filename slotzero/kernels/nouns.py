@@ -1,0 +1,165 @@
+"""What kernels speak of: the tokens and rows of a step, shapes, and trees of guesses."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slotzero.errors import ContractError
+
+
+class Tokens(NamedTuple):
+    """The tokens of a step, [T] each; padding is slot 0 at position 0."""
+
+    slots: Tensor
+    positions: Tensor
+
+
+class Rows(NamedTuple):
+    """The rows of a step, [R] each: row r is tokens [ends[r] - counts[r], ends[r])."""
+
+    slots: Tensor
+    starts: Tensor  # the position of its first token
+    counts: Tensor  # 0 for padding
+    ends: Tensor
+    span: int = 0  # tokens that every row takes up; 0: rows are ragged and packed
+
+
+class Normed(NamedTuple):
+    """Rows under RMSNorm: with the norm's weight applied, and the scale too unless it is late."""
+
+    x: Tensor  # [rows, size]
+    squares: Tensor | None
+    """Late: [parts, rows]; the row is still to be divided by the root of their sum / size + eps."""
+
+    def select(self, rows: Tensor) -> "Normed":
+        return Normed(self.x[rows], None if self.squares is None else self.squares[:, rows])
+
+
+class Angles(NamedTuple):
+    """The rotation of each token's heads."""
+
+    cos: Tensor  # [T, 1, head_dim / 2] float32
+    sin: Tensor
+
+
+Plan = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of attention in one group of layers."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int
+    norm_eps: float
+    scale: float
+    window: int | None = None
+    """A token sees so many keys, its own included; None: all of them."""
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    norms_whole: bool = False
+    """Norms of queries and keys are over all heads of a token at once, not head by head."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of q, k and v in a joined row."""
+        kv = self.num_kv_heads
+        return self.num_heads * self.head_dim, kv * self.head_dim, kv * self.value_dim
+
+    @property
+    def out_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+
+class Branches(NamedTuple):
+    """Tokens that stand in trees behind what their slots have stored, [T] each; slot 0: anything.
+
+    Their positions are places: where they are stored, one after another, in whichever branch. A
+    token at place p sees all keys before its base, and in [base, p] those that it is told to. A
+    window reaches back from where it stands in its branch; it is longer than any branch.
+    """
+
+    bases: Tensor  # int32: the place where the token's tree begins
+    seen: Tensor  # int64: bit i: the key at place base + i is seen; the token's own bit is set
+    positions: Tensor  # int32: where it stands in its branch
+
+    def check(self, tokens: Tokens, rows: Rows | None) -> None:
+        if rows is None:
+            raise ContractError("branches: a step without rows takes none; give its rows")
+        dtypes = torch.int32, torch.int64, torch.int32
+        for name, tensor, dtype in zip(self._fields, self, dtypes, strict=True):
+            if tensor.dtype is not dtype or tensor.shape != tokens.slots.shape:
+                raise ContractError(f"branches: {name} must be {dtype}, one of each token")
+
+
+NO_BRANCHES = (None, None, None)
+
+
+def standing(tokens: Tokens, branches: Branches | None) -> Tokens:
+    """Where they stand in their text, rather than where they are stored."""
+    return tokens if branches is None else Tokens(tokens.slots, branches.positions)
+
+
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""Of gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and |v| <= 7."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a token chooses among many small networks."""
+
+    num_experts: int
+    top_k: int
+    inner_size: int
+    activation: Activation
+    is_sigmoid: bool
+    """Scores are sigmoids of the router, chosen with a correction added; else the softmax of those
+    chosen."""
+    is_normed: bool = False
+    """The chosen sigmoids are divided by their sum."""
+    factor: float = 1.0
+    num_groups: int = 1
+    """Of experts; only the best `top_groups` of them are chosen from."""
+    top_groups: int = 1
+
+
+class ExpertWeights(NamedTuple):
+    router: Tensor  # packed [experts, hidden]
+    router_bias: Tensor | None
+    correction: Tensor | None  # [experts] float32
+    gate_up: Tensor  # [experts, packed [2 * inner, hidden]]: gates and then values
+    gate_up_bias: Tensor | None
+    down: Tensor  # [experts, packed [hidden, inner]]
+    down_bias: Tensor | None
+
+
+class Aims(NamedTuple):
+    """Guesses that are to be made, one after another, [steps, R] each; zeros where none is."""
+
+    slots: Tensor
+    places: Tensor  # of the token that is computed for it, or of its pair
+    after: Tensor  # the index of the token that is guessed
+
+
+class Guesses(NamedTuple):
+    """All that were made for trees, step after step, [R, M] each."""
+
+    ids: Tensor
+    scores: Tensor  # float32: log probabilities of a branch, added up; -inf: there is no such guess
+    parents: Tensor  # which of these it follows; -1: the newest token
+
+
+class Front(NamedTuple):
+    """Guesses from which trees grow on, K of each row; those that are none are slot 0."""
+
+    tokens: Tokens  # where they, or their pairs, are computed
+    rows: Rows
+    branches: Branches
+    after: Tensor  # [T]: the index of the token that is guessed next
+    origins: Tensor  # [T]: which row of the logits that they were chosen from
+    nodes: Tensor  # [T]: which of the guesses
+    scores: Tensor  # [T]

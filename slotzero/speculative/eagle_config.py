@@ -1,0 +1,129 @@
+"""What the config of an EAGLE head says, in our words; what we do not implement is refused by name.
+
+It knows no tensors. Which kind of head a checkpoint holds, the names of its weights tell.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.nouns import Heads
+from slotzero.loading.checkpoint import Checkpoint
+from slotzero.models.config import KvGroup, ModelConfig
+from slotzero.models.rope import parse_rope
+
+GROUP = "draft"
+ARCHITECTURES = (
+    "LlamaForCausalLMEagle",
+    "EagleLlamaForCausalLM",
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+)
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    is_third: bool
+    taps: tuple[int, ...]
+    group: KvGroup
+    hidden_size: int
+    intermediate_size: int
+    norm_eps: float
+    vocab_size: int  # of the target
+    draft_vocab: int
+
+    def __post_init__(self) -> None:
+        if len(set(self.taps)) < len(self.taps):  # of equal ones, all but the last are not written
+            raise UnsupportedModelError(f"a head that sees layers {self.taps}: they must differ")
+
+
+def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> EagleConfig:
+    """`wanted` is eagle or eagle3."""
+    config, name, names = checkpoint.config, checkpoint.name, plain_names(checkpoint)
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{name}: {architecture!r} is no EAGLE head; known: {', '.join(ARCHITECTURES)}"
+        )
+    is_third = "midlayer.hidden_norm.weight" in names
+    if is_third != (wanted == "eagle3"):
+        other = "eagle3" if is_third else "eagle"
+        raise UnsupportedModelError(
+            f"{name} is an {other} head: say --speculative {other}, not {wanted}"
+        )
+    _fits(config, "hidden_size", target.hidden_size, name)
+    _fits(config, "vocab_size", target.vocab_size, name)
+    if int(config.get("num_hidden_layers", 1)) != 1:
+        raise UnsupportedModelError(
+            f"{name}: num_hidden_layers={config['num_hidden_layers']}: a head has one layer"
+        )
+    num_heads = int(config.get("num_attention_heads", 0))
+    kv_heads = int(config.get("num_key_value_heads") or num_heads)
+    if num_heads < 1 or num_heads % kv_heads:
+        raise UnsupportedModelError(
+            f"{name}: num_attention_heads={num_heads} is no multiple of {kv_heads} KV heads"
+        )
+    head_dim = int(config.get("head_dim") or target.hidden_size // num_heads)
+    eps = float(config.get("rms_norm_eps", 1e-6))
+    heads = Heads(num_heads, kv_heads, head_dim, head_dim, eps, head_dim**-0.5)
+    max_position = int(config.get("max_position_embeddings") or target.max_position)
+    rope = parse_rope({"rope_theta": 10000.0, **config}, head_dim, max_position)
+    if rope.depends_on_prompt:
+        raise UnsupportedModelError(f"{name}: a head with {rope.kind} rope is not implemented")
+    return EagleConfig(
+        is_third=is_third,
+        taps=_taps(config, target, name) if is_third else (target.num_layers,),
+        group=KvGroup(GROUP, (0,), heads, rope, False),
+        hidden_size=target.hidden_size,
+        intermediate_size=int(config["intermediate_size"]),
+        norm_eps=eps,
+        vocab_size=target.vocab_size,
+        draft_vocab=int(config.get("draft_vocab_size") or target.vocab_size),
+    )
+
+
+def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
+    """A head in the target's own shape, for models whose weights are random too."""
+    heads = replace(target.groups[0].heads, window=None, softcap=None, norms_whole=False)
+    heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5)
+    rope = parse_rope({"rope_theta": 10000.0}, heads.head_dim, target.max_position)
+    num = target.num_layers
+    taps = (0, num // 2, num) if wanted == "eagle3" else (num,)
+    return EagleConfig(
+        is_third=wanted == "eagle3",
+        taps=taps,
+        group=KvGroup(GROUP, (0,), heads, rope, False),
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        norm_eps=target.norm_eps,
+        vocab_size=target.vocab_size,
+        draft_vocab=target.vocab_size,
+    )
+
+
+def _fits(config: Mapping[str, Any], field: str, value: int, name: str) -> None:
+    if config.get(field, value) != value:
+        raise UnsupportedModelError(
+            f"{name}: its {field} is {config[field]}, the target's {value}: "
+            "it was made for another model"
+        )
+
+
+def _taps(config: Mapping[str, Any], target: ModelConfig, name: str) -> tuple[int, ...]:
+    """Where the config does not say, as the field has it: an early, a middle and a late layer."""
+    num = target.num_layers
+    given = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    taps = tuple(given) if given is not None else (2, num // 2, num - 3)
+    if len(taps) != 3 or not all(isinstance(i, int) and 0 <= i < num for i in taps):
+        raise UnsupportedModelError(
+            f"{name}: eagle_aux_hidden_state_layer_ids={list(taps)}: three layers from 0 to "
+            f"{num - 1} of the target are needed"
+        )
+    return taps
+
+
+def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Without what some exporters put before -> as stored"""
+    return {name.removeprefix("model."): name for name in checkpoint.names()}

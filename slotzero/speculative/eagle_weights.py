@@ -1,0 +1,162 @@
+"""From a checkpoint, or at random, to the weights of an EAGLE head.
+
+A missing or an unexpected tensor is an error.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
+from slotzero.graph import Registry
+from slotzero.kernels.contract import Kernels
+from slotzero.loading.checkpoint import Checkpoint
+from slotzero.models.decoder import LAYER_WEIGHTS
+from slotzero.models.weights import DecoderWeights
+from slotzero.speculative.eagle_config import GROUP, EagleConfig, plain_names
+
+
+class HeadWeights(NamedTuple):
+    fc: Tensor
+    fc_bias: Tensor | None
+    layer: list[Tensor | None]  # as Kind.run takes them
+    embed_norm: Tensor | None
+    hidden_norm: Tensor | None
+    first_norm: Tensor | None  # of what `fc` made of a pair
+    norm: Tensor | None  # before the vocabulary head
+    embedding: Tensor
+    head: Tensor
+    draft_of: Tensor | None  # [vocab] int32: the head's id of each of the target's; -1: it has none
+
+
+def load_head(
+    config: EagleConfig,
+    checkpoint: Checkpoint | None,  # None: random
+    target: DecoderWeights,
+    registry: Registry,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    seed: int,
+) -> HeadWeights:
+    read = _Reader(checkpoint, registry, kernels, dtype, seed)
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.group.heads
+    third = config.is_third
+    at = "midlayer" if third else "layers.0"
+    q, k, v = heads.sizes
+    layer: dict[str, Tensor | None] = dict.fromkeys(LAYER_WEIGHTS)
+    qkv = {f"{at}.self_attn.{n}_proj.weight": s for n, s in (("q", q), ("k", k), ("v", v))}
+    gate_up = {f"{at}.mlp.{n}_proj.weight": inner for n in ("gate", "up")}
+    layer["qkv"] = read.matrix("qkv", 2 * hidden if third else hidden, **qkv)
+    layer["out"] = read.matrix("out", heads.out_size, **{f"{at}.self_attn.o_proj.weight": hidden})
+    layer["mlp_norm"] = read.vector("mlp_norm", f"{at}.post_attention_layernorm.weight", hidden)
+    layer["gate_up"] = read.matrix("gate_up", hidden, **gate_up)
+    layer["down"] = read.matrix("down", inner, **{f"{at}.mlp.down_proj.weight": hidden})
+    first_norm = f"{at}.input_layernorm.weight"
+    head, ids, draft_of = target.head, None, None
+    if config.draft_vocab != config.vocab_size:
+        ids = read.ids(config.draft_vocab, config.vocab_size)
+        draft_of = read.draft_of(ids, config.vocab_size)
+    if read.has("lm_head.weight"):
+        head = read.matrix("head", hidden, **{"lm_head.weight": config.draft_vocab})
+    elif ids is not None:
+        rows = kernels.embedded(ids.to(registry.device), target.head)
+        head = registry.constant(f"weight.{GROUP}.head", kernels.pack(rows).contiguous())
+    weights = HeadWeights(
+        fc=read.matrix("fc", (len(config.taps) if third else 2) * hidden, **{"fc.weight": hidden}),
+        fc_bias=read.vector("fc_bias", "fc.bias", hidden, optional=True),
+        layer=list(layer.values()),
+        embed_norm=read.vector("embed_norm", first_norm, hidden) if third else None,
+        hidden_norm=read.vector("hidden_norm", f"{at}.hidden_norm.weight", hidden)
+        if third
+        else None,
+        first_norm=None if third else read.vector("first_norm", first_norm, hidden, optional=True),
+        norm=read.vector("norm", "norm.weight", hidden) if third else None,
+        embedding=target.embedding,
+        head=head,
+        draft_of=draft_of,
+    )
+    # a head's embedding is a copy of the target's, and t2d says what d2t does
+    read.refuse_rest(frozenset({"embed_tokens.weight", "t2d"}))
+    return weights
+
+
+class _Reader:
+    """Weights of a head, from a checkpoint or at random, into registered constants."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        registry: Registry,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        self._checkpoint, self._registry, self._kernels = checkpoint, registry, kernels
+        self._dtype = dtype
+        self._generator = torch.Generator(registry.device).manual_seed(seed)
+        self._stored = {} if checkpoint is None else plain_names(checkpoint)
+        self._read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def matrix(self, name: str, columns: int, **sources: int) -> Tensor:
+        """Of so many rows of each source, in order."""
+        parts = [self._tensor(source, (rows, columns)) for source, rows in sources.items()]
+        return self._keep(name, self._kernels.pack(torch.cat(parts)))
+
+    def vector(self, name: str, source: str, size: int, *, optional: bool = False) -> Tensor | None:
+        if optional and not self.has(source):
+            return None
+        return self._keep(name, self._tensor(source, (size,)))
+
+    def ids(self, size: int, vocab: int) -> Tensor:
+        """[size]: the target's id of each of the head's; `d2t` is what is to be added."""
+        assert self._checkpoint is not None
+        stored = self._checkpoint.read(self._take("d2t")).long()
+        ids = stored + torch.arange(len(stored))
+        if len(ids) != size or ids.min() < 0 or ids.max() >= vocab:
+            raise CorruptCheckpointError(
+                f"{self._checkpoint.name}: d2t does not name {size} of {vocab} tokens"
+            )
+        return ids
+
+    def draft_of(self, ids: Tensor, vocab: int) -> Tensor:
+        """The inverse of `ids`"""
+        drafts = torch.full((vocab,), -1, dtype=torch.int32)
+        drafts[ids] = torch.arange(len(ids), dtype=torch.int32)
+        return self._keep("draft_of", drafts.to(self._registry.device))
+
+    def refuse_rest(self, ignored: frozenset[str]) -> None:
+        rest = sorted(self._stored.keys() - self._read - ignored)
+        if rest and self._checkpoint is not None:
+            raise UnsupportedModelError(
+                f"{self._checkpoint.name}: tensor {rest[0]} is not part of an EAGLE head as we "
+                f"know it ({len(rest)} such)"
+            )
+
+    def _keep(self, name: str, tensor: Tensor) -> Tensor:
+        return self._registry.constant(f"weight.{GROUP}.{name}", tensor.contiguous())
+
+    def _tensor(self, source: str, shape: tuple[int, ...]) -> Tensor:
+        device = self._registry.device
+        if self._checkpoint is None:
+            if len(shape) == 1:
+                return torch.ones(shape, dtype=self._dtype, device=device)
+            drawn = torch.empty(shape, dtype=self._dtype, device=device)
+            return drawn.normal_(0, 0.05, generator=self._generator)
+        tensor = self._checkpoint.read(self._take(source))
+        if tuple(tensor.shape) != shape:
+            raise CorruptCheckpointError(
+                f"{self._checkpoint.name}: tensor {source} has shape {list(tensor.shape)}, "
+                f"its config asks for {list(shape)}"
+            )
+        return tensor.to(device).to(self._dtype)
+
+    def _take(self, source: str) -> str:
+        assert self._checkpoint is not None
+        if source not in self._stored:
+            raise CorruptCheckpointError(f"{self._checkpoint.name}: tensor {source} is missing")
+        self._read.add(source)
+        return self._stored[source]

@@ -1,0 +1,90 @@
+"""Speculation as a worker has it: its runners, what they send, and what it is told of a request.
+
+It does not know steps: which of its runners are launched, and when, the worker says.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from slotzero.graph import Ladder, Registry, Runner
+from slotzero.graph.backend import Backend
+from slotzero.models.decoder import Decoder, KvPages
+from slotzero.request import Request
+from slotzero.runners.results import ResultRing
+from slotzero.sampling.tables import TableSpec
+from slotzero.speculative.drafter import (
+    DRAFTED_AT,
+    FOLLOWED_TO,
+    LIMIT,
+    MOST_PENDING,
+    NOWHERE,
+    PAGED,
+    SPECULATES,
+    SPECULATION_TABLES,
+    Drafter,
+    Guesser,
+)
+from slotzero.speculative.passes import SpeculativePasses
+from slotzero.speculative.shape import TreeShape
+from slotzero.speculative.tree import Trees, tree_tables
+
+
+def speculation_tables(tree: TreeShape | None) -> tuple[TableSpec, ...]:
+    return (*SPECULATION_TABLES, *(() if tree is None else tree_tables(tree)))
+
+
+class Cycle(NamedTuple):
+    """The runners of a step that verifies drafts, in the order in which they are launched."""
+
+    verify: Runner
+    extend: Runner
+    draft: Runner
+
+
+class Speculation:
+    def __init__(
+        self,
+        registry: Registry,
+        decoder: Decoder,
+        drafter: Drafter,
+        kv: Mapping[str, KvPages],
+        tree: TreeShape | None,
+        widths: Sequence[int],  # that verify drafts, ascending
+        page_size: int,
+        graphs: Backend,
+    ) -> None:
+        self._tables, self._page_size = drafter.tables, page_size
+        trees = None
+        if tree is not None:
+            assert isinstance(drafter, Guesser), drafter
+            trees = Trees(drafter, tree, registry)
+        step = SpeculativePasses(registry, decoder, drafter, kv, widths[-1], trees)
+        rows = Ladder.doubling(drafter.tables.num_slots)
+        specs = step.verify_spec, step.extend_spec, step.draft_spec
+        self.cycles = {
+            width: Cycle(*(Runner(spec(width, rows), registry, graphs) for spec in specs))
+            for width in widths
+        }
+        if MOST_PENDING in self.cycles:
+            self.catch_up = self.cycles[MOST_PENDING].extend
+        else:
+            self.catch_up = Runner(step.extend_spec(MOST_PENDING, rows), registry, graphs)
+        self.verified = ResultRing(registry, step.results)
+
+    @property
+    def runners(self) -> tuple[Runner, ...]:
+        cycles = (runner for cycle in self.cycles.values() for runner in cycle)
+        return tuple(dict.fromkeys((*cycles, self.catch_up)))  # it may be one of a cycle
+
+    def stage(self, request: Request, num_computed: int) -> None:
+        """Of a request that was admitted."""
+        stage, slot = self._tables.stage, request.slot
+        stage(LIMIT, slot, [request.max_len])
+        stage(SPECULATES, slot, [int(request.speculates)])
+        stage(DRAFTED_AT, slot, [NOWHERE])
+        stage(FOLLOWED_TO, slot, [num_computed])
+        self.stage_paged(request)
+
+    def stage_paged(self, request: Request) -> None:
+        num_pages = min(map(len, request.pages))
+        self._tables.stage(PAGED, request.slot, [num_pages * self._page_size])
