@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--kind", default="eagle3")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--topk", type=int, default=1)
+    parser.add_argument("--num-draft-tokens", type=int, help="of a tree, the newest one included")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--fixed", action="store_true", help="always guess, however much it costs")
     parser.add_argument("--kv-cache-memory", type=int, default=8 << 30)
@@ -43,6 +44,7 @@ def main() -> None:
     guessing = LLM(
         args.model, **settings, speculative=args.kind, speculative_model=args.head,
         speculative_steps=args.steps, speculative_topk=args.topk,
+        speculative_num_draft_tokens=args.num_draft_tokens,
         speculative_adaptive=not args.fixed,
     )  # fmt: skip
     results = []
