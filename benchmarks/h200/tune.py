@@ -1,15 +1,17 @@
-"""Times every tile of every product inside the whole decode step, and prints the best as JSON.
+"""Times every tile of every product inside the whole recorded step, and prints the best as JSON.
 
     python benchmarks/h200/tune.py path/to/model... --out slotzero/kernels/triton/tuned.json
 
 Start-up times an unknown shape by itself, in a chain of equal products; here each candidate is put
 into the recorded step of a model with random weights, product after product, the others staying at
-the best so far. What is in the file already is kept where a model has other shapes.
+the best so far. Rows are decode's; with --speculative and a drafter, its products are timed in the
+draft and draft-extend passes. What is in the file already is kept where a model has other shapes.
 """
 
 import argparse
 import gc
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,13 +20,13 @@ from slotzero.bench.clock import device_seconds
 from slotzero.bench.rows import standing
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
+from slotzero.graph import GraphKey, Runner
 from slotzero.kernels.triton.kernels import CUBLAS, TritonKernels
 from slotzero.kernels.triton.tiles import tiles_for
 
 ROWS = (1, 8, 16, 64)
 CONTEXT = 384
 REPEATS = 5
-PRODUCTS = (("qkv", "linear"), ("out", "add"), ("gate_up", "gated"), ("down", "add"))
 
 
 def main() -> None:
@@ -32,6 +34,8 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--speculative")
+    parser.add_argument("--speculative-model")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     best: dict[str, str] = {}
@@ -43,65 +47,99 @@ def main() -> None:
                 model=str(model), load_format="dummy", skip_tokenizer_init=True,
                 show_progress=False, lazy_recording=True, max_model_len=1024,
                 kv_cache_memory=30 << 30, enable_prefix_caching=False,
+                speculative=args.speculative, speculative_model=args.speculative_model,
             )
         )  # fmt: skip
+        decode, *others = engine.worker.runners
+        drafting = [runner for runner in others if runner.spec.name.startswith("draft")]
+        timed: set[str] = set()
         for rows in args.rows:
             for _ in range(args.rounds):
-                best |= tune(engine, rows, best)
-            if args.out:
-                args.out.write_text(json.dumps(best, indent=1, sort_keys=True) + "\n")
-        del engine
+                best |= tune(engine, decode, rows, best, timed)
+            timed |= set(asked(engine, decode, decode.pick(rows, rows)))
+        for runner in drafting:
+            for rows in args.rows:
+                best |= tune(engine, runner, rows, best, timed)
+                timed |= set(asked(engine, runner, runner.pick(rows, rows)))
+        if args.out:
+            args.out.write_text(json.dumps(best, indent=1, sort_keys=True) + "\n")
+        del engine, decode, others, drafting
         gc.collect()
         torch.cuda.empty_cache()
     print(json.dumps(best, sort_keys=True))
 
 
-def tune(engine: Engine, rows: int, known: dict[str, str]) -> dict[str, str]:
-    kernels, registry = engine.worker.kernels, engine.worker.registry
-    assert isinstance(kernels, TritonKernels)
-    head = "head" if any(e.name == "weight.head" for e in registry.entries()) else "embedding"
-    keys = []
-    for product, kind in (*PRODUCTS, (head, "logits")):
-        weight = registry[f"weight.{product}"]
-        out, inner = weight.shape[-2:]
-        keys.append(kernels.key(kind, out, inner, rows))
+def tune(
+    engine: Engine, runner: Runner, rows: int, known: dict[str, str], done: set[str]
+) -> dict[str, str]:
+    """-> the best of what one size of a runner multiplies, but for what is done already"""
+    size = runner.pick(rows, rows)
+    keys = [key for key in asked(engine, runner, size) if key not in done]
     chosen = {key: known.get(key, CUBLAS) for key in keys}
-    compile_all(engine, rows, keys)
+    compile_all(engine, runner, size, keys)
     for key in keys:
-        candidates = [CUBLAS, *map(str, tiles_for(rows, adds="/add/" in key))]
-        seconds = {name: step_seconds(engine, rows, {**chosen, key: name}) for name in candidates}
+        shape, padded = key.split("/")[2:]
+        inner = int(shape.partition("x")[2])
+        candidates = [CUBLAS, *map(str, tiles_for(int(padded), inner, adds="/add/" in key))]
+        seconds = {
+            name: step_seconds(engine, runner, size, {**chosen, key: name}) for name in candidates
+        }
         ranked = sorted(seconds, key=seconds.__getitem__)
         if seconds[ranked[0]] == float("inf"):
             raise RuntimeError(f"{key}: nothing could be timed")
         chosen[key] = ranked[0]
         shown = "; ".join(f"{1000 * seconds[name]:.4f} {name}" for name in ranked[:4])
-        print(f"{key}: {shown}", flush=True)
+        print(f"{size}: {key}: {shown}", flush=True)
+    engine.worker.kernels.choices.choose(chosen)
     return chosen
 
 
-def compile_all(engine: Engine, rows: int, keys: list[str]) -> None:
-    """Side by side: products without a choice ask for all their tiles."""
-    worker = engine.worker
-    worker.kernels.choices.choose(dict.fromkeys(keys, "unknown"))
-    with torch.inference_mode():
-        worker.kernels.prepare(lambda: worker.decode.rehearse(worker.decode.pick(rows, rows)))
+def asked(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
+    """Keys of choices that a size asks for."""
+    choices = engine.worker.kernels.choices
+    keys: dict[str, None] = {}
 
+    def note(key: str, candidates: object) -> str:
+        keys[key] = None
+        return CUBLAS
 
-def step_seconds(engine: Engine, rows: int, choices: dict[str, str]) -> float:
-    worker = engine.worker
-    worker.kernels.choices.choose(choices)
-    key = worker.decode.pick(rows, rows)
+    choices.known, known = note, choices.known
     try:
         with torch.inference_mode():
-            worker.decode.record(key)
-        with standing(engine, worker.decode, key, CONTEXT) as standing_rows:
-            device = worker.registry.device
-            return device_seconds(
-                standing_rows.replay, standing_rows.rewind, REPEATS, device, lead=0.01
-            )
+            runner.rehearse(size)
+    finally:
+        choices.known = known
+    return list(keys)
+
+
+def compile_all(engine: Engine, runner: Runner, size: GraphKey, keys: list[str]) -> None:
+    """Side by side: products without a choice ask for all their tiles."""
+    kernels = engine.worker.kernels
+    assert isinstance(kernels, TritonKernels)
+    kernels.choices.choose(dict.fromkeys(keys, "unknown"))
+    with torch.inference_mode():
+        kernels.prepare(lambda: runner.rehearse(size))
+
+
+def step_seconds(engine: Engine, runner: Runner, size: GraphKey, choices: dict[str, str]) -> float:
+    worker = engine.worker
+    worker.kernels.choices.choose(choices)
+    try:
+        with torch.inference_mode():
+            runner.record(size)
+        device = worker.registry.device
+        if runner is not worker.decode:  # over an empty step: products take as long
+            replay = partial(runner.replay, size)
+            return device_seconds(replay, _nothing, REPEATS, device, lead=0.01)
+        with standing(engine, runner, size, CONTEXT) as rows:
+            return device_seconds(rows.replay, rows.rewind, REPEATS, device, lead=0.01)
     except Exception as error:  # a tile that this card cannot hold
         print(f"  {error}", flush=True)
         return float("inf")
+
+
+def _nothing() -> None:
+    """Before a replay."""
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from slotzero.kernels.triton.tiles import PLAIN_ROWS, padded_rows, tiles_for
 SHAPES = [(32, 256), (26, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64]
 EPS = 1e-3
-PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, adds=False) if tile.slices == 1]
+PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, adds=False) if tile.slices == 1]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
 
@@ -46,7 +46,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_linear_after_a_late_norm(device, half, rows, shape):
     x, weight, bias, norm = made(rows, *shape, device, half)
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    for tile in tiles_for(rows, adds=False):
+    for tile in tiles_for(rows, shape[1], adds=False):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
         linear(late(x, norm, 5), EPS, weight, bias, out, tile)
         assert close(out, expected), tile
@@ -55,13 +55,13 @@ def test_linear_after_a_late_norm(device, half, rows, shape):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated(device, half, rows, shape):
-    check_gated(device, half, rows, shape, "silu", tiles_for(rows, adds=False))
+    check_gated(device, half, rows, shape, "silu", tiles_for(rows, shape[1], adds=False))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("rows", [1, 11, 64])
 def test_other_activations(device, half, rows, activation):
-    tiles = tiles_for(rows, adds=False)
+    tiles = tiles_for(rows, SHAPES[1][1], adds=False)
     check_gated(device, half, rows, SHAPES[1], activation, {tiles[0], tiles[-1]})
 
 
@@ -83,7 +83,7 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     x, weight, bias, _ = made(rows, *shape, device, half)
     before, norm = (torch.randn(n, shape[0], device=device).to(half) for n in (rows, 1))
     expected = before.float() + F.linear(x.float(), weight.float(), bias.float())
-    for tile in tiles_for(rows, adds=True):
+    for tile in tiles_for(rows, shape[1], adds=True):
         residual = before.clone()
         after = linear_add(x, weight, bias, residual, norm[0], tile)
         assert close(residual, expected), tile
@@ -97,7 +97,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
     hostile = x.clone()
     hostile[bad] = torch.nan
     others = [row for row in range(size) if row not in bad]
-    for tile in tiles_for(size, adds=False):
+    for tile in tiles_for(size, 256, adds=False):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(size, 48, device=device).to(half)
@@ -126,7 +126,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
     slots = torch.arange(rows, dtype=torch.int32, device=device) % 3
     expected = F.linear(x.float(), weight.float(), bias.float())
     expected[slots == 0] = 0
-    for tile in tiles_for(rows, adds=False):
+    for tile in tiles_for(rows, SHAPES[2][1], adds=False):
         out = torch.full((rows, SHAPES[2][0]), torch.nan, device=device)
         linear(Normed(x, None), EPS, weight, bias, out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile
@@ -135,12 +135,22 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
 
 def test_plain_tiles_are_for_few_rows():
     for rows in range(2, 65):
-        plain = [tile for tile in tiles_for(rows, adds=True) if tile.slices == 1]
+        plain = [tile for tile in tiles_for(rows, 576, adds=True) if tile.slices == 1]
         assert plain == (PLAIN if rows <= PLAIN_ROWS else [])
     for tile in PLAIN:
         side = min(tile.features, tile.num_warps)
         assert tile.features % side == tile.num_warps % side == 0
         assert tile.depth % (4 * 32 * tile.num_warps // side) == 0
+
+
+def test_whole_rows_of_weights_are_covered_once():
+    for inner in (16, 72, 576, 1024, 1536, 2048, 3072):
+        whole = [tile for tile in tiles_for(PLAIN_ROWS, inner, adds=False) if tile.ahead > 1]
+        assert whole or inner < 512
+        for tile in whole:
+            covered = tile.depth * tile.slices * tile.ahead
+            assert inner <= covered < inner + 16 * tile.slices
+    assert all(tile.ahead == 1 for tile in tiles_for(PLAIN_ROWS, 4096, adds=False))
 
 
 def test_rows_are_padded_to_few_sizes():

@@ -44,10 +44,12 @@ def _plan_kernel(
     slots, positions, stands, rows,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done,
     num_done, num_chunks, spare, smallest,
-    WINDOW: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Never launched to overlap: what follows it may read the plan at once. A window
-    reaches back from where the first of a row's SPAN tokens stands."""
+    reaches back from where the first of a row's SPAN tokens stands. With APART the newest position,
+    which is not stored yet, is a chunk of its own."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
@@ -56,18 +58,25 @@ def _plan_kernel(
     if WINDOW is not None:
         stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
         low = tl.maximum(tl.where(slot > 0, stand + 1, 0) - WINDOW, 0)
-    seen = length - low
+    stored = length
+    if APART:
+        stored = tl.maximum(length - 1, 0)
+    seen = stored - low
     share = tl.cdiv(tl.sum(seen.to(tl.int64), axis=0), spare).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
-    count = tl.where(r < rows, tl.maximum(tl.cdiv(seen, chunk), 1), 0)
+    count = tl.cdiv(seen, chunk) + 1 if APART else tl.maximum(tl.cdiv(seen, chunk), 1)
+    count = tl.where(r < rows, count, 0)
     last = tl.cumsum(count, axis=0)
     first = last - count
     for i in range(tl.max(count, axis=0)):
         mine = i < count
         tl.store(row_of + first + i, r, mask=mine)
         tl.store(slot_of + first + i, slot, mask=mine)
-        tl.store(begin_of + first + i, low + i * chunk, mask=mine)
-        tl.store(end_of + first + i, tl.minimum(low + (i + 1) * chunk, length), mask=mine)
+        begin, end = low + i * chunk, tl.minimum(low + (i + 1) * chunk, stored)
+        if APART:
+            begin, end = tl.minimum(begin, stored), tl.where(i == count - 1, length, end)
+        tl.store(begin_of + first + i, begin, mask=mine)
+        tl.store(end_of + first + i, end, mask=mine)
         tl.store(first_of + first + i, first, mask=mine)
         tl.store(count_of + first + i, count, mask=mine)
     used = tl.sum(count, axis=0)
@@ -160,16 +169,16 @@ def _merge(
     total = tl.zeros([MERGED], tl.float32)
     acc = tl.zeros([MERGED, WIDTH], tl.float32)
     for start in range(first, first + count, BATCH):
-        known = (start + lane < first + count)[:, None]
-        at = (start + lane)[:, None] * HEADS + head[None, :]
-        its_peak = tl.load(peak_of + at, mask=known & real[None, :], other=float("-inf"))
-        its_total = tl.load(total_of + at, mask=known & real[None, :], other=0.0)
+        known = real[:, None] & (start + lane < first + count)[None, :]
+        at = head[:, None] + (start + lane)[None, :] * HEADS
+        its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
+        its_total = tl.load(total_of + at, mask=known, other=0.0)
         its_at = partial + at[:, :, None] * VALUE_DIM + dim[None, None, :]
-        its_acc = tl.load(its_at, mask=known[:, :, None] & inside[None, :, :], other=0.0)
-        new_peak = tl.maximum(peak, tl.max(its_peak, axis=0))
-        old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak[None, :])
-        total = total * old + tl.sum(its_total * new, axis=0)
-        acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=0)
+        its_acc = tl.load(its_at, mask=known[:, :, None] & inside[:, None, :], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
+        old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak[:, None])
+        total = total * old + tl.sum(its_total * new, axis=1)
+        acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
         peak = new_peak
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * VALUE_DIM + dim[None, :], result, mask=inside)
@@ -313,8 +322,8 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
         _plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
-        num_chunks, spare, smallest,
-        WINDOW=heads.window, SPAN=1, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        num_chunks, spare, smallest, WINDOW=heads.window, SPAN=1, APART=False,
+        ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
     return shares
 
@@ -364,10 +373,8 @@ def shape_for(rows: int, itemsize: int, size: int) -> tuple[int, int, int, bool]
     (`size` is of a key and its value) have half the keys in the same memory.
     """
     small = 2 if itemsize * size > 512 else 1
-    if rows <= 2:
-        return 64 // small, 4, 2, False
     if rows <= 64:
-        return 64 // small, 2, 4, True
+        return 64 // small, 4 if 2 <= rows <= 8 else 2, 2, True
     if rows <= 128:
         return 64 // small, 2, 2, False
     return 32 // small, 1, 2, False

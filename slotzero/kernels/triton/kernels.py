@@ -314,9 +314,9 @@ class TritonKernels(TritonSpeculation, Kernels):
             return run(None, weight)
         rows, adds = len(x), kind == "add"
         if INTERPRETED:
-            return run(tiles_for(rows, adds)[0], weight)
-        tiles = _named_tiles(rows, adds)
+            return run(tiles_for(rows, weight.shape[1], adds)[0], weight)
         out_features, in_features = weight.shape
+        tiles = _named_tiles(rows, in_features, adds)
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, (CUBLAS, *tiles))
         if name is None and is_compiling():
@@ -334,8 +334,8 @@ class TritonKernels(TritonSpeculation, Kernels):
 
 
 @functools.cache
-def _named_tiles(rows: int, adds: bool) -> dict[str, Tile]:
-    return {str(tile): tile for tile in tiles_for(rows, adds)}
+def _named_tiles(rows: int, inner: int, adds: bool) -> dict[str, Tile]:
+    return {str(tile): tile for tile in tiles_for(rows, inner, adds)}
 
 
 def _is_few(rows: int, dtype: torch.dtype) -> bool:

@@ -104,22 +104,24 @@ def _one_row_kernel(
     if ACTIVATION is not None:
         w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
     wait_for_writer(PDL)
+    value = tl.load(x + k, mask=k < INNER, other=0.0)
     parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1)
 
     acc = tl.zeros([FEATURES, DEPTH], tl.float32)
     acc2 = acc
     for first in range(0, INNER, DEPTH):
-        here, after = first + k, first + DEPTH + k
-        value = tl.load(x + here, mask=here < INNER, other=0.0).to(tl.float32)
+        after = first + DEPTH + k
+        next_value = tl.load(x + after, mask=after < INNER, other=0.0)
         ahead = (after[None, :] < INNER) & (n[:, None] < num_out)
         next_w = tl.load(at + first + DEPTH, mask=ahead, other=0.0)
         next_w2 = next_w
         if ACTIVATION is not None:
             next_w2 = tl.load(at + apart + first + DEPTH, mask=ahead, other=0.0)
-        acc += w.to(tl.float32) * value[None, :]
+        wide = value.to(tl.float32)[None, :]
+        acc += w.to(tl.float32) * wide
         if ACTIVATION is not None:
-            acc2 += w2.to(tl.float32) * value[None, :]
-        w, w2 = next_w, next_w2
+            acc2 += w2.to(tl.float32) * wide
+        w, w2, value = next_w, next_w2, next_value
     result = tl.sum(acc, axis=1)[None, :]
     second = result
     if ACTIVATION is not None:
@@ -151,58 +153,61 @@ def _plain_kernel(
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     SIDE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Plain multiply-adds over few rows. SIDE features lie side by side, each for LANES of its own;
-    a lane holds four neighbours of a tile, for every row and for FEATURES / SIDE features. Rows are
-    loaded in the layout of the weight (once for each of SIDE), so that none is exchanged, and how
-    many there are does not change the order of a sum."""
+    """Plain multiply-adds over few rows. SIDE warps or more lie side by side, each with FEATURES /
+    SIDE features; LANES hold four neighbours of a tile each, for every row. The lanes are the first
+    dimension, because a compiler deals out threads in that order: weight and rows then lie alike,
+    none is exchanged, and how many rows there are does not change the order of a sum."""
     may_follow(PDL)
     each: tl.constexpr = FEATURES // SIDE
     step: tl.constexpr = 4 * LANES
-    side = tl.arange(0, SIDE)[None, None, :, None, None]
     n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
-    k = 4 * tl.arange(0, LANES)[None, None, None, :, None] + tl.arange(0, 4)
-    wn = tl.program_id(0) * FEATURES + tl.arange(0, each)[None, :, None, None, None] * SIDE + side
-    at = weight + wn.to(tl.int64) * INNER + k  # [1, each, side, lanes, 4]
+    k = 4 * tl.arange(0, LANES)[:, None, None, None, None] + tl.arange(0, 4)
+    side = tl.arange(0, SIDE)[None, :, None, None, None]
+    wn = tl.program_id(0) * FEATURES + side * each + tl.arange(0, each)[None, None, :, None, None]
+    at = weight + wn.to(tl.int64) * INNER + k  # [lanes, side, each, 1, 4]
     apart = num_out.to(tl.int64) * INNER
     w = _load_tiles(at, k, wn, num_out, INNER, EVEN, DEPTH, step)
     w2 = w
     if ACTIVATION is not None:
         w2 = _load_tiles(at + apart, k, wn, num_out, INNER, EVEN, DEPTH, step)
+    xm = m[None, None, None, :, None]
+    x_at = x + xm.to(tl.int64) * x_stride + (k + 0 * side)  # [lanes, side, 1, rows, 4]
     wait_for_writer(PDL)
-    xm = m[:, None, None, None, None]
-    x_at = x + xm.to(tl.int64) * x_stride + (k + 0 * side)  # [rows, 1, side, lanes, 4]
-    if INNER <= DEPTH:  # one round: the rows need not wait for the squares
-        value = _load_tiles(x_at, k, xm, rows, INNER, False, DEPTH, step)
+    value = _load_tiles(x_at, k, xm, rows, INNER, False, DEPTH, step)
     parts, before = _ask(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
 
-    acc = tl.zeros([ROWS, each, SIDE, LANES, 4], tl.float32)
+    acc = tl.zeros([LANES, SIDE, each, ROWS, 4], tl.float32)
     acc2 = acc
     for first in range(0, INNER, DEPTH):
-        next_w, next_w2 = w, w2
-        if INNER > DEPTH:
-            value = _load_tiles(x_at + first, first + k, xm, rows, INNER, False, DEPTH, step)
-            after = first + DEPTH
-            next_w = _load_tiles(at + after, after + k, wn, num_out, INNER, False, DEPTH, step)
-            next_w2 = next_w
-            if ACTIVATION is not None:
-                at2 = at + apart + after
-                next_w2 = _load_tiles(at2, after + k, wn, num_out, INNER, False, DEPTH, step)
+        after = first + DEPTH
+        next_w = _load_tiles(at + after, after + k, wn, num_out, INNER, False, DEPTH, step)
+        next_w2 = next_w
+        if ACTIVATION is not None:
+            at2 = at + apart + after
+            next_w2 = _load_tiles(at2, after + k, wn, num_out, INNER, False, DEPTH, step)
         for i in tl.static_range(DEPTH // step):
             wide = value[i].to(tl.float32)
             acc += w[i].to(tl.float32) * wide
             if ACTIVATION is not None:
                 acc2 += w2[i].to(tl.float32) * wide
+        value = _load_tiles(x_at + after, after + k, xm, rows, INNER, False, DEPTH, step)
         w, w2 = next_w, next_w2
-    result = tl.reshape(tl.sum(tl.sum(acc, axis=4), axis=3), [ROWS, FEATURES])
+    result = _sum_lanes(acc, FEATURES, ROWS)
     second = result
     if ACTIVATION is not None:
-        second = tl.reshape(tl.sum(tl.sum(acc2, axis=4), axis=3), [ROWS, FEATURES])
+        second = _sum_lanes(acc2, FEATURES, ROWS)
     _finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
         n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
+
+
+@triton.jit
+def _sum_lanes(acc, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+    """[lanes, side, each, rows, 4] -> [rows, features]"""
+    return tl.trans(tl.reshape(tl.sum(tl.sum(acc, axis=4), axis=0), [FEATURES, ROWS]))
 
 
 @triton.jit
@@ -229,44 +234,46 @@ def _sliced_kernel(
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
-    ROWS: tl.constexpr,
+    AHEAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Matrix units, with slices of the inner dimension side by side, each for warps of its own.
     What there are 16 of, features or rows, leads: matrix units want that."""
     may_follow(PDL)
-    block: tl.constexpr = SLICES * DEPTH
+    step: tl.constexpr = SLICES * DEPTH
+    block: tl.constexpr = AHEAD * step
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     m = tl.arange(0, ROWS)
     k = tl.arange(0, SLICES)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]  # [slices, depth]
     wk, wn = k[:, None, :], n[None, :, None]
     at = weight + wn.to(tl.int64) * INNER + wk  # [slices, features, depth]
     apart = num_out.to(tl.int64) * INNER
-    w = _load_weight(at, wk, wn, num_out, INNER, EVEN)
+    w = _load_tiles(at, wk, wn, num_out, INNER, EVEN, block, step)
     w2 = w
     if ACTIVATION is not None:
-        w2 = _load_weight(at + apart, wk, wn, num_out, INNER, EVEN)
+        w2 = _load_tiles(at + apart, wk, wn, num_out, INNER, EVEN, block, step)
+    xk, xm = k[:, :, None], m[None, None, :]
+    x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
     wait_for_writer(PDL)
+    value = _load_tiles(x_at, xk, xm, rows, INNER, False, block, step)
     parts, before = _ask(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
 
-    xk, xm = k[:, :, None], m[None, None, :]
-    x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
-    value = tl.load(x_at, mask=(xk < INNER) & (xm < rows), other=0.0)
     wide: tl.constexpr = FEATURES >= 16
     acc = tl.zeros([SLICES, FEATURES if wide else ROWS, ROWS if wide else FEATURES], tl.float32)
     acc2 = acc
     for first in range(0, INNER, block):
-        next_known = (first + block + xk < INNER) & (xm < rows)
-        next_value = tl.load(x_at + first + block, mask=next_known, other=0.0)
-        ahead = (first + block + wk < INNER) & (wn < num_out)
-        next_w = tl.load(at + first + block, mask=ahead, other=0.0)
+        after = first + block
+        next_value = _load_tiles(x_at + after, after + xk, xm, rows, INNER, False, block, step)
+        next_w = _load_tiles(at + after, after + wk, wn, num_out, INNER, False, block, step)
         next_w2 = next_w
         if ACTIVATION is not None:
-            next_w2 = tl.load(at + apart + first + block, mask=ahead, other=0.0)
-        acc = _dot_slices(w, value, acc, wide)
-        if ACTIVATION is not None:
-            acc2 = _dot_slices(w2, value, acc2, wide)
+            at2 = at + apart + after
+            next_w2 = _load_tiles(at2, after + wk, wn, num_out, INNER, False, block, step)
+        for i in tl.static_range(AHEAD):
+            acc = _dot_slices(w[i], value[i], acc, wide)
+            if ACTIVATION is not None:
+                acc2 = _dot_slices(w2[i], value[i], acc2, wide)
         w, w2, value = next_w, next_w2, next_value
     result = _sum_slices(acc, wide)
     second = result
@@ -296,9 +303,6 @@ def _staged_kernel(
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
     wait_for_writer(PDL)
-    parts, before = _ask(
-        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
-    )
 
     for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
         known = (m < rows)[:, None]
@@ -311,6 +315,9 @@ def _staged_kernel(
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = tl.dot(value, w2, acc2)
+    parts, before = _ask(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
     _finish(
         acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
         n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
@@ -419,9 +426,9 @@ def _launch(
         sizes = {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages}
     elif tile.slices > 1:
         least = 8 if tile.features >= 16 else 16
-        kernel, parts = _sliced_kernel, 64
-        sizes = {"ROWS": max(least, padded_rows(rows)), "SLICES": tile.slices}
-        block *= tile.slices
+        kernel, parts = _sliced_kernel, 128
+        sizes = {"ROWS": max(least, padded_rows(rows)), "SLICES": tile.slices, "AHEAD": tile.ahead}
+        block *= tile.slices * tile.ahead
     elif rows > 1:
         side, size = min(tile.features, tile.num_warps), 4 if rows <= 4 else PLAIN_ROWS
         kernel, parts = _plain_kernel, 2048 // size

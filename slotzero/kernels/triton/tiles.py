@@ -6,15 +6,17 @@ from dataclasses import dataclass
 MAX_ROWS = 64
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
+WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
     side by side along the inner dimension, summed at the end, or loads run `stages` ahead. With
-    several `shares`, the inner dimension is split over programs; another kernel adds them up. One
-    slice is plain multiply-adds; over several rows each warp has features of its own, and where a
-    program has fewer of them than warps, these split its depth."""
+    several `shares`, the inner dimension is split over programs; another kernel adds them up. Of
+    slices, several lots may be requested `ahead`, before the first is used. One slice is plain
+    multiply-adds; over several rows each warp has features of its own, and where a program has
+    fewer of them than warps, these split its depth."""
 
     features: int
     depth: int
@@ -22,9 +24,12 @@ class Tile:
     stages: int
     num_warps: int
     shares: int = 1
+    ahead: int = 1
 
     def __str__(self) -> str:
         how = f"{self.slices} slices" if self.slices else f"{self.stages} stages"
+        if self.ahead > 1:
+            how = f"{self.ahead} of {how}"
         shares = f", {self.shares} shares" if self.shares > 1 else ""
         return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
 
@@ -35,19 +40,20 @@ def padded_rows(rows: int) -> int:
 
 
 @functools.cache
-def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
+def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
     """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
     that is added to the residual has few features, so its inner dimension may be shared out."""
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
-    plain = [(4, 640, 4), (4, 768, 8), (4, 512, 4), (8, 256, 4)] if rows <= PLAIN_ROWS else []
+    plain = [(4, 512, 4), (4, 640, 4), (2, 768, 4)] if rows <= PLAIN_ROWS else []
     if rows <= SLICED_ROWS:
         sliced = [(8, 128, 8, 8), (8, 256, 8, 8), (16, 64, 8, 4), (16, 128, 4, 4), (16, 256, 4, 4)]
         staged = [(16, 256, 4, 2), (32, 256, 3, 4), (32, 256, 4, 4), (32, 128, 5, 4)]
         shared = [(32, 256, 3, 4, 4), (64, 128, 4, 4, 4)]
+        whole = _whole(inner)
     else:
-        sliced = []
+        sliced, whole = [], []
         staged = [
             (16, 128, 6, 4),
             (32, 128, 5, 4),
@@ -58,7 +64,19 @@ def tiles_for(rows: int, adds: bool) -> tuple[Tile, ...]:
         shared = [(64, 128, 4, 4, 2), (64, 128, 4, 4, 4)]
     return (
         *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
+        *whole,
         *(Tile(f, depth, 1, 0, warps) for f, depth, warps in plain),
         *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
         *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
     )
+
+
+def _whole(inner: int) -> list[Tile]:
+    """All weights of 16 features at once, in as few tiles as fit, where registers hold them."""
+    tiles = []
+    for slices in (4, 8):
+        run = -(-inner // (16 * slices)) * 16  # of one slice, in matrix units
+        depth = next(depth for depth in (64, 32, 16) if run % depth == 0)
+        if run <= WHOLE_RUN:
+            tiles.append(Tile(16, depth, slices, 0, num_warps=slices, ahead=run // depth))
+    return tiles

@@ -44,7 +44,8 @@ from slotzero.kernels.triton.launch import (
 
 MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head: what a tile holds
 MAX_PARTS = 4  # tiles of a row: each of them reads its context
-MERGED_PAIRS = 8  # at a time
+FEW_ROWS = 8  # whose own keys are a chunk apart: a program more, but each of them is done sooner
+MERGED_PAIRS = 16  # at a time
 PLANNED = 2 + len(Shares._fields) + len(Branches._fields)  # what a plan has
 
 
@@ -124,18 +125,18 @@ def _merge(
         total = tl.zeros([MERGED], tl.float32)
         acc = tl.zeros([MERGED, WIDTH], tl.float32)
         for start in range(0, count, BATCH):
-            known = (start + lane < count)[:, None] & real[None, :]
-            at = (start + lane)[:, None] * (SPAN * HEADS) + pair[None, :]
+            known = real[:, None] & (start + lane < count)[None, :]
+            at = pair[:, None] + (start + lane)[None, :] * (SPAN * HEADS)
             its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
             its_total = tl.load(total_of + at, mask=known, other=0.0)
             its_at = partial + at[:, :, None] * VALUE_DIM + dim[None, None, :]
             inside = known[:, :, None] & (dim < VALUE_DIM)[None, None, :]
             its_acc = tl.load(its_at, mask=inside, other=0.0)
-            new_peak = tl.maximum(peak, tl.max(its_peak, axis=0))
+            new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
             level = _level(new_peak)
-            old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[None, :])
-            total = total * old + tl.sum(its_total * new, axis=0)
-            acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=0)
+            old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[:, None])
+            total = total * old + tl.sum(its_total * new, axis=1)
+            acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
             peak = new_peak
         result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
         out_at = out + ((row * SPAN + place) * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
@@ -318,19 +319,20 @@ def plan(
     [num_chunks, kv_heads, pairs, value_dim]; their peaks and totals likewise. And the branches."""
     num_rows, kv_heads, pairs = len(rows.slots), heads.num_kv_heads, _pairs(rows.span, heads)
     parts, tokens = _cut(rows.span, heads)
-    spare, smallest = cut_for(num_rows, kv_heads * parts, _pairs(tokens, heads))
-    num_chunks = num_rows + spare
+    spare, smallest, apart = cut_for(num_rows, kv_heads * parts, _pairs(tokens, heads))
+    num_chunks = num_rows * (1 + apart) + spare
+    num_chunks += -num_chunks % 4  # the parts of one allocation are aligned
     ints = rows.slots.new_empty(6, num_chunks)
     done = rows.slots.new_empty(num_rows, kv_heads * parts)
     floats = torch.empty(2, num_chunks, kv_heads, pairs, device=done.device)
     partial = torch.empty(num_chunks, kv_heads, pairs, heads.value_dim, device=done.device)
     row, slot, begin, end, first, num = ints.unbind()
     shares = Shares(row, slot, begin, end, first, num, done, partial, *floats.unbind())
-    stands, apart = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
+    stands, far = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
     launch(
         _plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
         done.numel(), num_chunks, spare, smallest,
-        WINDOW=heads.window, SPAN=apart, ROWS=_padded(num_rows, 256), BLOCK=1024,
+        WINDOW=heads.window, SPAN=far, APART=apart, ROWS=_padded(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     return rows.starts, token_slots, *shares, *(branches or NO_BRANCHES)
 
@@ -353,9 +355,7 @@ def attend(
     dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
     out = joined.new_empty(len(joined), heads.out_size)
     pairs, width = _padded(_pairs(tokens, heads), 16), _padded(value_dim, 32)
-    keys, warps, stages, early = shape_for(
-        len(starts), pairs, joined.dtype.itemsize, dim + value_dim
-    )
+    keys, warps, stages, early = shape_for(pairs, joined.dtype.itemsize, dim + value_dim)
     launch(
         _verify_kernel, (kv_heads * parts, num_chunks),
         joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *plan,
@@ -371,23 +371,24 @@ def attend(
     return out
 
 
-def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int]:
-    """-> chunks beyond one a row, and the fewest keys of one.
+def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int, bool]:
+    """-> chunks beyond one a row, the fewest keys of one, and whether a row's own keys are apart.
 
     Contexts are spread over 512 programs, as decode's of a small batch. But whoever merges a row
     reads all pairs of its chunks alone: the more pairs, the fewer and longer chunks pay.
     """
     most = max(16, 512 // pairs) * rows
     spare = max(rows, min(triton.cdiv(512, kv_heads) - rows, most))
-    spare += -(rows + spare) % 4  # the parts of one allocation are aligned
-    return spare, 256 if rows > 64 else max(64, 2 * _padded(pairs, 16))
+    smallest = 256 if rows > 64 else max(64, 2 * _padded(pairs, 16))
+    return spare, smallest, rows <= FEW_ROWS
 
 
-def shape_for(rows: int, pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
+def shape_for(pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
     """-> keys in a tile, warps, stages, whether to read a tile early.
 
-    `size` is of a key and its value. Threads share the queries and their sums: of more, more of
-    them, so that none spills; with 128 pairs of heads of 256, once a program, they do.
+    With more stages than two, the compiler waits for one load after another unless a tile was read
+    early. `size` is of a key and its value. Threads share the queries and their sums: of more, more
+    of them, so that none spills; with 128 pairs of heads of 256, once a program, they do.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         return 16, 8, 2, False
@@ -395,7 +396,7 @@ def shape_for(rows: int, pairs: int, itemsize: int, size: int) -> tuple[int, int
         return 32, 8, 2, False
     if pairs > 32:
         return 64, 4 if pairs <= 64 else 8, 2, False
-    return 64, 4, 3, pairs <= 16 and 2 < rows <= 64
+    return 64, 4, 2, pairs <= 16
 
 
 def _cut(span: int, heads: Heads) -> tuple[int, int]:
