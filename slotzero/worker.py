@@ -488,7 +488,7 @@ def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) 
             len(g.layers),
             page_size,
             g.heads.num_kv_heads,
-            g.heads.head_dim + g.heads.value_dim,
+            g.heads.row_size,
             dtype,
             g.heads.window,
         )

@@ -214,11 +214,7 @@ class ComposedKernels(ComposedSpeculation, Kernels):
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
-        slots, positions, bases, seen, stands = plan
-        assert slots is not None and positions is not None
-        branches = None
-        if bases is not None and seen is not None and stands is not None:
-            branches = Branches(bases, seen, stands)
+        slots, positions, branches = _planned(plan)
         q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
         if heads.norms_whole:
             q, k = _maybe_norm(q, q_norm, heads), _maybe_norm(k, k_norm, heads)
@@ -231,6 +227,32 @@ class ComposedKernels(ComposedSpeculation, Kernels):
         return self.attend(
             q, sinks, kv_pages, page_table, slots, positions, heads, branches
         ).flatten(1)
+
+    def attention_latent(
+        self,
+        q: Tensor,
+        k: Tensor,
+        k_norm: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        angles: Angles,
+        kv_pages: Tensor,
+        page_table: Tensor,
+        plan: Plan,
+        heads: Heads,
+    ) -> Tensor:
+        assert heads.latent is not None
+        slots, positions, branches = _planned(plan)
+        plain, turned = heads.latent.plain_dim, heads.latent.turned_dim
+        straight, turning = q.view(len(q), -1, plain + turned).split([plain, turned], dim=-1)
+        key, latent = k[:, None].split([turned, heads.value_dim], dim=-1)
+        row = torch.cat((rotate(key, *angles), rms_norm(latent, k_norm, heads.norm_eps)), dim=-1)
+        self.store_kv(row, row[..., :0], kv_pages, page_table, slots, positions)
+        brought = torch.bmm(straight.transpose(0, 1), up_k).transpose(0, 1)
+        q = torch.cat((rotate(turning, *angles), brought), dim=-1)
+        seen = self.attend(q, None, kv_pages, page_table, slots, positions, heads, branches)
+        results = torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2))
+        return results.transpose(0, 1).flatten(1)
 
     def advance(
         self,
@@ -247,6 +269,14 @@ class ComposedKernels(ComposedSpeculation, Kernels):
         kept = tokens[slots, new_length]
         tokens.index_put_((slots, new_length), torch.where(samples, sampled, kept))
         length.index_put_((slots,), new_length)
+
+
+def _planned(plan: Plan) -> tuple[Tensor, Tensor, Branches | None]:
+    slots, positions, bases, seen, stands = plan
+    assert slots is not None and positions is not None
+    if bases is None or seen is None or stands is None:
+        return slots, positions, None
+    return slots, positions, Branches(bases, seen, stands)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

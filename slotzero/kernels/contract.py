@@ -188,7 +188,7 @@ class Kernels(SpeculationKernels):
         sinks: Tensor
         | None,  # [heads]: a score that takes its share of the softmax and adds nothing
         angles: Angles,
-        kv_pages: Tensor,  # [pages, page_size, kv_heads, head_dim + value_dim]: a key, its value
+        kv_pages: Tensor,  # [pages, page_size, kv_heads, row_size]: a key, its value
         page_table: Tensor,  # [slots + 1, pages_per_slot]
         plan: Plan,
         heads: Heads,
@@ -196,6 +196,24 @@ class Kernels(SpeculationKernels):
         """Norms and rotates q and k, stores k and v at each token's position, and attends to the
         positions of its slot up to its own, the last `window` of them, or those of its branch
         -> [T, out_size]. Slot 0 stores nothing and gets zeros."""
+
+    @abstractmethod
+    def attention_latent(
+        self,
+        q: Tensor,  # [T, heads * (plain + turned)]
+        k: Tensor,  # [T, turned + latent], before norm and turn
+        k_norm: Tensor,  # [latent]
+        up_k: Tensor,  # [heads, plain, latent]
+        up_v: Tensor,  # [heads, result, latent]
+        angles: Angles,  # of turned_dim
+        kv_pages: Tensor,  # [pages, page_size, 1, row_size]
+        page_table: Tensor,
+        plan: Plan,
+        heads: Heads,
+    ) -> Tensor:
+        """`attention` of latent heads: norms the latent, turns what is turned, stores the row and
+        attends -> [T, out_size]. A head's query times up_k is compared with latents; what it gets
+        of them, times up_v, is its result."""
 
     @abstractmethod
     def sample(

@@ -48,12 +48,26 @@ Plan = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Of heads whose keys and values are all made from one short row of a token.
+
+    The row is what is stored, as one KV head: `turned_dim` numbers under rope, then the latent. It
+    is the key of every head, once its query has been brought there, and its latent is the value; a
+    result is brought back.
+    """
+
+    plain_dim: int  # of a head's query that is not turned
+    turned_dim: int
+    result_dim: int  # of a head
+
+
+@dataclass(frozen=True)
 class Heads:
     """The shape of attention in one group of layers."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # of queries and keys; of latent ones as they are stored
     value_dim: int
     norm_eps: float
     scale: float
@@ -63,16 +77,26 @@ class Heads:
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
     """Norms of queries and keys are over all heads of a token at once, not head by head."""
+    latent: Latent | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of q, k and v in a joined row."""
+        """Of q, k and v in a joined row; of latent ones k is what is stored, and there is no v."""
+        if self.latent is not None:
+            q = self.num_heads * (self.latent.plain_dim + self.latent.turned_dim)
+            return q, self.head_dim, 0
         kv = self.num_kv_heads
         return self.num_heads * self.head_dim, kv * self.head_dim, kv * self.value_dim
 
     @property
     def out_size(self) -> int:
-        return self.num_heads * self.value_dim
+        each = self.value_dim if self.latent is None else self.latent.result_dim
+        return self.num_heads * each
+
+    @property
+    def row_size(self) -> int:
+        """Of what one KV head stores of a token: a key and its value, which ends the row."""
+        return self.head_dim if self.latent is not None else self.head_dim + self.value_dim
 
 
 class Branches(NamedTuple):

@@ -92,8 +92,7 @@ class ReferenceKernels(ComposedKernels):
         page_size = kv_pages.shape[1]
         stored = kv_pages[pages[seen // page_size], seen % page_size]
         stored = stored.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
-        sizes = [heads.head_dim, heads.value_dim]
-        k, v = torch.split(stored, sizes, dim=-1)  # [context, heads, ...]
+        k, v = stored[..., : heads.head_dim], stored[..., -heads.value_dim :]  # [context, heads, .]
         scores = torch.einsum("hd,chd->hc", q, k).float() * heads.scale
         if heads.softcap is not None:
             scores = heads.softcap * (scores / heads.softcap).tanh()

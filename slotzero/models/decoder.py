@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 class KvPages(NamedTuple):
     """Of one group of layers."""
 
-    pages: Tensor  # [layers, pages, page_size, kv_heads, head_dim + value_dim]
+    pages: Tensor  # [layers, pages, page_size, kv_heads, row_size]
     page_table: Tensor  # [slots + 1, pages_per_slot]
 
 

@@ -64,7 +64,7 @@ void scale(float* y, float a, int64_t n) {
 }
 
 struct Shape {
-  int64_t head_dim, value_dim;
+  int64_t head_dim, value_dim, value_at;
   int64_t stride;  // from a key to the next one of its head
   float scale, softcap;  // softcap 0: none
 };
@@ -85,13 +85,13 @@ struct Query {
 };
 
 // Folds positions [first, first + count) into the query's softmax, as far as it sees them. `kv` is
-// the key of the first; its value comes after it.
+// the key of the first; its value ends the row.
 void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   const int unseen = std::max(0, query.begin - first);
   count = std::min<int>(count, query.end - first) - unseen;
   if (count <= 0) return;
   const int64_t stride = shape.stride, head_dim = shape.head_dim, value_dim = shape.value_dim;
-  const float *keys = kv + unseen * stride, *values = keys + head_dim;
+  const float *keys = kv + unseen * stride, *values = keys + shape.value_at;
   float score[KEYS], max = query.max;
   int j = 0;
   for (; j + UNIT <= count; j += UNIT)
@@ -138,8 +138,8 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
   return runs;
 }
 
-// q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, D + V]; page_table
-// [slots + 1, width]; out [T, heads, V]
+// q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, row], a row being a key and
+// then its value, or a latent key that ends in it; page_table [slots + 1, width]; out [T, heads, V]
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
             Tensor positions, std::optional<Tensor> bases, std::optional<Tensor> seen,
             std::optional<Tensor> stands, double softmax_scale,
@@ -149,7 +149,8 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                   "attend: q, sinks, kv_pages, page_table and out must be contiguous");
   const int64_t heads = q.size(1), head_dim = q.size(2), value_dim = out.size(2);
   const int64_t page = kv_pages.size(1), kv_heads = kv_pages.size(2), pair = kv_pages.size(3);
-  STD_TORCH_CHECK(pair == head_dim + value_dim && heads % kv_heads == 0,
+  STD_TORCH_CHECK((pair == head_dim + value_dim || (pair == head_dim && pair >= value_dim)) &&
+                      heads % kv_heads == 0,
                   "attend: kv_pages do not fit q and out");
   STD_TORCH_CHECK(!sinks || sinks->size(0) == heads, "attend: sinks must have one of each head");
   STD_TORCH_CHECK(!window || *window > 0, "attend: a window must have a key");
@@ -161,7 +162,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                                (*part)->scalar_type() ==
                                    (part == &seen ? ScalarType::Long : ScalarType::Int)),
                     "attend: of a tree's tensors each token has one: int32, and int64 if seen");
-  const Shape shape{head_dim, value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
+  const Shape shape{head_dim, value_dim, pair - value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
                     static_cast<float>(softcap.value_or(0))};
   constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
   const auto most = static_cast<int32_t>(std::min<int64_t>(window.value_or(ALL), ALL));
