@@ -440,13 +440,13 @@ def test_embedding_reads_rows_of_the_packed_head():
 
 
 EXPERTS = {
-    "softmax": Experts(8, 3, 32, "silu", is_sigmoid=False),
-    "softmax, clamped": Experts(8, 4, 48, "clamped_silu", is_sigmoid=False),
-    "one of many": Experts(40, 1, 16, "gelu_tanh", is_sigmoid=False),
-    "sigmoid": Experts(8, 2, 32, "silu", is_sigmoid=True),
-    "sigmoid, normed": Experts(8, 2, 32, "clamped_silu", is_sigmoid=True, is_normed=True),
+    "softmax": Experts(8, 3, 32, "silu", scores="softmax_of_chosen"),
+    "softmax, clamped": Experts(8, 4, 48, "clamped_silu", scores="softmax_of_chosen"),
+    "one of many": Experts(40, 1, 16, "gelu_tanh", scores="softmax_of_chosen"),
+    "sigmoid": Experts(8, 2, 32, "silu", scores="sigmoid"),
+    "sigmoid, normed": Experts(8, 2, 32, "clamped_silu", scores="sigmoid", is_normed=True),
     "groups": Experts(
-        12, 3, 16, "silu", is_sigmoid=True, is_normed=True, factor=2.5, num_groups=4, top_groups=2
+        12, 3, 16, "silu", scores="sigmoid", is_normed=True, factor=2.5, num_groups=4, top_groups=2
     ),
 }
 
@@ -457,7 +457,7 @@ def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
     return ExpertWeights(
         router=torch.randn(n, hidden),
         router_bias=torch.randn(n) if bias else None,
-        correction=torch.randn(n) if shape.is_sigmoid else None,
+        correction=torch.randn(n) if shape.scores == "sigmoid" else None,
         gate_up=torch.randn(n, 2 * inner, hidden),
         gate_up_bias=torch.randn(n, 2 * inner) if bias else None,
         down=torch.randn(n, hidden, inner),
@@ -474,7 +474,7 @@ def packed(kernels: ComposedKernels, weights: ExpertWeights) -> ExpertWeights:
 
 def choose(scores: list[float], correction: list[float], shape: Experts) -> dict[int, float]:
     """Expert -> share, of one token."""
-    if not shape.is_sigmoid:
+    if shape.scores != "sigmoid":
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: shape.top_k]
         shares = torch.tensor([scores[i] for i in best]).softmax(0).tolist()
         return dict(zip(best, shares, strict=True))

@@ -187,10 +187,10 @@ class ComposedKernels(ComposedSpeculation, Kernels):
         self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
     ) -> Tensor:
         scores = self.product(x.x, weights.router, weights.router_bias, shape.num_experts)
-        share, chosen = route(scores, weights.correction, shape)  # [T, top_k] each
-        chosen = chosen.masked_fill((slots == 0)[:, None], shape.num_experts)
+        share, chosen = route(scores, weights.correction, shape)  # [T, num_chosen] each
+        chosen = chosen.masked_fill((slots == 0)[:, None], shape.num_all)
         which, order = chosen.flatten().sort(stable=True)  # nobody's come last
-        rows = x.x[order // shape.top_k]
+        rows = x.x[order // shape.num_chosen]
         joined = self.grouped_product(
             rows, weights.gate_up, weights.gate_up_bias, which, 2 * shape.inner_size
         )
@@ -244,8 +244,9 @@ class ComposedKernels(ComposedSpeculation, Kernels):
         assert heads.latent is not None
         slots, positions, branches = _planned(plan)
         plain, turned = heads.latent.plain_dim, heads.latent.turned_dim
-        straight, turning = q.view(len(q), -1, plain + turned).split([plain, turned], dim=-1)
-        key, latent = k[:, None].split([turned, heads.value_dim], dim=-1)
+        queries = q.view(len(q), -1, plain + turned)
+        straight, turning = queries[..., :plain], queries[..., plain:]
+        key, latent = k[:, None, :turned], k[:, None, turned:]
         row = torch.cat((rotate(key, *angles), rms_norm(latent, k_norm, heads.norm_eps)), dim=-1)
         self.store_kv(row, row[..., :0], kv_pages, page_table, slots, positions)
         brought = torch.bmm(straight.transpose(0, 1), up_k).transpose(0, 1)
@@ -312,15 +313,27 @@ def gated(joined: Tensor, activation: Activation) -> Tensor:
 
 
 def route(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[Tensor, Tensor]:
-    """scores [T, experts] -> weight and index of the experts that each token chooses, [T, top_k]"""
-    if not shape.is_sigmoid:
+    """scores [T, experts] -> weight and index of the experts that each token chooses,
+    [T, num_chosen]"""
+    share, chosen = _choose(scores, correction, shape)
+    if not shape.num_shared:
+        return share, chosen
+    everyone = torch.arange(shape.num_experts, shape.num_all, device=chosen.device)
+    chosen = torch.cat((chosen, everyone.expand(len(chosen), -1)), dim=1)
+    return torch.cat((share, share.new_ones(len(share), shape.num_shared)), dim=1), chosen
+
+
+def _choose(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[Tensor, Tensor]:
+    if shape.scores == "softmax_of_chosen":
         best, chosen = scores.topk(shape.top_k, dim=-1)
         return best.softmax(-1), chosen
-    scores = scores.float().sigmoid()
+    scores = scores.float()
+    scores = scores.sigmoid() if shape.scores == "sigmoid" else scores.softmax(-1)
     wanted = scores if correction is None else scores + correction
     if shape.num_groups > 1:
         groups = wanted.view(len(wanted), shape.num_groups, -1)
-        best = groups.topk(2, dim=-1).values.sum(-1).topk(shape.top_groups, dim=-1).indices
+        judged = groups.topk(shape.judged_by, dim=-1).values.sum(-1)
+        best = judged.topk(shape.top_groups, dim=-1).indices
         outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
         wanted = groups.masked_fill(outside[:, :, None], float("-inf")).flatten(1)
     chosen = wanted.topk(shape.top_k, dim=-1).indices

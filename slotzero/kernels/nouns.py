@@ -140,24 +140,35 @@ class Experts:
     top_k: int
     inner_size: int
     activation: Activation
-    is_sigmoid: bool
-    """Scores are sigmoids of the router, chosen with a correction added; else the softmax of those
-    chosen."""
+    scores: Literal["sigmoid", "softmax", "softmax_of_chosen"]
+    """What becomes of the router's numbers. Sigmoids are chosen with a correction added."""
     is_normed: bool = False
     """The chosen sigmoids are divided by their sum."""
     factor: float = 1.0
     num_groups: int = 1
-    """Of experts; only the best `top_groups` of them are chosen from."""
+    """Of experts; only the best `top_groups` of them are chosen from, judged by the sum of their so
+    many best."""
     top_groups: int = 1
+    judged_by: int = 2
+    num_shared: int = 0
+    """That every token chooses besides, with a weight of 1; they come after the others."""
+
+    @property
+    def num_all(self) -> int:
+        return self.num_experts + self.num_shared
+
+    @property
+    def num_chosen(self) -> int:
+        return self.top_k + self.num_shared
 
 
 class ExpertWeights(NamedTuple):
     router: Tensor  # packed [experts, hidden]
     router_bias: Tensor | None
     correction: Tensor | None  # [experts] float32
-    gate_up: Tensor  # [experts, packed [2 * inner, hidden]]: gates and then values
+    gate_up: Tensor  # [all, packed [2 * inner, hidden]]: gates and then values
     gate_up_bias: Tensor | None
-    down: Tensor  # [experts, packed [hidden, inner]]
+    down: Tensor  # [all, packed [hidden, inner]]
     down_bias: Tensor | None
 
 

@@ -21,6 +21,7 @@ from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.dummy import DummyCheckpoint
 from slotzero.loading.folder import FolderCheckpoint, folder_config, folder_eos_token_ids
+from slotzero.loading.fp8 import Fp8Checkpoint
 from slotzero.loading.gguf import GgufCheckpoint
 from slotzero.loading.mxfp4 import Mxfp4Checkpoint
 from slotzero.loading.tiny import PREFIX, tiny_checkpoint, tiny_names
@@ -72,8 +73,9 @@ def _is_too_long(path: Path) -> bool:
 def _open_folder(path: Path, name: str | None, dummy: bool) -> Checkpoint:
     if not dummy:
         checkpoint = FolderCheckpoint(path, name)
-        is_plain = quantisation_of(checkpoint.config) is None
-        return checkpoint if is_plain else Mxfp4Checkpoint(checkpoint)
+        made_plain = {"mxfp4": Mxfp4Checkpoint, "fp8": Fp8Checkpoint}
+        wrap = made_plain.get(quantisation_of(checkpoint.config) or "")
+        return checkpoint if wrap is None else wrap(checkpoint)
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

@@ -81,6 +81,23 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.334},
         },
     ),
+    "deepseek-v2": _config(
+        "deepseek_v2", 3, 64, 136, (4, 4, 8), kv_lora_rank=32, q_lora_rank=None,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, first_k_dense_replace=1,
+        n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2, moe_intermediate_size=40,
+        topk_method="group_limited_greedy", n_group=3, topk_group=2, routed_scaling_factor=2.0,
+    ),
+    "deepseek-v3": _config(
+        "deepseek_v3", 3, 64, 136, (5, 5, 8), kv_lora_rank=48, q_lora_rank=40,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24, first_k_dense_replace=1,
+        n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, moe_intermediate_size=40,
+        n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "olmo3": _config("olmo3", 4, 64, 136, (4, 4, 16), sliding_window=24,
                      layer_types=_layers("sssf"), rope_theta=500000.0),
 }  # fmt: skip

@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.nouns import Activation, Experts, Heads
+from slotzero.models.fields import activation, eps, positive
+from slotzero.models.latent import latent_heads
+from slotzero.models.mixtures import experts_of, sparse_layers
 from slotzero.models.rope import RopeConfig, parse_rope
 
-FULL, SLIDING = "full", "sliding"
+FULL, SLIDING, LATENT = "full", "sliding", "latent"
 LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
 
 
@@ -52,6 +55,10 @@ class ModelConfig:
     experts: Experts | None
     sparse_layers: tuple[int, ...]
     """Those that have experts in place of one MLP."""
+    q_rank: int | None
+    """Of latent heads: queries are made of so many numbers under a norm; None: of the token's."""
+    num_ahead: int
+    """Layers behind the last that guess tokens ahead, stored with the others."""
 
     def group_of(self, layer: int) -> KvGroup:
         return next(group for group in self.groups if layer in group.layers)
@@ -77,6 +84,7 @@ class Family:
     """Rope scaling that the config does not give by kind of layer is for full layers."""
     sinks: frozenset[str] = frozenset()  # groups whose heads have one
     kv_heads_of_sliding: int = 1  # as many times those of full layers
+    is_latent: bool = False
 
 
 def _all_slide(layer: int, config: Mapping[str, Any]) -> bool:
@@ -96,6 +104,10 @@ def _mimo_slides(layer: int, config: Mapping[str, Any]) -> bool:
     return layer > 0 and (layer + 1) % 6 != 0
 
 
+_DEEPSEEK = frozenset(
+    {"n_routed_experts", "n_shared_experts", "v_head_dim", "kv_lora_rank", "quantization_config"}
+    | {"num_experts", "num_local_experts", "num_nextn_predict_layers"}
+)
 _GEMMA = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama"),  # SmolLM2 too
@@ -133,15 +145,11 @@ FAMILIES: Mapping[str, Family] = {
         out_bias=False, is_sliding=_mimo_slides, thetas=(5e6, 1e4), sinks=frozenset({SLIDING}),
         kv_heads_of_sliding=2,
     ),
+    "DeepseekV2ForCausalLM": Family("deepseek_v2", _DEEPSEEK, is_latent=True),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", _DEEPSEEK, is_latent=True),
 }  # fmt: skip
 
 ARCHITECTURES: Mapping[str, str] = {f.model_type: name for name, f in FAMILIES.items()}
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 
 # Fields that change results where nobody implements them, with the values that change nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -154,6 +162,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n_routed_experts": (None, 0),
     "n_shared_experts": (None, 0),
     "v_head_dim": (None,),
+    "kv_lora_rank": (None,),
+    "num_nextn_predict_layers": (None, 0),
+    "moe_layer_freq": (None, 1),
     "attention_value_scale": (None, 1, 1.0),
     "hybrid_layer_pattern": (None,),
     "swa_num_key_value_heads": (None,),
@@ -170,28 +181,28 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
 }
-DEQUANTISED = ("mxfp4",)  # quant_method of weights that are turned into plain ones at load
+DEQUANTISED = ("mxfp4", "fp8")  # quant_method of weights that are turned into plain ones at load
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     family = _family(config)
     _refuse_unimplemented(config, family)
-    hidden = _positive(config, "hidden_size")
-    num_layers = _positive(config, "num_hidden_layers")
-    max_position = _positive(config, "max_position_embeddings")
+    hidden = positive(config, "hidden_size")
+    num_layers = positive(config, "num_hidden_layers")
+    max_position = positive(config, "max_position_embeddings")
     groups = _groups(config, family, num_layers, max_position)
     bias = bool(config.get("attention_bias", False))
-    experts = _experts(config, family)
-    sparse = _sparse_layers(config, num_layers) if experts else ()
+    experts = experts_of(config, family.model_type)
+    sparse = sparse_layers(config, num_layers) if experts else ()
     softcap = config.get("final_logit_softcapping")
     return ModelConfig(
         family=family.model_type,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_positive(config, "intermediate_size"),
+        intermediate_size=positive(config, "intermediate_size"),
         num_layers=num_layers,
         groups=groups,
-        norm_eps=_eps(config),
+        norm_eps=eps(config),
         norms=family.norms,
         norm_offset=family.norm_offset,
         qk_norm=family.qk_norm,
@@ -202,10 +213,12 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        activation=_activation(config),
+        activation=activation(config),
         value_scale=float(config.get("attention_value_scale") or 1.0),
         experts=experts,
         sparse_layers=sparse,
+        q_rank=config.get("q_lora_rank") if family.is_latent else None,
+        num_ahead=config.get("num_nextn_predict_layers") or 0,
     )
 
 
@@ -249,9 +262,12 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
 def _groups(
     config: Mapping[str, Any], family: Family, num_layers: int, max_position: int
 ) -> tuple[KvGroup, ...]:
+    if family.is_latent:
+        heads, rope = latent_heads(config, max_position)
+        return (KvGroup(LATENT, tuple(range(num_layers)), heads, rope, has_sinks=False),)
     kinds = _layer_kinds(config, family, num_layers)
-    num_heads = _positive(config, "num_attention_heads")
-    head_dim = config.get("head_dim") or _positive(config, "hidden_size") // num_heads
+    num_heads = positive(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or positive(config, "hidden_size") // num_heads
     if head_dim % 2:
         raise UnsupportedModelError(f"head_dim={head_dim}: rotary embedding needs an even size")
     scalar, softcap = config.get("query_pre_attn_scalar"), config.get("attn_logit_softcapping")
@@ -260,7 +276,7 @@ def _groups(
         num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         value_dim=config.get("v_head_dim") or head_dim,
-        norm_eps=_eps(config),
+        norm_eps=eps(config),
         scale=(scalar or head_dim) ** -0.5,
         softcap=None if softcap is None else float(softcap),
         norms_whole=family.qk_norm == "whole",
@@ -323,68 +339,3 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
     if group == SLIDING and family.scales_full_only:
         return {"rope_theta": config.get("rope_local_base_freq") or theta}
     return {**config, "rope_theta": config.get("rope_theta") or theta}
-
-
-def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
-    if family.model_type == "gpt_oss":
-        for field, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-            if config.get(field, value) != value:
-                raise UnsupportedModelError(
-                    f"config field {field}={config[field]!r}: only {value} is implemented"
-                )
-        return Experts(
-            num_experts=_positive(config, "num_local_experts"),
-            top_k=_positive(config, "num_experts_per_tok"),
-            inner_size=_positive(config, "intermediate_size"),
-            activation="clamped_silu",
-            is_sigmoid=False,
-        )
-    if family.model_type == "mimo_v2_flash":
-        return Experts(
-            num_experts=_positive(config, "n_routed_experts"),
-            top_k=_positive(config, "num_experts_per_tok"),
-            inner_size=_positive(config, "moe_intermediate_size"),
-            activation=_activation(config),
-            is_sigmoid=True,
-            is_normed=bool(config.get("norm_topk_prob", True)),
-            factor=float(config.get("routed_scaling_factor") or 1.0),
-            num_groups=config.get("n_group") or 1,
-            top_groups=config.get("topk_group") or 1,
-        )
-    return None
-
-
-def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Where the config does not say: gpt-oss has experts everywhere, MiMo-V2 but in the first."""
-    first = 1 if config.get("model_type") == "mimo_v2_flash" else 0
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        kinds = ["dense"] * first + ["sparse"] * (num_layers - first)
-    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
-        raise UnsupportedModelError(
-            f"config field mlp_layer_types={kinds!r}: dense or sparse is needed for each of "
-            f"{num_layers} layers"
-        )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
-
-
-def _activation(config: Mapping[str, Any]) -> Activation:
-    field = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
-    name = config.get(field) or "silu"
-    if name not in ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"config field {field}={name!r} changes results and is not implemented; "
-            f"implemented: {', '.join(ACTIVATIONS)}"
-        )
-    return ACTIVATIONS[name]
-
-
-def _eps(config: Mapping[str, Any]) -> float:
-    return float(config.get("rms_norm_eps", 1e-6))
-
-
-def _positive(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(f"config field {field}={value!r}: a positive number is needed")
-    return value

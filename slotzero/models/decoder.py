@@ -71,6 +71,9 @@ class Kind:
         qkv_bias: Tensor | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        q_up: Tensor | None,
+        up_k: Tensor | None,
+        up_v: Tensor | None,
         sinks: Tensor | None,
         out: Tensor,
         out_bias: Tensor | None,
@@ -90,10 +93,25 @@ class Kind:
         """The residual, and it under this layer's norm -> the same under the next one's."""
         kernels, config, heads = self.kernels, self.config, self.group.heads
         eps = config.norm_eps
-        joined = kernels.linear(Normed(x, squares), eps, qkv, qkv_bias, sum(heads.sizes))
-        attended = kernels.attention(
-            joined, q_norm, k_norm, sinks, Angles(cos, sin), kv_pages, page_table, plan, heads
-        )
+        sizes, angles = heads.sizes, Angles(cos, sin)
+        if q_up is not None:
+            assert config.q_rank is not None
+            sizes = config.q_rank, *sizes[1:]
+        joined = kernels.linear(Normed(x, squares), eps, qkv, qkv_bias, sum(sizes))
+        if up_k is None or up_v is None or k_norm is None or heads.latent is None:
+            attended = kernels.attention(
+                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, plan, heads
+            )
+        else:
+            q, k = joined[:, : sizes[0]], joined[:, sizes[0] :]
+            if q_up is not None:
+                short = kernels.norm(q.contiguous(), q_norm, heads.norm_eps)
+                q = kernels.linear(short, heads.norm_eps, q_up, None, heads.sizes[0])
+            shape = heads.num_heads, -1, heads.value_dim
+            attended = kernels.attention_latent(
+                q, k, k_norm, up_k.view(shape), up_v.view(shape),
+                angles, kv_pages, page_table, plan, heads,
+            )  # fmt: skip
         residual, normed = kernels.linear_add_norm(
             attended, out, out_bias, residual, after_attention, mlp_norm, eps
         )

@@ -5,7 +5,7 @@ made from it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
@@ -18,8 +18,20 @@ class Source:
 
     name: str  # with {expert} where every expert has its own
     rows: int  # output features; a vector has only these
-    order: Sequence[int] | None = None  # the rows as we want them, if not as they come
+    order: Sequence[int] | None = None  # the rows that we want, if not all as they come
     scale: float = 1.0
+    shared: "Shared | None" = None
+
+    @property
+    def num_taken(self) -> int:
+        return self.rows if self.order is None else len(self.order)
+
+
+class Shared(NamedTuple):
+    """One tensor that holds what all shared experts have for a source, rows or columns abreast."""
+
+    name: str
+    in_columns: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ class Param:
     columns: int | None = None  # input features; None for a vector
     layers: tuple[int, ...] | None = None  # None: not a weight of a layer
     experts: int | None = None
+    num_shared: int = 0  # of the experts, the last
+    is_packed: bool = True
     is_joint: bool = False
     """Each source holds all experts, and of a matrix input features before output features."""
     offset: float = 0.0  # to be added to what is stored
@@ -39,7 +53,7 @@ class Param:
 
     @property
     def out_features(self) -> int:
-        return sum(source.rows for source in self.sources)
+        return sum(source.num_taken for source in self.sources)
 
     def stored(self, layer: int) -> Iterator["Stored"]:
         """What a checkpoint holds of it; `layer` counts for weights of a layer only."""
@@ -52,13 +66,25 @@ class Param:
                 if self.is_joint:
                     assert self.experts is not None
                     shape = (self.experts, *reversed(shape))
-                yield Stored(prefix + source.name.format(expert=expert), shape, source)
+                name, part = source.name.format(expert=expert), None
+                if source.shared is not None and expert is not None:
+                    part = expert - ((self.experts or 0) - self.num_shared)
+                if part is None or part < 0 or source.shared is None:
+                    yield Stored(prefix + name, shape, source)
+                    continue
+                axis = int(source.shared.in_columns)
+                whole = [
+                    size * (self.num_shared if i == axis else 1) for i, size in enumerate(shape)
+                ]
+                cut = (axis, part * shape[axis], shape[axis])
+                yield Stored(prefix + source.shared.name, tuple(whole), source, cut)
 
 
 class Stored(NamedTuple):
     name: str
     shape: tuple[int, ...]
     source: Source
+    cut: tuple[int, int, int] | None = None  # along which axis, from where, how much; None: all
 
 
 @dataclass
@@ -84,7 +110,8 @@ class _Params:
 
 
 def _named(source: Source, ending: str) -> Source:
-    return Source(source.name + ending, source.rows, source.order, source.scale)
+    shared = source.shared and source.shared._replace(name=source.shared.name + ending)
+    return replace(source, name=source.name + ending, shared=shared)
 
 
 def params_of(config: ModelConfig) -> list[Param]:
@@ -126,6 +153,8 @@ def _norms(params: _Params, config: ModelConfig) -> None:
 
 def _attention(config: ModelConfig, group: KvGroup) -> list[Param]:
     heads, hidden = group.heads, config.hidden_size
+    if heads.latent is not None:
+        return _latent_attention(config, group)
     params = _Params(group.layers, "" if group is config.groups[0] else f"_{group.name}")
     order = halves(group.rope)
     q_size, k_size, v_size = heads.sizes
@@ -149,6 +178,31 @@ def _attention(config: ModelConfig, group: KvGroup) -> list[Param]:
     if group.has_sinks:
         name = "attention_sink_bias" if config.family == "mimo_v2_flash" else "sinks"
         params.add("sinks", (Source(f"self_attn.{name}", heads.num_heads),))
+    return params.made
+
+
+def _latent_attention(config: ModelConfig, group: KvGroup) -> list[Param]:
+    heads, latent, hidden = group.heads, group.heads.latent, config.hidden_size
+    assert latent is not None
+    plain, turned, rank = latent.plain_dim, latent.turned_dim, heads.value_dim
+    params, (q_size, k_size, _) = _Params(group.layers), heads.sizes
+    order = halves(group.rope) or range(turned)
+    q_order = _by_head([*range(plain), *(plain + row for row in order)], heads.num_heads)
+    k_order = [*(rank + row for row in order), *range(rank)]  # the latent comes last
+    key = Source("self_attn.kv_a_proj_with_mqa", k_size, k_order)
+    if config.q_rank is None:
+        params.matrix("qkv", hidden, Source("self_attn.q_proj", q_size, q_order), key)
+    else:
+        params.matrix("qkv", hidden, Source("self_attn.q_a_proj", config.q_rank), key)
+        params.norm("q_norm", "self_attn.q_a_layernorm", config.q_rank, 0.0)
+        params.matrix("q_up", config.q_rank, Source("self_attn.q_b_proj", q_size, q_order))
+    params.norm("k_norm", "self_attn.kv_a_layernorm", rank, 0.0)
+    each = plain + latent.result_dim
+    for name, rows in (("up_k", range(plain)), ("up_v", range(plain, each))):
+        taken = [head * each + row for head in range(heads.num_heads) for row in rows]
+        source = Source("self_attn.kv_b_proj", heads.num_heads * each, taken)
+        params.matrix(name, rank, source, is_packed=False)
+    params.matrix("out", heads.out_size, Source("self_attn.o_proj", hidden))
     return params.made
 
 
@@ -188,12 +242,18 @@ def _experts(config: ModelConfig) -> list[Param]:
             params.add(name, (source,), columns=columns, experts=num, is_joint=True)
             params.add(f"{name}_bias", (bias,), experts=num, is_joint=True)
         return params.made
-    gate, up, down = (f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
     params.matrix("router", hidden, Source("mlp.gate", num))
-    correction = Source("mlp.gate.e_score_correction_bias", num)
-    params.add("correction", (correction,), is_wide=True)
-    params.matrix("gate_up", hidden, Source(gate, inner), Source(up, inner), experts=num)
-    params.matrix("down", inner, Source(down, hidden), experts=num)
+    if shape.scores == "sigmoid":
+        correction = Source("mlp.gate.e_score_correction_bias", num)
+        params.add("correction", (correction,), is_wide=True)
+
+    def of_each(name: str, rows: int) -> Source:
+        shared = Shared(f"mlp.shared_experts.{name}_proj", in_columns=name == "down")
+        return Source(f"mlp.experts.{{expert}}.{name}_proj", rows, shared=shared)
+
+    every = {"experts": shape.num_all, "num_shared": shape.num_shared}
+    params.matrix("gate_up", hidden, of_each("gate", inner), of_each("up", inner), **every)
+    params.matrix("down", inner, of_each("down", hidden), **every)
     return params.made
 
 

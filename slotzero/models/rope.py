@@ -29,6 +29,8 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    is_interleaved: bool = False
+    """In a checkpoint, pairs that rotate together are neighbours."""
 
     def extended(self, max_position: int) -> int:
         """The context that this scaling reaches; linear and llama3 configs state it themselves."""
@@ -88,7 +90,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
     if kind == "dynamic":
         original = max_position  # the base grows from here on, whatever the field says
     factor = float(given.get("factor") or (max_position / original if kind == "yarn" else 1.0))
-    known = {
+    known: dict[str, Any] = {
         field: float(given[field])
         for field in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         if given.get(field) is not None
@@ -109,13 +111,21 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
 def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
     if given.get("attention_factor") is not None:
         return float(given["attention_factor"])
-
-    def mscale(scale: float, weight: float = 1.0) -> float:
-        return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
-
     if given.get("mscale") and given.get("mscale_all_dim"):
-        return mscale(factor, given["mscale"]) / mscale(factor, given["mscale_all_dim"])
-    return mscale(factor)
+        return _mscale(factor, given["mscale"]) / _mscale(factor, given["mscale_all_dim"])
+    return _mscale(factor)
+
+
+def _mscale(scale: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+
+def correction(config: Mapping[str, Any]) -> float:
+    """By how much more than cos and sin tell, keys and queries of a scaled context are scaled."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    weight = given.get("mscale_all_dim")
+    return _mscale(float(given["factor"]), weight) if kind != "default" and weight else 1.0
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
@@ -136,6 +146,8 @@ def frequencies(rope: RopeConfig) -> Tensor:
 def halves(rope: RopeConfig) -> list[int] | None:
     """The order in which a head's rows go, if another than the checkpoint's: pairs that rotate
     together lie half a head apart, as they do where all of it is rotated."""
+    if rope.is_interleaved:
+        return [*range(0, rope.head_dim, 2), *range(1, rope.head_dim, 2)]
     if rope.rotary_dim == rope.head_dim:
         return None
     half, turned = rope.head_dim // 2, rope.rotary_dim // 2

@@ -26,10 +26,13 @@ _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
 @dataclass(frozen=True)
 class LayerWeights:
     input_norm: Tensor | None  # [hidden], like all norms but those of q and k
-    qkv: Tensor  # packed [sum(heads.sizes), hidden]
+    qkv: Tensor  # packed [sum(heads.sizes), hidden], or q_rank in place of q's
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    q_up: Tensor | None  # of latent heads: packed [sizes of q, q_rank]
+    up_k: Tensor | None  # [heads * plain, latent]
+    up_v: Tensor | None  # [heads * result, latent]
     sinks: Tensor | None  # [heads]
     out: Tensor  # packed [hidden, heads.out_size]
     out_bias: Tensor | None
@@ -64,7 +67,7 @@ def load_weights(
 ) -> DecoderWeights:
     """`prefix` is of their names in the registry, where there is more than one model."""
     params = params_of(config)
-    _refuse_unexpected(params, checkpoint)
+    _refuse_unexpected(config, params, checkpoint)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for param in params:
@@ -103,7 +106,8 @@ def _allocate(
     for p in params:
         shape: tuple[int, ...] = (p.out_features,)
         if p.columns is not None:
-            shape = kernels.packed_shape(p.out_features, p.columns)
+            shape = (p.out_features, p.columns)
+            shape = kernels.packed_shape(*shape) if p.is_packed else shape
         if p.experts is not None:
             shape = (p.experts, *shape)
         if p.layers is not None:
@@ -137,13 +141,14 @@ def _read(
     param: Param, stored: list[Stored], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
 ) -> Tensor:
     parts = []
-    for name, shape, source in stored:
+    for name, shape, source, cut in stored:
         part = checkpoint.read(name)
         if tuple(part.shape) != shape:
             raise CorruptCheckpointError(
                 f"{checkpoint.name}: tensor {name} has shape {list(part.shape)}, "
                 f"its config asks for {list(shape)}"
             )
+        part = part if cut is None else part.narrow(*cut)
         if param.is_joint and param.columns is not None:
             part = part.transpose(1, 2)
         if source.order is not None:
@@ -154,11 +159,12 @@ def _read(
             part = part.float() + param.offset
         parts.append(part.to(target.device).to(target.dtype))  # converted where it is fast
     joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return joined if param.columns is None else kernels.pack(joined)
+    return joined if param.columns is None or not param.is_packed else kernels.pack(joined)
 
 
-def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
-    """A tensor that we would not use changes results; one that is missing cannot be made up."""
+def _refuse_unexpected(config: ModelConfig, params: list[Param], checkpoint: Checkpoint) -> None:
+    """A tensor that we would not use changes results; one that is missing cannot be made up. Layers
+    that guess ahead are a drafter's."""
     expected = {s.name for p in params for i in p.layers or (0,) for s in p.stored(i)}
     names = set(checkpoint.names())
     missing = sorted(expected - names)
@@ -168,7 +174,13 @@ def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
             "the checkpoint is incomplete, fetch it again"
         )
     tied = {"lm_head.weight"}  # a copy of the embedding that some exporters store
-    extra = sorted(n for n in names - expected - tied if not n.endswith(_IGNORED))
+    num, ahead = config.num_layers, config.num_ahead
+    ahead_of = tuple(f"model.layers.{layer}." for layer in range(num, num + ahead))
+    extra = sorted(
+        n
+        for n in names - expected - tied
+        if not n.endswith(_IGNORED) and not n.startswith(ahead_of)
+    )
     if extra:
         raise UnsupportedModelError(
             f"{checkpoint.name}: tensor {extra[0]} is not part of this architecture as we know it "

@@ -10,14 +10,14 @@ from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 40, 24  # no multiple of a tile
-SIGMOID = {"is_sigmoid": True, "is_normed": True, "factor": 2.5}
+SIGMOID = {"scores": "sigmoid", "is_normed": True, "factor": 2.5}
 KINDS = [
-    Experts(8, 2, INNER, "silu", is_sigmoid=False),
-    Experts(5, 3, INNER, "clamped_silu", is_sigmoid=False),
-    Experts(8, 2, INNER, "gelu_tanh", is_sigmoid=True),
+    Experts(8, 2, INNER, "silu", scores="softmax_of_chosen"),
+    Experts(5, 3, INNER, "clamped_silu", scores="softmax_of_chosen"),
+    Experts(8, 2, INNER, "gelu_tanh", scores="sigmoid"),
     Experts(8, 3, INNER, "silu", **SIGMOID, num_groups=4, top_groups=2),
     Experts(6, 1, INNER, "silu", **SIGMOID),
-    Experts(3, 3, INNER, "silu", is_sigmoid=False),
+    Experts(3, 3, INNER, "silu", scores="softmax_of_chosen"),
 ]
 
 
@@ -31,7 +31,7 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
     weights = ExpertWeights(
         random(num, HIDDEN),
         random(num),
-        torch.randn(num, device=device) if shape.is_sigmoid else None,
+        torch.randn(num, device=device) if shape.scores == "sigmoid" else None,
         random(num, 2 * inner, HIDDEN),
         random(num, 2 * inner) if bias else None,
         random(num, HIDDEN, inner),
@@ -73,7 +73,7 @@ def test_equals_the_reference(device, shape, rows):
 
 @pytest.mark.parametrize("rows", [3, 100])  # blocks of few rows, and of many
 def test_16_bits(device, half, rows):
-    shape = Experts(4, 2, INNER, "silu", is_sigmoid=False)
+    shape = Experts(4, 2, INNER, "silu", scores="softmax_of_chosen")
     weights = made(shape, half, device)
     x, slots = torch.randn(rows, HIDDEN, device=device).to(half), torch.ones(rows, device=device)
     got = TritonKernels().experts(Normed(x, None), 1e-6, slots.int(), weights, shape)

@@ -234,8 +234,8 @@ class TritonKernels(TritonSpeculation, Kernels):
             Normed(rows, None), eps, weights.router, weights.router_bias, shape.num_experts
         )
         share, which = route(scores, weights.correction, shape)
-        which = which.masked_fill((slots == 0)[:, None], shape.num_experts)
-        chosen = experts.choose(which, shape.num_experts, rows.dtype)
+        which = which.masked_fill((slots == 0)[:, None], shape.num_all)
+        chosen = experts.choose(which, shape.num_all, rows.dtype)
         inner = experts.gated(rows, weights.gate_up, weights.gate_up_bias, chosen, shape.activation)
         results = experts.product(inner, weights.down, weights.down_bias, chosen)
         return experts.add_up(results, share, slots)

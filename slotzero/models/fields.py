@@ -1,0 +1,35 @@
+"""Fields of a checkpoint's config that several readers of it want, or the reason why not."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.nouns import Activation
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def activation(config: Mapping[str, Any]) -> Activation:
+    field = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
+    name = config.get(field) or "silu"
+    if name not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"config field {field}={name!r} changes results and is not implemented; "
+            f"implemented: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def eps(config: Mapping[str, Any]) -> float:
+    return float(config.get("rms_norm_eps", 1e-6))
+
+
+def positive(config: Mapping[str, Any], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"config field {field}={value!r}: a positive number is needed")
+    return value
