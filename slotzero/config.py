@@ -14,7 +14,7 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-DRAFTERS = ("eagle", "eagle3", "ngram", "draft")
+DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
 MAX_STEPS = 15
 MAX_TOPK = 8
 SANITIZE_MODES = ("off", "sample", "full")
@@ -56,7 +56,7 @@ class EngineConfig:
     """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
     speculative: str | None = None
     """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
-    head), draft (a small model), ngram (what followed before)."""
+    head), mtp (layers of the model itself), draft (a small model), ngram (what followed before)."""
     speculative_model: str | None = None
     """The head or the draft model; of eagle3, smollm2 is an embedded head, the default for that
     model."""

@@ -10,8 +10,9 @@ from typing import Any
 
 from slotzero.config import DRAFTERS
 
-METHODS = ("eagle", "eagle3", "ngram", "draft_model")  # as vLLM has them
+METHODS = ("eagle", "eagle3", "mtp", "ngram", "draft_model")  # as vLLM has them
 DRAFT_MODELS = ("draft_model", "standalone")  # vLLM's name of it, and SGLang's
+OWN_LAYERS = ("deepseek_mtp", "nextn")
 NGRAM_MODELS = ("ngram", "[ngram]")  # what vLLM takes for a model where there is none
 LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
 KEYS: Mapping[str, type] = {
@@ -25,7 +26,7 @@ KEYS: Mapping[str, type] = {
 def drafter(text: str) -> str:
     """STANDALONE -> draft"""
     name = text.lower()
-    return "draft" if name in DRAFT_MODELS else name
+    return "draft" if name in DRAFT_MODELS else "mtp" if name in OWN_LAYERS else name
 
 
 def speculative_config(text: str) -> dict[str, Any]:

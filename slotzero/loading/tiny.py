@@ -92,6 +92,7 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24, first_k_dense_replace=1,
         n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1, moe_intermediate_size=40,
         n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+        num_nextn_predict_layers=1,
         rope_parameters={
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
             "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,

@@ -134,8 +134,21 @@ def params_of(config: ModelConfig) -> list[Param]:
     if dense:
         params += _mlp(config, dense)
     if config.sparse_layers:
-        params += _experts(config)
+        params += _experts(config, config.sparse_layers)
     return params
+
+
+def ahead_params(config: ModelConfig, layer: int) -> list[Param]:
+    """Of a layer behind the last that guesses ahead; it is like the last, and begins by joining."""
+    own, hidden = _Params((layer,)), config.hidden_size
+    _norms(own, config)
+    own.norm("embed_norm", "enorm", hidden, config.norm_offset)
+    own.norm("hidden_norm", "hnorm", hidden, config.norm_offset)
+    own.norm("norm", "shared_head.norm", hidden, config.norm_offset)
+    own.matrix("join", 2 * hidden, Source("eh_proj", hidden))
+    params = [*own.made, *_attention(config, replace(config.groups[-1], layers=(layer,)))]
+    is_sparse = config.num_layers - 1 in config.sparse_layers
+    return params + (_experts(config, (layer,)) if is_sparse else _mlp(config, (layer,)))
 
 
 def _norms(params: _Params, config: ModelConfig) -> None:
@@ -224,11 +237,11 @@ def _mlp(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
     return params.made
 
 
-def _experts(config: ModelConfig) -> list[Param]:
+def _experts(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
     shape, hidden = config.experts, config.hidden_size
     assert shape is not None
     num, inner = shape.num_experts, shape.inner_size
-    params = _Params(config.sparse_layers, "_experts")
+    params = _Params(layers, "_experts")
     if config.family == "gpt_oss":  # gates and values take turns in its rows
         order = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
         params.matrix("router", hidden, Source("mlp.router", num))
@@ -259,9 +272,12 @@ def _experts(config: ModelConfig) -> list[Param]:
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config: Hugging Face name to shape."""
+    ours = parse_config(config)
+    ahead = range(ours.num_layers, ours.num_layers + ours.num_ahead)
+    params = [*params_of(ours), *(param for layer in ahead for param in ahead_params(ours, layer))]
     return {
         stored.name: stored.shape
-        for param in params_of(parse_config(config))
+        for param in params
         for layer in param.layers or (0,)
         for stored in param.stored(layer)
     }

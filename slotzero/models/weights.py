@@ -78,6 +78,22 @@ def load_weights(
     return _assemble(config, params, tensors)
 
 
+def load_params(
+    params: list[Param],
+    checkpoint: Checkpoint,
+    registry: Registry,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    prefix: str,
+) -> dict[str, Tensor]:
+    """By field, of a few layers that are no part of the model, [layers, ...]"""
+    tensors = _allocate(params, registry, kernels, dtype, prefix)
+    for param in params:
+        for target, stored in _places(param, tensors[param.name]):
+            target.copy_(_read(param, stored, checkpoint, kernels, target))
+    return {param.field: tensors[param.name] for param in params}
+
+
 def random_weights(
     config: ModelConfig,
     registry: Registry,

@@ -15,15 +15,16 @@ from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.folder import FolderCheckpoint
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
-from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.decoder import Decoder, Kind, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
 from slotzero.pools.tables import SlotTables
 from slotzero.speculative.drafter import MOST_PENDING, PENDING, Drafter
 from slotzero.speculative.eagle import EagleDrafter
-from slotzero.speculative.eagle_config import GROUP, parse_eagle, random_eagle
+from slotzero.speculative.eagle_config import GROUP, EagleConfig, parse_eagle, random_eagle
 from slotzero.speculative.eagle_weights import load_head
 from slotzero.speculative.model import ModelDrafter
+from slotzero.speculative.mtp import load_mtp, mtp_config
 from slotzero.speculative.ngram import NgramDrafter
 
 PACKAGED_HEAD = Path(__file__).parent / "heads" / DEFAULT_MODEL
@@ -75,7 +76,42 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
         )
     if settings.speculative == "draft":
         return _draft_model(settings, target)
+    if settings.speculative == "mtp":
+        return _mtp(settings, target)
     return _eagle(settings, target)
+
+
+def _mtp(settings: EngineConfig, target: Target) -> Prepared:
+    model, num = target.checkpoint.name, target.config.num_ahead
+    if settings.speculative_model is not None:
+        raise ConfigError("speculative_model: mtp takes the model's own layers, drop it")
+    if not num:
+        raise UnsupportedModelError(
+            f"speculative=mtp: {model} has no layers that guess ahead (its config has no "
+            "num_nextn_predict_layers); use another --speculative"
+        )
+    if num > 1 and settings.tree is not None:
+        raise UnsupportedModelError(
+            f"speculative_topk: the {num} layers of {model} that guess ahead take turns in a row; "
+            "use --speculative-topk 1"
+        )
+    if num > 1 and settings.speculative_steps > num:
+        raise ConfigError(
+            f"speculative_steps={settings.speculative_steps}: {model} has {num} layers that guess "
+            f"ahead, one token each; use --speculative-steps {num}"
+        )
+    config, registry, kernels = mtp_config(target.config), target.registry, target.kernels
+    layers = load_mtp(
+        target.config, target.weights, target.checkpoint, registry, kernels, target.dtype
+    )
+    kind = Kind(target.config, config.group, target.config.experts, kernels)
+    return Prepared(
+        (config.group,),
+        config.taps,
+        lambda tables, pending, kv: EagleDrafter(
+            "mtp", config, kind, layers, kernels, registry, tables, pending, kv[GROUP]
+        ),
+    )
 
 
 def _eagle(settings: EngineConfig, target: Target) -> Prepared:
@@ -91,12 +127,25 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     weights = load_head(
         config, checkpoint, target.weights, registry, kernels, target.dtype, settings.seed
     )
+    kind = Kind(_as_model(config, target.config), config.group, None, kernels)
     return Prepared(
         (config.group,),
         config.taps,
         lambda tables, pending, kv: EagleDrafter(
-            config, target.config, weights, kernels, registry, tables, pending, kv[GROUP]
+            wanted, config, kind, [weights], kernels, registry, tables, pending, kv[GROUP]
         ),
+    )
+
+
+def _as_model(config: EagleConfig, target: ModelConfig) -> ModelConfig:
+    """What a layer of a head needs to know."""
+    return replace(
+        target,
+        intermediate_size=config.intermediate_size,
+        norm_eps=config.norm_eps,
+        activation="silu",
+        experts=None,
+        sparse_layers=(),
     )
 
 

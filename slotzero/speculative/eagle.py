@@ -6,11 +6,15 @@ EAGLE-1 and -2 are one kind of head (the last hidden state, joined with the embe
 EAGLE-3 is the other (states of three layers, joined by `fc`, each side under a norm). The embedding
 is the target's, and the vocabulary head too unless a checkpoint brings its own.
 
+Layers that a model itself brings to guess ahead (see mtp.py) are heads of the first kind. If there
+are several, they take turns: at location i, layer k pairs the token at i + 1 + k with the hidden
+state of the layer before it, and guesses the token at i + 2 + k. It follows k tokens behind.
+
 The last location of a prefix that was found in the cache holds the pair of whoever computed it: its
 token may be another one. The guesses that follow may be a little worse.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,12 +22,11 @@ from torch import Tensor
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.nouns import Branches, Normed, Rows, Tokens, standing
-from slotzero.models.config import ModelConfig
 from slotzero.models.decoder import Kind, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import Guess, Guesser
+from slotzero.speculative.drafter import FOLLOWED_TO, Guess, Guesser
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
 
@@ -35,9 +38,10 @@ class EagleDrafter(Guesser):
 
     def __init__(
         self,
+        name: str,
         config: EagleConfig,
-        target: ModelConfig,
-        weights: HeadWeights,
+        kind: Kind,
+        layers: Sequence[HeadWeights],
         kernels: Kernels,
         registry: Registry,
         tables: SlotTables,
@@ -45,30 +49,55 @@ class EagleDrafter(Guesser):
         kv: KvPages,
     ) -> None:
         super().__init__(kernels, tables, pending)
-        self.name = "eagle3" if config.is_third else "eagle"
+        self.name = name
         self.groups, self.taps = (config.group,), config.taps
-        self._config, self._weights, self._kv = config, weights, kv
-        self._kind = Kind(_as_model(config, target), config.group, None, kernels)
+        self._config, self._kind, self._layers, self._kv = config, kind, layers, kv
         speed = frequencies(config.group.rope).to(registry.device)
         self._frequency = registry.constant(f"rope_{GROUP}", speed)
-        rows = len(tables["length"])
-        shape = rows, config.hidden_size
-        hidden = torch.zeros(shape, dtype=weights.fc.dtype, device=registry.device)
-        self._hidden = registry.table(HIDDEN, hidden)
+        rows, dtype = len(tables["length"]), layers[0].fc.dtype
+        self._hidden = []  # of the newest pair of each layer that another one follows
+        for i in range(max(1, len(layers) - 1)):
+            hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=registry.device)
+            self._hidden.append(registry.table(f"{HIDDEN}_{i}" if i else HIDDEN, hidden))
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
+        tokens, rows, hidden, last = followed
+        is_first = tokens.positions == self.tables[FOLLOWED_TO][tokens.slots]
         super().extend(followed, pieces)
-        weights, hidden = self._weights, followed.features
         if self._config.is_third:
-            hidden = self._product(hidden, weights.fc, weights.fc_bias)
-        hidden, _ = self._forward(followed.tokens, hidden, pieces, followed.rows)
-        self.kernels.keep_last(followed.rows.slots, followed.last, hidden, self._hidden)
+            hidden = self._product(hidden, self._layers[0].fc, self._layers[0].fc_bias)
+        for layer in range(len(self._layers)):
+            if layer:
+                kept = self.kernels.fetch(tokens.slots, self._hidden[layer - 1][:, None])
+                hidden = torch.where(is_first[:, None], kept, hidden.roll(1, 0))
+                tokens, rows = _one_before(tokens, rows)
+            hidden, _ = self._forward(layer, tokens, hidden, pieces, rows)
+            if layer < len(self._hidden):
+                self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer])
+
+    def draft(
+        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
+    ) -> Tensor:
+        if len(self._layers) == 1:
+            return super().draft(slots, length, num, steps, pieces)
+        aims = self.kernels.aim(slots, length, num, steps, self.behind)
+        place, state = aims.places[0], None
+        for layer, (wanted, after) in enumerate(zip(aims.slots, aims.after, strict=True)):
+            tokens = Tokens(wanted, place * (wanted > 0))
+            if state is None:
+                state, logits = self.first(tokens, pieces)
+            else:
+                state, normed = self._forward(layer, tokens, state, pieces, None)
+                logits = self._logits(layer, normed, wanted)
+            drawn = self.sample(logits, wanted, after, self.tables.sampling)
+            self.write(wanted, after, drawn.tokens)
+        return num
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
         """The newest pair was computed by `extend`."""
-        hidden = self.kernels.fetch(tokens.slots, self._hidden[:, None])
-        normed = self.kernels.norm(hidden, self._weights.norm, self._config.norm_eps)
-        return Guess(hidden, self._logits(normed, tokens.slots))
+        hidden = self.kernels.fetch(tokens.slots, self._hidden[0][:, None])
+        normed = self.kernels.norm(hidden, self._layers[0].norm, self._config.norm_eps)
+        return Guess(hidden, self._logits(0, normed, tokens.slots))
 
     def next(
         self,
@@ -79,22 +108,23 @@ class EagleDrafter(Guesser):
         branches: Branches | None = None,
     ) -> Guess:
         assert state is not None
-        hidden, normed = self._forward(tokens, state, pieces, rows, branches)
-        return Guess(hidden, self._logits(normed, tokens.slots))
+        hidden, normed = self._forward(0, tokens, state, pieces, rows, branches)
+        return Guess(hidden, self._logits(0, normed, tokens.slots))
 
     def _forward(
         self,
+        layer: int,
         tokens: Tokens,
         hidden: Tensor,
         pieces: Pieces,
         rows: Rows | None,
         branches: Branches | None = None,
     ) -> tuple[Tensor, Normed]:
-        """Pairs of the token after each of these and a hidden state [T, hidden] -> hidden states,
+        """Pairs of a token after each of these and a hidden state [T, hidden] -> hidden states,
         and they under the last norm"""
-        config, weights, kernels = self._config, self._weights, self.kernels
+        config, weights, kernels = self._config, self._layers[layer], self.kernels
         eps, rope = config.norm_eps, config.group.rope
-        after = self.tables["tokens"][:, 1:]  # by the position of the token before
+        after = self.tables["tokens"][:, 1 + layer :]  # by the pair's location
         x = kernels.open_pair(
             tokens, after, weights.embedding, weights.embed_norm, hidden, weights.hidden_norm, eps
         )
@@ -106,7 +136,7 @@ class EagleDrafter(Guesser):
         plan = kernels.plan(tokens, rows, config.group.heads, branches)
         hidden, *parts = pieces(
             self._kind.run, hidden, *normed, tokens.slots, *angles,
-            self._kv.pages[0], self._kv.page_table, *weights.layer, weights.norm, *plan,
+            self._kv.pages[layer], self._kv.page_table, *weights.layer, weights.norm, *plan,
         )  # fmt: skip
         return hidden, Normed(*parts)
 
@@ -116,20 +146,16 @@ class EagleDrafter(Guesser):
             Normed(x, None), config.norm_eps, weight, bias, config.hidden_size
         )
 
-    def _logits(self, normed: Normed, slots: Tensor) -> Tensor:
-        config, weights = self._config, self._weights
+    def _logits(self, layer: int, normed: Normed, slots: Tensor) -> Tensor:
+        config, weights = self._config, self._layers[layer]
         few = normed.x.new_empty(len(slots), config.draft_vocab)
         self.kernels.logits(normed, config.norm_eps, weights.head, slots, None, few)
         return few if weights.draft_of is None else self.kernels.spread(few, weights.draft_of)
 
 
-def _as_model(config: EagleConfig, target: ModelConfig) -> ModelConfig:
-    """What a layer of it needs to know."""
-    return replace(
-        target,
-        intermediate_size=config.intermediate_size,
-        norm_eps=config.norm_eps,
-        activation="silu",
-        experts=None,
-        sparse_layers=(),
-    )
+def _one_before(tokens: Tokens, rows: Rows) -> tuple[Tokens, Rows]:
+    """A row that begins a text has one token fewer: nothing stands before its first."""
+    is_there, begins = tokens.positions > 0, (rows.starts == 0).int()
+    tokens = Tokens(tokens.slots * is_there, (tokens.positions - 1) * is_there)
+    counts = (rows.counts - begins).clamp_min(0)
+    return tokens, rows._replace(starts=rows.starts - 1 + begins, counts=counts)
