@@ -448,16 +448,21 @@ EXPERTS = {
     "groups": Experts(
         12, 3, 16, "silu", scores="sigmoid", is_normed=True, factor=2.5, num_groups=4, top_groups=2
     ),
-}
+    "shared": Experts(8, 2, 32, "silu", scores="sigmoid", num_shared=1),
+    "softmax of all, groups, shared": Experts(
+        12, 3, 16, "silu", scores="softmax", factor=2.0, num_groups=4, top_groups=2, judged_by=1,
+        num_shared=2,
+    ),
+}  # fmt: skip
 
 
 def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
     """Not packed yet."""
-    n, inner = shape.num_experts, shape.inner_size
+    n, inner = shape.num_all, shape.inner_size
     return ExpertWeights(
-        router=torch.randn(n, hidden),
-        router_bias=torch.randn(n) if bias else None,
-        correction=torch.randn(n) if shape.scores == "sigmoid" else None,
+        router=torch.randn(shape.num_experts, hidden),
+        router_bias=torch.randn(shape.num_experts) if bias else None,
+        correction=torch.randn(shape.num_experts) if shape.scores == "sigmoid" else None,
         gate_up=torch.randn(n, 2 * inner, hidden),
         gate_up_bias=torch.randn(n, 2 * inner) if bias else None,
         down=torch.randn(n, hidden, inner),
@@ -474,19 +479,22 @@ def packed(kernels: ComposedKernels, weights: ExpertWeights) -> ExpertWeights:
 
 def choose(scores: list[float], correction: list[float], shape: Experts) -> dict[int, float]:
     """Expert -> share, of one token."""
-    if shape.scores != "sigmoid":
+    shared = dict.fromkeys(range(shape.num_experts, shape.num_all), 1.0)
+    if shape.scores == "softmax_of_chosen":
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: shape.top_k]
         shares = torch.tensor([scores[i] for i in best]).softmax(0).tolist()
         return dict(zip(best, shares, strict=True))
-    sigmoids = torch.tensor(scores).sigmoid().tolist()
-    wanted = [a + b for a, b in zip(sigmoids, correction, strict=True)]
+    numbers = torch.tensor(scores)
+    numbers = numbers.sigmoid() if shape.scores == "sigmoid" else numbers.softmax(0)
+    likings = numbers.tolist()
+    wanted = [a + b for a, b in zip(likings, correction, strict=True)]
     size = len(scores) // shape.num_groups
     groups = [range(i, i + size) for i in range(0, len(scores), size)]
-    groups.sort(key=lambda group: -sum(sorted(wanted[i] for i in group)[-2:]))
+    groups.sort(key=lambda group: -sum(sorted(wanted[i] for i in group)[-shape.judged_by :]))
     open_to = [i for group in groups[: shape.top_groups] for i in group]
     best = sorted(open_to, key=lambda i: -wanted[i])[: shape.top_k]
-    total = sum(sigmoids[i] for i in best) if shape.is_normed else 1
-    return {i: sigmoids[i] / total * shape.factor for i in best}
+    total = sum(likings[i] for i in best) if shape.is_normed else 1
+    return {i: likings[i] / total * shape.factor for i in best} | shared
 
 
 def one_token(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
@@ -545,7 +553,7 @@ def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
     x[others] = torch.randn_like(x[others])
     x[~kept & ~others], slots[~kept & ~others] = torch.nan, 0
     assert torch.equal(experts(x, slots)[kept], before[kept])
-    for i in range(0, 50, 3):  # torch's sigmoids of one row round otherwise than those of many
+    for i in range(0, 50, 3):  # torch's likings of one row round otherwise than those of many
         alone = experts(x[i : i + 1], slots[i : i + 1])
         torch.testing.assert_close(alone, before[i : i + 1], atol=1e-4, rtol=1e-4)
 

@@ -66,14 +66,16 @@ class EagleDrafter(Guesser):
         super().extend(followed, pieces)
         if self._config.is_third:
             hidden = self._product(hidden, self._layers[0].fc, self._layers[0].fc_bias)
+        slots = tokens.slots
         for layer in range(len(self._layers)):
             if layer:
-                kept = self.kernels.fetch(tokens.slots, self._hidden[layer - 1][:, None])
-                hidden = torch.where(is_first[:, None], kept, hidden.roll(1, 0))
+                before = self.kernels.fetch(slots, self._hidden[layer - 1][:, None])
+                self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer - 1])
+                hidden = torch.where(is_first[:, None], before, hidden.roll(1, 0))
                 tokens, rows = _one_before(tokens, rows)
             hidden, _ = self._forward(layer, tokens, hidden, pieces, rows)
-            if layer < len(self._hidden):
-                self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer])
+        if len(self._layers) == 1:
+            self.kernels.keep_last(rows.slots, last, hidden, self._hidden[0])
 
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
@@ -81,14 +83,16 @@ class EagleDrafter(Guesser):
         if len(self._layers) == 1:
             return super().draft(slots, length, num, steps, pieces)
         aims = self.kernels.aim(slots, length, num, steps, self.behind)
-        place, state = aims.places[0], None
+        state, logits = self.first(Tokens(aims.slots[0], aims.places[0]), pieces)
+        assert state is not None
         for layer, (wanted, after) in enumerate(zip(aims.slots, aims.after, strict=True)):
-            tokens = Tokens(wanted, place * (wanted > 0))
-            if state is None:
-                state, logits = self.first(tokens, pieces)
-            else:
-                state, normed = self._forward(layer, tokens, state, pieces, None)
-                logits = self._logits(layer, normed, wanted)
+            if layer > 1:  # the first of its pairs ends in a guess, so nobody has computed it yet
+                before = self.kernels.fetch(wanted, self._hidden[layer - 1][:, None])
+                state = torch.cat((before[:, None], state.view(len(slots), layer - 1, -1)), dim=1)
+            if layer:
+                tokens, rows = _newest(wanted, aims.places[0], layer)
+                state, normed = self._forward(layer, tokens, state.flatten(0, -2), pieces, rows)
+                logits = self._logits(layer, normed.select(rows.ends - 1), wanted)
             drawn = self.sample(logits, wanted, after, self.tables.sampling)
             self.write(wanted, after, drawn.tokens)
         return num
@@ -151,6 +155,18 @@ class EagleDrafter(Guesser):
         few = normed.x.new_empty(len(slots), config.draft_vocab)
         self.kernels.logits(normed, config.norm_eps, weights.head, slots, None, few)
         return few if weights.draft_of is None else self.kernels.spread(few, weights.draft_of)
+
+
+def _newest(slots: Tensor, places: Tensor, span: int) -> tuple[Tokens, Rows]:
+    """So many pairs of each slot, the last of them at its place."""
+    offset = torch.arange(span, dtype=places.dtype, device=places.device)
+    place = places[:, None] - (span - 1) + offset  # [R, span]
+    is_there = (slots[:, None] > 0) & (place >= 0)
+    tokens = Tokens((slots[:, None] * is_there).flatten(), (place * is_there).flatten())
+    counts = is_there.sum(1, dtype=places.dtype)
+    ends = span * (torch.arange(len(slots), dtype=places.dtype, device=places.device) + 1)
+    starts = (places - span + 1).clamp_min(0) * (slots > 0)
+    return tokens, Rows(slots, starts, counts, ends, span)
 
 
 def _one_before(tokens: Tokens, rows: Rows) -> tuple[Tokens, Rows]:
