@@ -1,0 +1,122 @@
+"""Experts of a layer: one call of ours against a plain loop over experts, and the bandwidth limit.
+
+    python benchmarks/h200/experts.py [--rows 1 16 64 256 1024 4096]
+
+Shapes are a layer of gpt-oss-20b (32 experts, 4 of them chosen) and one of DeepSeek-V2-Lite (64, 6
+chosen, 2 shared), weights and tokens random, bfloat16 on a GPU. Ours is recorded, as it runs in a
+step; the loop reads on the host which experts are wanted, as plain torch must. The limit is the
+time to read the weights of all experts that anybody chose, once. Prints a line each, then JSON.
+"""
+
+import argparse
+import json
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slotzero.bench.clock import device_seconds
+from slotzero.bench.hardware import read_bandwidth
+from slotzero.kernels.composed import gated, route
+from slotzero.kernels.contract import kernels_for
+from slotzero.kernels.nouns import Experts, ExpertWeights, Normed
+
+SHAPES = {
+    "gpt-oss-20b": (2880, Experts(32, 4, 2880, "clamped_silu", scores="softmax_of_chosen")),
+    "DeepSeek-V2-Lite": (2048, Experts(64, 6, 1408, "silu", scores="softmax", num_shared=2)),
+}
+REPEATS = 9
+EPS = 1e-5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    bandwidth, results = read_bandwidth(device), []
+    for name, (hidden, shape) in SHAPES.items():
+        weights = random_weights(hidden, shape, device)
+        for rows in args.rows:
+            results.append(
+                {"shape": name, "rows": rows, **measure(weights, rows, shape, bandwidth)}
+            )
+            print(results[-1], flush=True)
+    print(json.dumps({"commandline": vars(args), "bandwidth": bandwidth, "results": results}))
+
+
+def random_weights(hidden: int, shape: Experts, device: torch.device) -> ExpertWeights:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def drawn(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(0, 0.02)
+
+    num, inner = shape.num_all, shape.inner_size
+    has_bias = shape.activation == "clamped_silu"
+    return ExpertWeights(
+        router=drawn(shape.num_experts, hidden) * 50,  # so that choices differ
+        router_bias=None,
+        correction=None,
+        gate_up=drawn(num, 2 * inner, hidden),
+        gate_up_bias=drawn(num, 2 * inner) if has_bias else None,
+        down=drawn(num, hidden, inner),
+        down_bias=drawn(num, hidden) if has_bias else None,
+    )
+
+
+def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float) -> dict:
+    kernels, device = kernels_for(weights.down.device), weights.down.device
+    x = torch.randn(rows, weights.router.shape[1], device=device).to(weights.down.dtype)
+    slots = torch.ones(rows, dtype=torch.int32, device=device)
+    packed = weights._replace(
+        router=kernels.pack(weights.router),
+        gate_up=kernels.pack(weights.gate_up),
+        down=kernels.pack(weights.down),
+    )
+    with torch.inference_mode():
+        ours = partial(kernels.experts, Normed(x, None), EPS, slots, packed, shape)
+        plain = partial(loop, x, weights, shape)
+        got, expected = ours(), plain()
+        error = float((got - expected).float().norm() / expected.float().norm())
+        if device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                ours()
+            ours = graph.replay
+        fast = device_seconds(ours, _nothing, REPEATS, device, lead=0.01)
+        slow = device_seconds(plain, _nothing, REPEATS, device)
+        _, chosen = route(F.linear(x, weights.router), None, shape)
+    each = weights.gate_up[0].numel() + weights.down[0].numel()
+    read = len(chosen.unique()) * each * weights.down.itemsize
+    flops = 2 * chosen.numel() * each
+    return {
+        "ms": round(1000 * fast, 4),
+        "loop_ms": round(1000 * slow, 4),
+        "limit_ms": round(1000 * read / bandwidth, 4),
+        "of_limit": round(read / bandwidth / fast, 3),
+        "tflops": round(flops / fast / 1e12, 1),
+        "error": round(error, 5),
+    }
+
+
+def loop(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
+    share, chosen = route(F.linear(x, weights.router), None, shape)
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        up = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
+        down = None if weights.down_bias is None else weights.down_bias[expert]
+        inner = gated(F.linear(x[token], weights.gate_up[expert], up), shape.activation)
+        result = F.linear(inner, weights.down[expert], down)
+        out.index_add_(0, token, result * share[token, place, None].to(result.dtype))
+    return out
+
+
+def _nothing() -> None:
+    """Before a call."""
+
+
+if __name__ == "__main__":
+    main()
