@@ -69,7 +69,7 @@ def test_prefixes_are_found_where_their_window_is(oracles, family):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gpt-oss"])
 def test_preemption(oracles, family, backend):
     oracle = oracles(family)
     settings = {"backend": backend, "max_num_seqs": 4, "max_num_batched_tokens": 32}

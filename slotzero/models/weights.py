@@ -43,6 +43,10 @@ class LayerWeights:
     down: Tensor  # packed [hidden, intermediate]
     down_bias: Tensor | None
     after_mlp: Tensor | None
+    input_gate: Tensor | None  # packed [input_size, hidden]
+    input_out: Tensor | None  # packed [hidden, input_size]
+    after_input: Tensor | None
+    scale: Tensor | None  # [1]
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class DecoderWeights:
     head: Tensor  # the same tensor where embeddings are tied
     final_norm: Tensor  # [hidden]
     layers: tuple[LayerWeights, ...]
+    input_embedding: Tensor | None = None  # packed [input_vocab, layers * input_size]
+    input_projection: Tensor | None = None  # packed [layers * input_size, hidden]
+    projected_norm: Tensor | None = None  # [input_size]
 
 
 def load_weights(
@@ -89,7 +96,7 @@ def random_weights(
     generator = torch.Generator(registry.device).manual_seed(seed)
     for param in params:
         tensor = tensors[param.name]
-        if param.field.endswith("norm") or param.field.startswith("after"):
+        if param.field.endswith(("norm", "scale")) or param.field.startswith("after"):
             tensor.fill_(1)
         else:
             tensor.normal_(0, 0.02, generator=generator)
@@ -190,4 +197,7 @@ def _assemble(
         head=tensors.get("head", tensors["embedding"]),
         final_norm=tensors["final_norm"],
         layers=tuple(LayerWeights(**fields) for fields in layers),  # type: ignore[arg-type]
+        input_embedding=tensors.get("input_embedding"),
+        input_projection=tensors.get("input_projection"),
+        projected_norm=tensors.get("projected_norm"),
     )

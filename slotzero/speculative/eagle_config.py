@@ -87,7 +87,7 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
 def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     """A head in the target's own shape, for models whose weights are random too."""
     heads = replace(target.groups[0].heads, window=None, softcap=None, norms_whole=False)
-    heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5)
+    heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5, norms_values=False)
     rope = parse_rope({"rope_theta": 10000.0}, heads.head_dim, target.max_position)
     num = target.num_layers
     taps = (0, num // 2, num) if wanted == "eagle3" else (num,)
