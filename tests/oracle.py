@@ -129,7 +129,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         causal="Gemma4",
-        query_norm=0.2,
+        query_norm=0.35,
     ),
     "gemma4-own": Family(
         "Gemma4Text",
@@ -151,7 +151,7 @@ FAMILIES = {
             },
         },
         causal="Gemma4",
-        query_norm=0.2,
+        query_norm=0.35,
     ),
     "olmo3": Family(
         "Olmo3", {"sliding_window": 17, "num_hidden_layers": 4, "num_key_value_heads": 4}

@@ -23,6 +23,7 @@ from slotzero.loading.dummy import DummyCheckpoint
 from slotzero.loading.folder import FolderCheckpoint, folder_config, folder_eos_token_ids
 from slotzero.loading.gguf import GgufCheckpoint
 from slotzero.loading.mxfp4 import Mxfp4Checkpoint
+from slotzero.loading.text_part import TEXT, TextCheckpoint
 from slotzero.loading.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.models.config import quantisation_of
 from slotzero.tokenizer import Tokenizer
@@ -71,7 +72,9 @@ def _is_too_long(path: Path) -> bool:
 
 def _open_folder(path: Path, name: str | None, dummy: bool) -> Checkpoint:
     if not dummy:
-        checkpoint = FolderCheckpoint(path, name)
+        checkpoint: Checkpoint = FolderCheckpoint(path, name)
+        if any(stored.startswith(TEXT) for stored in checkpoint.names()):
+            checkpoint = TextCheckpoint(checkpoint)
         is_plain = quantisation_of(checkpoint.config) is None
         return checkpoint if is_plain else Mxfp4Checkpoint(checkpoint)
     return DummyCheckpoint(

@@ -224,6 +224,22 @@ def _experts(config: ModelConfig) -> list[Param]:
     return params.made
 
 
+def unread_tensors(config: ModelConfig) -> set[str]:
+    """Some exporters store projections of layers that own no KV, which no one computes."""
+    return {
+        f"model.layers.{layer}.self_attn.{name}"
+        for group in config.groups
+        for layer in group.readers
+        for name in (
+            "k_proj.weight",
+            "k_proj.bias",
+            "v_proj.weight",
+            "v_proj.bias",
+            "k_norm.weight",
+        )
+    }
+
+
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config: Hugging Face name to shape."""
     return {

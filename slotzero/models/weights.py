@@ -15,7 +15,7 @@ from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
-from slotzero.models.params import Param, Stored, params_of
+from slotzero.models.params import Param, Stored, params_of, unread_tensors
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
@@ -71,7 +71,7 @@ def load_weights(
 ) -> DecoderWeights:
     """`prefix` is of their names in the registry, where there is more than one model."""
     params = params_of(config)
-    _refuse_unexpected(params, checkpoint)
+    _refuse_unexpected(params, checkpoint, unread_tensors(config))
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for param in params:
@@ -164,7 +164,7 @@ def _read(
     return joined if param.columns is None else kernels.pack(joined)
 
 
-def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
+def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint, unread: set[str]) -> None:
     """A tensor that we would not use changes results; one that is missing cannot be made up."""
     expected = {s.name for p in params for i in p.layers or (0,) for s in p.stored(i)}
     names = set(checkpoint.names())
@@ -175,7 +175,7 @@ def _refuse_unexpected(params: list[Param], checkpoint: Checkpoint) -> None:
             "the checkpoint is incomplete, fetch it again"
         )
     tied = {"lm_head.weight"}  # a copy of the embedding that some exporters store
-    extra = sorted(n for n in names - expected - tied if not n.endswith(_IGNORED))
+    extra = sorted(n for n in names - expected - tied - unread if not n.endswith(_IGNORED))
     if extra:
         raise UnsupportedModelError(
             f"{checkpoint.name}: tensor {extra[0]} is not part of this architecture as we know it "
