@@ -129,7 +129,8 @@ class Worker:
         self.registry = registry = Registry(device)
         self.kernels = kernels_for(device)
         for group in model.groups:
-            self.kernels.refuse(group.heads)
+            for heads in group.shapes:
+                self.kernels.refuse(heads)
         if config.load_format == "dummy":
             weights = random_weights(model, registry, self.kernels, dtype, config.seed)
         else:

@@ -19,6 +19,8 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     causal: str = ""
     """Of the model's class, where it is not the config's."""
+    query_norm: float = 1.0
+    """Where scores are not divided by the size of a head, it is small, lest they drown rounding."""
 
 
 BASE = {
@@ -104,6 +106,52 @@ FAMILIES = {
             "tie_word_embeddings": True,
         },
         causal="Gemma3",
+    ),
+    "gemma4": Family(
+        "Gemma4Text",
+        {
+            "head_dim": 24,
+            "global_head_dim": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 7,
+            "layer_types": [
+                *["sliding_attention", "full_attention"] * 2,
+                *["sliding_attention"] * 2,
+                "full_attention",
+            ],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 230,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        causal="Gemma4",
+        query_norm=0.35,
+    ),
+    "gemma4-own": Family(
+        "Gemma4Text",
+        {
+            "head_dim": 32,
+            "global_head_dim": 48,
+            "attention_bias": True,
+            "sliding_window": 17,
+            "num_hidden_layers": 3,
+            "hidden_size_per_layer_input": 0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.6,
+                    "rope_theta": 1e6,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        causal="Gemma4",
+        query_norm=0.35,
     ),
     "olmo3": Family(
         "Olmo3", {"sliding_window": 17, "num_hidden_layers": 4, "num_key_value_heads": 4}
@@ -232,7 +280,17 @@ FAMILIES = {
 }
 
 
-HYBRIDS = ("mistral-window", "qwen2-window", "gemma2", "gemma3", "olmo3", "gpt-oss", "mimo-v2")
+HYBRIDS = (
+    "mistral-window",
+    "qwen2-window",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4-own",
+    "olmo3",
+    "gpt-oss",
+    "mimo-v2",
+)
 """Families with layers that see a window."""
 
 
@@ -272,9 +330,12 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         if name.endswith("bias"):  # transformers starts them at zero, which would hide them
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:
-            torch.nn.init.normal_(parameter, 1, 0.1)
+            size = family.query_norm if "q_norm" in name else 1.0
+            torch.nn.init.normal_(parameter, size, 0.1 * size)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0, 0.2)
+        elif name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     model.save_pretrained(folder)
     return Oracle(folder, model, copy.deepcopy(model.model.rotary_emb), config.vocab_size)

@@ -569,7 +569,8 @@ def test_experts_without_any_token(kernels):
 def test_gates(kernels, activation):
     joined = torch.randn(9, 40) * 6  # beyond where gates and values are clamped
     expected = activate(joined.double(), activation)
-    torch.testing.assert_close(gated(joined, activation).double(), expected, atol=1e-5, rtol=1e-5)
+    for got in (gated(joined, activation), kernels.gate(*joined.chunk(2, -1), activation)):
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
     args = (Normed(x, None), EPS, kernels.pack(weight), bias, 17, activation)
     expected = activate(F.linear(x, weight, bias).double(), activation)
@@ -615,11 +616,16 @@ def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize(
+    ("is_whole", "norms_values"), [(False, False), (True, False), (False, True)]
+)
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, window):
-    """A prompt of 7 tokens whose first 2 came a step before, against attention by the book."""
-    heads = heads_of(6, 2, 16, value_dim=10, window=window, norms_whole=is_whole)
+def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_values, window):
+    """A prompt of 7 tokens whose first 2 came a step before, against attention by the book. Then
+    its queries alone, over what was stored."""
+    heads = heads_of(
+        6, 2, 16, value_dim=10, window=window, norms_whole=is_whole, norms_values=norms_values
+    )
     joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
     q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
     frequency = torch.rand(8)
@@ -641,6 +647,8 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, window):
     q, k, v = q.view(7, 6, 16), k.view(7, 2, 16), v.view(7, 2, 10)
     if not is_whole:
         q, k = norm(q, q_norm), norm(k, k_norm)
+    if norms_values:
+        v = norm(v, torch.ones(10))
     turns = torch.polar(torch.ones(1).double(), torch.arange(7)[:, None, None] * frequency.double())
     q, k = turned(q, turns), turned(k, turns)
     expected = torch.zeros(7, 6, 10, dtype=torch.float64)
@@ -651,6 +659,17 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, window):
             shares = shares / (shares.sum() + sinks[head].double().exp())
             expected[t, head] = shares @ v[seen, head // 3]
     torch.testing.assert_close(torch.cat(outs).double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
+    readers, before = dataclasses.replace(heads, stores=False), kv.clone()
+    queries = torch.cat((joined[:, : 6 * 16], torch.full((2, 6 * 16), torch.inf)))
+    tokens = Tokens(ints([1] * 7 + [0] * 2), ints([*range(7), 0, 0]))
+    angle = tokens.positions[:, None, None] * frequency
+    read = kernels.attention(
+        queries, q_norm, None, sinks, Angles(angle.cos(), angle.sin()), kv, table,
+        kernels.plan(tokens, None, readers), readers,
+    )  # fmt: skip
+    torch.testing.assert_close(read[:7].double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
+    assert not read[7:].any()
+    torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
 
 
 def turned(x: Tensor, turns: Tensor) -> Tensor:

@@ -113,7 +113,9 @@ def test_trees_of_any_shape(steps, topk, num):
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "ngram", "right tree"])
-@pytest.mark.parametrize("model", ["tiny:gemma3", "tiny:gpt-oss", "tiny:mimo-v2", "tiny:qwen3"])
+@pytest.mark.parametrize(
+    "model", ["tiny:gemma3", "tiny:gemma4", "tiny:gpt-oss", "tiny:mimo-v2", "tiny:qwen3"]
+)
 def test_other_models(model, drafter):
     prompts = prompts_of([5, 70, 17, 33], VOCAB)
     settings = dict(DRAFTERS[drafter])

@@ -69,7 +69,7 @@ def test_prefixes_are_found_where_their_window_is(oracles, family):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gpt-oss"])
 def test_preemption(oracles, family, backend):
     oracle = oracles(family)
     settings = {"backend": backend, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -166,6 +166,122 @@ def test_a_config_that_cannot_be_right_is_refused(fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
         parse_config({**TINY_CONFIGS["gemma3"], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+MIXED = {"1": {"head_dim": 40}, "4": {"head_dim": 48}, "5": {"head_dim": 40}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"enable_moe_block": True}, ["enable_moe_block=True"]),
+        ({"use_bidirectional_attention": "vision"}, ["use_bidirectional_attention='vision'"]),
+        ({"query_pre_attn_scalar": 20}, ["query_pre_attn_scalar=20"]),
+        ({"per_layer_config": MIXED}, ["per_layer_config", "full layers differ"]),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config", "sliding", "differ"]),
+        (
+            {"per_layer_config": {str(i): {"intermediate_size": 9} for i in (1, 4, 5)}},
+            ["per_layer_config", "intermediate_size=9", "num_key_value_heads"],
+        ),
+        (
+            {"per_layer_config": {str(i): {"num_key_value_heads": 3} for i in (1, 4, 5)}},
+            ["num_key_value_heads=3", "full"],
+        ),
+        ({"per_layer_config": None, "global_head_dim": 41}, ["head_dim=41", "even"]),
+        ({"num_kv_shared_layers": 5}, ["num_kv_shared_layers=5", "no full layer"]),
+        ({"num_kv_shared_layers": 6}, ["num_kv_shared_layers=6", "num_hidden_layers=6"]),
+        ({"num_kv_shared_layers": -1}, ["num_kv_shared_layers=-1"]),
+        ({"vocab_size_per_layer_input": 258}, ["vocab_size_per_layer_input=258", "259"]),
+        ({"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}, ["layer_types ends"]),
+        ({"rope_parameters": None}, ["rope_parameters", "full layers"]),
+        ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters", "sliding layers"]),
+    ],
+)
+def test_a_gemma4_config_that_cannot_be_right_is_refused(fields, words):
+    with pytest.raises(UnsupportedModelError) as caught:
+        parse_config({**TINY_CONFIGS["gemma4"], **fields})
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+GEMMA4_FIELDS = {
+    "per_layer_config": {"0": {"head_dim": 8}},
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+}
+
+
+@pytest.mark.parametrize("field", GEMMA4_FIELDS)
+def test_other_families_refuse_the_fields_of_gemma4(field):
+    with pytest.raises(UnsupportedModelError, match=field):
+        parse_config({**TINY_CONFIGS["gemma3"], field: GEMMA4_FIELDS[field]})
+
+
+def test_layers_that_own_no_kv_have_no_pages():
+    """tiny:gemma4 has layers s f s | s f f: the last three read what layers 2 and 1 stored."""
+    llm = LLM("tiny:gemma4", backend="eager", max_num_seqs=2, show_progress=False)
+    worker = llm.engine.worker
+    full, sliding = worker.model.groups
+    assert (full.layers, full.readers, sliding.layers, sliding.readers) == (
+        (1,), (4, 5), (0, 2), (3,),
+    )  # fmt: skip
+    assert [sliding.owner_of(layer) for layer in (0, 2, 3)] == [0, 1, 1]
+    assert worker.registry["kv_full"].shape[0] == 1
+    assert worker.registry["kv_sliding"].shape[0] == 2
+
+
+def test_the_older_fields_of_gemma4_say_the_same():
+    """Before transformers wrote per_layer_config."""
+    config = dict(TINY_CONFIGS["gemma4"])
+    older = {**config, "global_head_dim": 40, "num_global_key_value_heads": 1}
+    del older["per_layer_config"]
+    assert parse_config(older) == parse_config(config)
+    without = parse_config({**older, "attention_k_eq_v": False})
+    assert without.groups[0].heads.num_kv_heads == config["num_key_value_heads"]
+    del older["global_head_dim"]
+    assert parse_config(older).groups[0].heads.head_dim == 512
+
+
+def test_projections_that_nobody_reads_may_be_stored(oracles, tmp_path):
+    """Gemma 4 is published with keys and values of layers that share another's."""
+    oracle = oracles("gemma4")
+    tensors = load_file(oracle.folder / "model.safetensors")
+    for layer in (4, 5, 6):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(3)
+    (tmp_path / "config.json").write_text((oracle.folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    traced = Traced(str(tmp_path), backend="eager", max_num_seqs=2)
+    expect_equal(traced, oracle, prompts_of([30, 5], oracle.vocab_size), num_tokens=8)
+
+
+def test_the_text_part_of_a_model_that_sees(oracles, tmp_path):
+    """Gemma 4 as it is published: a config in a config, and tensors of other parts."""
+    oracle = oracles("gemma4")
+    text = json.loads((oracle.folder / "config.json").read_text())
+    del text["architectures"]
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+        "text_config": text, "vision_config": {"hidden_size": 8}, "dtype": "float32",
+    }  # fmt: skip
+    tensors = {"model.vision_tower.x.weight": torch.ones(3), "model.embed_audio.y": torch.ones(1)}
+    for name, tensor in load_file(oracle.folder / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    traced = Traced(str(tmp_path), backend="eager", max_num_seqs=2)
+    expect_equal(traced, oracle, prompts_of([30, 5], oracle.vocab_size), num_tokens=8)
+    for fields, word in (
+        ({"text_config": None}, "text_config=None"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+        with pytest.raises(UnsupportedModelError, match=word):
+            LLM(str(tmp_path), backend="eager", skip_tokenizer_init=True, show_progress=False)
 
 
 @pytest.mark.parametrize(

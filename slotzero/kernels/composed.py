@@ -159,6 +159,9 @@ class ComposedKernels(ComposedSpeculation, Kernels):
     ) -> Tensor:
         return gated(self.product(x.x, weight, bias, 2 * out_features), activation)
 
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        return gated(torch.cat((gates, values), dim=-1), activation)
+
     def linear_add_norm(
         self,
         x: Tensor,
@@ -216,14 +219,13 @@ class ComposedKernels(ComposedSpeculation, Kernels):
     ) -> Tensor:
         slots, positions, branches = _planned(plan)
         q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
-        if heads.norms_whole:
-            q, k = _maybe_norm(q, q_norm, heads), _maybe_norm(k, k_norm, heads)
-        q, k = (part.view(len(joined), -1, heads.head_dim) for part in (q, k))
-        if not heads.norms_whole:
-            q, k = _maybe_norm(q, q_norm, heads), _maybe_norm(k, k_norm, heads)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        v = v.contiguous().view(len(joined), -1, heads.value_dim)
-        self.store_kv(k, v, kv_pages, page_table, slots, positions)
+        q = _turned(q, q_norm, angles, heads)
+        if heads.stores:
+            k = _turned(k, k_norm, angles, heads)
+            v = v.contiguous().view(len(joined), -1, heads.value_dim)
+            if heads.norms_values:
+                v = rms_norm(v, None, heads.norm_eps)
+            self.store_kv(k, v, kv_pages, page_table, slots, positions)
         return self.attend(
             q, sinks, kv_pages, page_table, slots, positions, heads, branches
         ).flatten(1)
@@ -280,11 +282,11 @@ def _planned(plan: Plan) -> tuple[Tensor, Tensor, Branches | None]:
     return slots, positions, Branches(bases, seen, stands)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """In float32, rounded before the weight is applied, as the checkpoints were trained."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    return normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight
 
 
 def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Normed:
@@ -293,6 +295,16 @@ def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Normed:
 
 def _maybe_norm(x: Tensor, norm: Tensor | None, heads: Heads) -> Tensor:
     return x if norm is None else rms_norm(x, norm, heads.norm_eps)
+
+
+def _turned(x: Tensor, norm: Tensor | None, angles: Angles, heads: Heads) -> Tensor:
+    """Queries or keys, [T, size] -> [T, heads, head_dim], under their norm and rotated"""
+    if heads.norms_whole:
+        x = _maybe_norm(x, norm, heads)
+    x = x.view(len(x), -1, heads.head_dim)
+    if not heads.norms_whole:
+        x = _maybe_norm(x, norm, heads)
+    return rotate(x, *angles)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The contract of a kernel set: what a step needs done, by whichever kernels the device has.
 
 A layer is five calls: linear, attention, linear_add_norm, linear_gated, linear_add_norm; with
-experts the last two are experts and add_norm. All are functions of their arguments. A token is
+experts the last two are experts and add_norm, and what is for this layer alone is mixed in by
+linear, gate and linear_add_norm. All are functions of their arguments. A token is
 (slot, position); kernels read pages through the slot's row of its group's page table, drop every
 write of slot 0 and give slot 0 zeros. What only speculation needs is in contract_speculation.py.
 What each call means is written down in composed.py and composed_speculation.py, in plain torch.
@@ -148,6 +149,10 @@ class Kernels(SpeculationKernels):
         """x times a packed weight of gates and then values -> activation(gate) * value"""
 
     @abstractmethod
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        """activation(gates) * values, [rows, size] each"""
+
+    @abstractmethod
     def linear_add_norm(
         self,
         x: Tensor,
@@ -195,7 +200,8 @@ class Kernels(SpeculationKernels):
     ) -> Tensor:
         """Norms and rotates q and k, stores k and v at each token's position, and attends to the
         positions of its slot up to its own, the last `window` of them, or those of its branch
-        -> [T, out_size]. Slot 0 stores nothing and gets zeros."""
+        -> [T, out_size]. Slot 0 stores nothing and gets zeros. Heads that do not store have queries
+        alone, and find their own position stored."""
 
     @abstractmethod
     def attention_latent(

@@ -77,11 +77,17 @@ class Heads:
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
     """Norms of queries and keys are over all heads of a token at once, not head by head."""
+    norms_values: bool = False
+    """Values are under an RMSNorm too, head by head and without a weight."""
+    stores: bool = True
+    """Else a token brings a query alone, and attends to what another layer has stored of it."""
     latent: Latent | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Of q, k and v in a joined row; of latent ones k is what is stored, and there is no v."""
+        if not self.stores:
+            return self.num_heads * self.head_dim, 0, 0
         if self.latent is not None:
             q = self.num_heads * (self.latent.plain_dim + self.latent.turned_dim)
             return q, self.head_dim, 0

@@ -46,7 +46,7 @@ class DummyCheckpoint(Checkpoint):
         if name not in self._shapes:
             raise CorruptCheckpointError(f"{self.name}: its config promises no tensor {name}")
         shape = self._shapes[name]
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_scalar")):
             return torch.ones(shape)
         generator = torch.Generator().manual_seed(tensor_seed(self._seed, name))
         std = float(self.config.get("initializer_range") or _DEFAULT_STD)

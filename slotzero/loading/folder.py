@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from slotzero.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.json_file import read_json, read_json_if_there, token_ids
+from slotzero.loading.text_part import text_config
 from slotzero.models.config import DEQUANTISED, quantisation_of
 from slotzero.tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ def folder_config(path: Path) -> dict[str, Any]:
         found = sorted(file.name for file in path.glob("*.gguf"))
         remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
         raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
-    return read_json(path / "config.json")
+    return text_config(read_json(path / "config.json"))
 
 
 def folder_eos_token_ids(path: Path) -> tuple[int, ...]:

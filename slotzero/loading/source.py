@@ -24,6 +24,7 @@ from slotzero.loading.folder import FolderCheckpoint, folder_config, folder_eos_
 from slotzero.loading.fp8 import Fp8Checkpoint
 from slotzero.loading.gguf import GgufCheckpoint
 from slotzero.loading.mxfp4 import Mxfp4Checkpoint
+from slotzero.loading.text_part import TEXT, TextCheckpoint
 from slotzero.loading.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.models.config import quantisation_of
 from slotzero.tokenizer import Tokenizer
@@ -72,7 +73,9 @@ def _is_too_long(path: Path) -> bool:
 
 def _open_folder(path: Path, name: str | None, dummy: bool) -> Checkpoint:
     if not dummy:
-        checkpoint = FolderCheckpoint(path, name)
+        checkpoint: Checkpoint = FolderCheckpoint(path, name)
+        if any(stored.startswith(TEXT) for stored in checkpoint.names()):
+            checkpoint = TextCheckpoint(checkpoint)
         made_plain = {"mxfp4": Mxfp4Checkpoint, "fp8": Fp8Checkpoint}
         wrap = made_plain.get(quantisation_of(checkpoint.config) or "")
         return checkpoint if wrap is None else wrap(checkpoint)

@@ -68,6 +68,19 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
         rope_theta=1000000.0, rope_local_base_freq=10000.0, tie_word_embeddings=True,
         initializer_range=0.05,  # its embeddings are multiplied by 8, and would drown the rest
     ),
+    "gemma4": _config(
+        "gemma4_text", 6, 64, 72, (4, 2, 24), hidden_activation="gelu_pytorch_tanh",
+        sliding_window=24, layer_types=_layers("sfssff"), rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        per_layer_config={str(i): {"head_dim": 40, "num_key_value_heads": 1} for i in (1, 4, 5)},
+        attention_k_eq_v=True, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12, vocab_size_per_layer_input=259, enable_moe_block=False,
+        final_logit_softcapping=30.0, tie_word_embeddings=True, initializer_range=0.05,
+    ),
     "gpt-oss": _config(
         "gpt_oss", 3, 64, 40, (4, 2, 16), sliding_window=24, layer_types=_layers("sfs"),
         attention_bias=True, num_local_experts=6, num_experts_per_tok=4,

@@ -12,6 +12,7 @@ from slotzero.kernels.nouns import Activation, Experts, Heads
 from slotzero.models.fields import activation, eps, positive
 from slotzero.models.latent import latent_heads
 from slotzero.models.mixtures import experts_of, sparse_layers
+from slotzero.models.per_layer import heads_of, owners_and_readers, with_full_heads
 from slotzero.models.rope import RopeConfig, parse_rope
 
 FULL, SLIDING, LATENT = "full", "sliding", "latent"
@@ -23,10 +24,26 @@ class KvGroup:
     """Layers whose KV lies in one pool, behind one page table."""
 
     name: str
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # each owns its pages in the pool
     heads: Heads
     rope: RopeConfig
     has_sinks: bool
+    readers: tuple[int, ...] = ()
+    """Layers that own no KV: they attend to the pages of the last of `layers`."""
+    values_are_keys: bool = False
+    """Values are what keys are, before norm and rotation."""
+
+    @property
+    def reader_heads(self) -> Heads:
+        return replace(self.heads, stores=False)
+
+    @property
+    def shapes(self) -> tuple[Heads, ...]:
+        return (self.heads, self.reader_heads) if self.readers else (self.heads,)
+
+    def owner_of(self, layer: int) -> int:
+        """Whose pages it attends to, as an index into `layers`."""
+        return len(self.layers) - 1 if layer in self.readers else self.layers.index(layer)
 
 
 @dataclass(frozen=True)
@@ -59,9 +76,16 @@ class ModelConfig:
     """Of latent heads: queries are made of so many numbers under a norm; None: of the token's."""
     num_ahead: int
     """Layers behind the last that guess tokens ahead, stored with the others."""
+    reader_width: int = 1
+    """How many times as wide the MLP of a layer is that owns no KV."""
+    input_size: int = 0
+    """Of what each token has for each layer alone, beside the residual; 0: nothing."""
+    input_vocab: int = 0
+    scales_layers: bool = False
+    """What comes out of a layer is multiplied by a number of its own."""
 
     def group_of(self, layer: int) -> KvGroup:
-        return next(group for group in self.groups if layer in group.layers)
+        return next(g for g in self.groups if layer in g.layers or layer in g.readers)
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,12 @@ class Family:
     sinks: frozenset[str] = frozenset()  # groups whose heads have one
     kv_heads_of_sliding: int = 1  # as many times those of full layers
     is_latent: bool = False
+    ropes_by_kind: bool = False  # the config says how each kind of layer rotates
+    full_head_dim: int | None = None  # where full layers have another, and the config is silent
+    ends_full: bool = False  # its last layer is a full one
+    score_scale: float | None = None  # None: by the size of a head
+    norms_values: bool = False
+    scales_layers: bool = False
 
 
 def _all_slide(layer: int, config: Mapping[str, Any]) -> bool:
@@ -98,6 +128,10 @@ def _late_slide(layer: int, config: Mapping[str, Any]) -> bool:
 
 def _slide_but_every(default: int, field: str = "") -> Callable[[int, Mapping[str, Any]], bool]:
     return lambda layer, config: (layer + 1) % (config.get(field) or default) != 0
+
+
+def _all_but_every_sixth_and_last(layer: int, config: Mapping[str, Any]) -> bool:
+    return (layer + 1) % 6 != 0 and layer + 1 != config["num_hidden_layers"]
 
 
 def _mimo_slides(layer: int, config: Mapping[str, Any]) -> bool:
@@ -130,6 +164,17 @@ FAMILIES: Mapping[str, Family] = {
         norm_offset=1.0, scales_embedding=True,
         is_sliding=_slide_but_every(6, "sliding_window_pattern"), thetas=(1e6, 1e4),
         scales_full_only=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4_text",
+        frozenset({
+            "final_logit_softcapping", "per_layer_config", "global_head_dim",
+            "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers",
+            "use_double_wide_mlp", "hidden_size_per_layer_input",
+        }),
+        qk_norm="head", norms="around", scales_embedding=True,
+        is_sliding=_all_but_every_sixth_and_last, ropes_by_kind=True, full_head_dim=512,
+        ends_full=True, score_scale=1.0, norms_values=True, scales_layers=True,
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3", qk_norm="whole", norms="after", is_sliding=_slide_but_every(4),
@@ -180,6 +225,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "no_rope_layers": (None,),
     "no_rope_layer_interval": (None,),
+    "per_layer_config": (None, {}),
+    "global_head_dim": (None,),
+    "num_global_key_value_heads": (None,),
+    "attention_k_eq_v": (None, False),
+    "num_kv_shared_layers": (None, 0),
+    "use_double_wide_mlp": (None, False),
+    "hidden_size_per_layer_input": (None, 0),
+    "enable_moe_block": (None, False),
 }
 DEQUANTISED = ("mxfp4", "fp8")  # quant_method of weights that are turned into plain ones at load
 
@@ -219,6 +272,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         sparse_layers=sparse,
         q_rank=config.get("q_lora_rank") if family.is_latent else None,
         num_ahead=config.get("num_nextn_predict_layers") or 0,
+        reader_width=2 if config.get("use_double_wide_mlp") else 1,
+        scales_layers=family.scales_layers,
+        **_layer_inputs(config),
     )
 
 
@@ -268,8 +324,6 @@ def _groups(
     kinds = _layer_kinds(config, family, num_layers)
     num_heads = positive(config, "num_attention_heads")
     head_dim = config.get("head_dim") or positive(config, "hidden_size") // num_heads
-    if head_dim % 2:
-        raise UnsupportedModelError(f"head_dim={head_dim}: rotary embedding needs an even size")
     scalar, softcap = config.get("query_pre_attn_scalar"), config.get("attn_logit_softcapping")
     full = Heads(
         num_heads=num_heads,
@@ -277,26 +331,36 @@ def _groups(
         head_dim=head_dim,
         value_dim=config.get("v_head_dim") or head_dim,
         norm_eps=eps(config),
-        scale=(scalar or head_dim) ** -0.5,
+        scale=family.score_scale or (scalar or head_dim) ** -0.5,
         softcap=None if softcap is None else float(softcap),
         norms_whole=family.qk_norm == "whole",
+        norms_values=family.norms_values,
     )
+    if family.full_head_dim is not None:
+        full_layers = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+        config = with_full_heads(config, full_layers, family.full_head_dim)
     groups = []
     for name in (FULL, SLIDING):
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == name)
         if not layers:
             continue
-        heads = full
+        heads = heads_of(config, name, layers, full)
+        if heads.head_dim % 2:
+            raise UnsupportedModelError(
+                f"head_dim={heads.head_dim}: rotary embedding needs an even size"
+            )
         if name == SLIDING:
-            more = full.num_kv_heads * family.kv_heads_of_sliding
-            heads = replace(full, num_kv_heads=more, window=_window(config, max_position))
+            more = heads.num_kv_heads * family.kv_heads_of_sliding
+            heads = replace(heads, num_kv_heads=more, window=_window(config, max_position))
         if heads.num_heads % heads.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_attention_heads={heads.num_heads} is not a multiple of "
                 f"num_key_value_heads={heads.num_kv_heads} of {name} layers"
             )
-        rope = parse_rope(_rope_of(config, family, name), head_dim, max_position)
-        groups.append(KvGroup(name, layers, heads, rope, name in family.sinks))
+        rope = parse_rope(_rope_of(config, family, name), heads.head_dim, max_position)
+        owners, readers = owners_and_readers(config, name, layers, num_layers)
+        is_one = name == FULL and bool(config.get("attention_k_eq_v"))
+        groups.append(KvGroup(name, owners, heads, rope, name in family.sinks, readers, is_one))
     return tuple(groups)
 
 
@@ -314,6 +378,10 @@ def _layer_kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> 
         raise UnsupportedModelError(
             f"config field layer_types holds {', '.join(unknown)}: "
             f"implemented are {', '.join(LAYER_TYPES)}"
+        )
+    if family.ends_full and LAYER_TYPES[given[-1]] != FULL:
+        raise UnsupportedModelError(
+            f"config field layer_types ends with {given[-1]}: full_attention is needed there"
         )
     return [LAYER_TYPES[kind] for kind in given]
 
@@ -336,6 +404,20 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
     for kind, name in LAYER_TYPES.items():
         if name == group and isinstance(nested.get(kind), Mapping):
             return {"rope_parameters": {"rope_theta": theta, **nested[kind]}}
+    if family.ropes_by_kind:
+        raise UnsupportedModelError(f"config field rope_parameters has nothing for {group} layers")
     if group == SLIDING and family.scales_full_only:
         return {"rope_theta": config.get("rope_local_base_freq") or theta}
     return {**config, "rope_theta": config.get("rope_theta") or theta}
+
+
+def _layer_inputs(config: Mapping[str, Any]) -> dict[str, int]:
+    if not config.get("hidden_size_per_layer_input"):
+        return {}
+    vocab, of_inputs = (positive(config, f"vocab_size{end}") for end in ("", "_per_layer_input"))
+    if of_inputs < vocab:
+        raise UnsupportedModelError(
+            f"config field vocab_size_per_layer_input={of_inputs} is below vocab_size={vocab}"
+        )
+    size = positive(config, "hidden_size_per_layer_input")
+    return {"input_size": size, "input_vocab": of_inputs}

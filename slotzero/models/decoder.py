@@ -4,7 +4,7 @@ It maps tokens that carry (slot, position) to hidden states. It does not know re
 sampling, and allocates nothing that outlives a step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -56,12 +56,14 @@ class Kind:
     group: KvGroup
     experts: Experts | None
     kernels: Kernels
+    reads: bool = False  # layers that own no KV
 
     def run(
         self,
         residual: Tensor,
         x: Tensor,
         squares: Tensor | None,
+        layer_input: Tensor | None,
         slots: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -87,12 +89,18 @@ class Kind:
         down: Tensor,
         down_bias: Tensor | None,
         after_mlp: Tensor | None,
+        input_gate: Tensor | None,
+        input_out: Tensor | None,
+        after_input: Tensor | None,
+        scale: Tensor | None,
         next_norm: Tensor | None,
         *plan: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The residual, and it under this layer's norm -> the same under the next one's."""
-        kernels, config, heads = self.kernels, self.config, self.group.heads
-        eps = config.norm_eps
+        kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        heads = self.group.reader_heads if self.reads else self.group.heads
+        inner = config.intermediate_size * (config.reader_width if self.reads else 1)
+        mlp_next = next_norm if scale is None else None
         sizes, angles = heads.sizes, Angles(cos, sin)
         if q_up is not None:
             assert config.q_rank is not None
@@ -117,17 +125,26 @@ class Kind:
         )
         if self.experts is None or router is None:
             gated = kernels.linear_gated(
-                normed, eps, gate_up, gate_up_bias, config.intermediate_size, config.activation
+                normed, eps, gate_up, gate_up_bias, inner, config.activation
             )
             residual, normed = kernels.linear_add_norm(
-                gated, down, down_bias, residual, after_mlp, next_norm, eps
+                gated, down, down_bias, residual, after_mlp, mlp_next, eps
             )
         else:
             weights = ExpertWeights(
                 router, router_bias, correction, gate_up, gate_up_bias, down, down_bias
             )
             change = kernels.experts(normed, eps, slots, weights, self.experts)
-            residual, normed = kernels.add_norm(change, residual, after_mlp, next_norm, eps)
+            residual, normed = kernels.add_norm(change, residual, after_mlp, mlp_next, eps)
+        if layer_input is not None and input_gate is not None and input_out is not None:
+            gates = kernels.linear(normed, eps, input_gate, None, config.input_size)
+            mixed = kernels.gate(gates, layer_input, config.activation)
+            residual, _ = kernels.linear_add_norm(
+                mixed, input_out, None, residual, after_input, None, eps
+            )
+        if scale is not None:
+            residual = residual * scale
+            normed = kernels.norm(residual, next_norm, eps)
         return residual, *normed
 
 
@@ -145,18 +162,19 @@ class Decoder:
         self._kernels = kernels
         dtype = weights.embedding.dtype
         self._scale = float(torch.tensor(config.embedding_scale).to(dtype))
+        self._input_scale = float(torch.tensor(config.input_size**0.5).to(dtype))
         norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = [
             [*(getattr(layer, name) for name in LAYER_WEIGHTS), next_norm]
             for layer, next_norm in zip(weights.layers, norms, strict=True)
         ]
-        kinds: dict[tuple[str, bool], Kind] = {}
+        kinds: dict[tuple[str, bool, bool], Kind] = {}
         self._kinds = []
         for i in range(config.num_layers):
             group, is_sparse = config.group_of(i), i in config.sparse_layers
-            experts = config.experts if is_sparse else None
-            kind = Kind(config, group, experts, kernels)
-            self._kinds.append(kinds.setdefault((group.name, is_sparse), kind))
+            experts, reads = config.experts if is_sparse else None, i in group.readers
+            kind = Kind(config, group, experts, kernels, reads)
+            self._kinds.append(kinds.setdefault((group.name, is_sparse, reads), kind))
 
     def forward(
         self,
@@ -182,21 +200,41 @@ class Decoder:
             batch.tokens, batch.ids, weights.embedding, self._scale,
             weights.layers[0].input_norm, config.norm_eps,
         )  # fmt: skip
-        seen = {group.name: 0 for group in config.groups}
+        inputs = self._layer_inputs(batch, residual)
         for i, (kind, layer) in enumerate(zip(self._kinds, self._layers, strict=True)):
             if i in taps:
                 taps[i].copy_(residual)
             name = kind.group.name
-            pages, page_table = kv[name].pages[seen[name]], kv[name].page_table
-            seen[name] += 1
+            pages, page_table = kv[name].pages[kind.group.owner_of(i)], kv[name].page_table
             residual, *parts = pieces(
-                kind.run, residual, *normed, batch.tokens.slots, *angles[name], pages, page_table,
-                *layer, *plans[name],
+                kind.run, residual, *normed, inputs[i], batch.tokens.slots, *angles[name],
+                pages, page_table, *layer, *plans[name],
             )  # fmt: skip
             normed = Normed(*parts)
         if len(self._layers) in taps:
             taps[len(self._layers)].copy_(kernels.settle(normed, config.norm_eps))
         return normed
+
+    def _layer_inputs(self, batch: Batch, embedded: Tensor) -> Sequence[Tensor | None]:
+        """What each layer is given of every token for itself, [T, input_size]: an embedding of its
+        own, and what the layer makes of the common one."""
+        kernels, config, weights = self._kernels, self.config, self._weights
+        num, size = config.num_layers, config.input_size
+        if weights.input_embedding is None or weights.input_projection is None:
+            return [None] * num
+        own, _ = kernels.open(
+            batch.tokens, batch.ids, weights.input_embedding, self._input_scale, None, 0.0
+        )
+        made = kernels.linear(
+            Normed(embedded, None), 0.0, weights.input_projection, None, num * size
+        )
+        # scaled by hidden_size**-0.5 before the norm: the same as a larger eps in it
+        both, _ = kernels.add_norm(
+            made.view(-1, size), own.view(-1, size), weights.projected_norm, None,
+            config.norm_eps * config.hidden_size,
+        )  # fmt: skip
+        inputs = (both * 0.5**0.5).view(-1, num, size).transpose(0, 1).contiguous()
+        return [inputs[i] for i in range(num)]
 
     def new_hidden(self, num_tokens: int, num_states: int) -> Tensor:
         """Room for so many hidden states of every token, side by side."""

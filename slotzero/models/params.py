@@ -122,17 +122,29 @@ def params_of(config: ModelConfig) -> list[Param]:
 
     everywhere = _Params(tuple(range(config.num_layers)))
     _norms(everywhere, config)
+    _layer_ends(everywhere, config)
     params = [
         single("embedding", "model.embed_tokens.weight", vocab, hidden),
         *([] if config.tied_embeddings else [single("head", "lm_head.weight", vocab, hidden)]),
         single("final_norm", "model.norm.weight", hidden, None, offset),
         *everywhere.made,
     ]
+    if config.input_size:
+        size, stored = config.input_size, "model.per_layer_model_projection.weight"
+        every, table = config.num_layers * size, "model.embed_tokens_per_layer.weight"
+        norm = "model.per_layer_projection_norm.weight"
+        params.append(single("input_embedding", table, config.input_vocab, every))
+        params.append(single("input_projection", stored, every, hidden))
+        params.append(single("projected_norm", norm, size, None, offset))
     for group in config.groups:
         params += _attention(config, group)
-    dense = tuple(i for i in range(config.num_layers) if i not in config.sparse_layers)
-    if dense:
-        params += _mlp(config, dense)
+        if group.readers:
+            params += _attention(config, group, reads=True)
+    wide = {i for group in config.groups for i in group.readers if config.reader_width > 1}
+    dense = set(range(config.num_layers)).difference(config.sparse_layers)
+    for layers, width in ((dense - wide, 1), (dense & wide, config.reader_width)):
+        if layers:
+            params += _mlp(config, tuple(sorted(layers)), width)
     if config.sparse_layers:
         params += _experts(config, config.sparse_layers)
     return params
@@ -148,7 +160,7 @@ def ahead_params(config: ModelConfig, layer: int) -> list[Param]:
     own.matrix("join", 2 * hidden, Source("eh_proj", hidden))
     params = [*own.made, *_attention(config, replace(config.groups[-1], layers=(layer,)))]
     is_sparse = config.num_layers - 1 in config.sparse_layers
-    return params + (_experts(config, (layer,)) if is_sparse else _mlp(config, (layer,)))
+    return params + (_experts(config, (layer,)) if is_sparse else _mlp(config, (layer,), width=1))
 
 
 def _norms(params: _Params, config: ModelConfig) -> None:
@@ -164,18 +176,32 @@ def _norms(params: _Params, config: ModelConfig) -> None:
         params.norm("after_mlp", "post_feedforward_layernorm", hidden, offset)
 
 
-def _attention(config: ModelConfig, group: KvGroup) -> list[Param]:
-    heads, hidden = group.heads, config.hidden_size
-    if heads.latent is not None:
+def _layer_ends(params: _Params, config: ModelConfig) -> None:
+    hidden, size = config.hidden_size, config.input_size
+    if size:
+        params.matrix("input_gate", hidden, Source("per_layer_input_gate", size))
+        params.matrix("input_out", size, Source("per_layer_projection", hidden))
+        params.norm("after_input", "post_per_layer_input_norm", hidden, config.norm_offset)
+    if config.scales_layers:
+        params.add("scale", (Source("layer_scalar", 1),))
+
+
+def _attention(config: ModelConfig, group: KvGroup, reads: bool = False) -> list[Param]:
+    """Of layers that own KV, or of those that read it."""
+    if group.heads.latent is not None:
         return _latent_attention(config, group)
-    params = _Params(group.layers, "" if group is config.groups[0] else f"_{group.name}")
+    hidden, heads = config.hidden_size, group.reader_heads if reads else group.heads
+    suffix = "" if group is config.groups[0] else f"_{group.name}"
+    params = _Params(group.readers, f"{suffix}_readers") if reads else _Params(group.layers, suffix)
     order = halves(group.rope)
     q_size, k_size, v_size = heads.sizes
-    qkv = (
-        Source("self_attn.q_proj", q_size, _by_head(order, heads.num_heads)),
-        Source("self_attn.k_proj", k_size, _by_head(order, heads.num_kv_heads)),
-        Source("self_attn.v_proj", v_size, scale=config.value_scale),
-    )
+    qkv = [Source("self_attn.q_proj", q_size, _by_head(order, heads.num_heads))]
+    if heads.stores:
+        values = "k_proj" if group.values_are_keys else "v_proj"
+        qkv += (
+            Source("self_attn.k_proj", k_size, _by_head(order, heads.num_kv_heads)),
+            Source(f"self_attn.{values}", v_size, scale=config.value_scale),
+        )
     out = Source("self_attn.o_proj", hidden)
     params.matrix("qkv", hidden, *qkv)
     params.matrix("out", heads.out_size, out)
@@ -186,7 +212,7 @@ def _attention(config: ModelConfig, group: KvGroup) -> list[Param]:
     if config.qk_norm:
         is_whole = config.qk_norm == "whole"
         sizes = (q_size, k_size) if is_whole else (heads.head_dim, heads.head_dim)
-        for name, size in zip("qk", sizes, strict=True):
+        for name, size in zip("qk" if heads.stores else "q", sizes, strict=False):
             params.norm(f"{name}_norm", f"self_attn.{name}_norm", size, config.norm_offset)
     if group.has_sinks:
         name = "attention_sink_bias" if config.family == "mimo_v2_flash" else "sinks"
@@ -225,8 +251,9 @@ def _by_head(order: Sequence[int] | None, num_heads: int) -> list[int] | None:
     return [head * len(order) + row for head in range(num_heads) for row in order]
 
 
-def _mlp(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
-    params, inner = _Params(layers), config.intermediate_size
+def _mlp(config: ModelConfig, layers: tuple[int, ...], width: int) -> list[Param]:
+    params = _Params(layers, "_wide" if width > 1 else "")
+    inner = config.intermediate_size * width
     gate_up = Source("mlp.gate_proj", inner), Source("mlp.up_proj", inner)
     down = Source("mlp.down_proj", config.hidden_size)
     params.matrix("gate_up", config.hidden_size, *gate_up)
@@ -268,6 +295,22 @@ def _experts(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
     params.matrix("gate_up", hidden, of_each("gate", inner), of_each("up", inner), **every)
     params.matrix("down", inner, of_each("down", hidden), **every)
     return params.made
+
+
+def unread_tensors(config: ModelConfig) -> set[str]:
+    """Some exporters store projections of layers that own no KV, which no one computes."""
+    return {
+        f"model.layers.{layer}.self_attn.{name}"
+        for group in config.groups
+        for layer in group.readers
+        for name in (
+            "k_proj.weight",
+            "k_proj.bias",
+            "v_proj.weight",
+            "v_proj.bias",
+            "k_norm.weight",
+        )
+    }
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

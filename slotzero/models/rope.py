@@ -17,10 +17,11 @@ from slotzero.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class RopeConfig:
-    kind: str  # default, linear, dynamic, llama3, yarn
+    kind: str  # default, proportional, linear, dynamic, llama3, yarn
     theta: float
     head_dim: int
-    rotary_dim: int  # of each head, what is rotated: its first so many
+    rotary_dim: int
+    """Of each head, what is rotated: its first so many, or if proportional its first pairs."""
     original_max_position: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -46,6 +47,7 @@ class RopeConfig:
 
 _FIELDS: Mapping[str, set[str]] = {
     "default": set(),
+    "proportional": {"factor"},
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
@@ -68,12 +70,14 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
     given.pop("type", None)
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     rotary_dim = int(head_dim * (given.pop("partial_rotary_factor", None) or 1.0))
+    if kind == "proportional":
+        rotary_dim -= rotary_dim % 2
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise UnsupportedModelError(
             f"rope field partial_rotary_factor rotates {rotary_dim} of {head_dim}: "
             "an even number up to all of them is needed"
         )
-    if rotary_dim < head_dim and kind != "default":
+    if rotary_dim < head_dim and kind not in ("default", "proportional"):
         raise UnsupportedModelError(
             f"rope field partial_rotary_factor is not implemented with rope scaling {kind!r}"
         )
@@ -130,11 +134,12 @@ def correction(config: Mapping[str, Any]) -> float:
 
 def frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each pair: [head_dim / 2], float32 on the CPU."""
-    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+    whole = rope.head_dim if rope.kind == "proportional" else rope.rotary_dim
+    exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / whole
     plain = 1.0 / (rope.theta**exponent)
     if rope.rotary_dim < rope.head_dim:  # what is not rotated turns by nothing
-        return torch.cat((plain, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
-    if rope.kind == "linear":
+        plain = torch.cat((plain, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
+    if rope.kind in ("linear", "proportional"):
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
@@ -148,7 +153,7 @@ def halves(rope: RopeConfig) -> list[int] | None:
     together lie half a head apart, as they do where all of it is rotated."""
     if rope.is_interleaved:
         return [*range(0, rope.head_dim, 2), *range(1, rope.head_dim, 2)]
-    if rope.rotary_dim == rope.head_dim:
+    if rope.rotary_dim == rope.head_dim or rope.kind == "proportional":
         return None
     half, turned = rope.head_dim // 2, rope.rotary_dim // 2
     still = list(range(rope.rotary_dim, rope.head_dim))

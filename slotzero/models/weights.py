@@ -15,7 +15,7 @@ from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
-from slotzero.models.params import Param, Stored, params_of
+from slotzero.models.params import Param, Stored, params_of, unread_tensors
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
@@ -46,6 +46,10 @@ class LayerWeights:
     down: Tensor  # packed [hidden, intermediate]
     down_bias: Tensor | None
     after_mlp: Tensor | None
+    input_gate: Tensor | None  # packed [input_size, hidden]
+    input_out: Tensor | None  # packed [hidden, input_size]
+    after_input: Tensor | None
+    scale: Tensor | None  # [1]
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class DecoderWeights:
     head: Tensor  # the same tensor where embeddings are tied
     final_norm: Tensor  # [hidden]
     layers: tuple[LayerWeights, ...]
+    input_embedding: Tensor | None = None  # packed [input_vocab, layers * input_size]
+    input_projection: Tensor | None = None  # packed [layers * input_size, hidden]
+    projected_norm: Tensor | None = None  # [input_size]
 
 
 def load_weights(
@@ -108,7 +115,7 @@ def random_weights(
     generator = torch.Generator(registry.device).manual_seed(seed)
     for param in params:
         tensor = tensors[param.name]
-        if param.field.endswith("norm") or param.field.startswith("after"):
+        if param.field.endswith(("norm", "scale")) or param.field.startswith("after"):
             tensor.fill_(1)
         else:
             tensor.normal_(0, 0.02, generator=generator)
@@ -194,7 +201,7 @@ def _refuse_unexpected(config: ModelConfig, params: list[Param], checkpoint: Che
     ahead_of = tuple(f"model.layers.{layer}." for layer in range(num, num + ahead))
     extra = sorted(
         n
-        for n in names - expected - tied
+        for n in names - expected - tied - unread_tensors(config)
         if not n.endswith(_IGNORED) and not n.startswith(ahead_of)
     )
     if extra:
@@ -218,4 +225,7 @@ def _assemble(
         head=tensors.get("head", tensors["embedding"]),
         final_norm=tensors["final_norm"],
         layers=tuple(LayerWeights(**fields) for fields in layers),  # type: ignore[arg-type]
+        input_embedding=tensors.get("input_embedding"),
+        input_projection=tensors.get("input_projection"),
+        projected_norm=tensors.get("projected_norm"),
     )

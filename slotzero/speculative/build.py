@@ -177,7 +177,8 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     groups = tuple(replace(g, name=f"{GROUP}_{g.name}") for g in config.groups)
     config = replace(config, groups=groups)
     for group in groups:
-        kernels.refuse(group.heads)
+        for heads in group.shapes:
+            kernels.refuse(heads)
         if group.rope.depends_on_prompt:
             raise UnsupportedModelError(
                 f"{checkpoint.name}: a draft model with dynamic rope scaling is not implemented"

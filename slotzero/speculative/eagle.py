@@ -139,7 +139,7 @@ class EagleDrafter(Guesser):
         angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
         plan = kernels.plan(tokens, rows, config.group.heads, branches)
         hidden, *parts = pieces(
-            self._kind.run, hidden, *normed, tokens.slots, *angles,
+            self._kind.run, hidden, *normed, None, tokens.slots, *angles,
             self._kv.pages[layer], self._kv.page_table, *weights.layer, weights.norm, *plan,
         )  # fmt: skip
         return hidden, Normed(*parts)

@@ -90,7 +90,7 @@ def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     if heads.latent is not None:
         size = heads.latent.plain_dim + heads.latent.turned_dim
         heads = replace(heads, num_kv_heads=heads.num_heads, head_dim=size, latent=None)
-    heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5)
+    heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5, norms_values=False)
     rope = parse_rope({"rope_theta": 10000.0}, heads.head_dim, target.max_position)
     num = target.num_layers
     taps = (0, num // 2, num) if wanted == "eagle3" else (num,)

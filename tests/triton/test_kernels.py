@@ -218,3 +218,6 @@ def test_a_head_that_no_kernel_holds_is_refused():
     ):
         with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
             kernels.refuse(heads)
+    for field, name in (({"stores": False}, "KV of another"), ({"norms_values": True}, "values")):
+        with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
+            kernels.refuse(Heads(8, 1, 64, 64, 1e-6, 1.0, **field))

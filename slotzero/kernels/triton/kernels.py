@@ -60,6 +60,15 @@ class TritonKernels(TritonSpeculation, Kernels):
         self.choices = Choices()
 
     def refuse(self, heads: Heads) -> None:
+        for name, is_asked in (
+            ("layers that attend to the KV of another", not heads.stores),
+            ("values under a norm", heads.norms_values),
+        ):
+            if is_asked:
+                raise UnsupportedModelError(
+                    f"{name}: the attention kernels for CUDA know none; "
+                    "run the model with --backend cpu"
+                )
         for name, value, most in (
             ("head_dim", heads.head_dim, MAX_DIM),
             ("value_dim", heads.value_dim, MAX_DIM),
@@ -192,6 +201,9 @@ class TritonKernels(TritonSpeculation, Kernels):
             return few.linear(x, eps, weight, bias, out, tile, activation=activation)
 
         return self._run("gated", x.x, weight, run)
+
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        return elementwise.gated(torch.cat((gates, values), dim=-1), activation)
 
     def linear_add_norm(
         self,
