@@ -117,12 +117,30 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
+_ASSISTED = TINY_CONFIGS["gemma4"]
+ASSISTANTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma4-assistant": _COMMON | {
+        "model_type": "gemma4_assistant",
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "backbone_hidden_size": _ASSISTED["hidden_size"],
+        "initializer_range": 0.05,
+        "text_config": {
+            **_ASSISTED, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3,
+            "layer_types": _layers("ssf"), "num_kv_shared_layers": 3, "use_double_wide_mlp": False,
+            "per_layer_config": {"2": _ASSISTED["per_layer_config"]["1"]},
+            "hidden_size_per_layer_input": 0, "final_logit_softcapping": None,
+        },
+    },
+}  # fmt: skip
+"""No models of their own: --speculative mtp takes one beside its target."""
+
+
 def tiny_names() -> list[str]:
     return [PREFIX + kind for kind in TINY_CONFIGS]
 
 
 def tiny_checkpoint(name: str) -> DummyCheckpoint:
-    config = TINY_CONFIGS.get(name.removeprefix(PREFIX))
+    config = {**TINY_CONFIGS, **ASSISTANTS}.get(name.removeprefix(PREFIX))
     if config is None:
         raise ModelNotFoundError(f"no tiny model {name!r}; use one of {', '.join(tiny_names())}")
     return DummyCheckpoint(

@@ -201,7 +201,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
     "use_sliding_window": (None, False),
-    "use_bidirectional_attention": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),  # no image ever comes
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),

@@ -188,19 +188,47 @@ class Decoder:
         `taps`: by layer, where to write what goes into it, [T, hidden]; one past the last layer is
         what is under the final norm.
         """
-        kernels, config, weights = self._kernels, self.config, self._weights
-        plans, angles = {}, {}
+        residual, normed = self._kernels.open(
+            batch.tokens, batch.ids, self._weights.embedding, self._scale,
+            self._weights.layers[0].input_norm, self.config.norm_eps,
+        )  # fmt: skip
+        inputs = self._layer_inputs(batch, residual)
         stands = standing(batch.tokens, batch.branches)
+        return self._through(residual, normed, inputs, batch, stands, kv, pieces, taps)
+
+    def forward_from(
+        self,
+        begin: Tensor,  # [T, hidden], in place of embeddings
+        tokens: Tokens,  # whose keys they see, those before them too
+        stands: Tokens,  # where they stand
+        prompt_len: Tensor,
+        kv: Mapping[str, KvPages],
+        pieces: Pieces,
+    ) -> Normed:
+        """Of layers that store nothing."""
+        norm, eps = self._weights.layers[0].input_norm, self.config.norm_eps
+        batch, inputs = Batch(tokens, tokens.slots, prompt_len, None), [None] * len(self._layers)
+        normed = self._kernels.norm(begin, norm, eps)
+        return self._through(begin, normed, inputs, batch, stands, kv, pieces, NO_TAPS)
+
+    def _through(
+        self,
+        residual: Tensor,
+        normed: Normed,
+        inputs: Sequence[Tensor | None],
+        batch: Batch,
+        stands: Tokens,
+        kv: Mapping[str, KvPages],
+        pieces: Pieces,
+        taps: Mapping[int, Tensor],
+    ) -> Normed:
+        kernels, config = self._kernels, self.config
+        plans, angles = {}, {}
         for group in config.groups:
             plans[group.name] = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
             frequency = self._frequencies[group.name]
             speed = speeds(group.rope, frequency, *stands, batch.prompt_len)
             angles[group.name] = kernels.turn(stands, speed, group.rope.attention_factor)
-        residual, normed = kernels.open(
-            batch.tokens, batch.ids, weights.embedding, self._scale,
-            weights.layers[0].input_norm, config.norm_eps,
-        )  # fmt: skip
-        inputs = self._layer_inputs(batch, residual)
         for i, (kind, layer) in enumerate(zip(self._kinds, self._layers, strict=True)):
             if i in taps:
                 taps[i].copy_(residual)

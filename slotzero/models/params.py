@@ -8,6 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from slotzero.models.assistant import (
+    BACK,
+    CENTROIDS,
+    JOIN,
+    MODEL_TYPE,
+    ORDER,
+    AssistantConfig,
+    parse_assistant,
+)
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
 from slotzero.models.rope import halves
 
@@ -21,6 +30,7 @@ class Source:
     order: Sequence[int] | None = None  # the rows that we want, if not all as they come
     scale: float = 1.0
     shared: "Shared | None" = None
+    column_scales: Sequence[float] | None = None
 
     @property
     def num_taken(self) -> int:
@@ -137,7 +147,8 @@ def params_of(config: ModelConfig) -> list[Param]:
         params.append(single("input_projection", stored, every, hidden))
         params.append(single("projected_norm", norm, size, None, offset))
     for group in config.groups:
-        params += _attention(config, group)
+        if group.layers:
+            params += _attention(config, group)
         if group.readers:
             params += _attention(config, group, reads=True)
     wide = {i for group in config.groups for i in group.readers if config.reader_width > 1}
@@ -315,9 +326,23 @@ def unread_tensors(config: ModelConfig) -> set[str]:
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint with this config: Hugging Face name to shape."""
+    if config.get("model_type") == MODEL_TYPE:
+        return _assistant_tensors(parse_assistant(config, MODEL_TYPE))
     ours = parse_config(config)
     ahead = range(ours.num_layers, ours.num_layers + ours.num_ahead)
     params = [*params_of(ours), *(param for layer in ahead for param in ahead_params(ours, layer))]
+    return _shapes(params)
+
+
+def _assistant_tensors(config: AssistantConfig) -> dict[str, tuple[int, ...]]:
+    hidden, theirs, num = config.model.hidden_size, config.backbone_size, config.num_clusters
+    more: dict[str, tuple[int, ...]] = {JOIN: (hidden, 2 * theirs), BACK: (theirs, hidden)}
+    if num:
+        more |= {CENTROIDS: (num, hidden), ORDER: (config.model.vocab_size,)}
+    return _shapes(params_of(config.model)) | more
+
+
+def _shapes(params: list[Param]) -> dict[str, tuple[int, ...]]:
     return {
         stored.name: stored.shape
         for param in params

@@ -71,10 +71,12 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress,
     prefix: str = "",
+    besides: frozenset[str] = frozenset(),
 ) -> DecoderWeights:
-    """`prefix` is of their names in the registry, where there is more than one model."""
+    """`prefix` is of their names in the registry, where there is more than one model; `besides` are
+    tensors that somebody else reads."""
     params = params_of(config)
-    _refuse_unexpected(config, params, checkpoint)
+    _refuse_unexpected(config, params, checkpoint, besides)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for param in params:
@@ -93,7 +95,7 @@ def load_params(
     dtype: torch.dtype,
     prefix: str,
 ) -> dict[str, Tensor]:
-    """By field, of a few layers that are no part of the model, [layers, ...]"""
+    """By field, of what is no part of the model; of layers, [layers, ...]"""
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     for param in params:
         for target, stored in _places(param, tensors[param.name]):
@@ -178,6 +180,8 @@ def _read(
             part = part[:, source.order] if param.is_joint else part[source.order]
         if source.scale != 1:
             part = part.float() * source.scale
+        if source.column_scales is not None:
+            part = part.float() * torch.tensor(source.column_scales)
         if param.offset:
             part = part.float() + param.offset
         parts.append(part.to(target.device).to(target.dtype))  # converted where it is fast
@@ -185,7 +189,9 @@ def _read(
     return joined if param.columns is None or not param.is_packed else kernels.pack(joined)
 
 
-def _refuse_unexpected(config: ModelConfig, params: list[Param], checkpoint: Checkpoint) -> None:
+def _refuse_unexpected(
+    config: ModelConfig, params: list[Param], checkpoint: Checkpoint, besides: frozenset[str]
+) -> None:
     """A tensor that we would not use changes results; one that is missing cannot be made up. Layers
     that guess ahead are a drafter's."""
     expected = {s.name for p in params for i in p.layers or (0,) for s in p.stored(i)}
@@ -201,7 +207,7 @@ def _refuse_unexpected(config: ModelConfig, params: list[Param], checkpoint: Che
     ahead_of = tuple(f"model.layers.{layer}." for layer in range(num, num + ahead))
     extra = sorted(
         n
-        for n in names - expected - tied - unread_tensors(config)
+        for n in names - expected - tied - unread_tensors(config) - besides
         if not n.endswith(_IGNORED) and not n.startswith(ahead_of)
     )
     if extra:

@@ -19,6 +19,7 @@ from slotzero.models.decoder import Decoder, Kind, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
 from slotzero.pools.tables import SlotTables
+from slotzero.speculative.assistant import AssistantDrafter, fit_assistant, load_assistant
 from slotzero.speculative.drafter import MOST_PENDING, PENDING, Drafter
 from slotzero.speculative.eagle import EagleDrafter
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, parse_eagle, random_eagle
@@ -84,11 +85,12 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
 def _mtp(settings: EngineConfig, target: Target) -> Prepared:
     model, num = target.checkpoint.name, target.config.num_ahead
     if settings.speculative_model is not None:
-        raise ConfigError("speculative_model: mtp takes the model's own layers, drop it")
+        return _assistant(settings.speculative_model, target)
     if not num:
         raise UnsupportedModelError(
             f"speculative=mtp: {model} has no layers that guess ahead (its config has no "
-            "num_nextn_predict_layers); use another --speculative"
+            "num_nextn_predict_layers); name its assistant with --speculative-model, if it has "
+            "one, or use another --speculative"
         )
     if num > 1 and settings.tree is not None:
         raise UnsupportedModelError(
@@ -110,6 +112,25 @@ def _mtp(settings: EngineConfig, target: Target) -> Prepared:
         config.taps,
         lambda tables, pending, kv: EagleDrafter(
             "mtp", config, kind, layers, kernels, registry, tables, pending, kv[GROUP]
+        ),
+    )
+
+
+def _assistant(name: str, target: Target) -> Prepared:
+    checkpoint = open_checkpoint(name, "auto")
+    registry, kernels = target.registry, target.kernels
+    config = fit_assistant(checkpoint, target.config)
+    for group in config.model.groups:
+        kernels.refuse(group.reader_heads)
+    weights = load_assistant(
+        config, target.config, checkpoint, registry, kernels, target.dtype, target.progress
+    )
+    embedding = target.weights.embedding
+    return Prepared(
+        (),
+        (target.config.num_layers,),
+        lambda tables, pending, kv: AssistantDrafter(
+            config, target.config, embedding, weights, kernels, registry, tables, pending, kv
         ),
     )
 

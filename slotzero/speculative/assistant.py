@@ -1,0 +1,178 @@
+"""An assistant that owns no KV: it looks at what the target has stored, and guesses from there.
+
+Its layers attend to the KV of the target's last owner of their kind, all of it before the newest
+token, and store nothing. So it stands still: every guess of a cycle is made at the position of the
+newest token, and what it has guessed so far it knows from its state alone, which began as the
+target's last hidden state. This is Gemma 4's; its vocabulary head may look at a few clusters of
+tokens only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.graph import Pieces, Registry
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Branches, Rows, Tokens
+from slotzero.loading.checkpoint import Checkpoint
+from slotzero.models.assistant import BACK, CENTROIDS, JOIN, ORDER, AssistantConfig, parse_assistant
+from slotzero.models.config import KvGroup, ModelConfig
+from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.params import Param, Source
+from slotzero.models.rope import frequencies
+from slotzero.models.weights import Progress, load_params, load_weights
+from slotzero.pools.tables import SlotTables
+from slotzero.runners.passes import Followed
+from slotzero.speculative.drafter import Guess, Guesser
+from slotzero.speculative.eagle import HIDDEN
+from slotzero.speculative.eagle_config import GROUP
+
+
+class AssistantWeights(NamedTuple):
+    decoder: Decoder
+    join: Tensor  # packed [hidden, 2 * the target's], of an embedding and a state
+    back: Tensor  # packed [the target's hidden, hidden]
+    centroids: Tensor | None  # packed [clusters, hidden]
+    cluster_of: Tensor | None  # [vocab]
+
+
+def fit_assistant(checkpoint: Checkpoint, target: ModelConfig) -> AssistantConfig:
+    """Of an assistant that was made for this target."""
+    name, config = checkpoint.name, parse_assistant(checkpoint.config, checkpoint.name)
+    _fits(name, "backbone_hidden_size", config.backbone_size, target.hidden_size)
+    _fits(name, "vocab_size", config.model.vocab_size, target.vocab_size)
+    theirs = {group.name: group for group in target.groups}
+    groups = tuple(_reading(name, g, theirs.get(g.name)) for g in config.model.groups)
+    return replace(config, model=replace(config.model, groups=groups))
+
+
+def _reading(name: str, group: KvGroup, theirs: KvGroup | None) -> KvGroup:
+    """The newest token, which nobody has stored, is in a window and not among its keys."""
+    if theirs is None:
+        raise UnsupportedModelError(
+            f"{name}: it has {group.name} layers and the target has none: "
+            "it was made for another model"
+        )
+    for field in ("head_dim", "num_kv_heads", "window"):
+        ours, wanted = getattr(group.heads, field), getattr(theirs.heads, field)
+        _fits(name, f"{field} of {group.name} layers", ours, wanted)
+    window = group.heads.window
+    heads = replace(group.heads, window=None if window is None else window - 1)
+    return replace(group, heads=heads)
+
+
+def _fits(name: str, what: str, ours: object, wanted: object) -> None:
+    if ours != wanted:
+        raise UnsupportedModelError(
+            f"{name}: its {what} is {ours}, the target's {wanted}: it was made for another model"
+        )
+
+
+def load_assistant(
+    config: AssistantConfig,
+    target: ModelConfig,
+    checkpoint: Checkpoint,
+    registry: Registry,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> AssistantWeights:
+    model, prefix = config.model, f"{GROUP}."
+    besides = [JOIN, BACK, *((CENTROIDS, ORDER) if config.num_clusters else ())]
+    weights = load_weights(
+        model, checkpoint, registry, kernels, dtype, progress, prefix, frozenset(besides)
+    )
+    hidden, theirs = model.hidden_size, target.hidden_size
+    scales = [target.embedding_scale] * theirs + [1.0] * theirs  # of embeddings, as they come
+    params = [
+        Param("join", "join", (Source(JOIN, hidden, column_scales=scales),), 2 * theirs),
+        Param("back", "back", (Source(BACK, theirs),), hidden),
+    ]
+    cluster_of = None
+    if config.num_clusters:
+        source = Source(CENTROIDS, config.num_clusters)
+        params.append(Param("centroids", "centroids", (source,), hidden))
+        order = checkpoint.read(ORDER).long()
+        each = torch.arange(config.num_clusters).repeat_interleave(
+            model.vocab_size // config.num_clusters
+        )
+        cluster_of = torch.empty(model.vocab_size, dtype=torch.int64)
+        cluster_of[order] = each
+        cluster_of = registry.constant(f"weight.{prefix}cluster_of", cluster_of.to(registry.device))
+    read = load_params(params, checkpoint, registry, kernels, dtype, prefix)
+    turns = {
+        g.name: registry.constant(f"rope_{GROUP}_{g.name}", frequencies(g.rope).to(registry.device))
+        for g in model.groups
+    }
+    decoder = Decoder(model, weights, turns, kernels)
+    return AssistantWeights(decoder, read["join"], read["back"], read.get("centroids"), cluster_of)
+
+
+class AssistantDrafter(Guesser):
+    name = "mtp"
+    behind = 0
+
+    def __init__(
+        self,
+        config: AssistantConfig,
+        target: ModelConfig,
+        embedding: Tensor,  # the target's
+        weights: AssistantWeights,
+        kernels: Kernels,
+        registry: Registry,
+        tables: SlotTables,
+        pending: Tensor,
+        kv: Mapping[str, KvPages],  # the target's
+    ) -> None:
+        super().__init__(kernels, tables, pending)
+        self.taps = (target.num_layers,)
+        self._config, self._weights, self._kv = config, weights, kv
+        self._embedding, self._size = embedding, target.hidden_size
+        shape = len(tables["length"]), target.hidden_size
+        hidden = torch.zeros(shape, dtype=embedding.dtype, device=registry.device)
+        self._hidden = registry.table(HIDDEN, hidden)
+
+    def extend(self, followed: Followed, pieces: Pieces) -> None:
+        super().extend(followed, pieces)
+        self.kernels.keep_last(followed.rows.slots, followed.last, followed.features, self._hidden)
+
+    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+        return self.next(tokens, self.kernels.fetch(tokens.slots, self._hidden[:, None]), pieces)
+
+    def next(
+        self,
+        tokens: Tokens,
+        state: Tensor | None,
+        pieces: Pieces,
+        rows: Rows | None = None,
+        branches: Branches | None = None,
+    ) -> Guess:
+        """Guesses of one row see nothing of each other, so each is a row of its own."""
+        assert state is not None
+        kernels, weights, slots = self.kernels, self._weights, tokens.slots
+        model, length = self._config.model, self.tables["length"][slots]
+        pair = kernels.open_pair(
+            tokens, self.tables["tokens"], self._embedding, None, state, None, model.norm_eps
+        )
+        begin = kernels.linear(
+            kernels.norm(pair, None, 0.0), 0.0, weights.join, None, model.hidden_size
+        )
+        normed = weights.decoder.forward_from(
+            begin, Tokens(slots, (length - 1).clamp_min(0)), Tokens(slots, length),
+            self.tables["prompt_len"], self._kv, pieces,
+        )  # fmt: skip
+        state = kernels.linear(normed, model.norm_eps, weights.back, None, self._size)
+        logits = state.new_empty(len(slots), model.vocab_size)
+        weights.decoder.logits(normed, slots, logits)
+        if weights.centroids is not None and weights.cluster_of is not None:
+            num, top = self._config.num_clusters, self._config.top_clusters
+            near = kernels.linear(normed, model.norm_eps, weights.centroids, None, num)
+            chosen = near.topk(top, dim=-1).indices
+            seen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, chosen, True)
+            is_out = ~seen[:, weights.cluster_of] & (slots > 0)[:, None]
+            logits = logits.masked_fill(is_out, float("-inf"))
+        return Guess(state, logits)
