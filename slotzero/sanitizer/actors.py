@@ -13,7 +13,7 @@ from slotzero.errors import RequestError
 from slotzero.graph import Runner
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
-from slotzero.sanitizer.reach import has, is_drafter
+from slotzero.sanitizer.reach import has, is_drafter, reads_target
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
@@ -129,6 +129,7 @@ class Cast:
         self._kv = [name for name in pages if not is_drafter(name)]
         self._drafter_kv = [name for name in pages if is_drafter(name)]
         self._has_hidden = has(engine.worker.registry, HIDDEN)
+        self._reads_target = reads_target(engine.worker.registry)
 
     def admit(self, count: int) -> Actor:
         """`count` of its tokens are next, where a row may have any number."""
@@ -228,9 +229,11 @@ class Cast:
         room = self._room(request, length)
         if room:
             drafted = self._drafted(request, room)
-            if case == "unlike" and not self._drafter_kv:
+            if case == "unlike" and not self._drafter_kv and not self._reads_target:
                 drafted = Drafted([], [], 0)  # nothing was said before that could be said again
             looks |= {HIDDEN: READ, "tokens": _behind(length + 1, drafted.tokens)}
+            if self._reads_target:
+                looks |= dict.fromkeys(self._kv, Look(length))
             if self._drafter_kv:  # pairs stand one place before; the newest is computed already
                 places = [*drafted.computed] if self._has_hidden else [-1, *drafted.computed]
                 look = _behind(length + 1 - self._has_hidden, places)

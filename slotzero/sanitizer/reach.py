@@ -69,6 +69,11 @@ def is_drafter(name: str) -> bool:
     return name.startswith(f"kv_{GROUP}")
 
 
+def reads_target(registry: Registry) -> bool:
+    """Whether the drafter, which has none of its own, looks at the target's KV."""
+    return has(registry, HIDDEN) and not any(is_drafter(e.name) for e in registry.entries())
+
+
 def has(registry: Registry, name: str) -> bool:
     return any(entry.name == name for entry in registry.entries())
 
@@ -90,7 +95,8 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
         is_wanted = (tables[SPECULATES][index] > 0) & (length >= tables["target"][index])
         num = most.clamp(0, runner.spec.ahead) * is_wanted
         last = length + num + int(has(tables, PARENTS)) - int(has(tables, HIDDEN))
-        return Reach(length + num + 1, None, torch.where(num > 0, last, length))
+        seen = length if reads_target(tables) else None
+        return Reach(length + num + 1, seen, torch.where(num > 0, last, length))
     # Tokens are known below max(end, target) and one may be sampled at end; KV is stored below end.
     ends = length + count
     tokens = torch.maximum(ends, tables["target"][index] - 1) + 1
