@@ -30,6 +30,7 @@ from slotzero.kernels.triton import (
     decode,
     elementwise,
     experts,
+    latent,
     opening,
     prefill,
     verify,
@@ -69,11 +70,20 @@ class TritonKernels(TritonSpeculation, Kernels):
                     f"{name}: the attention kernels for CUDA know none; "
                     "run the model with --backend cpu"
                 )
-        for name, value, most in (
+        limits: tuple[tuple[str, int, int], ...] = (
             ("head_dim", heads.head_dim, MAX_DIM),
             ("value_dim", heads.value_dim, MAX_DIM),
             ("query heads for each KV head", heads.num_heads // heads.num_kv_heads, MAX_GROUP),
-        ):
+        )
+        if heads.latent is not None:
+            limits = latent.limits(heads.value_dim, heads.latent)
+            for name, given in (("window", heads.window), ("softcap", heads.softcap)):
+                if given is not None:
+                    raise UnsupportedModelError(
+                        f"{name}: {given}, and the attention kernels for CUDA have none for latent "
+                        "heads; run the model with --backend cpu"
+                    )
+        for name, value, most in limits:
             if value > most:
                 raise UnsupportedModelError(
                     f"{name}: {value}, and the attention kernels for CUDA hold at most {most}; "
@@ -104,6 +114,8 @@ class TritonKernels(TritonSpeculation, Kernels):
     ) -> Plan:
         if branches is not None:
             branches.check(tokens, rows)
+        if heads.latent is not None:
+            return latent.plan(tokens, rows, heads, branches)
         if rows is None:
             return decode.plan(tokens.slots, tokens.positions, heads)
         if verify.takes(rows.span, heads):
@@ -283,6 +295,22 @@ class TritonKernels(TritonSpeculation, Kernels):
         )
         attended = prefill.attend(q, sinks, kv_pages, page_table, slots, blocks, heads, tree)
         return attended.flatten(1)
+
+    def attention_latent(
+        self,
+        q: Tensor,
+        k: Tensor,
+        k_norm: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        angles: Angles,
+        kv_pages: Tensor,
+        page_table: Tensor,
+        plan: Plan,
+        heads: Heads,
+    ) -> Tensor:
+        work = latent.Work(*cast("tuple[Tensor, ...]", plan))
+        return latent.attention(q, k, k_norm, up_k, up_v, angles, kv_pages, page_table, work, heads)
 
     def sample(
         self,

@@ -1,0 +1,365 @@
+"""Paged attention of latent heads, in absorbed form: a token's stored row is the key of all its
+heads, and the latent that ends it their value.
+
+Queries are brought to the latents by a product a head, results are brought back by another; between
+them all heads of a token read the same rows. So a program takes as many (token, head) pairs of one
+row of the step as its tile holds, reads a tile of stored rows once for all of them, and uses it
+twice. Rows are those of the step where they are uniform, one token each in a decode step; ragged
+ones are cut into blocks by prefill's plan, and a block is a row.
+
+The rows are stored before anyone attends, so a token's own key is like any other. The grid of a
+size is fixed, and shared out by decode's plan: keys up to a row's first token are cut into chunks
+of one common size, and the last chunk has the keys of the row's other tokens too. Results of rows
+in several chunks are merged, in order, by a kernel after it: a chunk's are so large that one
+program could not read those of a long row in time, so as many share them as the row has chunks.
+
+Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
+or that nobody sees.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.nouns import NO_BRANCHES, Angles, Branches, Heads, Latent, Rows, Tokens
+from slotzero.kernels.triton import prefill
+from slotzero.kernels.triton.activation import LOG2E
+from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
+from slotzero.kernels.triton.decode import _plan_kernel
+from slotzero.kernels.triton.latent_rows import store
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
+from slotzero.kernels.triton.verify import _level
+
+MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
+BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
+MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
+MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
+
+
+class Work(NamedTuple):
+    """The plan. Its rows are those of the step, or blocks of ragged ones."""
+
+    slots: Tensor  # [T]
+    positions: Tensor
+    starts: Tensor  # [rows]: the position of the first token
+    firsts: Tensor | None  # of blocks: the first token, and how many
+    sizes: Tensor | None
+    row: Tensor  # [num_chunks], like the next five: as in decode's Shares
+    slot: Tensor
+    begin: Tensor
+    end: Tensor  # of a row's last chunk: past its first token's key
+    first: Tensor
+    num: Tensor
+    partial: Tensor  # [2 * spare, pairs of a row, latent] float32
+    peak: Tensor  # [2 * spare, pairs of a row] float32
+    total: Tensor
+    bases: Tensor | None  # of branches
+    seen: Tensor | None
+
+
+class Tile(NamedTuple):
+    pairs: int
+    keys: int
+    warps: int
+
+    def num_bytes(self, size: int, itemsize: int) -> int:
+        """Of shared memory: queries, stored rows, weights, and which pages are next."""
+        return ((self.pairs + self.keys) * size + self.pairs * self.keys) * itemsize + 512
+
+
+@triton.jit(do_not_specialize=["table_stride", "span", "parts"])
+def _attend_kernel(
+    query, kv_pages, page_table, out, token_slots, starts, firsts, sizes,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, partial, peak_of, total_of,
+    bases, bits_seen, table_stride, span, parts, scale,
+    HEADS: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
+    RUN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
+
+    What the plan says, and slots, are read before the wait: a product that takes no part in
+    overlapping came between."""
+    may_follow(PDL)
+    part, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
+    row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
+    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
+    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
+    if row < 0:
+        wait_for_writer(PDL)
+        return
+    token, size, start = row.to(tl.int64) * span, span, tl.load(starts + row)
+    if firsts is not None:
+        token, size = tl.load(firsts + row).to(tl.int64), tl.load(sizes + row)
+    pair, dim, turn = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, WIDTH), tl.arange(0, TURN)
+    place = pair // HEADS  # of the token in its row
+    inside = place < size
+    real = tl.load(token_slots + token + place, mask=inside, other=0) > 0
+    newest = start + place  # the last key that a pair may see
+    length = tl.max(tl.where(real, newest + 1, 0), axis=0)
+    end = tl.where(chunk == first + count - 1, length, tl.minimum(end, length))
+    if bits_seen is not None:
+        base, bits = load_branches(bases, bits_seen, token + place, newest, real)
+        plain = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before it
+        last_base, any_bits = anyone_of(base, bits)
+    table = page_table + slot * table_stride
+    wait_for_writer(PDL)
+
+    q_at = query + (token * HEADS + pair)[:, None] * (TURNED + LATENT)
+    held = real[:, None] & (dim < LATENT)[None, :]
+    q_turned = real[:, None] & (turn < TURNED)[None, :]
+    q_turned = tl.load(q_at + turn[None, :], mask=q_turned, other=0.0)
+    q_latent = tl.load(q_at + TURNED + dim[None, :], mask=held, other=0.0)
+
+    peak = tl.full([PAIRS], float("-inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    acc = tl.zeros([PAIRS, WIDTH], tl.float32)
+    # Three stages: the pages of a tile are asked for, then its rows, and then it is computed with.
+    for tile in tl.range(begin, end, KEYS, num_stages=3):
+        key, run = tile + tl.arange(0, KEYS), tile + tl.arange(0, KEYS // RUN) * RUN
+        known = key < end
+        if bits_seen is not None:
+            known = known & sees(key, last_base, any_bits)
+        page = tl.load(table + run // PAGE, mask=run < end, other=0)
+        at = (page * PAGE + run % PAGE)[:, None] + tl.arange(0, RUN)[None, :]
+        stored = kv_pages + (at.reshape([KEYS]).to(tl.int64) * (TURNED + LATENT))[:, None]
+        k_latent = known[:, None] & (dim < LATENT)[None, :]
+        k_latent = tl.load(stored + TURNED + dim[None, :], mask=k_latent, other=0.0)
+        k_turned = known[:, None] & (turn < TURNED)[None, :]
+        k_turned = tl.load(stored + turn[None, :], mask=k_turned, other=0.0)
+        score = tl.dot(q_latent, k_latent.T, input_precision="ieee")
+        score = tl.dot(q_turned, k_turned.T, score, input_precision="ieee") * scale
+        if bits_seen is None:
+            score = tl.where(key[None, :] <= newest[:, None], score, float("-inf"))
+        elif tile + KEYS > plain:
+            mine = sees(key[None, :], base[:, None], bits[:, None])
+            score = tl.where(mine, score, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(score, axis=1))
+        level = new_peak
+        if bits_seen is not None:
+            level = _level(new_peak)
+        weight = tl.exp2(score - level[:, None])
+        shrink = tl.exp2(peak - level)
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc, input_precision="ieee")
+        peak = new_peak
+
+    if count == 1:
+        result = tl.where(real[:, None], acc / total[:, None], 0.0)
+        _store_pairs(out, token * HEADS + pair, dim, result, inside, LATENT)
+        return
+    flat = _partial_of(chunk, first, row) * (span * HEADS) + pair
+    _store_pairs(partial, flat, dim, acc, real, LATENT)
+    tl.store(peak_of + flat, peak, mask=real)
+    tl.store(total_of + flat, total, mask=real)
+
+
+@triton.jit
+def _store_pairs(target, pair, dim, values, wanted, LATENT: tl.constexpr):
+    at = target + pair[:, None] * LATENT + dim[None, :]
+    inside = wanted[:, None] & (dim < LATENT)[None, :]
+    tl.store(at, values.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _partial_of(chunk, first, row):
+    """Where a chunk's results are. Chunks beyond one a row are no more than the spare ones: those
+    of rows that have any are counted twice, which makes room for all."""
+    return (chunk + first - 2 * row).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["span", "groups"])
+def _merge_kernel(
+    out, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of, total_of,
+    span, groups,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All chunks of a row, in order, a batch at a time, for a group of its pairs, of which each of
+    its chunks' programs takes some tiles. Of padding there is nothing, and zeros remain."""
+    may_follow(PDL)
+    group, chunk = tl.program_id(0) % groups, tl.program_id(0) // groups
+    row, first = tl.load(row_of + chunk), tl.load(first_of + chunk)
+    count = tl.load(count_of + chunk)
+    wait_for_writer(PDL)
+    if (row < 0) | (count == 1):
+        return
+    token, size = row.to(tl.int64) * span, span
+    if firsts is not None:
+        token, size = tl.load(firsts + row).to(tl.int64), tl.load(sizes + row)
+    lane, dim = tl.arange(0, BATCH), tl.arange(0, WIDTH)
+    its = _partial_of(first, first, row) * (span * HEADS)
+    partial, peak_of, total_of = partial + its * LATENT, peak_of + its, total_of + its
+    begin, end = group * PAIRS, tl.minimum((group + 1) * PAIRS, size * HEADS)
+    for some in range(begin + (chunk - first) * TILE, end, count * TILE):
+        pair = some + tl.arange(0, TILE)
+        place = pair // HEADS
+        real = tl.load(token_slots + token + place, mask=pair < end, other=0) > 0
+        peak = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        acc = tl.zeros([TILE, WIDTH], tl.float32)
+        for start in tl.range(0, count, BATCH, num_stages=3):  # in stages: all loads at once
+            known = real[:, None] & (start + lane < count)[None, :]
+            at = pair[:, None] + (start + lane)[None, :] * (span * HEADS)
+            its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
+            its_total = tl.load(total_of + at, mask=known, other=0.0)
+            its_at = partial + at[:, :, None].to(tl.int64) * LATENT + dim[None, None, :]
+            held = known[:, :, None] & (dim < LATENT)[None, None, :]
+            its_acc = tl.load(its_at, mask=held, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
+            level = _level(new_peak)
+            old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[:, None])
+            total = total * old + tl.sum(its_total * new, axis=1)
+            acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
+            peak = new_peak
+        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        out_at = out + (token * HEADS + pair)[:, None] * LATENT + dim[None, :]
+        tl.store(out_at, result, mask=(pair < end)[:, None] & (dim < LATENT)[None, :])
+
+
+def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
+    """-> the name of a size, its value and the most that it may be"""
+    return ("latent", latent, MAX_LATENT), ("turned_dim", shape.turned_dim, MAX_TURNED)
+
+
+def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None) -> Work:
+    """What all layers of a step share, for rows of any kind."""
+    firsts = sizes = None
+    if rows is None:
+        slots, starts, span = *tokens, 1
+    elif rows.span > 0:
+        slots, starts, span = rows.slots, rows.starts, rows.span
+    else:
+        group = min(heads.num_heads, BLOCK_HEADS)
+        (blocks,) = prefill.plan(
+            rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
+        )
+        slots, firsts, sizes, starts = _columns(blocks)
+        span = prefill.block_tokens(group)
+    num_rows, pairs = len(slots), span * heads.num_heads
+    spare, smallest = cut_for(num_rows, pairs)
+    num_chunks = num_rows + spare
+    num_chunks += -num_chunks % 4  # the parts of one allocation are aligned
+    row, slot, begin, end, first, num = slots.new_empty(6, num_chunks).unbind()
+    partial = torch.empty(2 * spare, pairs, heads.value_dim, device=slots.device)
+    peak, total = (torch.empty(2 * spare, pairs, device=slots.device) for _ in range(2))
+    nobody = row, 0  # counts the programs that are done
+    launch(
+        _plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
+        *nobody, num_chunks, spare, smallest,
+        WINDOW=None, SPAN=1, APART=False, ROWS=_padded(num_rows, 256), BLOCK=1024,
+    )  # fmt: skip
+    bases, seen, _ = branches or NO_BRANCHES
+    return Work(
+        *tokens, starts, firsts, sizes, row, slot, begin, end, first, num, partial, peak, total,
+        bases, seen,
+    )  # fmt: skip
+
+
+def _columns(blocks: Tensor) -> tuple[Tensor, ...]:
+    """Each contiguous and, like whatever else a kernel is given, aligned"""
+    num = len(blocks)
+    return blocks.new_empty(4, num + -num % 4)[:, :num].copy_(blocks.t()).unbind()
+
+
+def attention(
+    q: Tensor,  # [T, heads * (plain + turned)]
+    k: Tensor,  # [T, turned + latent]
+    k_norm: Tensor,
+    up_k: Tensor,  # [heads, plain, latent]
+    up_v: Tensor,  # [heads, result, latent]
+    angles: Angles,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    work: Work,
+    heads: Heads,
+) -> Tensor:
+    """-> [T, out_size]"""
+    assert heads.latent is not None
+    plain, turned = heads.latent.plain_dim, heads.latent.turned_dim
+    num, num_heads = len(q), heads.num_heads
+    query = q.new_empty(num, num_heads, heads.head_dim)
+    straight = q.view(num, num_heads, plain + turned)[:, :, :plain]
+    # before the rows are stored, so that they wait for it and whoever attends only for them
+    torch.bmm(straight.transpose(0, 1), up_k, out=query[:, :, turned:].transpose(0, 1))
+    store(q, k, k_norm, angles, kv_pages, page_table, work.slots, work.positions, query, heads)
+    seen = attend(query, kv_pages, page_table, work, heads)
+    out = q.new_empty(num, num_heads, heads.latent.result_dim)
+    torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2), out=out.transpose(0, 1))
+    return out.flatten(1)
+
+
+def attend(
+    query: Tensor,  # [T, heads, turned + latent]
+    kv_pages: Tensor,
+    page_table: Tensor,
+    work: Work,
+    heads: Heads,
+) -> Tensor:
+    """-> [T, heads, latent]: what each pair gets of the latents that it sees"""
+    num_heads, latent, page = heads.num_heads, heads.value_dim, kv_pages.shape[1]
+    turned = heads.head_dim - latent
+    turn, width = _padded(turned, 16), _padded(latent, 16)
+    pairs, num_chunks = work.peak.shape[1], len(work.row)
+    tile = tile_for(pairs, turn + width, query.dtype.itemsize)
+    parts, groups = triton.cdiv(pairs, tile.pairs), triton.cdiv(pairs, MERGED_PAIRS)
+    seen = query.new_empty(len(query), num_heads, latent)
+    launch(
+        _attend_kernel, (num_chunks * parts,),
+        query, kv_pages, page_table, seen, work.slots, *work[2:],
+        page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
+        HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
+        KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys),
+        num_warps=tile.warps, **overlap(),
+    )  # fmt: skip
+    launch(
+        _merge_kernel, (num_chunks * groups,),
+        seen, work.slots, work.firsts, work.sizes, work.row, work.first, work.num,
+        work.partial, work.peak, work.total, pairs // num_heads, groups,
+        HEADS=num_heads, LATENT=latent, WIDTH=width, PAIRS=MERGED_PAIRS, TILE=MERGED_TILE,
+        BATCH=MERGED_CHUNKS, num_warps=4, **overlap(),
+    )  # fmt: skip
+    return seen
+
+
+def cut_for(rows: int, pairs: int) -> tuple[int, int]:
+    """-> chunks beyond one a row, and the fewest keys of one, in whole tiles; `pairs` of a row.
+
+    Contexts are spread over 512 programs. But who merges a row reads all of its chunks: more than
+    64 of a row, or short ones in a large batch, cost more than they save.
+    """
+    parts = triton.cdiv(pairs, 32)
+    spread = min(triton.cdiv(512, parts) - rows, 64 * rows)
+    spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
+    return spare, 128 if rows <= 64 else 256
+
+
+def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
+    """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
+
+    32 pairs are 255 registers and 112 KB, and two such programs share a multiprocessor: one waits
+    for rows while the other computes. With 64, two groups of warps would compute all scores twice.
+    """
+    if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+        tile = Tile(pairs=16, keys=16, warps=8)
+    else:
+        tile = Tile(pairs=16 if pairs <= 16 else 32, keys=64, warps=4)
+    while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
+        tile = tile._replace(keys=tile.keys // 2)
+    return tile
+
+
+def _padded(size: int, least: int) -> int:
+    return max(least, int(triton.next_power_of_2(size)))

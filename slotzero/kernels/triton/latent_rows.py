@@ -1,0 +1,83 @@
+"""Tokens of latent heads before they attend: a row of each is normed, turned and stored, and of
+each head's query what is to be turned is.
+
+A token of slot 0 stores nothing; what becomes of its queries nobody reads.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.nouns import Angles, Heads
+from slotzero.kernels.triton.decode import _norm_and_rotate
+from slotzero.kernels.triton.elementwise import norm_part
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.verify import _load_angles, _load_halves
+
+HEADS_PER_PROGRAM = 16  # of queries
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _store_kernel(
+    q, k, k_norm, cos, sin, kv_pages, page_table, slots, positions, query,
+    q_stride, k_stride, table_stride, eps,
+    HEADS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Of a token: its row, or what is turned of some of its heads' queries."""
+    may_follow(PDL)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    head, half, one = tl.arange(0, BLOCK), tl.arange(0, HALF), tl.arange(0, 1)
+    size: tl.constexpr = TURNED + LATENT
+    wait_for_writer(PDL)
+
+    c, s = _load_angles(cos, sin, token + one, one == 0, half, TURNED)
+    if part > 0:
+        head += (part - 1) * BLOCK
+        source = q + token * q_stride + head * (PLAIN + TURNED) + PLAIN
+        a, b = _load_halves(source, TURNED // 2, head < HEADS, half, TURNED)
+        a, b = _norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
+        target = query + (token * HEADS + head)[:, None] * size + half[None, :]
+        inside = (head < HEADS)[:, None] & (half < TURNED // 2)[None, :]
+        tl.store(target, a, mask=inside)
+        tl.store(target + TURNED // 2, b, mask=inside)
+        return
+    slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token)
+    if slot > 0:
+        page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
+        stored = kv_pages + (page * PAGE + position % PAGE) * size
+        source = k + token * k_stride
+        a, b = _load_halves(source + one, TURNED // 2, one == 0, half, TURNED)
+        a, b = _norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
+        inside = (half < TURNED // 2)[None, :]
+        tl.store(stored + half[None, :], a, mask=inside)
+        tl.store(stored + TURNED // 2 + half[None, :], b, mask=inside)
+        norm_part(source + TURNED, k_norm, stored + TURNED, eps, LATENT, WIDTH)
+
+
+def store(
+    q: Tensor,  # [T, heads * (plain + turned)]
+    k: Tensor,  # [T, turned + latent]
+    k_norm: Tensor,
+    angles: Angles,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,  # [T]
+    positions: Tensor,  # [T]
+    query: Tensor,  # [T, heads, turned + latent]
+    heads: Heads,
+) -> None:
+    """The rows into their pages, and what is turned of queries into `query`."""
+    assert heads.latent is not None
+    shape, latent = heads.latent, heads.value_dim
+    launch(
+        _store_kernel, (len(q), 1 + triton.cdiv(heads.num_heads, HEADS_PER_PROGRAM)),
+        q, k, k_norm, *angles, kv_pages, page_table, slots, positions, query,
+        q.stride(0), k.stride(0), page_table.stride(0), heads.norm_eps,
+        HEADS=heads.num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim, LATENT=latent,
+        PAGE=kv_pages.shape[1], BLOCK=HEADS_PER_PROGRAM,
+        HALF=triton.next_power_of_2(shape.turned_dim // 2), WIDTH=triton.next_power_of_2(latent),
+        num_warps=4, **overlap(),
+    )  # fmt: skip
