@@ -175,7 +175,7 @@ MIXED = {"1": {"head_dim": 40}, "4": {"head_dim": 48}, "5": {"head_dim": 40}}
     ("fields", "words"),
     [
         ({"enable_moe_block": True}, ["enable_moe_block=True"]),
-        ({"use_bidirectional_attention": "vision"}, ["use_bidirectional_attention='vision'"]),
+        ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
         ({"query_pre_attn_scalar": 20}, ["query_pre_attn_scalar=20"]),
         ({"per_layer_config": MIXED}, ["per_layer_config", "full layers differ"]),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, ["per_layer_config", "sliding", "differ"]),

@@ -165,13 +165,15 @@ def _newest(slots: Tensor, places: Tensor, span: int) -> tuple[Tokens, Rows]:
     tokens = Tokens((slots[:, None] * is_there).flatten(), (place * is_there).flatten())
     counts = is_there.sum(1, dtype=places.dtype)
     ends = span * (torch.arange(len(slots), dtype=places.dtype, device=places.device) + 1)
-    starts = (places - span + 1).clamp_min(0) * (slots > 0)
+    starts = (places - span + 1) * (slots > 0)
     return tokens, Rows(slots, starts, counts, ends, span)
 
 
 def _one_before(tokens: Tokens, rows: Rows) -> tuple[Tokens, Rows]:
-    """A row that begins a text has one token fewer: nothing stands before its first."""
-    is_there, begins = tokens.positions > 0, (rows.starts == 0).int()
+    """A row that begins a text has one token fewer: nothing stands before its first. Where rows are
+    uniform it keeps its place, and its row begins before the text."""
+    is_there = tokens.positions > 0
     tokens = Tokens(tokens.slots * is_there, (tokens.positions - 1) * is_there)
+    begins = 0 if rows.span else (rows.starts == 0).int()
     counts = (rows.counts - begins).clamp_min(0)
     return tokens, rows._replace(starts=rows.starts - 1 + begins, counts=counts)

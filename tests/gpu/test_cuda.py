@@ -9,7 +9,7 @@ from shadow import Shadow
 from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.errors import RecordingError
+from slotzero.errors import RecordingError, UnsupportedModelError
 from slotzero.graph.cuda import CudaBackend
 from slotzero.graph.transfer import DEPTH, DownloadRing
 
@@ -30,7 +30,15 @@ def expect_equal(traced: Traced, oracle, prompts) -> None:
         assert (torch.stack(traced.logits[request_id]) - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ON_CUDA = [family for family in FAMILIES if not family.startswith("gemma4")]
+
+
+def test_a_model_without_kernels_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="run the model with --backend cpu"):
+        LLM("tiny:gemma4", **SETTINGS)
+
+
+@pytest.mark.parametrize("family", ON_CUDA)
 def test_family_equals_transformers(oracles, family):
     oracle = oracles(family)
     traced = Traced(oracle.path, **SETTINGS, max_num_seqs=4, enable_prefix_caching=False)
@@ -113,7 +121,9 @@ def test_results_are_of_their_own_step():
         assert values.shape == (200, 64) and (values == step).all()
 
 
-@pytest.mark.parametrize("family", ["smollm2", "qwen3", "gemma3", "gpt-oss", "mimo-v2"])
+@pytest.mark.parametrize(
+    "family", ["smollm2", "qwen3", "gemma3", "gpt-oss", "mimo-v2", "deepseek-v2", "deepseek-v3"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
     oracle = oracles(family)

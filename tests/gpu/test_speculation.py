@@ -40,7 +40,7 @@ def make(model: str, drafter: str | None = None, **more) -> LLM:
     return LLM(model, **{**settings, **more})
 
 
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gemma3", "tiny:gpt-oss"])
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gemma3", "tiny:gpt-oss", "tiny:deepseek-v3"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_answers_part_at_ties_only(model, drafter):
     prompts = prompts_of(LENGTHS, VOCAB)
