@@ -102,6 +102,9 @@ def _attend_kernel(
     token, size, start = row.to(tl.int64) * span, span, tl.load(starts + row)
     if firsts is not None:
         token, size = tl.load(firsts + row).to(tl.int64), tl.load(sizes + row)
+        if part * PAIRS >= size * HEADS:
+            wait_for_writer(PDL)
+            return
     pair, dim, turn = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, WIDTH), tl.arange(0, TURN)
     place = pair // HEADS  # of the token in its row
     inside = place < size
