@@ -13,6 +13,9 @@ of one common size, and the last chunk has the keys of the row's other tokens to
 in several chunks are merged, in order, by a kernel after it: a chunk's are so large that one
 program could not read those of a long row in time, so as many share them as the row has chunks.
 
+Only `attention` knows of the products. For long prompts, own keys and values made anew for each
+head would cost less; what they give could be merged there with what is seen of the rows before.
+
 Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
 or that nobody sees.
 """
@@ -42,6 +45,7 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.verify import _level
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
+MAX_PAIRS = 32  # (token, head) pairs of a tile
 BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
 MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
@@ -102,6 +106,9 @@ def _attend_kernel(
     token, size, start = row.to(tl.int64) * span, span, tl.load(starts + row)
     if firsts is not None:
         token, size = tl.load(firsts + row).to(tl.int64), tl.load(sizes + row)
+        if part * PAIRS >= size * HEADS:
+            wait_for_writer(PDL)
+            return
     pair, dim, turn = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, WIDTH), tl.arange(0, TURN)
     place = pair // HEADS  # of the token in its row
     inside = place < size
@@ -340,7 +347,7 @@ def cut_for(rows: int, pairs: int) -> tuple[int, int]:
     Contexts are spread over 512 programs. But who merges a row reads all of its chunks: more than
     64 of a row, or short ones in a large batch, cost more than they save.
     """
-    parts = triton.cdiv(pairs, 32)
+    parts = triton.cdiv(pairs, MAX_PAIRS)
     spread = min(triton.cdiv(512, parts) - rows, 64 * rows)
     spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
     return spare, 128 if rows <= 64 else 256
@@ -355,7 +362,7 @@ def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         tile = Tile(pairs=16, keys=16, warps=8)
     else:
-        tile = Tile(pairs=16 if pairs <= 16 else 32, keys=64, warps=4)
+        tile = Tile(pairs=16 if pairs <= 16 else MAX_PAIRS, keys=64, warps=4)
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)
     return tile
