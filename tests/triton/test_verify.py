@@ -191,14 +191,19 @@ def same_pages(got, expected, atol):
     assert torch.allclose(got.nan_to_num(), expected.nan_to_num(), atol=atol)
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["apart", "joined"])
+@pytest.fixture(autouse=True)
 def apart(request, monkeypatch):
     """A grid of few programs, in which short rows are in several chunks; and whether a row's own
-    keys are a chunk of their own."""
-    monkeypatch.setattr(verify, "cut_for", lambda *_: (10, 16, request.param))
-    return request.param
+    keys are a chunk of their own, as they are where rows are few."""
+    is_apart = getattr(request, "param", True)
+    monkeypatch.setattr(verify, "cut_for", lambda *_: (10, 16, is_apart))
+    return is_apart
 
 
+EITHER_WAY = pytest.mark.parametrize("apart", [True, False], ids=["apart", "joined"], indirect=True)
+
+
+@EITHER_WAY
 @pytest.mark.parametrize("shape", GROUPS)
 @pytest.mark.parametrize(
     ("span", "counts"), [(2, [1, 2, 2, 0]), (5, [5, 1, 3, 0, 4]), (16, [16, 9, 15])]
@@ -232,6 +237,7 @@ def test_values_of_another_size(device, dim, value_dim, kind):
     Case((4, 2, dim, 16), 3, [2, 3, 3], device, value_dim=value_dim, **kind).check()
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("cut", [(10, 16), (1, 64)])
 @pytest.mark.parametrize(
     ("shape", "span", "kind"),
@@ -308,6 +314,7 @@ def test_trees_of_both_forms_equal_the_reference(device, steps, kind):
     same_pages(pages, expected_pages, 1e-5)
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("cut", [(10, 16), (1, 64)])
 @pytest.mark.parametrize(("span", "steps"), [(7, 0), (4, 5)])
 def test_trees_in_16_bits(device, half, monkeypatch, span, steps, cut, apart):
