@@ -56,10 +56,11 @@ class EngineConfig:
     """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
     speculative: str | None = None
     """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
-    head), mtp (layers of the model itself), draft (a small model), ngram (what followed before)."""
+    head), mtp (layers of the model
+    itself, or its assistant), draft (a small model), ngram (what followed before)."""
     speculative_model: str | None = None
-    """The head or the draft model; of eagle3, smollm2 is an embedded head, the default for that
-    model."""
+    """The head, the draft model or the assistant; of eagle3, smollm2 is an embedded head, the
+    default for that model."""
     speculative_steps: int = 4
     """Guesses in a row, at most."""
     speculative_topk: int = 1

@@ -153,7 +153,8 @@ class Worker:
         )
         groups = (*model.groups, *(prepared.groups if prepared else ()))
         shapes = group_shapes(groups, config.page_size, dtype)
-        self.limits = limits = _resolve(config, device, backend, dtype, shapes, model)
+        shares = prepared is None or prepared.shares_prefixes
+        self.limits = limits = _resolve(config, device, backend, dtype, shapes, model, shares)
         self.page_tables = tuple(page_table(shape.name) for shape in shapes)
         pages_per_slot = -(-limits.max_model_len // config.page_size)
         self.tables = SlotTables(
@@ -447,6 +448,7 @@ def _resolve(
     dtype: torch.dtype,
     shapes: Sequence[GroupShape],
     model: ModelConfig,
+    shares_prefixes: bool,
 ) -> Limits:
     on_cpu, max_position = device.type == "cpu", model.max_position
     if config.max_model_len is not None and config.max_model_len > max_position:
@@ -478,7 +480,7 @@ def _resolve(
         num_pages=pages,
         windows={shape.name: shape.window for shape in shapes},
         page_size=config.page_size,
-        enable_prefix_caching=config.enable_prefix_caching and not is_uneven,
+        enable_prefix_caching=config.enable_prefix_caching and shares_prefixes and not is_uneven,
     )
 
 

@@ -124,6 +124,7 @@ FAMILIES = {
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 12,
+            "vocab_size": 210,  # in clusters of ten, for its assistant
             "vocab_size_per_layer_input": 230,
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,

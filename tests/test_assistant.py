@@ -11,6 +11,7 @@ from traced import GREEDY, Traced, prompts_of
 
 from slotzero.errors import UnsupportedModelError
 
+CLUSTERS = 21
 SIZES = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4}
 
 
@@ -18,7 +19,13 @@ class Assistant:
     def __init__(self, folder: Path, target: Oracle, is_clustered: bool) -> None:
         torch.manual_seed(3)
         family = FAMILIES["gemma4"].config
-        shared = ("head_dim", "global_head_dim", "num_global_key_value_heads", "sliding_window")
+        shared = (
+            "vocab_size",
+            "head_dim",
+            "global_head_dim",
+            "num_global_key_value_heads",
+            "sliding_window",
+        )
         text = transformers.Gemma4TextConfig(
             **{**BASE, **SIZES, **{name: family[name] for name in shared}},
             attention_k_eq_v=True,
@@ -32,8 +39,8 @@ class Assistant:
             text_config=text,
             backbone_hidden_size=target.model.config.hidden_size,
             use_ordered_embeddings=is_clustered,
-            num_centroids=BASE["vocab_size"],
-            centroid_intermediate_top_k=9,
+            num_centroids=CLUSTERS,
+            centroid_intermediate_top_k=3,
         )
         config._attn_implementation = text._attn_implementation = "eager"
         self.model = transformers.Gemma4AssistantForCausalLM(config).eval()
@@ -42,7 +49,7 @@ class Assistant:
                 size = 0.35 if "q_norm" in name else 1.0
                 torch.nn.init.normal_(parameter, size, 0.1 * size)
         if is_clustered:
-            self.model.masked_embedding.token_ordering.copy_(torch.randperm(BASE["vocab_size"]))
+            self.model.masked_embedding.token_ordering.copy_(torch.randperm(text.vocab_size))
         self.model.save_pretrained(folder)
         self.target = target.model
 
@@ -143,7 +150,7 @@ def test_it_owns_nothing(oracles, assistants):
         ({"use_ordered_embeddings": True, "num_centroids": 50}, "num_centroids=50"),
         ({"backbone_hidden_size": 32}, "backbone_hidden_size is 32, the target's 64"),
         ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' is no assistant"),
-        ({"text_config": {"vocab_size": 99}}, "vocab_size is 99, the target's 211"),
+        ({"text_config": {"vocab_size": 99}}, "vocab_size is 99, the target's 210"),
         ({"text_config": {"sliding_window": 12}}, "window of sliding layers is 12"),
         ({"text_config": {"num_key_value_heads": 4}}, "num_kv_heads of sliding layers is 4"),
     ],
@@ -161,8 +168,12 @@ def test_one_for_another_target_is_refused_by_name(oracles, assistants, tmp_path
         )  # fmt: skip
 
 
-def test_a_target_of_other_layers_is_refused_by_name(oracles, assistants):
+def test_a_target_of_other_layers_is_refused_by_name(oracles, assistants, tmp_path):
     folder, _ = assistants(False)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = BASE["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     for family, match in (
         ("llama", "head_dim of full layers is 40, the target's 16"),
         ("deepseek-v2", "full layers and the target has none"),
@@ -170,5 +181,5 @@ def test_a_target_of_other_layers_is_refused_by_name(oracles, assistants):
         with pytest.raises(UnsupportedModelError, match=match):
             Traced(
                 oracles(family).path, backend="eager", speculative="mtp",
-                speculative_model=str(folder),
+                speculative_model=str(tmp_path),
             )  # fmt: skip

@@ -209,7 +209,7 @@ def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_p
     two, _ = with_layers_ahead(2)
     refused(two, ConfigError, "2 layers that guess ahead", speculative_steps=4)
     refused(two, UnsupportedModelError, "take turns", speculative_steps=2, speculative_topk=2)
-    refused(two, ConfigError, "speculative_model", speculative_steps=2, speculative_model="smollm2")
+    refused(two, ConfigError, "drop it", speculative_steps=2, speculative_model="smollm2")
     oracle = oracles("deepseek-v3")
     config = json.loads((oracle.folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

@@ -88,13 +88,13 @@ class Session:
         return (self._weight_bytes() + kv_bytes) / self.read_bandwidth
 
     def _weight_bytes(self) -> int:
-        """Without an embedding that is not also the head: of that, a step reads a few rows."""
+        """Without embeddings that are not also the head: of those, a step reads a few rows."""
         worker = self.engine.worker
         sizes = {
             e.name: e.tensor.numel() * e.tensor.dtype.itemsize for e in worker.registry.entries()
         }
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
-        return worker.weight_bytes - unread
+        return worker.weight_bytes - unread - sizes.get("weight.input_embedding", 0)
 
     def _kv_bytes_per_token(self) -> list[tuple[int, int]]:
         """Of each group of layers, and how many tokens it sees at most."""

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from slotzero.errors import CorruptCheckpointError
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.tokenizer import Tokenizer
 
@@ -34,8 +34,8 @@ class Fp8Checkpoint(Checkpoint):
         self.config = stored.config
         self.eos_token_ids = stored.eos_token_ids
         size = dict(stored.config["quantization_config"]).get("weight_block_size")
-        if size is None or list(size) != [BLOCK, BLOCK]:
-            raise CorruptCheckpointError(
+        if size not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
+            raise UnsupportedModelError(
                 f"{self.name}: config field quantization_config has weight_block_size={size!r}: "
                 f"only [{BLOCK}, {BLOCK}] is implemented"
             )
@@ -45,9 +45,14 @@ class Fp8Checkpoint(Checkpoint):
 
     def read(self, name: str) -> Tensor:
         weight = self._stored.read(name)
-        if weight.dtype is not torch.float8_e4m3fn:
+        is_small, is_scaled = weight.itemsize == 1, name + SCALES in self._stored.names()
+        if not is_small and not is_scaled:
             return weight
-        if name + SCALES not in self._stored.names():
+        if weight.dtype is not torch.float8_e4m3fn:
+            raise UnsupportedModelError(
+                f"{self.name}: tensor {name} is {weight.dtype}: only float8_e4m3fn is implemented"
+            )
+        if not is_scaled:
             raise CorruptCheckpointError(f"{self.name}: tensor {name} has no {name + SCALES}")
         scales = self._stored.read(name + SCALES)
         blocks = [-(-size // BLOCK) for size in weight.shape]

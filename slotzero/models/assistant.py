@@ -26,7 +26,10 @@ class AssistantConfig:
 def parse_assistant(config: Mapping[str, Any], name: str) -> AssistantConfig:
     architecture = (config.get("architectures") or [""])[0]
     if architecture != ARCHITECTURE:
-        raise UnsupportedModelError(f"{name}: {architecture!r} is no assistant: {ARCHITECTURE} is")
+        raise UnsupportedModelError(
+            f"{name}: {architecture!r} is no assistant, {ARCHITECTURE} is: name one of those with "
+            "--speculative-model, or say --speculative draft"
+        )
     text = {**dict(config.get("text_config") or {}), "num_kv_shared_layers": 0}
     text |= {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
     model = parse_config({**text, "tie_word_embeddings": True})

@@ -270,7 +270,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         value_scale=float(config.get("attention_value_scale") or 1.0),
         experts=experts,
         sparse_layers=sparse,
-        q_rank=config.get("q_lora_rank") if family.is_latent else None,
+        q_rank=_q_rank(config) if family.is_latent else None,
         num_ahead=config.get("num_nextn_predict_layers") or 0,
         reader_width=2 if config.get("use_double_wide_mlp") else 1,
         scales_layers=family.scales_layers,
@@ -409,6 +409,10 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
     if group == SLIDING and family.scales_full_only:
         return {"rope_theta": config.get("rope_local_base_freq") or theta}
     return {**config, "rope_theta": config.get("rope_theta") or theta}
+
+
+def _q_rank(config: Mapping[str, Any]) -> int | None:
+    return None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
 
 
 def _layer_inputs(config: Mapping[str, Any]) -> dict[str, int]:

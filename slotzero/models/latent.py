@@ -39,7 +39,7 @@ def latent_heads(config: Mapping[str, Any], max_position: int) -> tuple[Heads, R
         head_dim=turned + rank,
         value_dim=rank,
         norm_eps=NORM_EPS,
-        scale=(plain + turned) ** -0.5 * correction(config) ** 2,
+        scale=(plain + turned) ** -0.5 * correction(config, rope) ** 2,
         latent=Latent(plain, turned, positive(config, "v_head_dim")),
     )
     return heads, rope

@@ -80,12 +80,13 @@ def _by_softmax(config: Mapping[str, Any], num_shared: int) -> Experts:
         scores="softmax",
         factor=float(config.get("routed_scaling_factor") or 1.0),
         num_shared=num_shared,
-        **({} if method == "greedy" else _groups(config, judged_by=1)),
+        **_groups(config if method != "greedy" else {**config, "n_group": 1}, judged_by=1),
     )
 
 
 def _groups(config: Mapping[str, Any], judged_by: int) -> dict[str, Any]:
-    num, top = config.get("n_group") or 1, config.get("topk_group") or 1
+    num = config.get("n_group") or 1
+    top = (config.get("topk_group") or 1) if num > 1 else 1
     experts, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")
     if experts % num:
         raise UnsupportedModelError(

@@ -124,12 +124,11 @@ def _mscale(scale: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
 
 
-def correction(config: Mapping[str, Any]) -> float:
+def correction(config: Mapping[str, Any], rope: RopeConfig) -> float:
     """By how much more than cos and sin tell, keys and queries of a scaled context are scaled."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
     weight = given.get("mscale_all_dim")
-    return _mscale(float(given["factor"]), weight) if kind != "default" and weight else 1.0
+    return _mscale(rope.factor, weight) if rope.kind != "default" and weight else 1.0
 
 
 def frequencies(rope: RopeConfig) -> Tensor:

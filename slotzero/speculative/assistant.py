@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.errors import UnsupportedModelError
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.nouns import Branches, Rows, Tokens
@@ -100,6 +100,10 @@ def load_assistant(
         each = torch.arange(config.num_clusters).repeat_interleave(
             model.vocab_size // config.num_clusters
         )
+        if not torch.equal(order.sort().values, torch.arange(model.vocab_size)):
+            raise CorruptCheckpointError(
+                f"{checkpoint.name}: tensor {ORDER} does not name each of {model.vocab_size} tokens"
+            )
         cluster_of = torch.empty(model.vocab_size, dtype=torch.int64)
         cluster_of[order] = each
         cluster_of = registry.constant(f"weight.{prefix}cluster_of", cluster_of.to(registry.device))

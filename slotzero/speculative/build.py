@@ -40,6 +40,8 @@ class Prepared:
     groups: tuple[KvGroup, ...]
     taps: tuple[int, ...]
     make: Make
+    shares_prefixes: bool = True
+    """Of layers that take turns, those after the first compute places before a prefix's end too."""
 
     def drafter(
         self,
@@ -84,8 +86,11 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
 
 def _mtp(settings: EngineConfig, target: Target) -> Prepared:
     model, num = target.checkpoint.name, target.config.num_ahead
-    if settings.speculative_model is not None:
-        return _assistant(settings.speculative_model, target)
+    name = settings.speculative_model
+    if name is not None and not num:
+        return _assistant(name, settings.load_format, target)
+    if name not in (None, settings.model):
+        raise ConfigError(f"speculative_model={name}: {model} brings layers of its own, drop it")
     if not num:
         raise UnsupportedModelError(
             f"speculative=mtp: {model} has no layers that guess ahead (its config has no "
@@ -113,11 +118,12 @@ def _mtp(settings: EngineConfig, target: Target) -> Prepared:
         lambda tables, pending, kv: EagleDrafter(
             "mtp", config, kind, layers, kernels, registry, tables, pending, kv[GROUP]
         ),
+        shares_prefixes=num == 1,
     )
 
 
-def _assistant(name: str, target: Target) -> Prepared:
-    checkpoint = open_checkpoint(name, "auto")
+def _assistant(name: str, load_format: str, target: Target) -> Prepared:
+    checkpoint = open_checkpoint(name, load_format)
     registry, kernels = target.registry, target.kernels
     config = fit_assistant(checkpoint, target.config)
     for group in config.model.groups:

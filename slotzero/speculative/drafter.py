@@ -76,7 +76,7 @@ class Guess(NamedTuple):
 
 
 class Guesser(Drafter):
-    """Who guesses one token after another, from logits, with KV of its own."""
+    """Who guesses one token after another, from logits, with KV of its own or the target's."""
 
     behind: int
     """1 if it computes pairs, which stand one place before their token; 0 if it computes tokens."""
