@@ -4,13 +4,12 @@ The rule: whatever index a fault lets through is in range, so a mutant is wrong 
 """
 
 from slotzero.sanitizer.faults.case import Case, Fault, swapped
-from slotzero.sanitizer.faults.device import KERNELS, READS, RECORDINGS
+from slotzero.sanitizer.faults.device import KERNELS, RECORDINGS
 from slotzero.sanitizer.faults.host import ALLOCATIONS, DOWNLOADS, PUBLICATIONS, STAGINGS
 
 FAULTS: tuple[Fault, ...] = (
     *PUBLICATIONS,
     *RECORDINGS,
-    *READS,
     *KERNELS,
     *DOWNLOADS,
     *STAGINGS,

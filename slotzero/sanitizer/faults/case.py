@@ -117,12 +117,6 @@ class Case:
                     return only_theirs[0]
         return None
 
-    @cached_property
-    def owned(self) -> int | None:
-        """A row that a running slot owns."""
-        rows = owned_rows(self.entry, self.plain.slots, self.plain.tensors).nonzero()[:, 0].tolist()
-        return int(rows[0]) if rows else None
-
     @property
     def has_foreign(self) -> bool:
         return self.scene.trap not in self.plain.slots

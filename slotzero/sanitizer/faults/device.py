@@ -156,33 +156,6 @@ RECORDINGS: tuple[Fault, ...] = (
 
 
 @dataclass(frozen=True)
-class ReadFault(Fault):
-    """A replay reads a table that it does not write as if its rows were one more."""
-
-    @contextmanager
-    def inject(self, case: Case) -> Iterator[None]:
-        runner, key, rows = case.runner, case.scene.key, case.real_rows
-
-        def damaged(pieces: Pieces) -> None:
-            one = case.view.new_zeros(case.view.shape).index_fill_(0, rows, 1)
-            case.view.add_(one)
-            runner.spec.function(key, pieces)
-            case.view.sub_(one)
-
-        with _recorded(runner, key, damaged):
-            yield
-
-
-READS: tuple[Fault, ...] = (
-    ReadFault(
-        "position advanced by one",
-        TABLE,
-        lambda case: case.entry.name == "length" and not case.is_written,
-    ),
-)
-
-
-@dataclass(frozen=True)
 class KernelFault(Fault):
     effect: Callable[[Case, Tensor], None] = lambda case, rows: None
 
@@ -218,10 +191,6 @@ def _write_elsewhere(case: Case, rows: Tensor) -> None:
     rows[case.elsewhere].add_(1)
 
 
-def _write_own(case: Case, rows: Tensor) -> None:
-    rows[case.owned].add_(1)
-
-
 def _write_column(case: Case, rows: Tensor) -> None:
     rows.select(1, 0).add_(1)
 
@@ -247,12 +216,6 @@ KERNELS: tuple[Fault, ...] = (
         TABLE,
         lambda case: bool(case.entry.through) and case.elsewhere is not None,
         _write_elsewhere,
-    ),
-    KernelFault(
-        "kernel writes what it only reads",
-        TABLE,
-        lambda case: bool(case.entry.through) and not case.is_written and case.owned is not None,
-        _write_own,
     ),
     KernelFault("kernel reads another slot", TABLE, lambda case: case.has_foreign, _read_foreign),
     KernelFault(
