@@ -229,7 +229,7 @@ def test_speculation_as_vllm_writes_it(config: dict, expected: dict) -> None:
         ("{'method': 'ngram'}", "is not JSON"),
         ('"ngram"', "is not an object"),
         ("[]", "is not an object"),
-        ("{}", "give method, one of eagle, eagle3, ngram, draft_model, or model"),
+        ("{}", "give method, one of eagle, eagle3, mtp, ngram, draft_model, or model"),
         ('{"num_speculative_tokens": 4}', "give method"),
         ('{"method": "medusa"}', "method 'medusa' is not supported; use one of eagle, eagle3"),
         ('{"method": 3}', "method is text, got 3"),

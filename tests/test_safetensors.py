@@ -129,8 +129,8 @@ def test_a_broken_json_file_is_named(file: str, content: str, sharded: Path) -> 
 
 
 def test_pickled_and_quantised_weights_are_refused(single: Path) -> None:
-    write_json(single / "config.json", CONFIG | {"quantization_config": {"quant_method": "fp8"}})
-    with pytest.raises(UnsupportedModelError, match=r"quantised \(fp8\)"):
+    write_json(single / "config.json", CONFIG | {"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(gptq\)"):
         open_checkpoint(str(single))
     write_json(single / "config.json", CONFIG)
     (single / "model.safetensors").rename(single / "pytorch_model.bin")
@@ -210,7 +210,9 @@ def test_tiny_models_are_what_transformers_expects(name: str, tmp_path: Path) ->
         AutoConfig.for_model(config.pop("model_type"), **config)
     )
     network.save_pretrained(tmp_path)
-    weights = {tensor: checkpoint.read(tensor) for tensor in checkpoint.names()}
+    ahead = f"model.layers.{config['num_hidden_layers']}."  # which transformers does not load
+    names = [tensor for tensor in checkpoint.names() if not tensor.startswith(ahead)]
+    weights = {tensor: checkpoint.read(tensor) for tensor in names}
     theirs = load_file(tmp_path / "model.safetensors")
     assert {n: t.shape for n, t in weights.items()} == {n: t.shape for n, t in theirs.items()}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
