@@ -33,7 +33,7 @@ test: $(TEST)  ## install, then lint, format check, types and tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 
 test-gpu: $(TEST)  ## install, then the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/triton tests/test_bench.py

@@ -5,7 +5,9 @@ and model allow.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from slotzero.errors import ConfigError
 from slotzero.speculative.shape import TreeShape
@@ -19,6 +21,7 @@ MAX_STEPS = 15
 MAX_TOPK = 8
 SANITIZE_MODES = ("off", "sample", "full")
 SANITIZE_ACTIONS = ("log", "raise", "fallback")
+EXECUTORS = ("local", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +55,39 @@ class EngineConfig:
     """Share of the GPU's memory that the engine may use in all."""
     page_size: int = 16
     """Tokens in a KV page: a power of two."""
+    tensor_parallel_size: int = 1
+    """Devices that share every layer of the model: each has some of its heads, and a part of its
+    MLPs."""
+    enable_expert_parallel: bool = False
+    """Of several devices each has some experts whole, rather than a part of every expert."""
+    enable_dp_attention: bool = False
+    """Of the devices of tensor_parallel_size each has requests and attention of its own, up to
+    max_num_seqs; only MLPs and experts are shared."""
+    rank_timeout: float = 60.0
+    """Seconds that one of several devices waits for another before the engine gives up."""
+    nnodes: int = 1
+    """Machines that have as many of those devices each. All run the same command, with the same
+    secret in SLOTZERO_KEY and each with its node rank."""
+    node_rank: int = 0
+    """Which of the machines this is. The first, 0, has the server; the others only compute."""
+    master_addr: str = "127.0.0.1"
+    """The first machine's address, as the others reach it."""
+    master_port: int = 29500
+    """Its port for them."""
+    node_timeout: float = 300.0
+    """Seconds that machines wait for one another to come."""
+    executor: str = "local"
+    """Who starts the processes of engines: local is this machine, ray the cluster at RAY_ADDRESS,
+    or the one that runs here."""
     enable_prefix_caching: bool = True
     """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
+    snapshot_interval: int = 256
+    """Of models with recurrent layers: tokens after which a state is kept for that, a multiple of
+    the page size."""
     speculative: str | None = None
     """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
-    head), mtp (layers of the model
-    itself, or its assistant), draft (a small model), ngram (what followed before)."""
+    head), mtp (layers of the model itself, or its assistant), draft (a small model), ngram (what
+    followed before)."""
     speculative_model: str | None = None
     """The head, the draft model or the assistant; of eagle3, smollm2 is an embedded head, the
     default for that model."""
@@ -108,7 +138,15 @@ class EngineConfig:
                 self.sanitize_action in SANITIZE_ACTIONS,
                 f"is one of {', '.join(SANITIZE_ACTIONS)}",
             ),
+            ("tensor_parallel_size", _positive(self.tensor_parallel_size), "is at least 1"),
+            ("rank_timeout", self.rank_timeout > 0, "is a number of seconds"),
+            ("nnodes", _positive(self.nnodes), "is at least 1"),
+            ("node_rank", 0 <= self.node_rank < self.nnodes, f"is below nnodes={self.nnodes}"),
+            ("master_port", _in_range(self.master_port, (1 << 16) - 1), "is 1 to 65535"),
+            ("node_timeout", self.node_timeout > 0, "is a number of seconds"),
+            ("executor", self.executor in EXECUTORS, f"is one of {', '.join(EXECUTORS)}"),
             ("page_size", _power_of_two(self.page_size), "is a power of two"),
+            ("snapshot_interval", _positive(self.snapshot_interval), "is at least 1"),
             (
                 "speculative",
                 self.speculative is None or self.speculative in DRAFTERS,
@@ -123,7 +161,13 @@ class EngineConfig:
         ):
             if not ok:
                 raise ConfigError(f"{name} {rule}, got {getattr(self, name)!r}")
+        if self.enable_prefix_caching and self.snapshot_interval % self.page_size:
+            raise ConfigError(
+                f"snapshot_interval={self.snapshot_interval} is not a multiple of "
+                f"page_size={self.page_size}: a snapshot stands where a page ends"
+            )
         self._check_speculation()
+        self._check_nodes()
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
@@ -145,6 +189,19 @@ class EngineConfig:
         if self.tree is not None and self.speculative == "ngram":
             raise ConfigError("speculative_topk: an ngram drafter guesses one way, drop it")
 
+    def _check_nodes(self) -> None:
+        if not self.node_rank and self.tensor_parallel_size % self.nnodes:  # node 0 says for all
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: the ranks cannot be shared out "
+                f"evenly over nnodes={self.nnodes}"
+            )
+        if self.nnodes > 1 and self.executor == "ray":
+            raise ConfigError(f"nnodes={self.nnodes}: with executor=ray Ray chooses nodes, drop it")
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel_size // self.nnodes
+
     @property
     def tree(self) -> TreeShape | None:
         if self.speculative_topk == 1:
@@ -152,6 +209,13 @@ class EngineConfig:
         return TreeShape.of(
             self.speculative_steps, self.speculative_topk, self.speculative_num_draft_tokens
         )
+
+
+def refuse_ranks(settings: Mapping[str, Any], what: str) -> None:
+    """For what replays steps by itself: the other ranks would not take part."""
+    size = settings.get("tensor_parallel_size", 1)
+    if size != 1:
+        raise ConfigError(f"tensor_parallel_size={size}: {what} is for one rank, drop it")
 
 
 def _in_range(value: int, most: int) -> bool:

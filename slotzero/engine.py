@@ -16,13 +16,16 @@ from slotzero.config import EngineConfig
 from slotzero.errors import RequestError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
-from slotzero.pools.pages import KvPool, PagePool
+from slotzero.models.config import parse_config
+from slotzero.parallel.crew import Crew
+from slotzero.parallel.leader import muster
 from slotzero.pools.slots import SlotPool
 from slotzero.progress import recording_bar, weights_bar
 from slotzero.request import FinishReason, Request, Status
 from slotzero.sampling.grammar import Grammars
 from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
 from slotzero.sampling.structured import structured_outputs
+from slotzero.scheduler.lanes import Lanes
 from slotzero.scheduler.scheduler import Scheduler, SchedulerConfig
 from slotzero.speculative.widths import FixedWidth, SpeculationStats, WidthPolicy, Widths
 from slotzero.step import Step
@@ -62,20 +65,17 @@ class Answer:
         return self.transcript.text if self.transcript else ""
 
 
-@dataclass
-class _Launch:
-    step: Step
-    results: Results | None = None  # None: the launch has not succeeded
-
-
 class Engine:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, crew: Crew | None = None) -> None:
+        """`crew`: of ranks that are there already, and all do what this one does."""
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = checkpoint.tokenizer()
-        with weights_bar(config.show_progress, checkpoint.name) as progress:
-            self.worker = Worker(config, checkpoint, progress)
+        self.crew = crew or muster(config, parse_config(checkpoint.config))
+        bar = weights_bar(config.show_progress, checkpoint.name)
+        with bar as progress, self.crew.watched("loading"):
+            self.worker = Worker(config, checkpoint, progress, self.crew)
         self.limits = limits = self.worker.limits
         self.eos_token_ids = checkpoint.eos_token_ids
         tokenizer = self.tokenizer
@@ -84,25 +84,31 @@ class Engine:
             self.worker.vocab_size,
             self.eos_token_ids,
         )
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                max_model_len=limits.max_model_len,
-                page_size=limits.page_size,
-                ahead=limits.ahead,
-                depth=None if config.tree is None else config.tree.steps,
-                most_behind=self.worker.most_behind,
-                enable_prefix_caching=limits.enable_prefix_caching,
-            ),
-            SlotPool(limits.max_num_seqs),
-            [KvPool(PagePool(n), limits.windows[g]) for g, n in limits.num_pages.items()],
-            self.worker,
+        self.lanes = Lanes(
+            [
+                Scheduler(
+                    SchedulerConfig(
+                        max_num_seqs=limits.max_num_seqs,
+                        max_num_batched_tokens=limits.max_num_batched_tokens,
+                        max_model_len=limits.max_model_len,
+                        page_size=limits.page_size,
+                        ahead=limits.ahead,
+                        depth=None if config.tree is None else config.tree.steps,
+                        most_behind=self.worker.most_behind,
+                        enable_prefix_caching=limits.enable_prefix_caching,
+                    ),
+                    SlotPool(limits.max_num_seqs),
+                    limits.pools(),
+                    writer,
+                )
+                for writer in self.worker.writers
+            ]
         )
         self.recording_seconds = 0.0
         if not config.lazy_recording:
             num_sizes = len(self.worker.recorded_keys)
-            with recording_bar(config.show_progress, limits.backend, num_sizes) as seen:
+            records = recording_bar(config.show_progress, limits.backend, num_sizes)
+            with records as seen, self.crew.watched("recording"):
                 self.recording_seconds = self.worker.record(seen)
         self.num_steps = 0
         steps = config.speculative_steps
@@ -113,7 +119,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._answers: dict[str, Answer] = {}
-        self._in_flight: deque[_Launch] = deque()
+        self._in_flight: deque[tuple[Step, list[Results]]] = deque()
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
         self.sanitizer: LiveSanitizer | None = None
@@ -126,11 +132,13 @@ class Engine:
         """Queues one request (n is for the caller); raises RequestError, disturbing nobody."""
         request = self.validate(request_id, prompt, params)
         with self.lock:
+            if request_id in self._answers:
+                raise RequestError(f"request {request_id}: this id is in use; choose another")
             self._arrivals += 1
             request.arrival = self._arrivals
             if params.seed is None:
                 request.seed = self._seeds.getrandbits(63)
-            self.scheduler.add(request)
+            self.lanes.add(request)
             transcript = None
             if params.detokenize and self.tokenizer is not None:
                 transcript = Transcript(self.tokenizer, params)
@@ -143,7 +151,7 @@ class Engine:
         with self.lock:
             answer = self._answers.pop(request_id, None)
             if answer is not None:
-                self.scheduler.cancel(answer.request)
+                self.lanes.of(answer.request).cancel(answer.request)
 
     def prepare_grammars(self) -> None:
         """What the first structured answer needs, built before somebody waits for it."""
@@ -151,13 +159,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.lanes.has_work or bool(self._in_flight)
 
     def step(self) -> list[Answer]:
         """Plan and launch the next step, then commit the one before; -> answers that grew."""
         with self.lock, uninterrupted():
             try:
-                step = self.scheduler.plan(self._width())
+                step = self.lanes.plan(self._width())
                 if step is not None:
                     self._launch(step)
                 if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
@@ -168,41 +176,42 @@ class Engine:
                 raise
 
     def _width(self) -> int:
-        num_running = self.scheduler.num_running
-        return self._widths.choose(num_running) if num_running else 1
+        num_running = self.lanes.most_running
+        with self.crew.watched("timing a step", in_step=True):
+            return self._widths.choose(num_running) if num_running else 1
 
     def check(self) -> None:
         """Recounts every pool."""
-        self.scheduler.check()
+        self.lanes.check()
 
     def _launch(self, step: Step) -> None:
-        launch = _Launch(step)
-        self._in_flight.append(launch)  # first: a launch that fails is abandoned with the rest
-        launch.results = self.worker.run(step)
+        with self.crew.watched("running a step", in_step=True):
+            self._in_flight.append((step, self.worker.run(step)))
         self.num_steps += 1
 
     def _commit(self) -> list[Answer]:
-        launch = self._in_flight[0]
-        assert launch.results is not None
-        tokens = launch.results.tokens()
+        step, results = self._in_flight[0]
+        with self.crew.watched("waiting for a step", in_step=True):
+            tokens = [of_lane.tokens() for of_lane in results]
         if self.speculation is not None:
-            self._learn(self.speculation, launch)
+            self._learn(self.speculation, step, results)
         grown = []
-        row_of = {row.request.id: i for i, row in enumerate(launch.step.rows)}
-        for request, num_new in self.scheduler.commit(launch.step, tokens):
-            answer = self._answers[request.id]
-            num_new = self._extend_text(answer, num_new)
-            if request.params.logprobs is not None:
-                answer.logprobs += launch.results.logprobs(row_of[request.id])[:num_new]
-            if answer.finished:
-                del self._answers[request.id]
-            grown.append(answer)
+        for lane, rows, sampled, of_lane in zip(
+            self.lanes, step.lanes, tokens, results, strict=True
+        ):
+            row_of = {row.request.id: i for i, row in enumerate(rows)}
+            for request, num_new in lane.commit(rows, sampled):
+                answer = self._answers[request.id]
+                num_new = self._extend_text(answer, num_new)
+                if request.params.logprobs is not None:
+                    answer.logprobs += of_lane.logprobs(row_of[request.id])[:num_new]
+                if answer.finished:
+                    del self._answers[request.id]
+                grown.append(answer)
         self._in_flight.popleft()
         return grown
 
-    def _learn(self, stats: SpeculationStats, launch: _Launch) -> None:
-        step, results = launch.step, launch.results
-        assert results is not None
+    def _learn(self, stats: SpeculationStats, step: Step, results: Sequence[Results]) -> None:
         if not step.is_decode and step.width == 1:
             return  # of a prompt nothing is guessed
         stats.add_step(step.width)
@@ -210,7 +219,8 @@ class Engine:
             return
         depth = min(step.width - 1, stats.num_positions)
         uncut = 2 * (depth + 1) + self.limits.ahead - depth  # tokens with which a draft is whole
-        for row, (num_drafts, num_right) in zip(step.rows, results.drafts(), strict=True):
+        drafts = (of_row for of_lane in results for of_row in of_lane.drafts())
+        for row, (num_drafts, num_right) in zip(step.rows, drafts, strict=True):
             stats.add(num_drafts, num_right)
             has_room = row.request.max_len - row.start > min(uncut, MOST_UNCUT)
             if row.request.speculates and has_room:
@@ -218,7 +228,13 @@ class Engine:
 
     def _abandon(self) -> None:
         """A step failed: whoever runs ends; whoever waits goes on waiting."""
-        self.scheduler.abandon()
+        self.lanes.abandon()
+        try:  # what other ranks have sampled must not be taken for what they will
+            for _, results in self._in_flight:
+                for of_lane in results:
+                    of_lane.wait()
+        except Exception:  # nor will it come: the next step says so
+            self.crew.close()
         self._in_flight.clear()
         self._answers = {i: answer for i, answer in self._answers.items() if not answer.finished}
 
@@ -239,7 +255,7 @@ class Engine:
             if is_last and stop is None:
                 stop = transcript.close()
             if stop is not None:
-                self.scheduler.finish(request, "stop", stop)
+                self.lanes.of(request).finish(request, "stop", stop)
                 transcript.close()
                 del tokens[i + 1 :]
                 return i + 1 - first

@@ -9,6 +9,7 @@
     │       ├── UnsupportedModelError
     │       ├── CorruptCheckpointError
     │       └── TokenizerMissingError
+    ├── RankLostError              of several ranks one is gone, or does not answer
     ├── CapacityError              this machine is too small for what was asked
     ├── ContractError              a rule of a graph-visible tensor was broken
     │   └── SanitizerError         the sanitizer saw it on live traffic
@@ -57,6 +58,10 @@ class CorruptCheckpointError(ModelError):
 
 
 class TokenizerMissingError(ModelError):
+    pass
+
+
+class RankLostError(SlotzeroError):
     pass
 
 

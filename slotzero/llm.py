@@ -18,7 +18,6 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]
 # Settings of vLLM's that mean here what they always mean; any other value is refused by name.
 _MEANINGLESS = (
-    ("tensor_parallel_size", 1),
     ("pipeline_parallel_size", 1),
     ("trust_remote_code", False),
     ("quantization", None),

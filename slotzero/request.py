@@ -59,6 +59,8 @@ class Request:
     stop_reason: int | str | None = None
     """The stop token id or stop string that was asked for and met; None for end-of-sequence."""
 
+    lane: int = 0
+    """Which of several schedulers has it; for life."""
     slot: int = 0
     """0: none."""
     pages: list[list[int]] = field(default_factory=list)

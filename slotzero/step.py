@@ -1,7 +1,8 @@
 """One step: which requests run, from which position, for how many tokens.
 
-It is the whole message from planning to running, and the same list on every rank. It does not know
-buckets, graphs or tensors. The rule it keeps: a request is at most one row of a step.
+It is the whole message from planning to running, and the same on every rank. It does not know
+buckets, graphs or tensors. The rules it keeps: a request is at most one row of a step, and all
+lanes of a step are launched alike, in the size that the largest needs.
 """
 
 from dataclasses import dataclass
@@ -31,19 +32,28 @@ class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster
 
 @dataclass(frozen=True)
 class Step:
-    rows: tuple[Row, ...]
+    lanes: tuple[tuple[Row, ...], ...]
+    """The rows of each: of one, or of every rank that has requests of its own. Some may be empty,
+    not all."""
     width: int = 1
     """Above 1, every row verifies drafts: it has so many tokens, the newest one and drafts."""
     catches_up: bool = False
     """First of all a drafter follows what was decoded without it."""
 
-    @property
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Of all lanes"""
+        return tuple(row for lane in self.lanes for row in lane)
+
+    @cached_property
     def num_rows(self) -> int:
-        return len(self.rows)
+        """Of the lane that has most"""
+        return max(map(len, self.lanes))
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        """Of the lane that has most"""
+        return max(sum(row.count for row in lane) for lane in self.lanes)
 
     @cached_property
     def is_decode(self) -> bool:

@@ -1,44 +1,50 @@
 """The worker: everything on the device. It loads, records, keeps the tables and runs steps.
 
-The scheduler tells it, as its `SlotWriter`, whose row changes; the engine hands it a step and gets
-back results that arrive later. It does not know queues, text or who is finished.
+Schedulers tell its writers whose row changes; the engine hands it a step and gets back results that
+arrive later. It does not know queues, text or who is finished.
 """
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from slotzero.config import DTYPES, EngineConfig
-from slotzero.errors import CapacityError, ConfigError
+from slotzero.errors import CapacityError, ConfigError, ContractError
 from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
 from slotzero.graph.backend import Backend, EagerBackend, backend_for
 from slotzero.graph.runner import Record
-from slotzero.graph.transfer import Download
+from slotzero.graph.transfer import Arriving, Download
 from slotzero.kernels.contract import kernels_for
+from slotzero.kernels.nouns_recurrent import States
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import FULL, KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.rope import frequencies
+from slotzero.models.routing import Routing
+from slotzero.models.shards import sharded
 from slotzero.models.weights import Progress, load_weights, random_weights
+from slotzero.parallel.crew import Crew
+from slotzero.parallel.orders import Message, Orders, Timing
+from slotzero.parallel.ranks import Ranks
 from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
-from slotzero.pools.tables import SlotTables
-from slotzero.request import Request
+from slotzero.pools.pages import KvPool, PagePool
+from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
+from slotzero.pools.tables import SlotTables, Staging
 from slotzero.runners import passes
 from slotzero.runners.results import ResultRing
-from slotzero.sampling.tables import SAMPLING_TABLES, encode
 from slotzero.speculative.build import Prepared, Target, prepare_drafter
 from slotzero.speculative.drafter import MOST_PENDING, Drafter
 from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED, PATH, VERIFIED
 from slotzero.speculative.shape import places_ahead
 from slotzero.speculative.speculation import Cycle, Speculation, speculation_tables
 from slotzero.step import Step
+from slotzero.writer import TableWriter
 
 MOST_RECORDED = 8192  # tokens of a recorded prefill; beyond, launches hide behind the work
 FEW_ROWS = 8  # a recorded prefill has rows for so many, or for all
@@ -58,9 +64,12 @@ class RowLogprobs:
 class Results:
     """What a launched step will have sampled; reading waits for the device."""
 
-    def __init__(self, download: Download, names: Sequence[str], width: int) -> None:
+    def __init__(self, download: Arriving, names: Sequence[str], width: int) -> None:
         """`names` of what is downloaded, in its order; of the last ones maybe nothing is."""
         self._download, self._names, self._width = download, names, width
+
+    def wait(self) -> None:
+        self._download.wait()
 
     def tokens(self) -> list[list[int]]:
         if self._width == 1:
@@ -115,6 +124,16 @@ class Limits:
     windows: Mapping[str, int | None]
     page_size: int
     enable_prefix_caching: bool
+    num_snapshots: int = 0  # of recurrent states, row 0 included; 0: none are taken
+    snapshot_interval: int = 0
+
+    def pools(self) -> list[KvPool]:
+        """One for each group of layers, and one of snapshots."""
+        pools = [KvPool(PagePool(n), self.windows[g]) for g, n in self.num_pages.items()]
+        if self.num_snapshots:
+            rows = PagePool(self.num_snapshots)
+            pools.append(KvPool(rows, interval=self.snapshot_interval))
+        return pools
 
     @property
     def max_width(self) -> int:
@@ -122,9 +141,18 @@ class Limits:
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        crew: Crew,
+    ) -> None:
         device, backend = choose_backend(config)
-        model = parse_config(checkpoint.config)
+        whole = parse_config(checkpoint.config)
+        self.ranks = ranks = crew.ranks
+        self._crew = crew
+        model = sharded(whole, ranks)
         dtype = choose_dtype(config.dtype, device, checkpoint.config)
         self.registry = registry = Registry(device)
         self.kernels = kernels_for(device)
@@ -132,29 +160,47 @@ class Worker:
             for heads in group.shapes:
                 self.kernels.refuse(heads)
         if config.load_format == "dummy":
-            weights = random_weights(model, registry, self.kernels, dtype, config.seed)
+            weights = random_weights(whole, registry, self.kernels, dtype, config.seed, ranks=ranks)
         else:
-            weights = load_weights(model, checkpoint, registry, self.kernels, dtype, progress)
+            weights = load_weights(
+                whole, checkpoint, registry, self.kernels, dtype, progress, ranks=ranks
+            )
         turns = {
             g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(device))
             for g in model.groups
         }
         self.model, self.weights = model, weights
-        self.decoder = decoder = Decoder(model, weights, turns, self.kernels)
+        routing = Routing.of(model, registry)
+        if model.recurrent is not None:
+            model = replace(model, recurrent=model.recurrent.every(config.snapshot_interval))
+        self.decoder = decoder = Decoder(model, weights, turns, self.kernels, routing, ranks)
         self.vocab_size = model.vocab_size
         prepared: Prepared | None = None
         if config.speculative is not None:
             prepared = prepare_drafter(
                 config,
-                Target(model, weights, checkpoint, registry, self.kernels, dtype, progress),
+                Target(
+                    whole,
+                    decoder.vocabulary,
+                    routing,
+                    checkpoint,
+                    registry,
+                    self.kernels,
+                    dtype,
+                    progress,
+                ),
             )
         self.weight_bytes = sum(
             e.tensor.nbytes for e in registry.entries() if e.name.startswith("weight.")
         )
         groups = (*model.groups, *(prepared.groups if prepared else ()))
         shapes = group_shapes(groups, config.page_size, dtype)
+        states = _state_shape(model, device, dtype)
         shares = prepared is None or prepared.shares_prefixes
-        self.limits = limits = _resolve(config, device, backend, dtype, shapes, model, shares)
+        self.limits = limits = _resolve(
+            config, device, backend, dtype, shapes, model, shares, ranks, states
+        )
+        interval = limits.snapshot_interval
         self.page_tables = tuple(page_table(shape.name) for shape in shapes)
         pages_per_slot = -(-limits.max_model_len // config.page_size)
         self.tables = SlotTables(
@@ -164,7 +210,10 @@ class Worker:
             pages_per_slot,
             model.vocab_size,
             self.page_tables,
-            () if prepared is None else speculation_tables(config.tree),
+            (
+                *(() if prepared is None else speculation_tables(config.tree)),
+                *snapshot_tables(interval, limits.max_model_len),
+            ),
         )
         kv = {
             shape.name: KvPages(
@@ -174,9 +223,13 @@ class Worker:
             for shape in shapes
         }
         rows = limits.max_num_seqs
-        drafter: Drafter | None = None
+        self.states: States | None = None
+        if states is not None:
+            kept = self.tables[SNAPSHOT_ROWS] if interval else None
+            self.states = states.tables(registry, rows, limits.num_snapshots, kept)
+        self.drafter: Drafter | None = None
         if prepared is not None:
-            drafter = prepared.drafter(decoder, registry, self.tables, kv, limits.max_width)
+            self.drafter = prepared.drafter(decoder, registry, self.tables, kv, limits.max_width)
         self.passes = step = passes.Passes(
             registry,
             decoder,
@@ -186,25 +239,41 @@ class Worker:
             rows,
             limits.max_num_batched_tokens,
             dtype,
-            drafter,
+            self.drafter,
+            self.states,
         )
         graphs = backend_for(backend, device)
         self.decode = Runner(step.decode_spec(Ladder.up_to(rows)), registry, graphs)
         self.prefills = _prefill_runners(step, registry, graphs, limits)
-        self._results = ResultRing(registry, passes.RESULTS)
+        deadline = config.rank_timeout if ranks.are_many else None
+        self._results = ResultRing(registry, passes.RESULTS, deadline)
         self.tree = config.tree
         self._speculation: Speculation | None = None
-        if drafter is not None:
+        if self.drafter is not None:
             self._speculation = Speculation(
                 registry,
                 decoder,
-                drafter,
+                self.drafter,
                 kv,
                 config.tree,
                 limits.widths[1:],
-                config.page_size,
                 graphs,
+                deadline,
+                self.states,
+                states.trail(registry, rows * limits.max_width) if states is not None else None,
             )
+        theirs = [Staging(rows, self.tables.specs) for _ in range(1, ranks.num_lanes)]
+        self.writers = tuple(
+            TableWriter(
+                staging,
+                self.page_tables,
+                limits.page_size,
+                limits.snapshot_interval,
+                self.drafter is not None,
+            )
+            for staging in (self.tables, *theirs)
+        )
+        """Of each lane, this rank's first."""
         self._seconds: dict[GraphKey, float] = {}
 
     @property
@@ -265,22 +334,62 @@ class Worker:
             with _explained(f"preparing {key}"):
                 runner.rehearse(key)
 
-    def run(self, step: Step) -> Results:
-        """Launches one step and returns before it has run, where the device allows."""
+    def run(self, step: Step) -> list[Results]:
+        """Launches one step and returns before it has run, where the device allows -> by lane"""
+        launches = self._dispatch(step)
+        orders = [
+            Orders(
+                writer.staging.take(),
+                [row.slot for row in rows],
+                [row.count for row in rows],
+                step.num_tokens,
+                step.num_rows,
+                [key for _, key in launches],
+                step.width,
+                any(row.request.params.logprobs is not None for row in rows),
+            )
+            for writer, rows in zip(self.writers, step.lanes, strict=True)
+        ]
+        self._crew.tell(orders)
         with torch.inference_mode():
-            launches = self._dispatch(step)
+            self._launch(orders[0], launches)
+            downloads: list[Arriving] = [self._download(orders[0])]
+        downloads += [self._crew.sampled(lane) for lane in range(1, len(orders))]
+        names = self._ring(step.width).names
+        return [Results(download, names, step.width) for download in downloads]
+
+    def obey(self, message: Message) -> Arriving | None:
+        """As one of the other ranks -> what it sampled of requests of its own"""
+        with torch.inference_mode():
+            if isinstance(message, Timing):
+                self._runner(message.key).seconds(message.key)
+                return None
+            launches = [(self._runner(key), key) for key in message.launches]
             for runner, key in launches:
-                with _explained(f"recording {key}"):
-                    runner.prepare(key)
-            self.tables.apply()
-            self.registry.begin_step()
-            self.registry.publish(passes.SLOTS, [row.slot for row in step.rows])
-            if any(passes.COUNTS in runner.spec.published for runner, _ in launches):
-                self.registry.publish(passes.COUNTS, [row.count for row in step.rows])
-            for runner, key in launches:
-                with _explained(f"running {key}"):
-                    runner.run(key, runner.num_tokens(step.num_tokens, step.num_rows))
-            return self._download(step)
+                picked = runner.pick(message.num_tokens, message.num_rows)
+                if picked != key:
+                    raise ContractError(
+                        f"rank {self.ranks.rank} would run {picked}, and rank 0 runs {key}: they "
+                        "were started with other settings"
+                    )
+            self._launch(message, launches)
+            return self._download(message) if self.ranks.attend_apart else None
+
+    def _launch(self, orders: Orders, launches: Sequence[tuple[Runner, GraphKey]]) -> None:
+        for runner, key in launches:
+            with _explained(f"recording {key}"):
+                runner.prepare(key)
+        self.tables.put(orders.writes)
+        self.registry.begin_step()
+        self.registry.publish(passes.SLOTS, orders.slots)
+        if any(passes.COUNTS in runner.spec.published for runner, _ in launches):
+            self.registry.publish(passes.COUNTS, orders.counts)
+        for runner, key in launches:
+            with _explained(f"running {key}"):
+                runner.run(key, runner.num_tokens(sum(orders.counts), len(orders.slots)))
+
+    def _runner(self, key: GraphKey) -> Runner:
+        return next(runner for runner in self.runners if runner.spec.name == key.runner)
 
     def seconds(self, width: int, num_rows: int) -> float:
         """Of a step in which all decode; over empty rows, and measured when first asked for."""
@@ -291,6 +400,7 @@ class Worker:
         key = runner.pick(num_rows, num_rows)
         assert isinstance(key, GraphKey), key
         if key not in self._seconds:
+            self._crew.tell([Timing(key)] * len(self.writers))
             with torch.inference_mode():
                 self._seconds[key] = runner.seconds(key)
         return self._seconds[key]
@@ -314,47 +424,15 @@ class Worker:
                 launches.append([self.cycles[self.limits.max_width].draft])
         return [_picked(runners, step) for runners in launches]
 
-    def _download(self, step: Step) -> Results:
-        ring = self._results
-        if step.width > 1:
-            assert self._speculation is not None
-            ring = self._speculation.verified
-        wanted = any(row.request.params.logprobs is not None for row in step.rows)
-        download = ring.download(step.num_rows, step.width, with_logprobs=wanted)
-        return Results(download, ring.names, step.width)
+    def _download(self, orders: Orders) -> Download:
+        ring, num_rows = self._ring(orders.width), len(orders.slots)
+        return ring.download(num_rows, orders.width, with_logprobs=orders.with_logprobs)
 
-    # SlotWriter: in the order of these calls, before the step that was planned with them.
-
-    def admitted(
-        self, request: Request, tokens: list[int], num_computed: int, pages: list[list[int]]
-    ) -> None:
-        stage, slot = self.tables.stage, request.slot
-        stage("tokens", slot, tokens)
-        stage("length", slot, [num_computed])
-        stage("target", slot, [request.target])
-        for table, numbers in zip(self.page_tables, pages, strict=True):
-            stage(table, slot, numbers)
-        prompt_len = len(request.prompt_token_ids)
-        row = encode(request.params, request.seed, prompt_len, request.stop_ids)
-        for spec in SAMPLING_TABLES:
-            stage(spec.name, slot, _without_tail(row[spec.name], spec.neutral))
-        if self._speculation is not None:
-            self._speculation.stage(request, num_computed)
-
-    def pages_changed(
-        self, request: Request, group: int, first_index: int, pages: list[int]
-    ) -> None:
-        self.tables.stage(self.page_tables[group], request.slot, pages, first_index)
-        if self._speculation is not None:
-            self._speculation.stage_paged(request)
-
-    def constrained(self, request: Request) -> None:
-        assert request.grammar is not None
-        self.tables.stage("is_masked", request.slot, [1])
-        self.tables.stage("allowed", request.slot, request.grammar.allowed.view(np.int32))
-
-    def released(self, slot: int) -> None:
-        self.tables.reset(slot)
+    def _ring(self, width: int) -> ResultRing:
+        if width == 1:
+            return self._results
+        assert self._speculation is not None
+        return self._speculation.verified
 
 
 def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
@@ -449,6 +527,8 @@ def _resolve(
     shapes: Sequence[GroupShape],
     model: ModelConfig,
     shares_prefixes: bool,
+    ranks: Ranks,
+    states: StateShape | None,
 ) -> Limits:
     on_cpu, max_position = device.type == "cpu", model.max_position
     if config.max_model_len is not None and config.max_model_len > max_position:
@@ -458,12 +538,19 @@ def _resolve(
     rows = config.max_num_seqs or min(
         default_max_num_seqs(device), config.max_num_batched_tokens or sys.maxsize
     )
-    budget = config.kv_cache_memory or free_bytes(device, config.gpu_memory_utilization)
+    free = free_bytes(device, config.gpu_memory_utilization) // (ranks.size if on_cpu else 1)
+    budget = ranks.least(config.kv_cache_memory or free)
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
     widths = choose_widths(config)
     ahead = places_ahead(widths[-1], config.tree)
     chunk = max(tokens, 4 * ahead + MOST_PENDING * (ahead > 0))  # as SchedulerConfig.reach
     demand = Demand(rows, chunk, config.expected_len, config.max_model_len, max_position)
+    caches, num_snapshots = config.enable_prefix_caching and shares_prefixes, 0
+    if states is not None:
+        budget = states.reserve(rows, widths[-1], budget)
+        if caches:
+            num_snapshots = states.snapshots(config.snapshot_interval, budget, demand)
+            budget -= num_snapshots * states.num_bytes
     pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
     ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
     # keys then depend on the prompt's length: equal prefixes do not have equal keys
@@ -480,8 +567,18 @@ def _resolve(
         num_pages=pages,
         windows={shape.name: shape.window for shape in shapes},
         page_size=config.page_size,
-        enable_prefix_caching=config.enable_prefix_caching and shares_prefixes and not is_uneven,
+        enable_prefix_caching=caches and not is_uneven,
+        num_snapshots=num_snapshots,
+        snapshot_interval=config.snapshot_interval if num_snapshots else 0,
     )
+
+
+def _state_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> StateShape | None:
+    if model.recurrent is None:
+        return None
+    wanted = getattr(torch, model.recurrent.state_dtype)
+    scan_dtype = dtype if device.type == "cpu" else wanted
+    return StateShape(len(model.recurrent.layers), model.recurrent.scan, dtype, scan_dtype)
 
 
 def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) -> list[GroupShape]:
@@ -512,11 +609,3 @@ def _kv_pages(registry: Registry, shape: GroupShape, num_pages: int) -> torch.Te
             f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
         ) from error
     return registry.table(f"kv_{shape.name}", pages, axis=1, through=page_table(shape.name))
-
-
-def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:
-    """The row without the columns at its end that are neutral already."""
-    n = len(values)
-    while n and values[n - 1] == neutral:
-        n -= 1
-    return values[:n]

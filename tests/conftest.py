@@ -4,22 +4,27 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 import torch
-from oracle import FAMILIES, Oracle, build
+
+if TYPE_CHECKING:  # it imports transformers, which takes seconds that few processes need
+    from oracle import Oracle
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # speed is not for tests to judge
 hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle]":
     """Oracles by family name, each built once a session."""
+    from oracle import FAMILIES, build
+
     built: dict[str, Oracle] = {}
 
-    def get(family: str) -> Oracle:
+    def get(family: str) -> "Oracle":
         if family not in built:
             folder: Path = tmp_path_factory.mktemp(family)
             built[family] = build(FAMILIES[family], folder)
@@ -28,16 +33,44 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]
     return get
 
 
-LONGEST = ("test_triton.py", "test_models.py", "test_windows.py", "test_mutants.py")
+LONGEST = (
+    "test_triton.py",
+    "test_ray.py",
+    "test_openai_client.py",
+    "test_speculative.py",
+    "test_scheduler.py",
+    "test_models.py",
+    "test_parallel.py",
+    "test_mutants.py",
+    "test_latent.py",
+    "test_structured.py",
+    "test_widths.py",
+    "test_assistant.py",
+    "test_sanitize.py",
+    "test_windows.py",
+    "test_fleet_http.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files are shared out among processes in this order: long ones are begun with. Of the longest,
-    each test is a process of its own anyway, and may be anybody's."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
-    for item in items:
-        is_alone = item.path.name == LONGEST[0]
-        item.add_marker(pytest.mark.xdist_group(item.nodeid if is_alone else str(item.path)))
+    """Files are shared out among processes in this order: long ones are begun with."""
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is one process's, so that what its tests share is made once. Of the longest, each test
+    is a process of its own anyway, and may be anybody's. Marks of groups would say the same, but
+    from pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return nodeid if file.endswith(LONGEST[0]) else file
+
+    return ByFile(config, log)
 
 
 _sees_gpu = torch.cuda.is_available

@@ -38,6 +38,12 @@ BASE = {
     "pad_token_id": None,
 }
 
+
+def _kinds(letters: str) -> list[str]:
+    kinds = {"f": "full_attention", "r": "linear_attention", "m": "mlp", "e": "moe"}
+    return [kinds[letter] for letter in letters]
+
+
 FAMILIES = {
     "llama": Family("Llama"),
     "llama-bias": Family("Llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 97}),
@@ -127,6 +133,24 @@ FAMILIES = {
             "vocab_size": 210,  # in clusters of ten, for its assistant
             "vocab_size_per_layer_input": 230,
             "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        causal="Gemma4",
+        query_norm=0.35,
+    ),
+    "gemma4-moe": Family(
+        "Gemma4Text",
+        {
+            "head_dim": 24,
+            "global_head_dim": 40,
+            "sliding_window": 24,
+            "num_hidden_layers": 3,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
             "tie_word_embeddings": True,
         },
         causal="Gemma4",
@@ -244,6 +268,97 @@ FAMILIES = {
             },
         },
     ),
+    "qwen3-next": Family(
+        "Qwen3Next",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "layer_types": _kinds("rfrr"),
+            "linear_num_value_heads": 6,
+            "linear_num_key_heads": 3,
+            "linear_value_head_dim": 12,
+            "linear_key_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [2],
+            "max_position_embeddings": 512,
+            "initializer_range": 0.08,
+        },
+    ),
+    "falcon-h1": Family(
+        "FalconH1",
+        {
+            "head_dim": 16,
+            "mamba_d_ssm": 60,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 10,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 4,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_chunk_size": 32,
+            "projectors_bias": True,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.7,
+            "key_multiplier": 0.8,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 1.2,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.3, 0.8],
+            "mlp_multipliers": [0.7, 1.4],
+            "max_position_embeddings": 512,
+        },
+    ),
+    "granite-hybrid": Family(
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": _kinds("rfr"),
+            "intermediate_size": 40,
+            "shared_intermediate_size": 56,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_conv": 3,
+            "mamba_chunk_size": 32,
+            "embedding_multiplier": 1.5,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.7,
+            "max_position_embeddings": 512,
+        },
+    ),
+    "nemotron-h": Family(
+        "NemotronH",
+        {
+            "head_dim": 16,
+            "layers_block_type": _kinds("rmfer"),
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 10,
+            "n_groups": 3,
+            "ssm_state_size": 12,
+            "conv_kernel": 4,
+            "chunk_size": 32,
+            "time_step_min": 1e-9,  # transformers heeds it in prompts alone
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "max_position_embeddings": 512,
+        },
+    ),
     "rope-linear": Family(
         "Llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}
     ),
@@ -287,12 +402,16 @@ HYBRIDS = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4-moe",
     "gemma4-own",
     "olmo3",
     "gpt-oss",
     "mimo-v2",
 )
 """Families with layers that see a window."""
+
+RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
+"""Families with recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +429,8 @@ class Oracle:
     def generate(self, prompt: list[int], num_tokens: int = 64) -> tuple[list[int], torch.Tensor]:
         """Greedy tokens of transformers with its KV cache, and the logits behind each."""
         # transformers grows dynamic rope in place and keeps it: every request starts afresh here
-        self.model.model.rotary_emb = copy.deepcopy(self.rotary)
+        if self.rotary is not None:
+            self.model.model.rotary_emb = copy.deepcopy(self.rotary)
         ids, cache, tokens, rows = torch.tensor([prompt]), None, [], []
         for _ in range(num_tokens):
             out = self.model(ids, past_key_values=cache, use_cache=True)
@@ -328,15 +448,22 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
     model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype)  # buffers, rope's frequencies, stay float32
-        if name.endswith("bias"):  # transformers starts them at zero, which would hide them
+        if name.endswith("A_log"):  # states that forget slowly, and some that do not
+            torch.nn.init.uniform_(parameter, -4.0, 1.0)
+        elif name.endswith(".D"):
+            torch.nn.init.normal_(parameter, 0, 0.5)
+        elif name.endswith("bias"):  # transformers starts them at zero, which would hide them
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:
             size = family.query_norm if "q_norm" in name else 1.0
             torch.nn.init.normal_(parameter, size, 0.1 * size)
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0, 0.2)
         elif name.endswith("layer_scalar"):
-            torch.nn.init.uniform_(buffer, 0.5, 1.5)
+            buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # as it is stored
     model.save_pretrained(folder)
-    return Oracle(folder, model, copy.deepcopy(model.model.rotary_emb), config.vocab_size)
+    rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
+    return Oracle(folder, model, rotary, config.vocab_size)

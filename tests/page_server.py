@@ -49,6 +49,7 @@ class FakeClient:
         self._has_gpu = has_gpu
         self._start = time.monotonic() - 90
         self.info: dict[str, Any] = fake_info(has_gpu)
+        self.replicas = [self]
 
     @property
     def stats(self) -> Stats:

@@ -1,7 +1,9 @@
 """`slotzero serve` in a process of its own, for tests that talk to it."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import OpenAI
+import pytest
+from openai import APIError, OpenAI
 
 from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.tokenizer import Tokenizer
 
 KEY = "only-for-tests"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+SETTINGS = {  # of an engine that starts at once
+    "model": "tiny:llama",
+    "backend": "eager",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory": 4 << 20,
+    "skip_tokenizer_init": True,
+    "show_progress": False,
+}
 PATIENCE = 120.0  # seconds; machines that test are busy
+RANK_TIMEOUT = 20.0
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 # tiny models have no template that knows tools
 TEMPLATE = (
@@ -70,12 +83,86 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
+    def kill(self) -> None:
+        """If it has not ended"""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started"""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended meanwhile
+        if int(parent) == pid:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def descendants(pid: int, module: str) -> list[int]:
+    """Processes `python -m module` below this one"""
+    found = []
+    for child in children(pid):
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [child] if module.encode() in words else descendants(child, module)
+    return found
+
 
 def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+@contextmanager
+def outpost(words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """`slotzero serve --node-rank 1`, of a server that is started elsewhere"""
+    command = [sys.executable, "-m", "slotzero", "serve", *words, "--node-rank", "1"]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def kill_a_rank(server: Server, rank: int, named: str) -> None:
+    """In the midst of an answer, which ends; the next one is as before."""
+    completions = server.client().completions
+
+    def answer() -> str:
+        made = completions.create(model="tiny:llama", prompt="Hello", max_tokens=8, temperature=0)
+        return made.choices[0].text
+
+    before = answer()
+    stream = completions.create(
+        model="tiny:llama", prompt="a", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    os.kill(rank, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(APIError, match="engine"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < RANK_TIMEOUT
+    wait_until(lambda: httpx.get(f"{server.url}/server_info").json()["state"] == "ready")
+    assert answer() == before
+    assert f"{named} was killed by signal 9" in server.log.read_text()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import transformers
 from oracle import BASE, FAMILIES, Oracle
 from traced import GREEDY, Traced, prompts_of
 
-from slotzero.errors import UnsupportedModelError
+from slotzero.errors import ConfigError, UnsupportedModelError
 
 CLUSTERS = 21
 SIZES = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4}
@@ -166,6 +166,11 @@ def test_one_for_another_target_is_refused_by_name(oracles, assistants, tmp_path
             oracles("gemma4").path, backend="eager", speculative="mtp",
             speculative_model=str(tmp_path),
         )  # fmt: skip
+
+
+def test_it_is_no_draft_model():
+    with pytest.raises(ConfigError, match=r"is an assistant.* use --speculative mtp"):
+        Traced("tiny:gemma4", speculative="draft", speculative_model="tiny:gemma4-assistant")
 
 
 def test_a_target_of_other_layers_is_refused_by_name(oracles, assistants, tmp_path):

@@ -438,6 +438,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
         ["linear", "mystery"],
     ),
     "activation": (config(hidden_act="gelu"), Unsupported, ["hidden_act='gelu'"]),
+    "quantised in a way that another family has": (
+        config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        UnsupportedModelError,
+        ["llama quantised by fp8", "use the unquantised"],
+    ),
     "quantised": (
         config(quantization_config={"quant_method": "gptq"}),
         Unsupported,

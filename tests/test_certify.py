@@ -20,14 +20,17 @@ from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
 from slotzero.kernels import composed_speculation as speculation
 from slotzero.kernels.nouns import Rows, Tokens
+from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.parallel.crew import Crew
 from slotzero.runners.passes import Followed
-from slotzero.sanitizer import actors, mutants
+from slotzero.sanitizer import actors, session
 from slotzero.sanitizer.certify import all_sizes, few_checks, few_sizes, left_out
 from slotzero.sanitizer.mutants import Mutant
 from slotzero.sanitizer.page import html
 from slotzero.sanitizer.report import CHECKS, RULES, Cell, Certificate, Violation
 from slotzero.sanitizer.scene import Trial
 from slotzero.sanitizer.stage import staged
+from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
 
 SMALL = ["tiny:llama", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
@@ -55,8 +58,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     made: list[Engine] = []
     init = Engine.__init__
 
-    def noted(self: Engine, config: EngineConfig) -> None:
-        init(self, config)
+    def noted(self: Engine, config: EngineConfig, crew: Crew) -> None:
+        init(self, config, crew)
         made.append(self)
 
     monkeypatch.setattr(Engine, "__init__", noted)
@@ -185,7 +188,7 @@ def test_a_missing_pad_is_named_everywhere(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unpadded")
 def test_what_fails_already_is_not_mutated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutants, "mutate", None)
+    monkeypatch.setattr(session, "mutate", None)
     code, out, _ = run(*TINY, "--mutate", "--json", "-")
     report = json.loads(out)
     assert (code, report["passed"], report["mutants"]) == (1, False, 0)
@@ -297,6 +300,41 @@ def test_every_drafter_passes_with_rows_of_every_kind(run: Run, drafter: list[st
     assert code == 0, out
 
 
+MTP = ["--speculative", "mtp", "--no-speculative-adaptive", "--speculative-steps"]
+SMALLEST = ["--quick", "--max-num-seqs", "7", "--max-num-batched-tokens", "16"]
+
+
+def test_an_assistant_without_kv_passes(run: Run) -> None:
+    assistant = ["--speculative-model", "tiny:gemma4-assistant"]
+    code, out, _ = run("tiny:gemma4", *TINY[1:], *MTP, "2", *assistant, *SMALLEST)
+    assert code == 0, out
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_layers_that_guess_ahead_pass(
+    run: Run, monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> None:
+    config = {**TINY_CONFIGS["deepseek-v3"], "num_nextn_predict_layers": num_layers}
+    monkeypatch.setitem(TINY_CONFIGS, "deepseek-v3", config)
+    words = ["tiny:deepseek-v3", *TINY[1:], *MTP, str(max(2, num_layers)), *SMALLEST]
+    code, out, _ = run(*words, "--json", "-")
+    report = json.loads(out)
+    assert (code, report["failures"]) == (0, [])
+    assert {f"draft-{max(2, num_layers) + 1}", "draft-extend-16"} <= {*report["runners"]}
+
+
+def test_a_layer_that_stores_where_the_one_before_does_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**TINY_CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 2}
+    monkeypatch.setitem(TINY_CONFIGS, "deepseek-v3", config)
+    monkeypatch.setattr(eagle, "_one_before", lambda *given: given)
+    code, out, _ = run("tiny:deepseek-v3", *TINY[1:], *MTP, "2", *SMALLEST, "--json", "-")
+    found = {(f["runner"], f["check"], f["tensor"]) for f in json.loads(out)["failures"]}
+    assert code == 1
+    assert ("draft-extend-3", "S4", "kv_draft") in found
+
+
 def test_scenes_of_drafts_have_rows_of_every_kind() -> None:
     config = EngineConfig(
         model="tiny:llama", backend="eager", speculative="ngram", max_num_seqs=16,
@@ -390,7 +428,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, results: list[Mutant]) -> None:
             seen(result)
         return results
 
-    monkeypatch.setattr(mutants, "mutate", mutate)
+    monkeypatch.setattr(session, "mutate", mutate)
 
 
 def test_when_every_mutant_is_caught(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

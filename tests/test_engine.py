@@ -64,7 +64,7 @@ def answer_alone(engine: Engine, prompt: list[int], params: SamplingParams) -> l
 def check_nothing_leaked(engine: Engine) -> None:
     assert not engine.has_work
     engine.check()
-    scheduler = engine.scheduler
+    scheduler = engine.lanes[0]
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert not any(scheduler.ledger.num_used)
     assert engine._answers == {}
@@ -194,8 +194,8 @@ def test_two_thousand_requests_leave_nothing_behind(reference: Engine) -> None:
     assert sum(crowd.ends.values()) + crowd.num_cancelled == crowd.num_added == 2000
     assert crowd.ends["stop"] > 100
     assert crowd.ends["length"] > 100
-    assert engine.scheduler.num_preemptions > 3
-    assert engine.scheduler.ledger.cache.stats.num_hit_tokens > 1000
+    assert engine.lanes.num_preemptions > 3
+    assert engine.lanes[0].ledger.cache.stats.num_hit_tokens > 1000
     (early_bytes, early_tensors), (late_bytes, late_tensors) = sizes
     assert late_bytes - early_bytes < 8 << 20
     assert abs(late_tensors - early_tensors) <= 8
@@ -335,14 +335,14 @@ def test_planning_that_fails_leaves_nobody_hanging(reference: Engine, failing: i
     engine = make(max_num_seqs=2, max_model_len=64)
     asks = [(prompt_of(n, seed=4), greedy(5)) for n in (20, 9, 33)]
     answers = [engine.add(f"{i}", *ask) for i, ask in enumerate(asks)]
-    admitted, calls = engine.worker.admitted, iter(range(1000))
+    admitted, calls = engine.worker.writers[0].admitted, iter(range(1000))
 
     def fragile(*args: object) -> None:
         if next(calls) == failing:
             raise TypeError("no such row")
         admitted(*args)
 
-    engine.worker.admitted = fragile  # type: ignore[method-assign]
+    engine.worker.writers[0].admitted = fragile  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="no such row"):
         drain(engine)
     drain(engine)

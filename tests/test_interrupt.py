@@ -80,15 +80,15 @@ def test_results_that_fail_to_arrive_leave_nobody_hanging(oracles):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     stream = llm.stream(prompts[0], params)
     next(stream)
-    commit = llm.engine.scheduler.commit
+    commit = llm.engine.lanes[0].commit
 
     def failing(step, tokens):
         raise RuntimeError("the copy is lost")
 
-    llm.engine.scheduler.commit = failing
+    llm.engine.lanes[0].commit = failing
     with pytest.raises(RuntimeError, match="the copy is lost"):
         llm.generate(prompts[1], params, use_tqdm=False)
-    llm.engine.scheduler.commit = commit
+    llm.engine.lanes[0].commit = commit
     assert [chunk.finish_reason for chunk in stream] == ["abort"]
     (output,) = llm.generate(prompts[1], params, use_tqdm=False)
     assert output.outputs[0].token_ids == oracle.generate(prompts[1]["prompt_token_ids"], 20)[0]

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from slotzero.errors import ContractError
-from slotzero.kernels.composed import ComposedKernels, gated
+from slotzero.kernels.composed import ComposedKernels, gated, route
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.nouns import (
     Angles,
@@ -415,21 +415,25 @@ def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, 
     x[which == experts] = torch.nan
     packed = kernels.pack(weights)
     assert packed.shape == (experts, *kernels.packed_shape(out, inner))
-    got = kernels.grouped_product(x, packed, biases, which, out)
+    starts = torch.tensor([0, *counts[:-1]]).cumsum(0).int()
+    got = kernels.grouped_product(x, packed, biases, starts, out)
     for i in range(experts):
         alone = kernels.product(x[which == i], packed[i], biases[i] if bias else None, out)
         assert torch.equal(got[which == i], alone)
     assert not got[which == experts].any()
-    expected = REFERENCE.grouped_product(x, weights, biases, which, out)
+    expected = REFERENCE.grouped_product(x, weights, biases, starts, out)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_grouped_refuses_what_does_not_fit(kernels):
-    x, which = torch.randn(3, 8), torch.zeros(3, dtype=torch.int64)
+    x, starts, fit = torch.randn(3, 8), ints([0, 2, 3]), kernels.pack(torch.randn(2, 16, 8))
     with pytest.raises(RuntimeError, match="grouped: the packed weights do not fit"):
-        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 9)), None, which, 16)
-    with pytest.raises(RuntimeError, match="grouped: which must be int64"):
-        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 8)), None, which.int(), 16)
+        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 9)), None, starts, 16)
+    with pytest.raises(RuntimeError, match="grouped: starts must be int32"):
+        kernels.grouped_product(x, fit, None, starts.long(), 16)
+    for wrong in ([0, 2, 4], [0, 3, 2], [-1, 2, 3]):
+        with pytest.raises(RuntimeError, match="grouped: starts must ascend"):
+            kernels.grouped_product(x, fit, None, ints(wrong), 16)
 
 
 def test_embedding_reads_rows_of_the_packed_head():
@@ -522,6 +526,16 @@ def activate(joined: Tensor, activation: str) -> Tensor:
     return (value + 1) * gate / (1 + torch.exp(-1.702 * gate))
 
 
+def through(kernels, x, slots, weights, shape: Experts, starts: Tensor) -> Tensor:
+    chosen = kernels.choose(x, EPS, slots, weights, shape)
+    return kernels.experts(chosen, weights, shape, starts)
+
+
+def starts_of(shape: Experts) -> Tensor:
+    """Memory that is to be written."""
+    return ints([-1] * (shape.num_all + 1))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias):
@@ -530,8 +544,10 @@ def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias)
     slots = ints([3, 0, 1, 2, 0, 1, 1, 4, 0])
     x = torch.randn(len(slots), hidden)
     x[slots == 0] = torch.nan
-    got = kernels.experts(Normed(x, None), EPS, slots, packed(kernels, weights), shape)
-    expected = REFERENCE.experts(Normed(x, None), EPS, slots, weights, shape)
+    starts, wanted = starts_of(shape), starts_of(shape)
+    got = through(kernels, Normed(x, None), slots, packed(kernels, weights), shape, starts)
+    expected = through(REFERENCE, Normed(x, None), slots, weights, shape, wanted)
+    assert torch.equal(starts, wanted) and starts[-1] == 6 * shape.num_chosen
     assert not got[slots == 0].any() and not expected[slots == 0].any()
     close = {"atol": 2e-4, "rtol": 1e-4}
     torch.testing.assert_close(got, expected, **close)
@@ -545,7 +561,7 @@ def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
     weights = packed(kernels, expert_weights(shape, hidden, bias=True))
 
     def experts(x: Tensor, slots: Tensor) -> Tensor:
-        return kernels.experts(Normed(x, None), EPS, slots, weights, shape)
+        return through(kernels, Normed(x, None), slots, weights, shape, starts_of(shape))
 
     x, slots = torch.randn(50, hidden), torch.arange(50, dtype=torch.int32) % 5
     before = experts(x, slots)
@@ -558,11 +574,23 @@ def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
         torch.testing.assert_close(alone, before[i : i + 1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax", "softmax_of_chosen"])
+def test_a_token_chooses_alike_wherever_it_stands(scores):
+    shape = Experts(8, 8, 32, "silu", scores=scores)
+    weights = expert_weights(shape, 48, bias=False)._replace(correction=None)
+    for liked in torch.randn(20, 15, 8):
+        share, chosen = route(liked, weights, shape)
+        turned = route(liked.flip(0), weights, shape)
+        assert torch.equal(turned[0].flip(0), share) and torch.equal(turned[1].flip(0), chosen)
+
+
 def test_experts_without_any_token(kernels):
     shape = EXPERTS["softmax"]
     weights = packed(kernels, expert_weights(shape, 48, bias=True))
     x = Normed(torch.full((4, 48), torch.inf), None)
-    assert not kernels.experts(x, EPS, ints([0] * 4), weights, shape).any()
+    starts = starts_of(shape)
+    assert not through(kernels, x, ints([0] * 4), weights, shape, starts).any()
+    assert not starts.any()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
@@ -688,7 +716,7 @@ def test_a_compiler_can_trace_every_op(kernels):
         assert kernels.attend(q, sinks, kv, table, slots, slots, heads).shape == (3, 4, 6)
         tree = Branches(slots, torch.empty(3, dtype=torch.int64), slots)
         assert kernels.attend(q, None, kv, table, slots, slots, heads, tree).shape == (3, 4, 6)
-        x, which = torch.empty(3, 24), torch.empty(3, dtype=torch.int64)
+        x, starts = torch.empty(3, 24), torch.empty(6, dtype=torch.int32)
         weights = torch.empty(5, *kernels.packed_shape(20, 24))
         assert kernels.product(x, weights[0], None, 20).shape == (3, 20)
-        assert kernels.grouped_product(x, weights, None, which, 20).shape == (3, 20)
+        assert kernels.grouped_product(x, weights, None, starts, 20).shape == (3, 20)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from traced import GREEDY, Traced, prompts_of
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as book
 
+from slotzero import LLM, SamplingParams
 from slotzero.errors import ConfigError, SlotzeroError, UnsupportedModelError
 from slotzero.loading import fp8
 from slotzero.loading.tiny import TINY_CONFIGS
@@ -44,7 +45,7 @@ def test_chunked_cached_and_preempted(oracles, family, backend):
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    scheduler = traced.engine.scheduler
+    scheduler = traced.engine.lanes[0]
     assert scheduler.num_preemptions > 0 and scheduler.ledger.cache.stats.num_hit_tokens > 40
 
 
@@ -198,6 +199,21 @@ def test_own_layers_change_no_token(with_layers_ahead, num, settings, backend):
     else:
         expect_equal(traced, book_of.oracle, prompts)
     assert traced.engine.speculation.num_drafts > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "assistant"),
+    [("tiny:deepseek-v3", None), ("tiny:gemma4", "tiny:gemma4-assistant")],
+)
+def test_sampled_answers_are_the_same(model, assistant):
+    """With the same seeds, to the token: so they have the same distribution."""
+    params = [SamplingParams(temperature=1.2, top_k=9, seed=i, max_tokens=24) for i in range(8)]
+    prompts, settings = prompts_of([3, 20, 1, 33] * 2, 259), {"backend": "eager"}
+    made = []
+    for more in ({}, {"speculative": "mtp", "speculative_model": assistant}):
+        llm = LLM(model, show_progress=False, max_num_seqs=4, **settings, **more)
+        made.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+    assert made[0] == made[1] and llm.engine.speculation.num_drafts > 0
 
 
 def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_path):

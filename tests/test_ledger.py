@@ -72,6 +72,73 @@ def test_admission_leaves_the_spare_pages_of_every_group() -> None:
     assert ledger.admit(_request([1] * 30), budget=10)
 
 
+def _recurrent(num_rows: int = 20, interval: int = 8, num_pages: int = 40) -> PageLedger:
+    groups = [KvPool(PagePool(num_pages)), KvPool(PagePool(num_rows), interval=interval)]
+    return PageLedger(groups, 4)
+
+
+def test_snapshots_are_named_chunk_by_chunk_and_the_last_passed_is_held() -> None:
+    ledger = _recurrent()
+    request = _request([*range(30)])
+    assert ledger.admit(request, budget=10)
+    assert _held(request, 1) == [1]  # after 8 tokens, two pages
+    request.num_computed = 10
+    assert ledger.grow(request, 30) == [PageChange(1, 3, [2, 0, 3, 0, 4])]
+    assert _held(request, 1) == [1, 3, 5, 7]  # the last ends with its page, after 32 tokens
+    request.num_computed = 30
+    changes = ledger.grow(request, 33)
+    assert changes is not None and changes[1] == PageChange(1, 1, [0] * 4)
+    assert _held(request, 1) == [5, 7]
+    ledger.check([request])
+    assert ledger.num_pages == (39,)  # snapshots are no pages
+
+
+def test_a_hit_ends_at_the_deepest_snapshot_that_is_left() -> None:
+    ledger = _recurrent()
+    first = _request([*range(30)])
+    ledger.admit(first, budget=99)
+    _compute(ledger, first, 30)
+    ledger.release(first)
+    assert sum(map(bool, ledger.cache.pages(1))) == 3
+    second = _request([*range(30), 7], "s")
+    ledger.admit(second, budget=99)
+    assert (second.num_cached, _held(second, 1)[:1]) == (24, [5])
+    assert second.pages[1][5] in ledger.cache.pages(1)
+    ledger.check([second])
+    ledger.release(second)
+    assert ledger.cache.evict(1, 99) == 3  # all snapshots, and no page of KV
+    third = _request([*range(30), 7], "t")
+    ledger.admit(third, budget=99)
+    assert third.num_cached == 0
+    ledger.check([third])
+
+
+def test_where_no_snapshot_is_free_a_request_goes_on_without() -> None:
+    ledger = _recurrent(num_rows=3)
+    first, second = _request([*range(30)]), _request([*range(50, 80)], "s")
+    ledger.admit(first, budget=99)
+    assert _held(first, 1) == [1, 3]  # two rows there are
+    ledger.admit(second, budget=99)
+    assert _held(second, 1) == []
+    ledger.check([first, second])
+    _compute(ledger, second, 30)
+    ledger.release(first)  # its rows, computed by nobody, are free
+    third = _request([*range(80, 110)], "t")
+    ledger.admit(third, budget=99)
+    assert _held(third, 1) == [1, 3]
+    ledger.check([second, third])
+
+
+def test_a_recount_finds_a_snapshot_where_none_is_due() -> None:
+    ledger = _recurrent()
+    request = _request([*range(30)])
+    ledger.admit(request, budget=99)
+    rows = request.pages[1]
+    rows[0], rows[1] = rows[1], rows[0]
+    with pytest.raises(PoolError, match="a snapshot after 4 tokens"):
+        ledger.check([request])
+
+
 def test_a_refused_admission_gives_back_what_it_found() -> None:
     ledger = _ledger([None, 6], num_pages=8)
     first = _request([1] * 16)
@@ -290,7 +357,7 @@ class Memory(RuleBasedStateMachine):
 
     def _run(self, request: Request, end: int) -> None:
         tokens, start = request.all_token_ids, request.num_computed
-        for group, (pool, window) in enumerate(self.ledger.groups):
+        for group, (pool, window, _) in enumerate(self.ledger.groups):
             for position in range(start, end):
                 place = self._place(request, group, position)
                 assert pool.references(place[1]) == 1, "another would read what is written here"
@@ -368,7 +435,7 @@ class Memory(RuleBasedStateMachine):
     def books_agree(self) -> None:
         self.ledger.check(self.requests)
         ledger = self.ledger
-        for g, (pool, _) in enumerate(ledger.groups):
+        for g, (pool, *_) in enumerate(ledger.groups):
             owned = {page for request in self.requests for page in request.pages[g] if page}
             assert ledger.num_used[g] == len(owned)
             assert ledger.num_used[g] + ledger.num_cached[g] + pool.num_free == ledger.num_pages[g]

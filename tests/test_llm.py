@@ -37,7 +37,7 @@ def _nothing_is_left(llm: LLM):
     for request_id in left:  # or every test that follows would fail as well
         llm.engine.cancel(request_id)
     assert not left
-    assert not llm.engine.scheduler.has_work
+    assert not llm.engine.lanes.has_work
     llm.engine.check()
 
 
@@ -424,7 +424,7 @@ def test_closing_a_stream_early_cancels_it(llm: LLM) -> None:
         read = [chunk for chunk, _ in zip(stream, range(2 * num_read), strict=False)]
         stream.close()
         assert llm.engine._answers == {}
-        assert not llm.engine.scheduler.has_work
+        assert not llm.engine.lanes.has_work
         assert llm.engine.step() == []  # the step that was in flight
         assert not llm.engine.has_work
         llm.engine.check()
@@ -495,7 +495,7 @@ def told(llm: LLM, *scripts: list[int]) -> LLM:
     """Prompt [i] is answered with script i, then end-of-sequence."""
     worker = llm.engine.worker
     run = worker.run
-    worker.run = lambda step: ScriptedResults(step, list(scripts), run(step))  # type: ignore[assignment, method-assign, return-value]
+    worker.run = lambda step: [ScriptedResults(step, list(scripts), run(step)[0])]  # type: ignore[assignment, method-assign, return-value]
     return llm
 
 

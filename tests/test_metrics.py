@@ -36,6 +36,10 @@ class FakeClient:
         self.state = "loading" if stats is None else "ready"
         self.generation = 0
 
+    @property
+    def replicas(self) -> "list[FakeClient]":
+        return [self]
+
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -52,6 +56,7 @@ def read(metrics: Metrics) -> Samples:
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    labels = {"engine": "0"} | labels
     return read(metrics).get((name, tuple(sorted(labels.items()))))
 
 
@@ -122,9 +127,9 @@ def test_values_follow_the_engine() -> None:
 
 
 def told_of_speculation(metrics: Metrics) -> dict[str, float]:
-    """By name, without what all have in common, and the value of the label."""
+    """By name, without what all have in common, and the value of the label that is not `engine`."""
     return {
-        " ".join([name.removeprefix("slotzero_spec_decode_"), *(v for _, v in labels)]): n
+        " ".join([name.removeprefix("slotzero_spec_decode_"), *(v for _, v in labels[1:])]): n
         for (name, labels), n in read(metrics).items()
         if name.startswith("slotzero_spec_decode_")
     }
@@ -248,7 +253,10 @@ def test_a_client_that_does_not_count_its_processes() -> None:
     class Plain:
         state, info, stats = "ready", None, msgspec.structs.replace(NOTHING, steps=5)
 
-    metrics = Metrics(Plain())
+    class Fleet(Plain):
+        replicas = (Plain(),)
+
+    metrics = Metrics(Fleet())
     assert value(metrics, "slotzero_engine_restarts_total") == 0
     Plain.stats = msgspec.structs.replace(NOTHING, steps=2)
     assert value(metrics, "slotzero_steps_total") == 7
@@ -272,6 +280,28 @@ def test_counters_never_fall(reports: list[tuple[bool, int, str]]) -> None:
         assert before.keys() <= counters.keys()
         assert all(counters[key] >= n for key, n in before.items())
         before = counters
+
+
+def test_engines_are_told_apart() -> None:
+    class Fleet(FakeClient):
+        replicas = (
+            FakeClient(msgspec.structs.replace(NOTHING, steps=5, eager={"x": 2})),
+            FakeClient(msgspec.structs.replace(NOTHING, steps=7)),
+            FakeClient(),
+        )
+
+    metrics = Metrics(Fleet())
+
+    def each(name: str, **labels: str) -> list[float | None]:
+        return [value(metrics, f"slotzero_{name}", engine=str(i), **labels) for i in range(3)]
+
+    assert each("engine_up") == [1, 1, 0]
+    assert each("steps_total") == [5, 7, 0]
+    assert each("eager_steps_total", reason="x") == [2, None, None]
+    Fleet.replicas[0].stats, Fleet.replicas[0].generation = NOTHING, 1
+    Fleet.replicas[1].stats = msgspec.structs.replace(NOTHING, steps=8)
+    assert each("steps_total") == [5, 8, 0], "only one of them was replaced"
+    assert each("engine_restarts_total") == [1, 0, 0]
 
 
 def test_certified_leaves_out_what_is_eager_by_design() -> None:

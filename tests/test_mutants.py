@@ -1,6 +1,7 @@
 """S7: a fault in any tensor is caught by a check, and the check names that tensor."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,10 +18,11 @@ from slotzero.sanitizer.bugs import BUGS, all_numbers
 from slotzero.sanitizer.certify import certify, checksums
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS
 from slotzero.sanitizer.faults import FAULTS
+from slotzero.sanitizer.faults.recurrent import RECURRENT
 from slotzero.sanitizer.mutants import Mutant, mutate, padded_size, tensors_of
 from slotzero.sanitizer.report import ORDER, Certificate
 from slotzero.sanitizer.scene import kind_of
-from slotzero.sanitizer.stage import STATES, bounds_of, counts_of, staged
+from slotzero.sanitizer.stage import bounds_of, counts_of, staged, states_of
 from slotzero.speculative.drafter import NUM_DRAFTS
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 
@@ -43,6 +45,14 @@ ASKED = {  # the issue's list, in its order
     "late host copy",
 }
 KINDS = ("decode", "prefill", VERIFY, EXTEND, DRAFT)
+LACKED = {  # where a fault would break nothing
+    "global instead of local count": (EXTEND,),
+    "wrong width": ("decode", "prefill", DRAFT),
+    "draft that writes KV": ("decode", "prefill", VERIFY),
+    "expert routing that counts padded rows": KINDS,  # of models without experts
+    "frozen-KV position advanced by one": KINDS,  # but for an assistant
+    "global count of real tokens instead of the rank's": KINDS,  # of one rank
+}
 PROMPT = [7 * i % 250 for i in range(60)]  # long enough to be kept for the next who asks
 
 
@@ -58,12 +68,12 @@ class Scored(NamedTuple):
         return [kind_of(runner) for runner in self.runners]
 
 
-def engine_of(model: str, backend: str, drafter: str | None = None) -> Engine:
+def engine_of(model: str, backend: str, drafter: str | None = None, **more: Any) -> Engine:
     if backend == "cpu" and compiler() is None:
         pytest.skip("the cpu backend needs a C++ compiler")
-    more: dict[str, Any] = {}
+    more.setdefault("max_num_seqs", 5)
     if drafter is not None:
-        more = {"speculative": drafter, "speculative_steps": 2, "speculative_adaptive": False}
+        more |= {"speculative": drafter, "speculative_steps": 2, "speculative_adaptive": False}
     return Engine(
         EngineConfig(
             model=model,
@@ -72,7 +82,6 @@ def engine_of(model: str, backend: str, drafter: str | None = None) -> Engine:
             show_progress=False,
             lazy_recording=True,
             kv_cache_memory=4 << 20,
-            max_num_seqs=5,
             **more,
         )
     )
@@ -142,9 +151,11 @@ def test_every_tensor_of_every_runner_is_in_the_matrix(scored):
 def test_every_fault_of_the_issue_is_in_the_matrix_of_every_runner(scored):
     for runner in scored.runners:
         tried = {m.fault for m in scored.mutants if m.runner == runner.spec.name}
-        missing = {"global instead of local count"} if kind_of(runner) == EXTEND else set()
+        missing = {fault for fault, kinds in LACKED.items() if kind_of(runner) in kinds}
         if "sliding" not in scored.engine.limits.windows:  # other groups have the same pages
             missing.add("another group's location")
+        if scored.engine.worker.states is None:
+            missing |= {fault.name for fault in RECURRENT}
         assert tried >= ASKED - missing
         assert tried == {fault.name for fault in FAULTS} - missing
 
@@ -210,7 +221,7 @@ def test_nothing_of_a_fault_stays(scored):
     for owner in (worker.registry, worker.tables, *rings):
         assert not {"publish", "_write", "download"} & vars(owner).keys()
     assert not any("upload" in vars(ring) for ring in worker.registry._rings.values())
-    left = ("tokens", NUM_DRAFTS, *STATES)  # by a slot's last owner: nobody reads it
+    left = "tokens", NUM_DRAFTS, *states_of(scored.engine)  # by the last owner: nobody reads it
     for entry in worker.registry.entries():
         if entry.kind is Kind.TABLE:
             by_row = entry.tensor.movedim(entry.axis, 0)
@@ -218,6 +229,69 @@ def test_nothing_of_a_fault_stays(scored):
             assert (neutral == neutral[0]).all(), entry.name
         if entry.kind is Kind.TABLE and not entry.through and entry.name not in left:
             assert (by_row == by_row[0]).all(), f"{entry.name}: every slot is free"
+
+
+def with_faults(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """All others are left out."""
+    monkeypatch.setattr(mutants_module, "FAULTS", [f for f in FAULTS if f.name in names])
+
+
+def as_said(mutants: list[Mutant]) -> list[str]:
+    assert [str(mutant) for mutant in mutants if not mutant.is_named] == []
+    return [f"{mutant.runner}: {mutant.tensor}: {mutant.fault}" for mutant in mutants]
+
+
+@pytest.fixture(scope="module")
+def assisted() -> Engine:
+    return engine_of("tiny:gemma4", "eager", "mtp", speculative_model="tiny:gemma4-assistant")
+
+
+@pytest.fixture(scope="module")
+def ahead() -> Engine:
+    return engine_of("tiny:deepseek-v3", "eager", "mtp")
+
+
+def test_an_assistant_that_does_not_stand_still_is_named(monkeypatch, assisted):
+    fault = "frozen-KV position advanced by one"
+    with_faults(monkeypatch, fault)
+    said = as_said(mutate(assisted))
+    assert said == [f"draft-3: kv_{group}: {fault}" for group in assisted.limits.windows]
+
+
+def test_an_assistant_that_writes_kv_is_named(monkeypatch, assisted):
+    fault = "draft that writes KV"
+    with_faults(monkeypatch, fault)
+    drafting = ("draft-extend-3", "draft-3", "draft-extend-16")
+    wanted = [f"{r}: kv_{g}: {fault}" for r in drafting for g in assisted.limits.windows]
+    assert as_said(mutate(assisted)) == wanted
+
+
+@pytest.mark.parametrize("checks", [("S2",), ("S3",), ("S4",)])
+def test_experts_that_count_padding_are_named_by_each_check(monkeypatch, ahead, checks):
+    fault = "expert routing that counts padded rows"
+    with_faults(monkeypatch, fault)
+    said = as_said(mutate(ahead, checks=checks))
+    assert said == [f"{r.spec.name}: expert_starts: {fault}" for r in ahead.worker.runners]
+
+
+def test_rows_laid_out_wrongly_are_named_over_latent_kv(monkeypatch, ahead):
+    faults = ("packed instead of uniform stride", "wrong width")
+    with_faults(monkeypatch, *faults)
+    said = as_said(mutate(ahead, runners=ahead.worker.cycles[3]))
+    places = ("verify_slots", "verify_positions")
+    for runner, place, fault in product(("verify-3", "draft-extend-3"), places, faults):
+        assert f"{runner}: {place}: {fault}" in said
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 4])
+def test_where_few_ask_nothing_is_broken_that_nobody_asked_for(monkeypatch, max_num_seqs):
+    """Of few slots, none has a bias: that none arrives is as it should be."""
+    with_faults(monkeypatch, "stale row", "off by one", "late host copy")
+    engine = engine_of("tiny:llama", "eager", max_num_seqs=max_num_seqs)
+    said = as_said(mutate(engine, runners=[engine.worker.decode]))
+    assert "decode: length: late host copy" in said
+    assert "decode: temperature: late host copy" in said
+    assert "decode: bias_ids: late host copy" not in said
 
 
 def test_a_check_that_is_switched_off_lets_mutants_through():

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from served import ADD, HEADERS, HELLO, KEY, PATIENCE, Server, tiny_server, wait_until
+from served import ADD, HEADERS, HELLO, KEY, PATIENCE, Server, children, tiny_server, wait_until
 
 from slotzero import LLM, SamplingParams
 
@@ -326,7 +326,7 @@ def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
 
     second = iter(client.completions.create(**long, max_tokens=400))
     next(second)
-    engine = _children(own_server.process.pid)
+    engine = children(own_server.process.pid)
     assert engine
     with httpx.stream("GET", f"{own_server.url}/live", timeout=PATIENCE):  # this never ends
         own_server.process.send_signal(signal.SIGTERM)
@@ -344,7 +344,7 @@ def test_an_engine_that_dies_is_replaced_and_it_is_said_why(own_server: Server) 
         return info["state"], info["failure"]
 
     assert told() == ("ready", None)
-    (engine,) = _children(own_server.process.pid)
+    (engine,) = children(own_server.process.pid)
     os.kill(engine, signal.SIGKILL)
     wait_until(lambda: told() == ("restarting", "signal 9"))
     wait_until(lambda: told() == ("ready", None))
@@ -384,13 +384,6 @@ def test_ctrl_c_ends_it_while_it_loads(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert "Traceback" not in errors
-
-
-def _children(pid: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True
-    )
-    return [int(line) for line in listed.stdout.split()]
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_clear_leaves_requests_their_pages(windows) -> None:
     cache.clear()
     cache.check()
     assert cache.num_pages == 0
-    for g, ((pool, _), (page,)) in enumerate(zip(cache.groups, held, strict=True)):
+    for g, ((pool, *_), (page,)) in enumerate(zip(cache.groups, held, strict=True)):
         assert cache.num_evictable(g) == 0
         assert pool.references(page) == 1
         assert pool.num_free == pool.max_free - 1

@@ -33,7 +33,7 @@ from slotzero.errors import (
     SlotzeroError,
 )
 from slotzero.sampling.params import SamplingParams
-from slotzero.server import client as engine_client
+from slotzero.server import fleet
 from slotzero.server.app import make_app
 from slotzero.server.messages import Grown, Stats, TokenLogprobs
 from slotzero.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
@@ -124,6 +124,7 @@ class FakeClient:
             "sanitize": "off",
         }  # fmt: skip
         self.stats: Stats | None = STATS
+        self.replicas = [self]
         self.submitted: list[tuple[str, list[int], dict[str, Any]]] = []
         self.closed: list[str] = []
         self.log: list[str] = []
@@ -1352,12 +1353,12 @@ def test_models() -> None:
 
 def test_health_version_metrics() -> None:
     health = ask(FakeClient(), "/health")
-    assert (health.status_code, health.json()) == (200, {"status": "ready"})
+    assert (health.status_code, health.json()) == (200, {"status": "ready", "engines": ["ready"]})
     assert ask(FakeClient(), "/health", method="HEAD").status_code == 200
     assert ask(FakeClient(), "/version").json() == {"version": __version__}
     metrics = ask(FakeClient(), "/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
-    assert "slotzero_num_requests_running 1.0" in metrics.text
+    assert 'slotzero_num_requests_running{engine="0"} 1.0' in metrics.text
 
 
 def test_what_happens_is_counted() -> None:
@@ -1409,6 +1410,7 @@ def test_server_info() -> None:
     assert info["config"]["server"]["api_key"] == 1  # how many, never which
     assert info["runners"]["decode"][0]["key"] == "decode[8]"
     assert info["pools"]["pages"] == 32
+    assert info["engines"] == [{"state": "ready", "failure": None, "pools": info["pools"]}]
     assert info["certification"]["sizes"] == {"decode[8]": True}
     assert info["engine"]["limits"]["max_model_len"] == 512
 
@@ -1436,7 +1438,8 @@ def test_why_there_is_no_engine_is_told_to_those_with_a_key() -> None:
     client.failure = "no memory is left"
     for path in ("/server_info", "/live"):
         assert ask(client, path, api_key=("k",)).status_code == 401
-    assert ask(client, "/health", api_key=("k",)).json() == {"status": "failed"}
+    health = ask(client, "/health", api_key=("k",)).json()
+    assert health == {"status": "failed", "engines": ["failed"]}
     assert ask(client, "/server_info").json()["failure"] == "no memory is left"
 
     async def last_words() -> Any:
@@ -1474,8 +1477,8 @@ def test_the_engine_lives_as_long_as_the_application() -> None:
 
 
 def test_the_fake_is_like_the_client() -> None:
-    real = engine_client.EngineClient({})
-    known = "settings state failure info stats start submit drain stop"
+    real = fleet.Fleet({})
+    known = "settings state failure info stats replicas start submit drain stop"
     for name in known.split():
         assert hasattr(real, name)
         assert hasattr(FakeClient(), name)
@@ -1494,6 +1497,9 @@ def test_the_fake_is_like_the_client() -> None:
         ({"api_key": ["a b"]}, "api_key"),
         ({"api_key": ["é"]}, "api_key"),
         ({"served_model_name": [""]}, "served_model_name"),
+        ({"data_parallel_size": 0}, "data_parallel_size is a number of engines, at least 1"),
+        ({"data_parallel_size": 1.5}, "data_parallel_size"),
+        ({"data_parallel_size": "2"}, "data_parallel_size"),
         ({"max_waiting": 0}, "max_waiting"),
         ({"max_request_bytes": 0}, "max_request_bytes"),
         ({"request_timeout": 0}, "request_timeout"),
@@ -1519,7 +1525,7 @@ def test_it_is_local_unless_told_otherwise() -> None:
 def test_flags_of_serve() -> None:
     words = (
         "tiny:llama --port 0 --api-key a --api-key b --max-request-bytes 1M --request-timeout 2.5 "
-        "--tool-call-parser llama --log-requests --served-model-name x --max-num-seqs 3"
+        "--tool-call-parser llama --log-requests --served-model-name x --max-num-seqs 3 --dp 2"
     )
     args = serve.parser().parse_args(words.split())
     assert flags.server_settings(args) == ServerSettings(
@@ -1530,6 +1536,7 @@ def test_flags_of_serve() -> None:
         tool_call_parser="llama",
         log_requests=True,
         served_model_name=("x",),
+        data_parallel_size=2,
     )
     assert flags.engine_settings(args) == {"max_num_seqs": 3}
     text = " ".join(serve.parser().format_help().split())

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from served import SETTINGS
 
 from slotzero import LLM, SamplingParams
 from slotzero.config import EngineConfig
@@ -27,7 +28,7 @@ from slotzero.errors import (
     ConfigError,
     EngineDiedError,
     EngineUnavailableError,
-    OverloadedError,
+    RankLostError,
     RequestRefusedError,
 )
 from slotzero.server import client as client_module
@@ -44,17 +45,9 @@ from slotzero.server.messages import (
     Refused,
     Stats,
 )
+from slotzero.server.share import WHOLE
 from slotzero.server.stream import Stream
 
-SETTINGS = {
-    "model": "tiny:llama",
-    "backend": "eager",
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "kv_cache_memory": 4 << 20,
-    "skip_tokenizer_init": True,
-    "show_progress": False,
-}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 SOON = 20.0  # seconds: a busy machine is slow, and nothing here may hang
 
@@ -455,23 +448,6 @@ def test_what_is_too_large_for_a_frame_is_refused(
     served.run(ask())
 
 
-def test_too_many_waiting_is_said_at_once(
-    served: Served, offline: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(served.client, "max_waiting", 3)
-    prompt, params = prompt_of(7), greedy(5)
-
-    async def ask() -> list[list[int]]:
-        streams = [served.client.submit(f"{i}", prompt, params) for i in range(3)]
-        with pytest.raises(OverloadedError, match="3 requests wait already") as caught:
-            served.client.submit("3", prompt, params)
-        assert caught.value.retry_after > 0
-        answers = [await tokens_of(stream) for stream in streams]
-        return [*answers, await tokens_of(served.client.submit("3", prompt, params))]
-
-    assert served.run(ask()) == [expected_of(offline, prompt, params)] * 4
-
-
 def test_signals_are_not_for_the_engine(served: Served, offline: LLM) -> None:
     prompt, params = prompt_of(7), greedy(60)
 
@@ -648,7 +624,7 @@ class Fakes:
     def __init__(self, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: list[float] = []
 
-        async def spawn(theirs: socket.socket, settings: object) -> asyncio.subprocess.Process:
+        async def spawn(theirs: socket.socket, *_: object) -> asyncio.subprocess.Process:
             self.times.append(time.monotonic())
             fd = theirs.fileno()
             return await asyncio.create_subprocess_exec(
@@ -703,6 +679,21 @@ def test_noise_on_the_socket_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_engine_that_cannot_be_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "/nowhere/python" in asyncio.run(fail(EngineClient(SETTINGS)))
+
+
+def test_one_that_is_lost_before_it_has_a_socket_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And one that cannot start is not."""
+    monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.01)
+    errors = [RankLostError("its machine is gone"), ConfigError("no such machine")]
+
+    async def launch(*_: object) -> Any:
+        raise errors.pop(0)
+
+    client = EngineClient({}, launch=launch)
+    assert asyncio.run(fail(client)) == "no such machine"
+    assert (client.exit_code, client.generation, errors) == (2, 1, [])
 
 
 def test_starting_twice_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -798,9 +789,9 @@ def test_a_cancelled_request_leaves_its_slot_within_two_steps(make_desk: MakeDes
         desk.turn()
     steps = desk.engine.num_steps
     after = desk.turn(Cancel("a"), Cancel("nobody"))
-    assert desk.engine.scheduler.num_running == 0
+    assert desk.engine.lanes.num_running == 0
     assert desk.engine.num_steps <= steps + 2
-    assert desk.engine.scheduler.slots.num_free == 4
+    assert desk.engine.lanes[0].slots.num_free == 4
     assert not kinds(after + desk.finish(), Progress)
     desk.engine.check()
 
@@ -837,8 +828,7 @@ def test_who_grew_unseen_in_a_failed_step_is_refused(make_desk: MakeDesk) -> Non
     def broken(*_: object) -> None:
         raise RuntimeError("no such row")
 
-    results = desk.engine._in_flight[0].results
-    assert results is not None
+    _, (results,) = desk.engine._in_flight[0]
     results.logprobs = broken  # type: ignore[assignment, method-assign]
     messages = desk.turn()
     assert kinds(messages, Refused) == [Refused("a", "RuntimeError", "no such row")]
@@ -933,7 +923,7 @@ def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
         ({"page_size": 3}, "page_size is a power of two, got 3"),
     ):
         with pytest.raises(ConfigError, match=message):
-            process._start(settings, desk.outbox)
+            process._start(settings, WHOLE, desk.outbox)
         assert desk.read() == [Failed("ConfigError", message)]
 
 
@@ -947,7 +937,7 @@ def test_an_unforeseen_error_at_the_start_is_told(
 
     monkeypatch.setattr("slotzero.engine.Engine", broken)
     with pytest.raises(client_module.SlotzeroError):
-        process._start(SETTINGS, desk.outbox)
+        process._start(SETTINGS, WHOLE, desk.outbox)
     assert desk.read() == [Failed("ZeroDivisionError", "ZeroDivisionError")]
 
 

@@ -149,8 +149,8 @@ def test_chunks_prefixes_and_preemption(drafter):
     )
     for _ in range(2):
         assert answers(guessing, prompts, GREEDY) == expected
-    assert guessing.engine.scheduler.num_preemptions > 0
-    assert guessing.engine.scheduler.ledger.cache.stats.num_hit_tokens > 48
+    assert guessing.engine.lanes.num_preemptions > 0
+    assert guessing.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 48
 
 
 def test_some_want_no_guesses():
@@ -252,12 +252,12 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
     prompts += [{"prompt_token_ids": shared[:1]}, {"prompt_token_ids": shared}]
     llm = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
     engine, rng, widths = llm.engine, random.Random(1), llm.engine.limits.widths
-    registry, ledger = engine.worker.registry, engine.scheduler.ledger
+    registry, ledger = engine.worker.registry, engine.lanes[0].ledger
     monkeypatch.setattr(engine._widths, "choose", lambda num_rows: rng.choice(widths))
     step, take = engine.step, ledger._take
 
-    def spoilt(group, num):
-        pages = take(group, num)
+    def spoilt(group, *where):
+        pages = take(group, *where)
         if group == len(ledger.groups) - 1:
             registry["kv_draft"][:, pages] = torch.nan
         return pages
@@ -320,7 +320,7 @@ def test_a_tree_takes_pages_for_what_can_be_right():
         **DRAFTERS["eagle3"] | shape, page_size=4, kv_cache_memory=150 * page, max_model_len=140
     )
     answers(guessing, prompts_of([20] * 4, VOCAB), replace(GREEDY, max_tokens=80))
-    assert guessing.engine.scheduler.num_preemptions == 0
+    assert guessing.engine.lanes.num_preemptions == 0
 
 
 def test_bad_guesses_are_given_up(monkeypatch):
@@ -348,7 +348,7 @@ def test_cancelled_at_any_moment(right):
     while engine.has_work:
         engine.step()
     engine.check()
-    assert engine.scheduler.slots.num_free == 4
+    assert engine.lanes[0].slots.num_free == 4
 
 
 @RIGHT

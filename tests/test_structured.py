@@ -442,14 +442,14 @@ def test_preempted_in_the_middle_of_an_answer_and_of_a_step() -> None:
         kv_cache_memory=6 * PAGE,
     )  # fmt: skip
     seen: list[tuple[bool, int]] = []
-    preempt = engine.scheduler._preempt
+    preempt = engine.lanes[0]._preempt
 
     def watched(request: Any) -> None:
         if request.grammar is not None:
             seen.append((bool(request.output_token_ids), request.num_in_flight))
         preempt(request)
 
-    engine.scheduler._preempt = watched  # type: ignore[method-assign]
+    engine.lanes[0]._preempt = watched  # type: ignore[method-assign]
     answers = [engine.add(f"{i}", *asked) for i, asked in enumerate(asks)]
     drain(engine)
     assert [answer.token_ids for answer in answers] == expected
@@ -482,13 +482,13 @@ def test_a_sample_in_flight_is_waited_for_by_its_own_request_only() -> None:
 def test_a_mask_is_staged_only_for_rows_that_sample() -> None:
     engine = make(max_num_seqs=2, max_num_batched_tokens=8)
     constrained: list[tuple[int, int]] = []
-    stage = engine.worker.constrained
+    stage = engine.worker.writers[0].constrained
 
     def watched(request: Any) -> None:
         constrained.append((request.num_computed, len(request.output_token_ids)))
         stage(request)
 
-    engine.worker.constrained = watched  # type: ignore[method-assign]
+    engine.worker.writers[0].constrained = watched  # type: ignore[method-assign]
     answer = engine.add("a", prompt_of(30), shaped({"regex": "abcd"}))
     for _ in range(3):
         engine.step()

@@ -65,7 +65,7 @@ def test_prefixes_are_found_where_their_window_is(oracles, family):
     for batch in (prompts, prompts, branch):
         expect_equal(traced, oracle, batch, num_tokens=12)
         traced.engine.check()
-    assert traced.engine.scheduler.ledger.cache.stats.num_hit_tokens > 112 * len(prompts)
+    assert traced.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 112 * len(prompts)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -79,7 +79,7 @@ def test_preemption(oracles, family, backend):
     prompts = prompts_of([100, 60, 120, 50, 10, 110], oracle.vocab_size)
     expect_equal(traced, oracle, prompts, num_tokens=40)
     traced.engine.check()
-    assert traced.engine.scheduler.num_preemptions > 0
+    assert traced.engine.lanes.num_preemptions > 0
 
 
 def _shapes(path: str) -> list[GroupShape]:
@@ -95,7 +95,7 @@ def test_a_running_request_keeps_no_page_before_its_window():
     engine.add("a", list(range(1, 200)), SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(60):
         engine.step()
-    (request,) = engine.scheduler._running.values()
+    (request,) = engine.lanes[0]._running.values()
     full, sliding = request.pages
     first = (request.num_computed - 24 - 16) // 16  # a window of 24, and pages of 16
     assert all(full) and not any(sliding[:first]) and all(sliding[first + 2 :])
@@ -174,7 +174,20 @@ MIXED = {"1": {"head_dim": 40}, "4": {"head_dim": 48}, "5": {"head_dim": 40}}
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"enable_moe_block": True}, ["enable_moe_block=True"]),
+        ({"enable_moe_block": True}, ["num_experts=None"]),
+        (
+            {
+                "enable_moe_block": True,
+                "moe_intermediate_size": 8,
+                "num_experts": 2,
+                "top_k_experts": 3,
+            },
+            ["num_experts=2", "top_k_experts=3"],
+        ),
+        (
+            {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 1},
+            ["moe_intermediate_size=None", "positive"],
+        ),
         ({"use_bidirectional_attention": "all"}, ["use_bidirectional_attention='all'"]),
         ({"query_pre_attn_scalar": 20}, ["query_pre_attn_scalar=20"]),
         ({"per_layer_config": MIXED}, ["per_layer_config", "full layers differ"]),

@@ -28,12 +28,12 @@ class Traced:
         worker = self.engine.worker
         run = worker.run
 
-        def traced(step: Step) -> Results:
+        def traced(step: Step) -> list[Results]:
             results = run(step)
             name = "logits" if step.width == 1 else "verify_logits"
             logits = worker.registry[name][: step.num_rows * step.width].cpu()
             by_row = logits.view(step.num_rows, step.width, -1)
-            for row, values, sampled in zip(step.rows, by_row, results.tokens(), strict=True):
+            for row, values, sampled in zip(step.rows, by_row, results[0].tokens(), strict=True):
                 if row.samples:
                     kept = self.logits.setdefault(row.request.id, [])
                     kept += [value.clone() for value in values[: len(sampled)]]

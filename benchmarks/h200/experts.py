@@ -75,19 +75,24 @@ def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float)
         gate_up=kernels.pack(weights.gate_up),
         down=kernels.pack(weights.down),
     )
+    starts = torch.zeros(shape.num_all + 1, dtype=torch.int32, device=device)
+
+    def ours() -> Tensor:
+        chosen = kernels.choose(Normed(x, None), EPS, slots, packed, shape)
+        return kernels.experts(chosen, packed, shape, starts)
+
     with torch.inference_mode():
-        ours = partial(kernels.experts, Normed(x, None), EPS, slots, packed, shape)
         plain = partial(loop, x, weights, shape)
         got, expected = ours(), plain()
         error = float((got - expected).float().norm() / expected.float().norm())
-        if device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph() if device.type == "cuda" else None
+        if graph is not None:
             with torch.cuda.graph(graph):
                 ours()
-            ours = graph.replay
-        fast = device_seconds(ours, _nothing, REPEATS, device, lead=0.01)
+        run = ours if graph is None else graph.replay
+        fast = device_seconds(run, _nothing, REPEATS, device, lead=0.01)
         slow = device_seconds(plain, _nothing, REPEATS, device)
-        _, chosen = route(F.linear(x, weights.router), None, shape)
+        _, chosen = route(F.linear(x, weights.router), weights, shape)
     each = weights.gate_up[0].numel() + weights.down[0].numel()
     read = len(chosen.unique()) * each * weights.down.itemsize
     flops = 2 * chosen.numel() * each
@@ -102,7 +107,7 @@ def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float)
 
 
 def loop(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
-    share, chosen = route(F.linear(x, weights.router), None, shape)
+    share, chosen = route(F.linear(x, weights.router), weights, shape)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         token, place = (chosen == expert).nonzero(as_tuple=True)

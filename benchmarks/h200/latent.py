@@ -1,11 +1,17 @@
-"""A decode step over latent KV against the bandwidth limit: how far batch and context reach.
+"""Latent KV: a decode step against the bandwidth limit, and prefill attention in both of its forms.
 
-    python benchmarks/h200/latent.py [--heads 16 128] [--rows 1 16 64 256] [--contexts 1024 32768]
+    python benchmarks/h200/latent.py [--heads 16 128] [--rows 1 16 64 256] [--contexts 1024 8192]
+    python benchmarks/h200/latent.py --prefill [--heads 16 128] [--chunks 512 2048+8192]
 
-Four dense layers in DeepSeek-V3's shape, random weights: with all of its 128 heads, whose decode is
-limited by arithmetic (240 operations a byte), and with 16, what one of eight cards would have. The
-limit is to read all weights and all KV once. `kv_of_limit` is of the KV alone: how much longer the
-step takes than with an almost empty context. Prints a line each, then one of JSON.
+Decode is of four dense layers in DeepSeek-V3's shape, random weights: with all of its 128 heads,
+whose decode is limited by arithmetic (240 operations a byte), and with 16, an eighth of the MLPs
+and of the vocabulary, what one of eight cards would have. The limit is to read all weights and all
+KV once. `kv_of_limit` is of the KV alone: how much longer the step takes than with an almost empty
+context.
+
+Prefill is `attention_latent` of one layer over one row: tokens, and behind a + what is stored of it
+before. Each form is timed over the same numbers, its products included; its TFLOP/s are of its own
+arithmetic, and `differ` is how far the two results are apart. Prints a line each, then one of JSON.
 """
 
 import argparse
@@ -15,10 +21,14 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.rows import refusal, standing
 from slotzero.bench.session import Session
+from slotzero.kernels.nouns import Heads, Latent, Rows, Tokens
+from slotzero.kernels.triton import latent_own
+from slotzero.kernels.triton.kernels import TritonKernels
 
 LAYERS, REPEATS, SHORT = 4, 7, 16
 CONFIG = {
@@ -27,7 +37,6 @@ CONFIG = {
     "num_hidden_layers": LAYERS,
     "first_k_dense_replace": LAYERS,
     "hidden_size": 7168,
-    "vocab_size": 129280,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -45,30 +54,39 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "hidden_act": "silu",
 }
+SPLIT = {"intermediate_size": 18432, "vocab_size": 129280}  # of all 128 heads
+PLAIN, TURNED, LATENT, RESULT = (
+    CONFIG[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim")
+)
+FORMS = {"absorbed": 1 << 30, "expanded": 1}  # by what the longest row must have for the second
+DEVICE, DTYPE, PAGE, ROWS = torch.device("cuda"), torch.bfloat16, 16, 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 4096, 32768])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1024, 8192, 32768])
+    parser.add_argument("--prefill", action="store_true")
+    parser.add_argument("--chunks", nargs="+", default=["512", "2048", "8192", "2048+8192"])
     parser.add_argument("--kv-cache-memory", type=int, default=60 << 30)
     args = parser.parse_args()
     results = []
+    if args.prefill:
+        print("| heads | tokens | before | absorbed | expanded | faster | differ |")
+        print("|---|---|---|---|---|---|---|")
     for heads in args.heads:
-        results += measure(heads, args)
+        results += chunks(heads, args.chunks) if args.prefill else measure(heads, args)
         gc.collect()
         torch.cuda.empty_cache()
     print(json.dumps({"commandline": vars(args), "results": results}))
 
 
 def measure(heads: int, args: argparse.Namespace) -> list[dict]:
-    inner = 18432 * heads // 128
+    config = {**CONFIG, "num_attention_heads": heads, "num_key_value_heads": heads}
+    config |= {name: size * heads // 128 for name, size in SPLIT.items()}
     with tempfile.TemporaryDirectory() as folder:
-        config = {**CONFIG, "num_attention_heads": heads, "num_key_value_heads": heads}
-        (Path(folder) / "config.json").write_text(
-            json.dumps({**config, "intermediate_size": inner})
-        )
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         settings = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
         settings |= {"lazy_recording": True, "max_num_seqs": max(args.rows)}
         settings |= {"kv_cache_memory": args.kv_cache_memory}
@@ -108,6 +126,79 @@ def step_seconds(session: Session, rows: int, context: int) -> float | None:
     with standing(engine, runner, key, context) as stand:
         device = engine.worker.registry.device
         return device_seconds(stand.replay, stand.rewind, REPEATS, device, lead=0.01)
+
+
+def chunks(num_heads: int, named: list[str]) -> list[dict]:
+    results = []
+    for name in named:
+        tokens, before = (int(part) for part in f"{name}+0".split("+")[:2])
+        chunk, outs = Chunk(num_heads, tokens, before), {}
+        result = {"heads": num_heads, "tokens": tokens, "before": before}
+        for form, least in FORMS.items():
+            latent_own.LEAST = least
+            spent, outs[form] = chunk.seconds()
+            result |= {f"{form}_ms": round(1000 * spent, 4)}
+            result |= {f"{form}_tflops": round(operations(chunk, form) / spent / 1e12, 1)}
+        result["faster"] = round(result["absorbed_ms"] / result["expanded_ms"], 2)
+        apart = (outs["absorbed"] - outs["expanded"]).norm() / outs["absorbed"].norm()
+        result["differ"] = round(float(apart), 5)
+        print(
+            "| {heads} | {tokens:,} | {before:,} | {absorbed_ms} ms, {absorbed_tflops} TFLOP/s | "
+            "{expanded_ms} ms, {expanded_tflops} TFLOP/s | {faster} | {differ} |".format(**result),
+            flush=True,
+        )
+        results.append(result)
+    return results
+
+
+def operations(chunk: "Chunk", form: str) -> int:
+    """Two a multiply-add; of pairs that see each other, and of the form's products."""
+    own, before = chunk.tokens * (chunk.tokens + 1) // 2, chunk.tokens * chunk.before
+    absorbed, expanded = TURNED + 2 * LATENT, PLAIN + TURNED + RESULT
+    products = chunk.tokens * LATENT * (PLAIN + RESULT)
+    each = (own + before) * absorbed + products
+    if form == "expanded":
+        each = own * expanded + before * absorbed + 2 * products
+    return 2 * chunk.heads.num_heads * each
+
+
+class Chunk:
+    """Tokens of one row, what is stored of it before, padded rows, and weights of a layer."""
+
+    def __init__(self, num_heads: int, tokens: int, before: int) -> None:
+        size, self.tokens, self.before = TURNED + LATENT, tokens, before
+        shape = Latent(PLAIN, TURNED, RESULT)
+        self.heads = Heads(num_heads, 1, size, LATENT, 1e-6, (PLAIN + TURNED) ** -0.5, latent=shape)
+        pages = -(-(before + tokens) // PAGE)
+        table = torch.zeros(2, pages, dtype=torch.int32, device=DEVICE)
+        table[1] = torch.randperm(pages, device=DEVICE) + 1
+        self.weights = [
+            noise(tokens, num_heads * (PLAIN + TURNED)), noise(tokens, size), noise(LATENT),
+            noise(num_heads, PLAIN, LATENT) * LATENT**-0.5,
+            noise(num_heads, RESULT, LATENT) * LATENT**-0.5,
+        ]  # fmt: skip
+        self.pages = noise(pages + 1, PAGE, 1, size), table
+        columns = torch.zeros(4, ROWS, dtype=torch.int32, device=DEVICE)
+        columns[:, 0] = torch.tensor([1, before, tokens, tokens], device=DEVICE)
+        columns[3] = tokens
+        self.rows, place = Rows(*columns), torch.arange(tokens, device=DEVICE)
+        self.places = Tokens(torch.ones_like(place).int(), (before + place).int())
+
+    def seconds(self) -> tuple[float, Tensor]:
+        kernels = TritonKernels()
+        frequency = 10000.0 ** -torch.arange(0, 1, 2 / TURNED, device=DEVICE)
+        angles = kernels.turn(self.places, frequency, 1.0)
+        plan = kernels.plan(self.places, self.rows, self.heads)
+
+        def call() -> Tensor:
+            return kernels.attention_latent(*self.weights, angles, *self.pages, plan, self.heads)
+
+        out = call().float()
+        return device_seconds(call, lambda: None, REPEATS, DEVICE, lead=0.05), out
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ async def idle_within(site: Site, seconds: float) -> bool:
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in ("", "#")]
         values = {name: float(value) for name, value in lines}
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        if all(values.get(f"slotzero_{name}", 1.0) == 0 for name in names):
+        if all(values.get(f'slotzero_{name}{{engine="0"}}', 1.0) == 0 for name in names):
             return True
         await asyncio.sleep(0.25)
     return False

@@ -14,6 +14,7 @@ from slotzero.bench.report import setting, setting_rows, title
 from slotzero.bench.rows import refusal, standing
 from slotzero.bench.session import Session
 from slotzero.bench.sheets import Report, Sheet, rounded
+from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError
 from slotzero.graph import Refusal
 
@@ -25,6 +26,7 @@ Place = tuple[int, int]  # rows, context of each
 
 
 def run_cost(model: str, settings: Mapping[str, Any], context: int, repeats: int) -> Report:
+    refuse_ranks(settings, "bench cost")
     session = Session(model, settings)
     limits = session.engine.limits
     contexts = [c for c in CONTEXTS if c + 2 <= limits.max_model_len]  # the next token, and a last

@@ -15,6 +15,7 @@ from slotzero.bench.report import setting, setting_rows, title
 from slotzero.bench.rows import StandingRows, refusal, standing
 from slotzero.bench.session import Session
 from slotzero.bench.sheets import Report, Sheet, rounded
+from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError, ConfigError
 from slotzero.graph import GraphKey, Refusal, Runner
 from slotzero.pools.budget import show
@@ -35,6 +36,7 @@ def run_graphs(
     context: int,
     repeats: int,
 ) -> Report:
+    refuse_ranks(settings, "bench graphs")
     session = Session(model, settings)
     keys = choose_keys(session.engine.worker, sizes, all_sizes)
     for _, key in keys:  # all of them, before the first is measured

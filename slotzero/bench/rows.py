@@ -71,7 +71,7 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
         for group, name in enumerate(engine.limits.windows):
             pages = [page for request in ins.requests for page in request.pages[group] if page]
             _fill_with_noise(engine.worker.registry[f"kv_{name}"], pages)
-        yield StandingRows(engine.worker, runner, key, Step(tuple(rows)))
+        yield StandingRows(engine.worker, runner, key, Step((tuple(rows),)))
 
 
 def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
@@ -84,7 +84,7 @@ def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
             f"{key} at a context of {context} needs {max(lens) + 1} tokens a row and the context "
             f"holds {limit}: lower --context or raise --max-model-len"
         )
-    ledger, page_size = engine.scheduler.ledger, engine.limits.page_size
+    ledger, page_size = engine.lanes[0].ledger, engine.limits.page_size
     for name, window, available in zip(
         engine.limits.windows, engine.limits.windows.values(), ledger.num_pages, strict=True
     ):

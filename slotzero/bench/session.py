@@ -53,7 +53,7 @@ class Session:
         """Afterwards, the counts start at zero."""
         self.measure(workload.clipped(WARMUP_LEN))
         self._before = self._counts()
-        self._preemptions_before = self.engine.scheduler.num_preemptions
+        self._preemptions_before = self.engine.lanes.num_preemptions
 
     def measure(self, workload: Workload) -> Timeline:
         with prompts_bar(self._shows_progress, len(workload.prompts)) as update:
@@ -61,31 +61,37 @@ class Session:
 
     @property
     def num_preemptions(self) -> int:
-        return self.engine.scheduler.num_preemptions - self._preemptions_before
+        return self.engine.lanes.num_preemptions - self._preemptions_before
 
     def counts(self) -> Mapping[str, Counts]:
         """By runner, since the warm-up."""
         return {name: _since(now, self._before[name]) for name, now in self._counts().items()}
 
     def bytes_read(self, workload: Workload, num_steps: int) -> int:
-        """What no implementation can avoid reading: all weights once a step, and for every token
-        after the first the KV of those before it that it sees."""
+        """What no implementation can avoid moving: all weights once a step, and for every token
+        after the first the KV of those before it that it sees, and its recurrent state."""
         kv_bytes = sum(
             each * _sum_of_range(len(prompt) + 1, len(prompt) + output_len, window)
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
             for each, window in self._kv_bytes_per_token()
         )
-        return num_steps * self._weight_bytes() + kv_bytes
+        num_tokens = sum(output_len - 1 for output_len in workload.output_lens)
+        return num_steps * self._weight_bytes() + kv_bytes + num_tokens * self._state_bytes()
 
     def least_seconds(self, contexts: Iterable[int]) -> float:
-        """Of one step that reads all weights once, and the KV of rows with so many tokens each, at
-        the measured bandwidth."""
-        kv_bytes = sum(
-            each * min(context, window)
+        """Of one step that reads all weights once, and the KV of rows with so many tokens each, and
+        moves their recurrent states, at the measured bandwidth."""
+        of_rows = sum(
+            self._state_bytes()
+            + sum(each * min(context, window) for each, window in self._kv_bytes_per_token())
             for context in contexts
-            for each, window in self._kv_bytes_per_token()
         )
-        return (self._weight_bytes() + kv_bytes) / self.read_bandwidth
+        return (self._weight_bytes() + of_rows) / self.read_bandwidth
+
+    def _state_bytes(self) -> int:
+        """Of one row: its states are read and written."""
+        states = self.engine.worker.states
+        return 0 if states is None else 2 * (states.conv[:, 0].nbytes + states.scan[:, 0].nbytes)
 
     def _weight_bytes(self) -> int:
         """Without embeddings that are not also the head: of those, a step reads a few rows."""

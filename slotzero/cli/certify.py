@@ -17,7 +17,6 @@ from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotzero.engine import Engine
     from slotzero.sanitizer.mutants import Mutant
     from slotzero.sanitizer.report import Certificate
 
@@ -65,13 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--html -: a report goes into a file, give its name")
     is_quick = args.quick or args.mutate
     config = _config(flags.chosen_model(args), flags.engine_settings(args), is_quick)
-    from slotzero.engine import Engine
-
-    engine = Engine(config)
-    certificate = _certify(engine, config, is_quick)
-    mutants = None
-    if args.mutate:  # over checks that fail already, a fault proves nothing
-        mutants = _mutate(engine, config.show_progress) if certificate.passed else []
+    certificate, mutants = _findings(config, is_quick, args.mutate)
     if args.json != STDOUT:
         _print_certificate(certificate)
         if mutants is not None:
@@ -104,33 +97,25 @@ def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfi
     return config
 
 
-def _certify(engine: "Engine", config: EngineConfig, is_quick: bool) -> "Certificate":
+def _findings(
+    config: EngineConfig, is_quick: bool, with_mutants: bool
+) -> "tuple[Certificate, list[Mutant] | None]":
+    from slotzero.engine import Engine
+    from slotzero.parallel.leader import alike
     from slotzero.progress import certify_bar
-    from slotzero.sanitizer.certify import all_sizes, certify, few_checks, few_sizes, left_out
-    from slotzero.sanitizer.report import CHECKS, Certificate
-    from slotzero.sanitizer.stage import bounds_of, staged
+    from slotzero.sanitizer.session import Findings, Session, joined
 
-    runners = engine.worker.runners
-    plan = list(few_sizes(runners) if is_quick else all_sizes(runners))
-    certificate = Certificate(config.model, engine.limits.backend)
-    certificate.uncertified.update(left_out(runners, plan, is_quick))
-    with certify_bar(config.show_progress, len(plan) * len(CHECKS)) as tried:
-        return certify(
-            certificate,
-            plan,
-            lambda runner, key: staged(engine, runner, key),
-            bounds_of(engine),
-            lambda cell: tried(f"{cell.size} {cell.check}"),
-            skipped=few_checks(plan) if is_quick else {},
-        )
-
-
-def _mutate(engine: "Engine", shown: bool) -> "list[Mutant]":
-    from slotzero.progress import certify_bar
-    from slotzero.sanitizer.mutants import mutate
-
-    with certify_bar(shown, None) as tried:
-        return mutate(engine, lambda m: tried(f"{m.runner}: {m.tensor}: {m.fault}"))
+    with alike(config, {"is_quick": is_quick, "with_mutants": with_mutants}) as crew:
+        session, mutants = Session(Engine(config, crew), config.model, is_quick), None
+        bar = certify_bar(config.show_progress, session.num_cells)
+        with bar as tried, crew.watched("certifying"):
+            session.certify(lambda cell: tried(f"{cell.size} {cell.check}"))
+        if with_mutants:
+            bar = certify_bar(config.show_progress, None)
+            with bar as tried, crew.watched("certifying"):
+                mutants = session.mutate(lambda m: tried(f"{m.runner}: {m.tensor}: {m.fault}"))
+        found = joined([Findings(session.certificate, mutants), *crew.reports()])
+    return found.certificate, found.mutants
 
 
 @contextmanager

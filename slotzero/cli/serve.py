@@ -5,12 +5,13 @@ flags, packages, the port, the model's name.
 
 The rule: SIGTERM and Ctrl-C mean the same. No more connections are accepted, running requests have
 `--grace` seconds to finish, then they end with an error, and the exit code is 0; a second Ctrl-C
-does not wait. If the engine cannot run any more, the server ends too, with the engine's exit code:
+does not wait. If no engine can run any more, the server ends too, with the first one's exit code:
 to stay and refuse everything would only hide it.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -29,7 +31,8 @@ from slotzero.errors import ConfigError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from slotzero.server.client import EngineClient
+    from slotzero.server.client import Launch
+    from slotzero.server.fleet import Fleet
     from slotzero.server.settings import ServerSettings
 
 DESCRIPTION = """\
@@ -37,7 +40,12 @@ Open OpenAI's API on a port of this machine.
 
   slotzero serve
   slotzero serve path/to/model --port 8080 --api-key SECRET
-  slotzero serve org/name --host 0.0.0.0 --served-model-name mine --request-timeout 120"""
+  slotzero serve org/name --host 0.0.0.0 --served-model-name mine --request-timeout 120
+
+On several machines, the same on each, with the same secret in SLOTZERO_KEY; 0 has the server:
+
+  slotzero serve MODEL -tp 4 --nnodes 2 --master-addr ADDRESS-OF-0 --node-rank 0
+  slotzero serve MODEL -tp 4 --nnodes 2 --master-addr ADDRESS-OF-0 --node-rank 1"""
 PACKAGES = ("fastapi", "uvicorn", "msgspec", "prometheus_client")
 POLL_SECONDS = 0.1
 FAREWELL_SECONDS = 2.0  # after the grace time, for clients to read how their requests ended
@@ -55,30 +63,53 @@ def run(args: argparse.Namespace) -> int:
     settings, model = flags.server_settings(args), flags.chosen_model(args)
     engine_settings = flags.engine_settings(args) | {"model": model}
     config = EngineConfig(**engine_settings)
+    if config.node_rank:
+        return _stay(args)
+    if config.nnodes > 1 and settings.data_parallel_size > 1:
+        raise ConfigError(
+            f"nnodes={config.nnodes} with data_parallel_size={settings.data_parallel_size}: drop "
+            "one, or use --executor ray for several engines on several machines"
+        )
     if not settings.served_model_name:
         settings = replace(settings, served_model_name=(model,))
     _check_packages()
     _log_to_stderr()
-    with _listen(settings) as listener:
+    with _listen(settings) as listener, _launching(config, settings) as launch:
         address = _address(settings, listener)
         print(f"{model} at {address}, loading", flush=True)
         if not settings.is_local and not settings.api_key:
             print("anybody who reaches it is served: --api-key KEY asks for a key", file=sys.stderr)
         from slotzero.loading.source import open_checkpoint
         from slotzero.server.app import make_app
-        from slotzero.server.client import EngineClient
+        from slotzero.server.fleet import Fleet
 
         tokenizer = open_checkpoint(config.model, config.load_format).tokenizer()
-        client = EngineClient(
+        fleet = Fleet(
             engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
+            settings.data_parallel_size,
             max_waiting=settings.max_waiting,
+            launch=launch,
         )
-        app = make_app(client, tokenizer, settings)
-        asyncio.run(_serve(app, client, settings, listener, address))
-    if client.failure:
+        app = make_app(fleet, tokenizer, settings)
+        asyncio.run(_serve(app, fleet, settings, listener, address))
+    if fleet.exit_code:
         from slotzero.errors import EngineUnavailableError
 
-        raise EngineUnavailableError(client.failure, client.exit_code)
+        raise EngineUnavailableError(fleet.failure, fleet.exit_code)
+    return 0
+
+
+def _stay(args: argparse.Namespace) -> int:
+    """On a machine that is not the first: what was not said here, that one says."""
+    from slotzero.parallel.outpost import outpost_of
+
+    given = flags.engine_settings(args)
+    if args.model is not None or args.model_flag is not None:
+        given["model"] = flags.chosen_model(args)
+    with contextlib.suppress(KeyboardInterrupt):
+        node = outpost_of(given)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # torch's import would not end so
+        node.stay()
     return 0
 
 
@@ -86,6 +117,24 @@ def _check_packages() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{missing[0]} is not installed: pip install 'slotzero[server]'")
+
+
+@contextlib.contextmanager
+def _launching(config: EngineConfig, settings: "ServerSettings") -> Iterator["Launch"]:
+    if config.executor == "local":
+        from slotzero.server.client import launch_here
+
+        yield launch_here
+        return
+    if find_spec("ray") is None:
+        raise ConfigError("executor=ray: Ray is not installed: pip install 'slotzero[ray]'")
+    from slotzero.server.ray_places import RayPlaces
+
+    places = RayPlaces(config, settings.data_parallel_size)
+    try:
+        yield places.launch
+    finally:
+        places.close()
 
 
 def _log_to_stderr() -> None:
@@ -125,7 +174,7 @@ def _address(settings: "ServerSettings", listener: socket.socket) -> str:
 
 async def _serve(
     app: "FastAPI",
-    client: "EngineClient",
+    fleet: "Fleet",
     settings: "ServerSettings",
     listener: socket.socket,
     address: str,
@@ -144,7 +193,7 @@ async def _serve(
     # when it has ended, uvicorn raises the signals that ended it again: for us that is all
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _nothing)
-    watching = asyncio.create_task(_watch(app, client, settings, server, address))
+    watching = asyncio.create_task(_watch(app, fleet, settings, server, address))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -157,20 +206,26 @@ def _nothing(number: int, frame: Any) -> None:
 
 
 async def _watch(
-    app: "FastAPI", client: "EngineClient", settings: "ServerSettings", server: Any, address: str
+    app: "FastAPI", fleet: "Fleet", settings: "ServerSettings", server: Any, address: str
 ) -> None:
-    """Says when the engine is ready, ends the server when it has failed, and the requests when the
-    server is asked to end."""
+    """Says when the first engine is ready, ends the server when all have failed, and the requests
+    when the server is asked to end."""
     began, is_announced = time.monotonic(), False
     while not server.should_exit:
-        if client.state == "ready" and not is_announced:
-            print(f"ready in {time.monotonic() - began:.1f} s. Try:\n{_curl(settings, address)}")
+        if fleet.state == "ready" and not is_announced:
+            seconds = f"{time.monotonic() - began:.1f} s{_how_many(fleet)}"
+            print(f"ready in {seconds}. Try:\n{_curl(settings, address)}")
             sys.stdout.flush()
             is_announced = True
-        server.should_exit |= client.state == "failed"
+        server.should_exit |= fleet.state == "failed"
         await asyncio.sleep(POLL_SECONDS)
     app.state.front.is_closing = True
-    await client.drain(settings.grace)
+    await fleet.drain(settings.grace)
+
+
+def _how_many(fleet: "Fleet") -> str:
+    size = len(fleet.replicas)
+    return f", {fleet.num_ready} of {size} engines" if size > 1 else ""
 
 
 def _curl(settings: "ServerSettings", address: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotzero.cli import flags
+from slotzero.config import refuse_ranks
 from slotzero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     settings = _settings(args)
+    refuse_ranks(settings, "train-eagle")
     out = _folder(args.out)
     from slotzero.llm import LLM
 

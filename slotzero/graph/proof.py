@@ -45,7 +45,7 @@ def _over(hostile: int, runner: "Runner", key: "GraphKey", written: list[Entry])
 
 
 def _is_wrong(entry: Entry, key: "GraphKey", hostile: int) -> bool:
-    part = entry.tensor[: key.tokens if entry.per == "token" else key.rows]
+    part = entry.tensor[: entry.extent(key.tokens, key.rows)]
     if entry.kind is Kind.OUTPUT:
         return bool((part != 0).any())  # NaN is not 0 either
     return bool((part.isnan() if part.is_floating_point() else part == hostile).any())

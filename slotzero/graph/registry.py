@@ -38,9 +38,14 @@ class Entry:
     through: str = ""
     """Of a table that no slot indexes: the table whose row lists what a slot owns of it."""
     per: str = "row"
-    """Of a derived or output tensor: whether it has one entry a row, or one a token."""
+    """Of a derived or output tensor: whether it has one entry a row, or one a token, or is of the
+    step as a whole, whatever its size."""
     follows: str = ""
     """What it was chosen from: where that differs within rounding, this may differ altogether."""
+
+    def extent(self, tokens: int, rows: int) -> int:
+        """How much of a derived or output tensor a step of this size writes."""
+        return {"row": rows, "token": tokens, "step": len(self.tensor)}[self.per]
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:

@@ -6,14 +6,23 @@ not change is not uploaded again, and results leave on a stream of their own. On
 code copies at once.
 """
 
+import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from slotzero.errors import ContractError
+from slotzero.errors import ContractError, RankLostError
 
 DEPTH = 4  # copies in flight before the host waits for the oldest
+NAP = 20e-6  # seconds between two looks at what has a deadline
+
+
+class Arriving(Protocol):
+    """Results on their way to the host; `wait` returns them once they are here."""
+
+    def wait(self) -> list[Tensor]: ...
 
 
 class UploadRing:
@@ -56,8 +65,10 @@ class DownloadRing:
     On a GPU they are set aside first, so the next step may write them while they are on their way.
     """
 
-    def __init__(self, sources: Sequence[Tensor]) -> None:
+    def __init__(self, sources: Sequence[Tensor], deadline: float | None = None) -> None:
+        """`deadline`: seconds in which results arrive, where another rank may keep them waiting."""
         self._sources = sources
+        self.deadline = deadline
         self._buffers = [[_host_like(source) for source in sources] for _ in range(DEPTH)]
         self._count = 0
         self._is_cuda = sources[0].is_cuda
@@ -118,8 +129,19 @@ class Download:
         if self._number < self._ring.oldest:
             raise ContractError(f"results are kept for {DEPTH} steps: these were read too late")
         if self._event is not None:
-            self._event.synchronize()
+            _await(self._event, self._ring.deadline)
         return self._views
+
+
+def _await(event: torch.cuda.Event, deadline: float | None) -> None:
+    if deadline is None:
+        event.synchronize()
+        return
+    until = time.monotonic() + deadline
+    while not event.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > until:
+            raise RankLostError(f"timed out: no results of a step after {deadline:g} s")
+        time.sleep(NAP)
 
 
 def _first(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:

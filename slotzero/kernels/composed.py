@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.kernels.composed_recurrent import ComposedRecurrent
 from slotzero.kernels.composed_speculation import ComposedSpeculation
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.nouns import (
@@ -18,6 +19,7 @@ from slotzero.kernels.nouns import (
     Activation,
     Angles,
     Branches,
+    Chosen,
     Experts,
     ExpertWeights,
     Heads,
@@ -30,17 +32,17 @@ from slotzero.kernels.nouns import (
 CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
 
 
-class ComposedKernels(ComposedSpeculation, Kernels):
+class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         """x [rows, in_features], a packed weight -> [rows, out_features]"""
 
     @abstractmethod
     def grouped_product(
-        self, x: Tensor, weights: Tensor, biases: Tensor | None, which: Tensor, out_features: int
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, out_features: int
     ) -> Tensor:
-        """Row r of x times weights[which[r]], each packed; `which` [rows] ascends, and rows past
-        the last weight are anything."""
+        """Rows [starts[e], starts[e + 1]) of x times weights[e], each packed; those behind the last
+        are anything."""
 
     @abstractmethod
     def store_kv(
@@ -186,24 +188,38 @@ class ComposedKernels(ComposedSpeculation, Kernels):
         residual = residual + (x if after is None else rms_norm(x, after, eps))
         return residual, _normed(residual, norm, eps)
 
+    def choose(
+        self,
+        x: Normed,
+        eps: float,
+        slots: Tensor,
+        weights: ExpertWeights,
+        shape: Experts,
+        by: Normed | None = None,
+    ) -> Chosen:
+        scores = self.product((by or x).x, weights.router, weights.router_bias, shape.num_experts)
+        share, which = route(scores, weights, shape)  # [T, num_chosen] each
+        return Chosen(x.x, share, which.masked_fill((slots == 0)[:, None], shape.num_all))
+
     def experts(
-        self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
+        self, chosen: Chosen, weights: ExpertWeights, shape: Experts, starts: Tensor
     ) -> Tensor:
-        scores = self.product(x.x, weights.router, weights.router_bias, shape.num_experts)
-        share, chosen = route(scores, weights.correction, shape)  # [T, num_chosen] each
-        chosen = chosen.masked_fill((slots == 0)[:, None], shape.num_all)
-        which, order = chosen.flatten().sort(stable=True)  # nobody's come last
-        rows = x.x[order // shape.num_chosen]
+        wanted, share, _ = chosen
+        which, order = chosen.which.flatten().sort(stable=True)  # nobody's come last
+        every = torch.arange(len(starts), device=which.device)
+        starts.copy_(torch.searchsorted(which, every))
+        rows = wanted[order // shape.num_chosen]
         joined = self.grouped_product(
-            rows, weights.gate_up, weights.gate_up_bias, which, 2 * shape.inner_size
+            rows, weights.gate_up, weights.gate_up_bias, starts, 2 * shape.inner_size
         )
         results = self.grouped_product(
             gated(joined, shape.activation),
-            weights.down, weights.down_bias, which, x.x.shape[-1],
+            weights.down, weights.down_bias, starts, wanted.shape[-1],
         )  # fmt: skip
         by_token = torch.empty_like(results).index_copy_(0, order, results)
-        mixed = (by_token.view(*share.shape, -1) * share[:, :, None].to(results.dtype)).sum(1)
-        return mixed.masked_fill((slots == 0)[:, None], 0)  # whatever their shares came to
+        weighted = by_token.view(*share.shape, -1) * share[:, :, None].to(results.dtype)
+        is_none = (chosen.which == len(starts) - 1)[:, :, None]
+        return weighted.masked_fill(is_none, 0).sum(1)  # whatever their shares came to
 
     def attention(
         self,
@@ -320,14 +336,20 @@ def gated(joined: Tensor, activation: Activation) -> Tensor:
         return F.silu(gate) * value
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * value
+    if activation == "sigmoid":
+        return _sigmoid(gate) * value
+    if activation == "relu":
+        return F.relu(gate) * value
     gate, value = gate.clamp(max=CLAMP), value.clamp(-CLAMP, CLAMP)
     return (value + 1) * (gate * torch.sigmoid(SLOPE * gate))
 
 
-def route(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[Tensor, Tensor]:
+def route(scores: Tensor, weights: ExpertWeights, shape: Experts) -> tuple[Tensor, Tensor]:
     """scores [T, experts] -> weight and index of the experts that each token chooses,
     [T, num_chosen]"""
-    share, chosen = _choose(scores, correction, shape)
+    share, chosen = _choose(scores, weights.correction, shape)
+    if weights.factors is not None:
+        share = share * weights.factors[chosen]
     if not shape.num_shared:
         return share, chosen
     everyone = torch.arange(shape.num_experts, shape.num_all, device=chosen.device)
@@ -340,7 +362,7 @@ def _choose(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[
         best, chosen = scores.topk(shape.top_k, dim=-1)
         return best.softmax(-1), chosen
     scores = scores.float()
-    scores = scores.sigmoid() if shape.scores == "sigmoid" else scores.softmax(-1)
+    scores = _sigmoid(scores) if shape.scores == "sigmoid" else scores.softmax(-1)
     wanted = scores if correction is None else scores + correction
     if shape.num_groups > 1:
         groups = wanted.view(len(wanted), shape.num_groups, -1)
@@ -353,3 +375,9 @@ def _choose(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[
     if shape.is_normed:
         share = share / (share.sum(-1, keepdim=True) + 1e-20)
     return share * shape.factor, chosen
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """torch's own, on a CPU, rounds the last few of many values otherwise than the rest: a row's
+    would depend on where it stands."""
+    return x.sigmoid() if x.is_cuda else 1 / (1 + torch.exp(-x))

@@ -1,11 +1,12 @@
 """The contract of a kernel set: what a step needs done, by whichever kernels the device has.
 
 A layer is five calls: linear, attention, linear_add_norm, linear_gated, linear_add_norm; with
-experts the last two are experts and add_norm, and what is for this layer alone is mixed in by
-linear, gate and linear_add_norm. All are functions of their arguments. A token is
+experts the last two are choose, experts and add_norm, and what is for this layer alone is mixed in
+by linear, gate and linear_add_norm. All are functions of their arguments. A token is
 (slot, position); kernels read pages through the slot's row of its group's page table, drop every
-write of slot 0 and give slot 0 zeros. What only speculation needs is in contract_speculation.py.
-What each call means is written down in composed.py and composed_speculation.py, in plain torch.
+write of slot 0 and give slot 0 zeros. What only speculation or recurrent layers need is in
+contract_speculation.py and contract_recurrent.py. What each call means is written down in
+composed.py and the files beside it, in plain torch.
 """
 
 from abc import abstractmethod
@@ -14,11 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slotzero.kernels.contract_recurrent import RecurrentKernels
 from slotzero.kernels.contract_speculation import SpeculationKernels
 from slotzero.kernels.nouns import (
     Activation,
     Angles,
     Branches,
+    Chosen,
     Experts,
     ExpertWeights,
     Heads,
@@ -30,7 +33,7 @@ from slotzero.kernels.nouns import (
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
-class Kernels(SpeculationKernels):
+class Kernels(SpeculationKernels, RecurrentKernels):
     name: str
 
     @abstractmethod
@@ -178,11 +181,28 @@ class Kernels(SpeculationKernels):
         itself."""
 
     @abstractmethod
+    def choose(
+        self,
+        x: Normed,
+        eps: float,
+        slots: Tensor,
+        weights: ExpertWeights,
+        shape: Experts,
+        by: Normed | None = None,  # what a token chooses by, where that is not x
+    ) -> Chosen:
+        """The experts that each token [T, hidden] wants. Tokens of slot 0 want none."""
+
+    @abstractmethod
     def experts(
-        self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
+        self,
+        chosen: Chosen,
+        weights: ExpertWeights,
+        shape: Experts,
+        starts: Tensor,  # [experts + 1] int32, of those whose weights are given
     ) -> Tensor:
-        """Each token [T, hidden] through the experts that it chooses, their results weighted and
-        added up. Tokens of slot 0 choose none and get zeros."""
+        """Each token through the experts that it chooses, their results weighted and added up ->
+        [T, hidden]. Expert e has choices [starts[e], starts[e + 1]) of those that are made, which
+        is written and gone by."""
 
     @abstractmethod
     def attention(

@@ -134,8 +134,9 @@ def standing(tokens: Tokens, branches: Branches | None) -> Tokens:
     return tokens if branches is None else Tokens(tokens.slots, branches.positions)
 
 
-Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
-"""Of gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and |v| <= 7."""
+Activation = Literal["silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu"]
+"""Of gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and |v| <= 7. An MLP
+without gates gates itself by relu: what is positive is squared."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Experts:
     scores: Literal["sigmoid", "softmax", "softmax_of_chosen"]
     """What becomes of the router's numbers. Sigmoids are chosen with a correction added."""
     is_normed: bool = False
-    """The chosen sigmoids are divided by their sum."""
+    """What the chosen have is divided by its sum."""
     factor: float = 1.0
     num_groups: int = 1
     """Of experts; only the best `top_groups` of them are chosen from, judged by the sum of their so
@@ -158,10 +159,17 @@ class Experts:
     judged_by: int = 2
     num_shared: int = 0
     """That every token chooses besides, with a weight of 1; they come after the others."""
+    num_ranks: int = 1
+    """That have as many of the others each, and all shared ones."""
 
     @property
     def num_all(self) -> int:
         return self.num_experts + self.num_shared
+
+    @property
+    def num_held(self) -> int:
+        """By each rank"""
+        return self.num_experts // self.num_ranks + self.num_shared
 
     @property
     def num_chosen(self) -> int:
@@ -176,6 +184,15 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None
     down: Tensor  # [all, packed [hidden, inner]]
     down_bias: Tensor | None
+    factors: Tensor | None = None  # [experts]: of what each brings
+
+
+class Chosen(NamedTuple):
+    """What tokens want of experts."""
+
+    rows: Tensor  # [T, hidden]
+    share: Tensor  # [T, num_chosen]: the weight of each choice
+    which: Tensor  # [T, num_chosen]: the expert; one past the last for none
 
 
 class Aims(NamedTuple):

@@ -3,6 +3,8 @@
 It serves too, slowly, where a machine has no C++ compiler.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,14 +29,13 @@ class ReferenceKernels(ComposedKernels):
         return F.linear(x, weight, bias)
 
     def grouped_product(
-        self, x: Tensor, weights: Tensor, biases: Tensor | None, which: Tensor, out_features: int
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, out_features: int
     ) -> Tensor:
         # The host reads which are wanted: for eager use only, like attend.
         out = x.new_zeros(len(x), out_features)
-        for i in set(which.tolist()):
-            if i < len(weights):
-                rows = which == i
-                out[rows] = F.linear(x[rows], weights[i], None if biases is None else biases[i])
+        for i, (start, end) in enumerate(pairwise(starts.tolist())):
+            bias = None if biases is None else biases[i]
+            out[start:end] = F.linear(x[start:end], weights[i], bias)
         return out
 
     def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:

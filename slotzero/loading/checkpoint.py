@@ -5,12 +5,19 @@ It does not know models: `models/weights.py` decides which names it wants and ho
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
 
     from slotzero.tokenizer import Tokenizer
+
+
+class Part(NamedTuple):
+    """Of a tensor, what was asked for; nothing where it has another number of dimensions."""
+
+    tensor: "torch.Tensor"
+    whole: tuple[int, ...]  # its shape
 
 
 class Checkpoint(ABC):
@@ -28,6 +35,25 @@ class Checkpoint(ABC):
     def read(self, name: str) -> "torch.Tensor":
         """One tensor on the CPU, in Hugging Face layout, in its stored dtype or float32."""
 
+    def read_part(self, name: str, *wanted: slice) -> Part:
+        """The same, of so much of each axis; a checkpoint that can, reads no more than that."""
+        tensor = self.read(name)
+        whole = tuple(tensor.shape)
+        return Part(tensor[wanted] if len(whole) == len(wanted) else tensor[:0], whole)
+
     @abstractmethod
     def tokenizer(self) -> "Tokenizer":
         """The checkpoint's tokenizer with its chat template; raises TokenizerMissingError."""
+
+
+class Shown(Checkpoint):
+    """Another checkpoint, some of whose tensors are shown otherwise than they are stored."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+        self.name = stored.name
+        self.config = stored.config
+        self.eos_token_ids = stored.eos_token_ids
+
+    def tokenizer(self) -> "Tokenizer":
+        return self._stored.tokenizer()

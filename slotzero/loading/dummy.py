@@ -19,6 +19,9 @@ from slotzero.models.params import expected_tensors
 from slotzero.tokenizer import Tokenizer
 
 _DEFAULT_STD = 0.02
+_SLOW = -2.0  # A_log: a state that forgets slowly, so that a wrong one is seen for long
+_ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scalar", "router.scale", "expert_scale",
+         "norm_f.weight")  # fmt: skip
 
 
 @final
@@ -46,11 +49,12 @@ class DummyCheckpoint(Checkpoint):
         if name not in self._shapes:
             raise CorruptCheckpointError(f"{self.name}: its config promises no tensor {name}")
         shape = self._shapes[name]
-        if name.endswith(("norm.weight", "layer_scalar")):
+        if name.endswith(_ONES):
             return torch.ones(shape)
         generator = torch.Generator().manual_seed(tensor_seed(self._seed, name))
         std = float(self.config.get("initializer_range") or _DEFAULT_STD)
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        mean = _SLOW if name.endswith("A_log") else 0.0
+        return torch.empty(shape).normal_(mean, std, generator=generator)
 
     def tokenizer(self) -> Tokenizer:
         return self._make_tokenizer()

@@ -7,7 +7,8 @@ The rule: all files are there and whole, and the index and the files agree, or o
 names the file. A download that was cut off is found in milliseconds, not after minutes of loading.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slotzero.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
-from slotzero.loading.checkpoint import Checkpoint
+from slotzero.loading.checkpoint import Checkpoint, Part
 from slotzero.loading.json_file import read_json, read_json_if_there, token_ids
 from slotzero.loading.text_part import text_config
 from slotzero.models.config import DEQUANTISED, quantisation_of
@@ -40,16 +41,28 @@ class FolderCheckpoint(Checkpoint):
         return self._file_of.keys()
 
     def read(self, name: str) -> torch.Tensor:
+        with self._opened(name) as handle:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        return tensor
+
+    def read_part(self, name: str, *wanted: slice) -> Part:
+        with self._opened(name) as handle:
+            stored = handle.get_slice(name)
+            whole = tuple(stored.get_shape())
+            return Part(stored[wanted] if len(whole) == len(wanted) else stored[:0], whole)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """The file that holds a tensor."""
         file = self._file_of.get(name)
         if file is None:
             raise CorruptCheckpointError(
                 f"{self._path} has no tensor {name}; download the folder again"
             )
         try:
-            tensor: torch.Tensor = self._handles[file].get_tensor(name)
+            yield self._handles[file]
         except (SafetensorError, OSError) as error:
             raise _broken(file, error) from None
-        return tensor
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._path)

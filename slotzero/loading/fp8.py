@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.loading.checkpoint import Checkpoint
-from slotzero.tokenizer import Tokenizer
+from slotzero.loading.checkpoint import Checkpoint, Shown
 
 SCALES = "_scale_inv"
 BLOCK = 128
@@ -25,14 +24,11 @@ def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 @final
-class Fp8Checkpoint(Checkpoint):
+class Fp8Checkpoint(Shown):
     """Another checkpoint, its quantised tensors made plain."""
 
     def __init__(self, stored: Checkpoint) -> None:
-        self._stored = stored
-        self.name = stored.name
-        self.config = stored.config
-        self.eos_token_ids = stored.eos_token_ids
+        super().__init__(stored)
         size = dict(stored.config["quantization_config"]).get("weight_block_size")
         if size not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
             raise UnsupportedModelError(
@@ -62,6 +58,3 @@ class Fp8Checkpoint(Checkpoint):
                 f"{list(scales.shape)} do not belong together"
             )
         return dequantise(weight, scales)
-
-    def tokenizer(self) -> Tokenizer:
-        return self._stored.tokenizer()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import CorruptCheckpointError
-from slotzero.loading.checkpoint import Checkpoint
-from slotzero.tokenizer import Tokenizer
+from slotzero.loading.checkpoint import Shown
 
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
@@ -33,14 +32,8 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 @final
-class Mxfp4Checkpoint(Checkpoint):
+class Mxfp4Checkpoint(Shown):
     """Another checkpoint, its quantised tensors made plain."""
-
-    def __init__(self, stored: Checkpoint) -> None:
-        self._stored = stored
-        self.name = stored.name
-        self.config = stored.config
-        self.eos_token_ids = stored.eos_token_ids
 
     def names(self) -> Collection[str]:
         names = set(self._stored.names())
@@ -58,6 +51,3 @@ class Mxfp4Checkpoint(Checkpoint):
                 f"{name + SCALES} {list(scales.shape)} do not belong together"
             )
         return dequantise(blocks, scales).transpose(-1, -2)
-
-    def tokenizer(self) -> Tokenizer:
-        return self._stored.tokenizer()

@@ -10,8 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.loading.checkpoint import Checkpoint
-from slotzero.tokenizer import Tokenizer
+from slotzero.loading.checkpoint import Checkpoint, Part, Shown
 
 TEXT_MODELS: Mapping[str, str] = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
 OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")  # said once for all parts
@@ -36,14 +35,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @final
-class TextCheckpoint(Checkpoint):
+class TextCheckpoint(Shown):
     """Another checkpoint, as if its text model were all of it."""
 
     def __init__(self, stored: Checkpoint) -> None:
-        self._stored = stored
-        self.name = stored.name
-        self.config = stored.config
-        self.eos_token_ids = stored.eos_token_ids
+        super().__init__(stored)
         names = (name for name in stored.names() if not name.startswith(OTHER_PARTS))
         self._stored_as = {
             f"model.{name.removeprefix(TEXT)}" if name.startswith(TEXT) else name: name
@@ -56,5 +52,5 @@ class TextCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         return self._stored.read(self._stored_as.get(name, name))
 
-    def tokenizer(self) -> Tokenizer:
-        return self._stored.tokenizer()
+    def read_part(self, name: str, *wanted: slice) -> Part:
+        return self._stored.read_part(self._stored_as.get(name, name), *wanted)

@@ -50,7 +50,7 @@ def _config(
 
 
 def _layers(letters: str) -> list[str]:
-    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    kinds = {"s": "sliding_attention", "f": "full_attention", "r": "linear_attention"}
     return [kinds[letter] for letter in letters]
 
 
@@ -111,6 +111,36 @@ TINY_CONFIGS: Mapping[str, Mapping[str, Any]] = {
             "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
             "original_max_position_embeddings": 128,
         },
+    ),
+    "qwen3-next": _config(
+        "qwen3_next", 4, 64, 136, (4, 2, 32), rms_norm_eps=1e-6, layer_types=_layers("rfrr"),
+        linear_num_value_heads=6, linear_num_key_heads=3, linear_value_head_dim=12,
+        linear_key_head_dim=8, linear_conv_kernel_dim=4, num_experts=6, num_experts_per_tok=2,
+        moe_intermediate_size=40, shared_expert_intermediate_size=24, mlp_only_layers=[2],
+        partial_rotary_factor=0.25, num_nextn_predict_layers=1,
+    ),
+    "falcon-h1": _config(
+        "falcon_h1", 3, 64, 136, (4, 2, 16), mamba_d_ssm=60, mamba_n_heads=6, mamba_d_head=10,
+        mamba_n_groups=2, mamba_d_state=12, mamba_d_conv=4, mamba_rms_norm=False,
+        embedding_multiplier=1.5, lm_head_multiplier=0.7, key_multiplier=0.8,
+        attention_in_multiplier=0.9, attention_out_multiplier=1.2, ssm_in_multiplier=1.1,
+        ssm_out_multiplier=0.6, ssm_multipliers=[0.9, 1.1, 0.7, 1.3, 0.8],
+        mlp_multipliers=[0.7, 1.4],
+    ),
+    "granite-hybrid": _config(
+        "granitemoehybrid", 4, 64, 40, (4, 2, 16), layer_types=_layers("rrfr"),
+        shared_intermediate_size=56, num_local_experts=5, num_experts_per_tok=2, mamba_n_heads=8,
+        mamba_n_groups=1, mamba_d_state=12, mamba_d_conv=4, mamba_expand=2,
+        embedding_multiplier=1.5, attention_multiplier=0.3, residual_multiplier=0.6,
+        logits_scaling=1.7,
+    ),
+    "nemotron-h": _config(
+        "nemotron_h", 6, 64, 136, (4, 2, 16), hybrid_override_pattern="M-M*EM",
+        layer_norm_epsilon=1e-5, mamba_num_heads=6, mamba_head_dim=10, n_groups=3,
+        ssm_state_size=12, conv_kernel=4, use_conv_bias=True, mlp_hidden_act="relu2",
+        n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=40,
+        moe_shared_expert_intermediate_size=24, n_group=2, topk_group=1,
+        routed_scaling_factor=1.5, norm_topk_prob=True,
     ),
     "olmo3": _config("olmo3", 4, 64, 136, (4, 4, 16), sliding_window=24,
                      layer_types=_layers("sssf"), rope_theta=500000.0),

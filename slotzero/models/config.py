@@ -3,16 +3,18 @@
 It reads a Hugging Face style mapping and knows no tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.nouns import Activation, Experts, Heads
-from slotzero.models.fields import activation, eps, positive
+from slotzero.models.fields import activation, eps, plain_activation, positive
 from slotzero.models.latent import latent_heads
-from slotzero.models.mixtures import experts_of, sparse_layers
+from slotzero.models.mixtures import beside_size, experts_of, sparse_layers
 from slotzero.models.per_layer import heads_of, owners_and_readers, with_full_heads
+from slotzero.models.recurrent import Mixers, Recurrent, layers_of, plainly, recurrent_of
 from slotzero.models.rope import RopeConfig, parse_rope
 
 FULL, SLIDING, LATENT = "full", "sliding", "latent"
@@ -46,6 +48,20 @@ class KvGroup:
         return len(self.layers) - 1 if layer in self.readers else self.layers.index(layer)
 
 
+class Scales(NamedTuple):
+    """What some models multiply by; but for the last, weights are as they are read."""
+
+    qkv: float = 1.0  # of what goes into attention
+    key: float = 1.0
+    out: float = 1.0  # of what comes out of attention
+    gate: float = 1.0  # of an MLP
+    down: float = 1.0  # of what comes out of an MLP and of experts
+    logits: float = 1.0
+
+
+NO_SCALES = Scales()
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     family: str
@@ -71,7 +87,8 @@ class ModelConfig:
     value_scale: float
     experts: Experts | None
     sparse_layers: tuple[int, ...]
-    """Those that have experts in place of one MLP."""
+    """Those that have experts in place of one MLP, or beside it."""
+    dense_beside: bool
     q_rank: int | None
     """Of latent heads: queries are made of so many numbers under a norm; None: of the token's."""
     num_ahead: int
@@ -83,9 +100,25 @@ class ModelConfig:
     input_vocab: int = 0
     scales_layers: bool = False
     """What comes out of a layer is multiplied by a number of its own."""
+    recurrent: Recurrent | None = None
+    mlp_layers: tuple[int, ...] | None = None
+    """Those that have an MLP or experts; None: all."""
+    beside_size: int | None = None
+    """Of the MLP beside experts, where it is not like the others."""
+    gates_beside: bool = False
+    """What that MLP brings is gated, by one number of each token."""
+    gates_attention: bool = False
+    """What attention brings is gated, by as many numbers of the token."""
+    gates_mlp: bool = True
+    """Else an MLP has no gates: its activation is of the one product."""
+    scales: Scales = NO_SCALES
 
-    def group_of(self, layer: int) -> KvGroup:
-        return next(g for g in self.groups if layer in g.layers or layer in g.readers)
+    def group_of(self, layer: int) -> KvGroup | None:
+        """None: the layer has no attention."""
+        return next((g for g in self.groups if layer in g.layers or layer in g.readers), None)
+
+    def has_mlp(self, layer: int) -> bool:
+        return self.mlp_layers is None or layer in self.mlp_layers
 
 
 @dataclass(frozen=True)
@@ -115,6 +148,13 @@ class Family:
     score_scale: float | None = None  # None: by the size of a head
     norms_values: bool = False
     scales_layers: bool = False
+    dense_beside: bool = False  # its experts, if it has any, are beside an MLP
+    mixers: Mixers = "attention"
+    gates_beside: bool = False
+    gates_attention: bool = False
+    gates_mlp: bool = True
+    num_ahead: int = 0  # where the config is silent
+    rotates: float = 1.0  # of each head, where the config is silent
 
 
 def _all_slide(layer: int, config: Mapping[str, Any]) -> bool:
@@ -170,11 +210,12 @@ FAMILIES: Mapping[str, Family] = {
         frozenset({
             "final_logit_softcapping", "per_layer_config", "global_head_dim",
             "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers",
-            "use_double_wide_mlp", "hidden_size_per_layer_input",
+            "use_double_wide_mlp", "hidden_size_per_layer_input", "enable_moe_block", "num_experts",
         }),
         qk_norm="head", norms="around", scales_embedding=True,
         is_sliding=_all_but_every_sixth_and_last, ropes_by_kind=True, full_head_dim=512,
         ends_full=True, score_scale=1.0, norms_values=True, scales_layers=True,
+        dense_beside=True,
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3", qk_norm="whole", norms="after", is_sliding=_slide_but_every(4),
@@ -192,6 +233,27 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", _DEEPSEEK, is_latent=True),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", _DEEPSEEK, is_latent=True),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        frozenset({"num_experts", "partial_rotary_factor", "num_nextn_predict_layers"}),
+        qk_norm="head", norm_offset=1.0, mixers="either", dense_beside=True, gates_beside=True,
+        gates_attention=True, num_ahead=1, rotates=0.25,
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1", frozenset({"embedding_multiplier"}), mixers="both"
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        frozenset({
+            "embedding_multiplier", "logits_scaling", "residual_multiplier", "num_local_experts",
+            "attention_multiplier",
+        }),
+        mixers="either", dense_beside=True,
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h", frozenset({"n_routed_experts", "n_shared_experts", "num_local_experts"}),
+        qkv_bias=False, out_bias=False, mixers="alone", dense_beside=True, gates_mlp=False,
+    ),
 }  # fmt: skip
 
 ARCHITECTURES: Mapping[str, str] = {f.model_type: name for name, f in FAMILIES.items()}
@@ -237,22 +299,30 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 DEQUANTISED = ("mxfp4", "fp8")  # quant_method of weights that are turned into plain ones at load
 
 
+_PLAIN_ROPE = ("granitemoehybrid", "nemotron_h")  # heads are not turned unless the config asks
+_MLP_SIZE = {"granitemoehybrid": "shared_intermediate_size"}
+
+
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     family = _family(config)
+    config = plainly(config, family.model_type)
     _refuse_unimplemented(config, family)
     hidden = positive(config, "hidden_size")
     num_layers = positive(config, "num_hidden_layers")
     max_position = positive(config, "max_position_embeddings")
-    groups = _groups(config, family, num_layers, max_position)
+    layers = layers_of(config, family.mixers, num_layers)
+    groups = _groups(config, family, num_layers, max_position, layers.attention)
     bias = bool(config.get("attention_bias", False))
     experts = experts_of(config, family.model_type)
-    sparse = sparse_layers(config, num_layers) if experts else ()
+    sparse = layers.sparse
+    if sparse is None:
+        sparse = sparse_layers(config, num_layers) if experts else ()
     softcap = config.get("final_logit_softcapping")
     return ModelConfig(
         family=family.model_type,
         vocab_size=positive(config, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=positive(config, "intermediate_size"),
+        intermediate_size=positive(config, _MLP_SIZE.get(family.model_type, "intermediate_size")),
         num_layers=num_layers,
         groups=groups,
         norm_eps=eps(config),
@@ -261,21 +331,53 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family.qk_norm,
         max_position=min(group.rope.extended(max_position) for group in groups),
         tied_embeddings=bool(config.get("tie_word_embeddings", family.scales_embedding)),
-        embedding_scale=hidden**0.5 if family.scales_embedding else 1.0,
+        embedding_scale=_embedding_scale(config, family),
         final_softcap=None if softcap is None else float(softcap),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias if family.out_bias is None else family.out_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
-        activation=activation(config),
+        activation=activation(config) if family.gates_mlp else plain_activation(config),
         value_scale=float(config.get("attention_value_scale") or 1.0),
         experts=experts,
         sparse_layers=sparse,
+        dense_beside=experts is not None and family.dense_beside,
         q_rank=_q_rank(config) if family.is_latent else None,
-        num_ahead=config.get("num_nextn_predict_layers") or 0,
+        num_ahead=config.get("num_nextn_predict_layers", family.num_ahead) or 0,
         reader_width=2 if config.get("use_double_wide_mlp") else 1,
         scales_layers=family.scales_layers,
+        recurrent=recurrent_of(config, family.model_type, layers.recurrent),
+        mlp_layers=layers.mlp if family.mixers == "alone" else None,
+        beside_size=beside_size(config, family.model_type),
+        gates_beside=family.gates_beside,
+        gates_attention=family.gates_attention,
+        gates_mlp=family.gates_mlp,
+        scales=_scales(config, family.model_type),
         **_layer_inputs(config),
     )
+
+
+def _embedding_scale(config: Mapping[str, Any], family: Family) -> float:
+    if family.scales_embedding:
+        return math.sqrt(positive(config, "hidden_size"))
+    return float(config.get("embedding_multiplier") or 1.0)
+
+
+def _scales(config: Mapping[str, Any], model_type: str) -> Scales:
+    def given(field: str) -> float:
+        return float(config.get(field) or 1.0)
+
+    if model_type == "falcon_h1":
+        gate, down = config.get("mlp_multipliers") or (1.0, 1.0)
+        return Scales(
+            qkv=given("attention_in_multiplier"),
+            key=given("key_multiplier"),
+            out=given("attention_out_multiplier"),
+            gate=float(gate),
+            down=float(down),
+            logits=given("lm_head_multiplier"),
+        )
+    residual = given("residual_multiplier")
+    return Scales(out=residual, down=residual, logits=1.0 / given("logits_scaling"))
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -295,6 +397,12 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _refuse_unimplemented(config: Mapping[str, Any], family: Family) -> None:
+    method = quantisation_of(config)
+    if method in DEQUANTISED and "quantization_config" not in family.knows:
+        raise UnsupportedModelError(
+            f"{family.model_type} quantised by {method} is not implemented; use the unquantised "
+            "folder or a GGUF file"
+        )
     for field, neutral in NEUTRAL.items():
         if field in family.knows or field not in config:
             continue
@@ -302,7 +410,6 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: Family) -> None:
             raise UnsupportedModelError(
                 f"config field {field}={config[field]!r} changes results and is not implemented"
             )
-    method = quantisation_of(config)
     if method not in (None, *DEQUANTISED):
         raise UnsupportedModelError(
             f"config field quantization_config has quant_method={method!r}: "
@@ -316,12 +423,19 @@ def quantisation_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _groups(
-    config: Mapping[str, Any], family: Family, num_layers: int, max_position: int
+    config: Mapping[str, Any],
+    family: Family,
+    num_layers: int,
+    max_position: int,
+    attending: tuple[int, ...],
 ) -> tuple[KvGroup, ...]:
     if family.is_latent:
         heads, rope = latent_heads(config, max_position)
         return (KvGroup(LATENT, tuple(range(num_layers)), heads, rope, has_sinks=False),)
-    kinds = _layer_kinds(config, family, num_layers)
+    if family.mixers == "attention":
+        kinds = _layer_kinds(config, family, num_layers)
+    else:
+        kinds = [FULL if layer in attending else "" for layer in range(num_layers)]
     num_heads = positive(config, "num_attention_heads")
     head_dim = config.get("head_dim") or positive(config, "hidden_size") // num_heads
     scalar, softcap = config.get("query_pre_attn_scalar"), config.get("attn_logit_softcapping")
@@ -331,7 +445,7 @@ def _groups(
         head_dim=head_dim,
         value_dim=config.get("v_head_dim") or head_dim,
         norm_eps=eps(config),
-        scale=family.score_scale or (scalar or head_dim) ** -0.5,
+        scale=_score_scale(config, family) or (scalar or head_dim) ** -0.5,
         softcap=None if softcap is None else float(softcap),
         norms_whole=family.qk_norm == "whole",
         norms_values=family.norms_values,
@@ -362,6 +476,11 @@ def _groups(
         is_one = name == FULL and bool(config.get("attention_k_eq_v"))
         groups.append(KvGroup(name, owners, heads, rope, name in family.sinks, readers, is_one))
     return tuple(groups)
+
+
+def _score_scale(config: Mapping[str, Any], family: Family) -> float | None:
+    given = config.get("attention_multiplier")
+    return family.score_scale if given is None else float(given)
 
 
 def _layer_kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
@@ -400,6 +519,8 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
     """The config as if all layers were of this group: nested parameters, or the older flat ones,
     of which the scaling is for full layers and another base may be for sliding ones."""
     theta = family.thetas[group == SLIDING]
+    if family.model_type in _PLAIN_ROPE and config.get("position_embedding_type") != "rope":
+        return {"rope_parameters": {"rope_type": "none"}}
     nested = config.get("rope_parameters") or {}
     for kind, name in LAYER_TYPES.items():
         if name == group and isinstance(nested.get(kind), Mapping):
@@ -408,7 +529,11 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
         raise UnsupportedModelError(f"config field rope_parameters has nothing for {group} layers")
     if group == SLIDING and family.scales_full_only:
         return {"rope_theta": config.get("rope_local_base_freq") or theta}
-    return {**config, "rope_theta": config.get("rope_theta") or theta}
+    given = {**config, "rope_theta": config.get("rope_theta") or theta}
+    if "partial_rotary_factor" in family.knows:
+        partial = config.get("partial_rotary_factor") or family.rotates
+        given["rope_parameters"] = {"partial_rotary_factor": partial, **nested}
+    return given
 
 
 def _q_rank(config: Mapping[str, Any]) -> int | None:

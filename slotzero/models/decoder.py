@@ -5,7 +5,7 @@ sampling, and allocates nothing that outlives a step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -18,16 +18,28 @@ from slotzero.kernels.nouns import (
     Branches,
     Experts,
     ExpertWeights,
+    Heads,
     Normed,
+    Plan,
     Rows,
     Tokens,
     standing,
 )
+from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 from slotzero.models.config import KvGroup, ModelConfig
+from slotzero.models.given import Given
+from slotzero.models.mixer import mix
+from slotzero.models.recurrent import Recurrent
 from slotzero.models.rope import speeds
+from slotzero.models.routing import Routing
+from slotzero.models.spread import experts_over
+from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights, LayerWeights
+from slotzero.parallel.ranks import ALONE, Ranks, norm_over
 
 LAYER_WEIGHTS = [field.name for field in fields(LayerWeights) if field.name != "input_norm"]
+NUM_GIVEN = len(Given._fields)
+NUM_TENSORS = NUM_GIVEN + len(LAYER_WEIGHTS)
 NO_TAPS: Mapping[int, Tensor] = {}
 
 
@@ -48,104 +60,226 @@ class KvPages(NamedTuple):
     page_table: Tensor  # [slots + 1, pages_per_slot]
 
 
+class Memory(NamedTuple):
+    """What layers remember of tokens before."""
+
+    kv: Mapping[str, KvPages]  # by group
+    states: States | None = None  # stacked
+    trail: Trail | None = None
+
+    def of_layer(self, index: int) -> tuple[States, Trail | None]:
+        """Of a recurrent one"""
+        assert self.states is not None
+        states = self.states
+        states = states._replace(conv=states.conv[index], scan=states.scan[index])
+        if states.conv_kept is not None and states.scan_kept is not None:
+            kept = states.conv_kept[index], states.scan_kept[index]
+            states = states._replace(conv_kept=kept[0], scan_kept=kept[1])
+        if self.trail is None:
+            return states, None
+        return states, Trail(*(part[:, :, index] for part in self.trail))
+
+
 @dataclass(frozen=True)
 class Kind:
     """Layers that differ in nothing but their weights: what is compiled once for all of them."""
 
     config: ModelConfig
-    group: KvGroup
+    group: KvGroup | None  # None: they do not attend
     experts: Experts | None
     kernels: Kernels
     reads: bool = False  # layers that own no KV
+    ranks: Ranks = ALONE  # of which each has a part of every layer
+    recurrent: Recurrent | None = None
+    has_mlp: bool = True
 
-    def run(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        squares: Tensor | None,
-        layer_input: Tensor | None,
-        slots: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        qkv: Tensor,
-        qkv_bias: Tensor | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        q_up: Tensor | None,
-        up_k: Tensor | None,
-        up_v: Tensor | None,
-        sinks: Tensor | None,
-        out: Tensor,
-        out_bias: Tensor | None,
-        after_attention: Tensor | None,
-        mlp_norm: Tensor | None,
-        router: Tensor | None,
-        router_bias: Tensor | None,
-        correction: Tensor | None,
-        gate_up: Tensor,
-        gate_up_bias: Tensor | None,
-        down: Tensor,
-        down_bias: Tensor | None,
-        after_mlp: Tensor | None,
-        input_gate: Tensor | None,
-        input_out: Tensor | None,
-        after_input: Tensor | None,
-        scale: Tensor | None,
-        next_norm: Tensor | None,
-        *plan: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The residual, and it under this layer's norm -> the same under the next one's."""
+    def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What `Given` holds, a layer's weights, the next one's norm, and the plan of attention ->
+        the residual, and it under the next layer's norm."""
+        inputs = Given._make(given[:NUM_GIVEN])
+        weights, (next_norm, *plan) = given[NUM_GIVEN:NUM_TENSORS], given[NUM_TENSORS:]
+        layer = LayerWeights(None, *weights)
+        eps, residual, ranks = self.config.norm_eps, inputs.residual, self.ranks.attention
+        normed = Normed(inputs.x, inputs.squares)
+        last = next_norm if layer.scale is None else None
+        mixed = []
+        if self.group is not None:
+            attended = self._attend(normed, inputs, layer, self.group, tuple(plan))
+            mixed.append((attended, layer.out, layer.out_bias))
+        if self.recurrent is not None:
+            scanned = mix(self.kernels, ranks, normed, eps, inputs, layer, self.recurrent)
+            mixed.append((scanned, layer.scan_out, layer.scan_out_bias))
+        for x, out, bias in mixed:
+            assert out is not None
+            is_last = x is mixed[-1][0]
+            norm = (layer.mlp_norm if self.has_mlp else last) if is_last else None
+            after = layer.after_attention if is_last else None
+            residual, normed = self._add(ranks, x, out, bias, residual, after, norm)
+        if self.has_mlp:
+            residual, normed = self._change(residual, normed, inputs, layer, last)
+        if layer.input_gate is not None:
+            residual = self._mix_input(residual, normed, inputs.layer_input, layer)
+        if layer.scale is not None:
+            residual = residual * layer.scale
+            normed = self.kernels.norm(residual, next_norm, eps)
+        return residual, *normed
+
+    def _attend(
+        self, normed: Normed, inputs: Given, layer: LayerWeights, group: KvGroup, plan: Plan
+    ) -> Tensor:
         kernels, config, eps = self.kernels, self.config, self.config.norm_eps
-        heads = self.group.reader_heads if self.reads else self.group.heads
-        inner = config.intermediate_size * (config.reader_width if self.reads else 1)
-        mlp_next = next_norm if scale is None else None
-        sizes, angles = heads.sizes, Angles(cos, sin)
-        if q_up is not None:
+        heads = group.reader_heads if self.reads else group.heads
+        kv_pages, page_table = inputs.kv_pages, inputs.page_table
+        assert inputs.cos is not None and inputs.sin is not None and layer.qkv is not None
+        assert kv_pages is not None and page_table is not None
+        sizes, angles = heads.sizes, Angles(inputs.cos, inputs.sin)
+        q_norm, k_norm, up_k, up_v = layer.q_norm, layer.k_norm, layer.up_k, layer.up_v
+        if layer.q_up is not None:
             assert config.q_rank is not None
             sizes = config.q_rank, *sizes[1:]
-        joined = kernels.linear(Normed(x, squares), eps, qkv, qkv_bias, sum(sizes))
+        joined = kernels.linear(normed, eps, layer.qkv, layer.qkv_bias, sum(sizes))
+        if heads.norms_whole and self.ranks.attention.are_many:
+            joined = self._norm_whole(joined, q_norm, k_norm, heads)
+            heads, q_norm, k_norm = replace(heads, norms_whole=False), None, None
         if up_k is None or up_v is None or k_norm is None or heads.latent is None:
             attended = kernels.attention(
-                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, plan, heads
+                joined, q_norm, k_norm, layer.sinks, angles, kv_pages, page_table, plan, heads
             )
-        else:
-            q, k = joined[:, : sizes[0]], joined[:, sizes[0] :]
-            if q_up is not None:
-                short = kernels.norm(q.contiguous(), q_norm, heads.norm_eps)
-                q = kernels.linear(short, heads.norm_eps, q_up, None, heads.sizes[0])
-            shape = heads.num_heads, -1, heads.value_dim
-            attended = kernels.attention_latent(
-                q, k, k_norm, up_k.view(shape), up_v.view(shape),
-                angles, kv_pages, page_table, plan, heads,
-            )  # fmt: skip
-        residual, normed = kernels.linear_add_norm(
-            attended, out, out_bias, residual, after_attention, mlp_norm, eps
+            if layer.out_gate is None:
+                return attended
+            gates = kernels.linear(normed, eps, layer.out_gate, layer.out_gate_bias, heads.out_size)
+            return kernels.gate(gates, attended, "sigmoid")
+        q, k = joined[:, : sizes[0]], joined[:, sizes[0] :]
+        if layer.q_up is not None:
+            short = kernels.norm(q.contiguous(), q_norm, heads.norm_eps)
+            q = kernels.linear(short, heads.norm_eps, layer.q_up, None, heads.sizes[0])
+        shape = heads.num_heads, -1, heads.value_dim
+        return kernels.attention_latent(
+            q, k, k_norm, up_k.view(shape), up_v.view(shape),
+            angles, kv_pages, page_table, plan, heads,
+        )  # fmt: skip
+
+    def _change(
+        self,
+        residual: Tensor,
+        normed: Normed,
+        inputs: Given,
+        layer: LayerWeights,
+        norm: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """The MLP, experts, or both side by side, to the residual."""
+        kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        inner = config.intermediate_size * (config.reader_width if self.reads else 1)
+        assert layer.gate_up is not None and layer.down is not None
+        if self.experts is None or layer.router is None:
+            gated = self._inner(self._of_all(normed), layer.gate_up, layer.gate_up_bias, inner)
+            return self._add(
+                self.ranks, gated, layer.down, layer.down_bias, residual, layer.after_mlp, norm
+            )
+        weights = ExpertWeights(
+            layer.router, layer.router_bias, layer.correction, layer.gate_up, layer.gate_up_bias,
+            layer.down, layer.down_bias, layer.factors,
+        )  # fmt: skip
+        slots, starts = inputs.slots, inputs.expert_starts
+        assert starts is not None
+        if layer.dense_gate_up is None or layer.dense_down is None:
+            change = self._experts(normed, slots, weights, self.experts, starts)
+            return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
+        x, by = normed, None
+        if layer.expert_norm is not None:
+            x = kernels.norm(residual, layer.expert_norm, eps)
+            by = kernels.norm(residual, layer.router_norm, eps)
+        size = config.beside_size or inner
+        dense = self._dense(normed, layer.dense_gate_up, layer.dense_down, size)
+        if layer.dense_gate is not None:
+            gate = kernels.linear(normed, eps, layer.dense_gate, None, 1)
+            dense = kernels.gate(gate.expand_as(dense), dense, "sigmoid")
+        mixed = self._experts(x, slots, weights, self.experts, starts, by)
+        change = kernels.settle(kernels.norm(dense, layer.after_dense, eps), eps)
+        change = change + kernels.settle(kernels.norm(mixed, layer.after_experts, eps), eps)
+        return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
+
+    def _inner(self, x: Normed, gate_up: Tensor, bias: Tensor | None, inner: int) -> Tensor:
+        """What an MLP makes of its rows before it brings them down."""
+        kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        if config.gates_mlp:
+            return kernels.linear_gated(x, eps, gate_up, bias, inner, config.activation)
+        up = kernels.linear(x, eps, gate_up, bias, inner)
+        return kernels.gate(up, up, config.activation)
+
+    def _mix_input(
+        self, residual: Tensor, normed: Normed, layer_input: Tensor | None, layer: LayerWeights
+    ) -> Tensor:
+        kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        assert layer_input is not None
+        assert layer.input_gate is not None and layer.input_out is not None
+        gates = kernels.linear(normed, eps, layer.input_gate, None, config.input_size)
+        mixed = kernels.gate(gates, layer_input, config.activation)
+        residual, _ = kernels.linear_add_norm(
+            mixed, layer.input_out, None, residual, layer.after_input, None, eps
         )
-        if self.experts is None or router is None:
-            gated = kernels.linear_gated(
-                normed, eps, gate_up, gate_up_bias, inner, config.activation
-            )
-            residual, normed = kernels.linear_add_norm(
-                gated, down, down_bias, residual, after_mlp, mlp_next, eps
-            )
-        else:
-            weights = ExpertWeights(
-                router, router_bias, correction, gate_up, gate_up_bias, down, down_bias
-            )
-            change = kernels.experts(normed, eps, slots, weights, self.experts)
-            residual, normed = kernels.add_norm(change, residual, after_mlp, mlp_next, eps)
-        if layer_input is not None and input_gate is not None and input_out is not None:
-            gates = kernels.linear(normed, eps, input_gate, None, config.input_size)
-            mixed = kernels.gate(gates, layer_input, config.activation)
-            residual, _ = kernels.linear_add_norm(
-                mixed, input_out, None, residual, after_input, None, eps
-            )
-        if scale is not None:
-            residual = residual * scale
-            normed = kernels.norm(residual, next_norm, eps)
-        return residual, *normed
+        return residual
+
+    def _add(
+        self,
+        ranks: Ranks,  # that have a part of the weight each
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
+    ) -> tuple[Tensor, Normed]:
+        """x times a packed weight, of whose columns and x's each rank has some, to the residual."""
+        kernels, eps = self.kernels, self.config.norm_eps
+        if not ranks.are_many:
+            return kernels.linear_add_norm(x, weight, bias, residual, after, norm, eps)
+        part = kernels.linear(Normed(x, None), eps, weight, bias, residual.shape[1])
+        return kernels.add_norm(_summed(ranks, part), residual, after, norm, eps)
+
+    def _dense(self, x: Normed, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
+        """A whole MLP, of which each rank has a part -> [T, hidden]"""
+        kernels, config = self.kernels, self.config
+        gated = self._inner(self._of_all(x), gate_up, None, inner)
+        part = Normed(gated, None), config.norm_eps, down, None, config.hidden_size
+        return _summed(self.ranks, kernels.linear(*part))
+
+    def _of_all(self, x: Normed) -> Normed:
+        """With the rows of the other ranks, where each has its own."""
+        if not self.ranks.attend_apart:
+            return x
+        return Normed(self.ranks.gather(self.kernels.settle(x, self.config.norm_eps)), None)
+
+    def _experts(
+        self,
+        x: Normed,
+        slots: Tensor,
+        weights: ExpertWeights,
+        shape: Experts,
+        starts: Tensor,
+        by: Normed | None = None,
+    ) -> Tensor:
+        kernels, ranks, eps = self.kernels, self.ranks, self.config.norm_eps
+        if ranks.spread_experts:
+            return experts_over(ranks, kernels, x, by or x, eps, slots, weights, shape, starts)
+        if ranks.attend_apart:
+            x, by, slots = self._of_all(x), by and self._of_all(by), ranks.gather(slots)
+        chosen = kernels.choose(x, eps, slots, weights, shape, by)
+        return _summed(ranks, kernels.experts(chosen, weights, shape, starts))
+
+    def _norm_whole(
+        self, joined: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads
+    ) -> Tensor:
+        """Over the heads of all ranks"""
+        q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
+        assert q_norm is not None and k_norm is not None
+        q = norm_over(self.ranks, q, q_norm, heads.norm_eps)
+        return torch.cat((q, norm_over(self.ranks, k, k_norm, heads.norm_eps), v), dim=-1)
+
+
+def _summed(ranks: Ranks, part: Tensor) -> Tensor:
+    """Of all ranks; where each has its own rows, part has those of all, and these come back."""
+    return ranks.scatter_sum(part) if ranks.attend_apart else ranks.sum(part)
 
 
 class Decoder:
@@ -155,8 +289,17 @@ class Decoder:
         weights: DecoderWeights,
         frequencies: Mapping[str, Tensor],  # by group
         kernels: Kernels,
+        routing: Routing | None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        """`config` is of the rank's part, see models/shards.py."""
         self.config = config
+        self.vocabulary = Vocabulary(
+            config.vocab_size, weights.embedding, weights.head, kernels, ranks
+        )
+        self.writes = () if routing is None else (routing.name,)
+        """Outputs of every forward pass."""
+        self._expert_starts = None if routing is None else routing.starts
         self._weights = weights
         self._frequencies = frequencies
         self._kernels = kernels
@@ -168,13 +311,21 @@ class Decoder:
             [*(getattr(layer, name) for name in LAYER_WEIGHTS), next_norm]
             for layer, next_norm in zip(weights.layers, norms, strict=True)
         ]
-        kinds: dict[tuple[str, bool, bool], Kind] = {}
+        kinds: dict[Kind, Kind] = {}
         self._kinds = []
         for i in range(config.num_layers):
-            group, is_sparse = config.group_of(i), i in config.sparse_layers
-            experts, reads = config.experts if is_sparse else None, i in group.readers
-            kind = Kind(config, group, experts, kernels, reads)
-            self._kinds.append(kinds.setdefault((group.name, is_sparse, reads), kind))
+            group, recurrent = config.group_of(i), config.recurrent
+            kind = Kind(
+                config,
+                group,
+                config.experts if i in config.sparse_layers else None,
+                kernels,
+                group is not None and i in group.readers,
+                ranks,
+                recurrent if recurrent is not None and i in recurrent.layers else None,
+                config.has_mlp(i),
+            )
+            self._kinds.append(kinds.setdefault(kind, kind))
 
     def forward(
         self,
@@ -182,19 +333,23 @@ class Decoder:
         kv: Mapping[str, KvPages],
         pieces: Pieces,
         taps: Mapping[int, Tensor] = NO_TAPS,
+        states: States | None = None,
+        trail: Trail | None = None,
     ) -> Normed:
-        """-> [T, hidden] under the final norm; KV of every real token is stored on the way.
+        """-> [T, hidden] under the final norm; KV of every real token is stored on the way, and
+        states, both of them stacked, change; or they are left in the trail.
 
         `taps`: by layer, where to write what goes into it, [T, hidden]; one past the last layer is
         what is under the final norm.
         """
-        residual, normed = self._kernels.open(
-            batch.tokens, batch.ids, self._weights.embedding, self._scale,
-            self._weights.layers[0].input_norm, self.config.norm_eps,
+        residual, normed = self.vocabulary.open(
+            batch.tokens, batch.ids, self._scale, self._weights.layers[0].input_norm,
+            self.config.norm_eps,
         )  # fmt: skip
         inputs = self._layer_inputs(batch, residual)
         stands = standing(batch.tokens, batch.branches)
-        return self._through(residual, normed, inputs, batch, stands, kv, pieces, taps)
+        memory = Memory(kv, states, trail)
+        return self._through(residual, normed, inputs, batch, stands, memory, pieces, taps)
 
     def forward_from(
         self,
@@ -209,7 +364,7 @@ class Decoder:
         norm, eps = self._weights.layers[0].input_norm, self.config.norm_eps
         batch, inputs = Batch(tokens, tokens.slots, prompt_len, None), [None] * len(self._layers)
         normed = self._kernels.norm(begin, norm, eps)
-        return self._through(begin, normed, inputs, batch, stands, kv, pieces, NO_TAPS)
+        return self._through(begin, normed, inputs, batch, stands, Memory(kv), pieces, NO_TAPS)
 
     def _through(
         self,
@@ -218,7 +373,7 @@ class Decoder:
         inputs: Sequence[Tensor | None],
         batch: Batch,
         stands: Tokens,
-        kv: Mapping[str, KvPages],
+        memory: Memory,
         pieces: Pieces,
         taps: Mapping[int, Tensor],
     ) -> Normed:
@@ -232,12 +387,17 @@ class Decoder:
         for i, (kind, layer) in enumerate(zip(self._kinds, self._layers, strict=True)):
             if i in taps:
                 taps[i].copy_(residual)
-            name = kind.group.name
-            pages, page_table = kv[name].pages[kind.group.owner_of(i)], kv[name].page_table
-            residual, *parts = pieces(
-                kind.run, residual, *normed, inputs[i], batch.tokens.slots, *angles[name],
-                pages, page_table, *layer, *plans[name],
-            )  # fmt: skip
+            given = Given(residual, *normed, batch.tokens.slots, inputs[i], self._expert_starts)
+            plan: Plan = ()
+            if kind.group is not None:
+                name = kind.group.name
+                of_group, plan = memory.kv[name], plans[name]
+                pages = of_group.pages[kind.group.owner_of(i)]
+                given = given.attending(*angles[name], pages, of_group.page_table)
+            if kind.recurrent is not None:
+                index = kind.recurrent.index_of(i)
+                given = given.recurring(batch.tokens, batch.rows, *memory.of_layer(index))
+            residual, *parts = pieces(kind.run, *given, *layer, *plan)
             normed = Normed(*parts)
         if len(self._layers) in taps:
             taps[len(self._layers)].copy_(kernels.settle(normed, config.norm_eps))
@@ -264,13 +424,19 @@ class Decoder:
         inputs = (both * 0.5**0.5).view(-1, num, size).transpose(0, 1).contiguous()
         return [inputs[i] for i in range(num)]
 
+    def scan_of(self, states: States) -> Scan:
+        """The shape of recurrent layers, with snapshots or without."""
+        assert self.config.recurrent is not None
+        scan = self.config.recurrent.scan
+        return scan if states.rows is not None else scan.every(0)
+
     def new_hidden(self, num_tokens: int, num_states: int) -> Tensor:
         """Room for so many hidden states of every token, side by side."""
         return self._weights.final_norm.new_empty(num_tokens, num_states * self.config.hidden_size)
 
     def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
         """[rows, hidden] -> [rows, vocab]; zeros for rows of slot 0"""
-        config = self.config
-        self._kernels.logits(
-            normed, config.norm_eps, self._weights.head, slots, config.final_softcap, out
-        )
+        config, scale = self.config, self.config.scales.logits
+        if scale != 1:
+            normed = Normed(normed.x * scale, normed.squares)
+        self.vocabulary.logits(normed, config.norm_eps, slots, config.final_softcap, out)

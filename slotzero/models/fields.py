@@ -24,6 +24,17 @@ def activation(config: Mapping[str, Any]) -> Activation:
     return ACTIVATIONS[name]
 
 
+def plain_activation(config: Mapping[str, Any]) -> Activation:
+    """Of an MLP without gates, as that by which it gates itself."""
+    name = config.get("mlp_hidden_act") or "relu2"
+    if name != "relu2":
+        raise UnsupportedModelError(
+            f"config field mlp_hidden_act={name!r} changes results; without gates relu2 is "
+            "implemented"
+        )
+    return "relu"
+
+
 def eps(config: Mapping[str, Any]) -> float:
     return float(config.get("rms_norm_eps", 1e-6))
 

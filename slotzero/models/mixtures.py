@@ -1,6 +1,7 @@
 """What a config says of its experts: how many, how a token chooses among them, in which layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
@@ -16,13 +17,33 @@ def experts_of(config: Mapping[str, Any], model_type: str) -> Experts | None:
     if model_type == "gpt_oss":
         _require(config, "swiglu_alpha", 1.702)
         _require(config, "swiglu_limit", 7.0)
-        return Experts(
-            num_experts=positive(config, "num_local_experts"),
-            top_k=positive(config, "num_experts_per_tok"),
-            inner_size=positive(config, "intermediate_size"),
-            activation="clamped_silu",
+        return _by_fields(
+            config, "num_local_experts", "num_experts_per_tok", "intermediate_size",
+            activation="clamped_silu", scores="softmax_of_chosen",
+        )  # fmt: skip
+    if model_type == "qwen3_next":
+        return _by_fields(
+            config, "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+            scores="softmax", is_normed=bool(config.get("norm_topk_prob", True)),
+        ) if config.get("num_experts") else None  # fmt: skip
+    if model_type == "granitemoehybrid":
+        return _by_fields(
+            config, "num_local_experts", "num_experts_per_tok", "intermediate_size",
             scores="softmax_of_chosen",
-        )
+        ) if config.get("num_local_experts") else None  # fmt: skip
+    if model_type == "nemotron_h":
+        if config.get("moe_latent_size") is not None:
+            raise UnsupportedModelError(
+                f"config field moe_latent_size={config['moe_latent_size']}: experts over a smaller "
+                "row are not implemented"
+            )
+        has_any = "moe" in config["layer_types"]
+        return replace(_by_sigmoid(config, 0), activation="relu") if has_any else None
+    if model_type == "gemma4_text":
+        return _by_fields(
+            config, "num_experts", "top_k_experts", "moe_intermediate_size",
+            scores="softmax", is_normed=True,
+        ) if config.get("enable_moe_block") else None  # fmt: skip
     if model_type == "mimo_v2_flash":
         return _by_sigmoid(config, num_shared=0)
     if model_type in _SCORES:
@@ -34,7 +55,20 @@ def experts_of(config: Mapping[str, Any], model_type: str) -> Experts | None:
     return None
 
 
+def beside_size(config: Mapping[str, Any], model_type: str) -> int | None:
+    """Of the MLP beside experts, where that is another than the other MLPs'."""
+    if model_type == "qwen3_next" and config.get("num_experts"):
+        return positive(config, "shared_expert_intermediate_size")
+    if model_type == "nemotron_h" and "moe" in config["layer_types"]:
+        return positive(config, "moe_shared_expert_intermediate_size")
+    return None
+
+
 def sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    if config.get("decoder_sparse_step") is not None or config.get("mlp_only_layers"):
+        every = positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+        dense = config.get("mlp_only_layers") or ()
+        return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % every == 0)
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         first = config.get("first_k_dense_replace")
@@ -48,6 +82,24 @@ def sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
             f"{num_layers} layers"
         )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
+def _by_fields(
+    config: Mapping[str, Any], num: str, top_k: str, inner_size: str, **how: Any
+) -> Experts:
+    """Of a config that calls their number, how many are chosen, and their size so."""
+    made = Experts(
+        num_experts=positive(config, num),
+        top_k=positive(config, top_k),
+        inner_size=positive(config, inner_size),
+        **{"activation": activation(config), **how},
+    )
+    if made.top_k > made.num_experts:
+        raise UnsupportedModelError(
+            f"config fields {num}={made.num_experts}, {top_k}={made.top_k}: so many cannot be "
+            "chosen"
+        )
+    return made
 
 
 def _by_sigmoid(config: Mapping[str, Any], num_shared: int) -> Experts:

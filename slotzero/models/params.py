@@ -4,10 +4,11 @@ It knows names and shapes, and no numbers. Real checkpoints are compared to it a
 made from it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+from slotzero.kernels.nouns import Heads
 from slotzero.models.assistant import (
     BACK,
     CENTROIDS,
@@ -18,110 +19,9 @@ from slotzero.models.assistant import (
     parse_assistant,
 )
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
+from slotzero.models.param import LayerParams, Param, Shared, Source, abreast
+from slotzero.models.params_recurrent import recurrent_params
 from slotzero.models.rope import halves
-
-
-@dataclass(frozen=True)
-class Source:
-    """A tensor of a checkpoint, or one for each layer and expert, and how its rows are used."""
-
-    name: str  # with {expert} where every expert has its own
-    rows: int  # output features; a vector has only these
-    order: Sequence[int] | None = None  # the rows that we want, if not all as they come
-    scale: float = 1.0
-    shared: "Shared | None" = None
-    column_scales: Sequence[float] | None = None
-
-    @property
-    def num_taken(self) -> int:
-        return self.rows if self.order is None else len(self.order)
-
-
-class Shared(NamedTuple):
-    """One tensor that holds what all shared experts have for a source, rows or columns abreast."""
-
-    name: str
-    in_columns: bool = False
-
-
-@dataclass(frozen=True)
-class Param:
-    """One stacked weight: the checkpoint's tensors that it joins, row upon row."""
-
-    name: str  # of the stacked tensor
-    field: str  # of LayerWeights or DecoderWeights
-    sources: tuple[Source, ...]
-    columns: int | None = None  # input features; None for a vector
-    layers: tuple[int, ...] | None = None  # None: not a weight of a layer
-    experts: int | None = None
-    num_shared: int = 0  # of the experts, the last
-    is_packed: bool = True
-    is_joint: bool = False
-    """Each source holds all experts, and of a matrix input features before output features."""
-    offset: float = 0.0  # to be added to what is stored
-    is_wide: bool = False  # float32, whatever the others are
-
-    @property
-    def out_features(self) -> int:
-        return sum(source.num_taken for source in self.sources)
-
-    def stored(self, layer: int) -> Iterator["Stored"]:
-        """What a checkpoint holds of it; `layer` counts for weights of a layer only."""
-        prefix = "" if self.layers is None else f"model.layers.{layer}."
-        for expert in range(self.experts or 1) if not self.is_joint else (None,):
-            for source in self.sources:
-                shape: tuple[int, ...] = (source.rows,)
-                if self.columns is not None:
-                    shape = (source.rows, self.columns)
-                if self.is_joint:
-                    assert self.experts is not None
-                    shape = (self.experts, *reversed(shape))
-                name, part = source.name.format(expert=expert), None
-                if source.shared is not None and expert is not None:
-                    part = expert - ((self.experts or 0) - self.num_shared)
-                if part is None or part < 0 or source.shared is None:
-                    yield Stored(prefix + name, shape, source)
-                    continue
-                axis = int(source.shared.in_columns)
-                whole = [
-                    size * (self.num_shared if i == axis else 1) for i, size in enumerate(shape)
-                ]
-                cut = (axis, part * shape[axis], shape[axis])
-                yield Stored(prefix + source.shared.name, tuple(whole), source, cut)
-
-
-class Stored(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    source: Source
-    cut: tuple[int, int, int] | None = None  # along which axis, from where, how much; None: all
-
-
-@dataclass
-class _Params:
-    """Makes params of the layers that it is for."""
-
-    layers: tuple[int, ...]
-    suffix: str = ""
-    made: list[Param] = field(default_factory=list)
-
-    def matrix(self, name: str, columns: int, *sources: Source, **more: Any) -> None:
-        sources = tuple(_named(source, ".weight") for source in sources)
-        self.add(name, sources, columns=columns, **more)
-
-    def bias(self, name: str, *sources: Source) -> None:
-        self.add(name, tuple(_named(source, ".bias") for source in sources))
-
-    def norm(self, name: str, source: str, size: int, offset: float) -> None:
-        self.add(name, (Source(f"{source}.weight", size),), offset=offset)
-
-    def add(self, name: str, sources: tuple[Source, ...], **more: Any) -> None:
-        self.made.append(Param(name + self.suffix, name, sources, layers=self.layers, **more))
-
-
-def _named(source: Source, ending: str) -> Source:
-    shared = source.shared and source.shared._replace(name=source.shared.name + ending)
-    return replace(source, name=source.name + ending, shared=shared)
 
 
 def params_of(config: ModelConfig) -> list[Param]:
@@ -130,8 +30,8 @@ def params_of(config: ModelConfig) -> list[Param]:
     def single(name: str, source: str, rows: int, columns: int | None, offset: float = 0) -> Param:
         return Param(name, name, (Source(source, rows),), columns, offset=offset)
 
-    everywhere = _Params(tuple(range(config.num_layers)))
-    _norms(everywhere, config)
+    everywhere = LayerParams(tuple(range(config.num_layers)))
+    _norms(everywhere, config, has_two=config.mlp_layers is None)
     _layer_ends(everywhere, config)
     params = [
         single("embedding", "model.embed_tokens.weight", vocab, hidden),
@@ -151,43 +51,94 @@ def params_of(config: ModelConfig) -> list[Param]:
             params += _attention(config, group)
         if group.readers:
             params += _attention(config, group, reads=True)
+    if config.recurrent is not None:
+        params += recurrent_params(hidden, config.recurrent)
     wide = {i for group in config.groups for i in group.readers if config.reader_width > 1}
-    dense = set(range(config.num_layers)).difference(config.sparse_layers)
-    for layers, width in ((dense - wide, 1), (dense & wide, config.reader_width)):
-        if layers:
-            params += _mlp(config, tuple(sorted(layers)), width)
+    sparse = set(config.sparse_layers)
+    dense = {i for i in range(config.num_layers) if config.has_mlp(i)} - sparse
+    for of_kind, beside in ((dense, False), (sparse if config.dense_beside else set(), True)):
+        for layers, width in ((of_kind - wide, 1), (of_kind & wide, config.reader_width)):
+            if layers:
+                params += _mlp(config, tuple(sorted(layers)), width, beside)
     if config.sparse_layers:
         params += _experts(config, config.sparse_layers)
-    return params
+    return [replace(param, renames=RENAMES.get(config.family, ())) for param in params]
+
+
+RENAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "falcon_h1": (
+        ("model.norm.", "model.final_layernorm."),
+        (".post_attention_layernorm.", ".pre_ff_layernorm."),
+        (".mlp.", ".feed_forward."),
+    ),
+    "nemotron_h": (
+        ("model.norm.", "model.norm_f."),
+        (".embed_tokens.", ".embeddings."),
+        (".input_layernorm.", ".norm."),
+        (".self_attn.", ".mixer."),
+        (".mlp.", ".mixer."),
+        ("model.", "backbone."),
+    ),
+}
+"""By family, where a checkpoint has other names than most."""
 
 
 def ahead_params(config: ModelConfig, layer: int) -> list[Param]:
     """Of a layer behind the last that guesses ahead; it is like the last, and begins by joining."""
-    own, hidden = _Params((layer,)), config.hidden_size
-    _norms(own, config)
+    own, hidden = LayerParams((layer,)), config.hidden_size
+    _norms(own, config, has_two=True)
     own.norm("embed_norm", "enorm", hidden, config.norm_offset)
     own.norm("hidden_norm", "hnorm", hidden, config.norm_offset)
     own.norm("norm", "shared_head.norm", hidden, config.norm_offset)
     own.matrix("join", 2 * hidden, Source("eh_proj", hidden))
     params = [*own.made, *_attention(config, replace(config.groups[-1], layers=(layer,)))]
     is_sparse = config.num_layers - 1 in config.sparse_layers
-    return params + (_experts(config, (layer,)) if is_sparse else _mlp(config, (layer,), width=1))
+    if not is_sparse or config.dense_beside:
+        params += _mlp(config, (layer,), 1, is_sparse)
+    if is_sparse:
+        params += _experts(config, (layer,))
+    renames = (
+        _ahead_names(layer, layer - config.num_layers) if config.family == "qwen3_next" else ()
+    )
+    return [replace(param, renames=renames) for param in params]
 
 
-def _norms(params: _Params, config: ModelConfig) -> None:
+def _ahead_names(layer: int, index: int) -> tuple[tuple[str, str], ...]:
+    """Of families that store such layers apart from the others."""
+    at = f"model.layers.{layer}."
+    return (
+        (f"{at}enorm.", "mtp.pre_fc_norm_embedding."),
+        (f"{at}hnorm.", "mtp.pre_fc_norm_hidden."),
+        (f"{at}shared_head.norm.", "mtp.norm."),
+        (f"{at}eh_proj.", "mtp.fc."),
+        (at, f"mtp.layers.{index}."),
+    )
+
+
+def ahead_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """How names begin that are of layers which guess ahead."""
+    if config.family in ("qwen3_next", "nemotron_h"):
+        return ("mtp.",)
+    num = config.num_layers
+    return tuple(f"model.layers.{num + i}." for i in range(config.num_ahead))
+
+
+def _norms(params: LayerParams, config: ModelConfig, has_two: bool) -> None:
+    """Of layers that have a mixer and an MLP, or one of the two."""
     hidden, offset = config.hidden_size, config.norm_offset
     after, before = "post_attention_layernorm", "pre_feedforward_layernorm"
     if config.norms == "before":
         before = after
     if config.norms in ("before", "around"):
         params.norm("input_norm", "input_layernorm", hidden, offset)
-        params.norm("mlp_norm", before, hidden, offset)
+        if has_two:
+            params.norm("mlp_norm", before, hidden, offset)
     if config.norms in ("after", "around"):
         params.norm("after_attention", after, hidden, offset)
         params.norm("after_mlp", "post_feedforward_layernorm", hidden, offset)
 
 
-def _layer_ends(params: _Params, config: ModelConfig) -> None:
+def _layer_ends(params: LayerParams, config: ModelConfig) -> None:
     hidden, size = config.hidden_size, config.input_size
     if size:
         params.matrix("input_gate", hidden, Source("per_layer_input_gate", size))
@@ -203,39 +154,66 @@ def _attention(config: ModelConfig, group: KvGroup, reads: bool = False) -> list
         return _latent_attention(config, group)
     hidden, heads = config.hidden_size, group.reader_heads if reads else group.heads
     suffix = "" if group is config.groups[0] else f"_{group.name}"
-    params = _Params(group.readers, f"{suffix}_readers") if reads else _Params(group.layers, suffix)
-    order = halves(group.rope)
+    params = (
+        LayerParams(group.readers, f"{suffix}_readers")
+        if reads
+        else LayerParams(group.layers, suffix)
+    )
+    order, scales = halves(group.rope), config.scales
     q_size, k_size, v_size = heads.sizes
-    qkv = [Source("self_attn.q_proj", q_size, _by_head(order, heads.num_heads))]
+    q = Source("self_attn.q_proj", q_size, _by_head(order, heads.num_heads), scale=scales.qkv)
+    gate = None
+    if config.gates_attention:
+        q, gate = _with_gates(q, order, heads)
+    qkv = [q]
     if heads.stores:
         values = "k_proj" if group.values_are_keys else "v_proj"
+        k_order, k_scale = _by_head(order, heads.num_kv_heads), scales.key * scales.qkv
         qkv += (
-            Source("self_attn.k_proj", k_size, _by_head(order, heads.num_kv_heads)),
-            Source(f"self_attn.{values}", v_size, scale=config.value_scale),
+            Source("self_attn.k_proj", k_size, k_order, scale=k_scale),
+            Source(f"self_attn.{values}", v_size, scale=config.value_scale * scales.qkv),
         )
-    out = Source("self_attn.o_proj", hidden)
+    out = Source("self_attn.o_proj", hidden, scale=scales.out)
     params.matrix("qkv", hidden, *qkv)
     params.matrix("out", heads.out_size, out)
+    if gate is not None:
+        params.matrix("out_gate", hidden, gate)
+        if config.qkv_bias:
+            params.bias("out_gate_bias", gate)
     if config.qkv_bias:
-        params.bias("qkv_bias", *qkv)
+        params.bias("qkv_bias", *(replace(s, scale=s.scale / scales.qkv) for s in qkv))
     if config.out_bias:
         params.bias("out_bias", out)
     if config.qk_norm:
         is_whole = config.qk_norm == "whole"
         sizes = (q_size, k_size) if is_whole else (heads.head_dim, heads.head_dim)
         for name, size in zip("qk" if heads.stores else "q", sizes, strict=False):
-            params.norm(f"{name}_norm", f"self_attn.{name}_norm", size, config.norm_offset)
+            turned = _by_head(order, size // heads.head_dim)
+            source = Source(f"self_attn.{name}_norm.weight", size, turned)
+            params.add(f"{name}_norm", (source,), offset=config.norm_offset)
     if group.has_sinks:
         name = "attention_sink_bias" if config.family == "mimo_v2_flash" else "sinks"
         params.add("sinks", (Source(f"self_attn.{name}", heads.num_heads),))
     return params.made
 
 
+def _with_gates(q: Source, order: Sequence[int] | None, heads: Heads) -> tuple[Source, Source]:
+    """Rows of queries and of gates, which take turns head by head."""
+    size = heads.head_dim
+    rows = order or range(size)
+
+    def taken(first: int, rows: Sequence[int]) -> list[int]:
+        return [2 * size * head + first + row for head in range(heads.num_heads) for row in rows]
+
+    both = replace(q, rows=2 * q.rows)
+    return replace(both, order=taken(0, rows)), replace(both, order=taken(size, range(size)))
+
+
 def _latent_attention(config: ModelConfig, group: KvGroup) -> list[Param]:
     heads, latent, hidden = group.heads, group.heads.latent, config.hidden_size
     assert latent is not None
     plain, turned, rank = latent.plain_dim, latent.turned_dim, heads.value_dim
-    params, (q_size, k_size, _) = _Params(group.layers), heads.sizes
+    params, (q_size, k_size, _) = LayerParams(group.layers), heads.sizes
     order = halves(group.rope) or range(turned)
     q_order = _by_head([*range(plain), *(plain + row for row in order)], heads.num_heads)
     k_order = [*(rank + row for row in order), *range(rank)]  # the latent comes last
@@ -262,24 +240,45 @@ def _by_head(order: Sequence[int] | None, num_heads: int) -> list[int] | None:
     return [head * len(order) + row for head in range(num_heads) for row in order]
 
 
-def _mlp(config: ModelConfig, layers: tuple[int, ...], width: int) -> list[Param]:
-    params = _Params(layers, "_wide" if width > 1 else "")
-    inner = config.intermediate_size * width
-    gate_up = Source("mlp.gate_proj", inner), Source("mlp.up_proj", inner)
-    down = Source("mlp.down_proj", config.hidden_size)
-    params.matrix("gate_up", config.hidden_size, *gate_up)
-    params.matrix("down", inner, down)
+def _mlp(config: ModelConfig, layers: tuple[int, ...], width: int, beside: bool) -> list[Param]:
+    """Alone, or beside experts."""
+    params = LayerParams(layers, "_wide" if width > 1 else "")
+    inner, hidden = config.intermediate_size * width, config.hidden_size
+    if beside and config.beside_size is not None:
+        inner = config.beside_size
+    gate_up, down = _mlp_sources(config, inner, beside)
+    prefix = "dense_" if beside else ""
+    params.matrix(f"{prefix}gate_up", hidden, *gate_up)
+    params.matrix(f"{prefix}down", inner, down)
+    if beside and config.gates_beside:
+        params.matrix("dense_gate", hidden, Source("mlp.shared_expert_gate", 1))
     if config.mlp_bias:
         params.bias("gate_up_bias", *gate_up)
         params.bias("down_bias", down)
     return params.made
 
 
+_BESIDE = {"qwen3_next": "mlp.shared_expert", "nemotron_h": "mlp.shared_experts"}
+
+
+def _mlp_sources(config: ModelConfig, inner: int, beside: bool) -> tuple[Sequence[Source], Source]:
+    hidden, scales = config.hidden_size, config.scales
+    if config.family == "granitemoehybrid":
+        down = Source("shared_mlp.output_linear", hidden, scale=scales.down)
+        return abreast("shared_mlp.input_linear", (inner, inner)), down
+    at = _BESIDE.get(config.family, "mlp") if beside else "mlp"
+    down = Source(f"{at}.down_proj", hidden, scale=scales.down)
+    up = Source(f"{at}.up_proj", inner)
+    if not config.gates_mlp:
+        return [up], down
+    return [Source(f"{at}.gate_proj", inner, scale=scales.gate), up], down
+
+
 def _experts(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
     shape, hidden = config.experts, config.hidden_size
     assert shape is not None
     num, inner = shape.num_experts, shape.inner_size
-    params = _Params(layers, "_experts")
+    params = LayerParams(layers, "_experts")
     if config.family == "gpt_oss":  # gates and values take turns in its rows
         order = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
         params.matrix("router", hidden, Source("mlp.router", num))
@@ -290,8 +289,35 @@ def _experts(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
         ):
             source = Source(f"mlp.experts.{name}_proj", rows, taken)
             bias = Source(f"mlp.experts.{name}_proj_bias", rows, taken)
-            params.add(name, (source,), columns=columns, experts=num, is_joint=True)
-            params.add(f"{name}_bias", (bias,), experts=num, is_joint=True)
+            params.add(name, (source,), columns=columns, experts=shape.num_held, is_joint=True)
+            params.add(f"{name}_bias", (bias,), experts=shape.num_held, is_joint=True)
+        return params.made
+    if config.family == "gemma4_text":
+        params.matrix("router", hidden, Source("router.proj", num))
+        params.add("router_norm", (Source("router.scale", hidden, scale=hidden**-0.5),))
+        params.add("factors", (Source("router.per_expert_scale", num),))
+        for name, ending in (
+            ("expert_norm", "pre_feedforward_layernorm_2"),
+            ("after_dense", "post_feedforward_layernorm_1"),
+            ("after_experts", "post_feedforward_layernorm_2"),
+        ):
+            params.norm(name, ending, hidden, config.norm_offset)
+        joint = {"experts": shape.num_held, "is_joint": True, "is_turned": False}
+        halves_of = [
+            Source("experts.gate_up_proj", inner, whole=2 * inner, first=first)
+            for first in (0, inner)
+        ]
+        params.add("gate_up", tuple(halves_of), columns=hidden, **joint)
+        params.add("down", (Source("experts.down_proj", hidden),), columns=inner, **joint)
+        return params.made
+    if config.family == "granitemoehybrid":
+        at = "block_sparse_moe"
+        joint = {"experts": shape.num_held, "is_joint": True, "is_turned": False}
+        down = Source(f"{at}.output_linear.weight", hidden, scale=config.scales.down)
+        params.matrix("router", hidden, Source(f"{at}.router.layer", num))
+        gate_up = abreast(f"{at}.input_linear.weight", (inner, inner))
+        params.add("gate_up", tuple(gate_up), columns=hidden, **joint)
+        params.add("down", (down,), columns=inner, **joint)
         return params.made
     params.matrix("router", hidden, Source("mlp.gate", num))
     if shape.scores == "sigmoid":
@@ -302,8 +328,9 @@ def _experts(config: ModelConfig, layers: tuple[int, ...]) -> list[Param]:
         shared = Shared(f"mlp.shared_experts.{name}_proj", in_columns=name == "down")
         return Source(f"mlp.experts.{{expert}}.{name}_proj", rows, shared=shared)
 
-    every = {"experts": shape.num_all, "num_shared": shape.num_shared}
-    params.matrix("gate_up", hidden, of_each("gate", inner), of_each("up", inner), **every)
+    every = {"experts": shape.num_held, "num_shared": shape.num_shared}
+    gate = "gate" if config.gates_mlp else "up"  # which then gates itself
+    params.matrix("gate_up", hidden, of_each(gate, inner), of_each("up", inner), **every)
     params.matrix("down", inner, of_each("down", hidden), **every)
     return params.made
 

@@ -17,7 +17,7 @@ from slotzero.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class RopeConfig:
-    kind: str  # default, proportional, linear, dynamic, llama3, yarn
+    kind: str  # default, proportional, linear, dynamic, llama3, yarn; none: nothing turns
     theta: float
     head_dim: int
     rotary_dim: int
@@ -47,6 +47,7 @@ class RopeConfig:
 
 _FIELDS: Mapping[str, set[str]] = {
     "default": set(),
+    "none": set(),
     "proportional": {"factor"},
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},
@@ -136,6 +137,8 @@ def frequencies(rope: RopeConfig) -> Tensor:
     whole = rope.head_dim if rope.kind == "proportional" else rope.rotary_dim
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / whole
     plain = 1.0 / (rope.theta**exponent)
+    if rope.kind == "none":
+        return torch.zeros_like(plain)
     if rope.rotary_dim < rope.head_dim:  # what is not rotated turns by nothing
         plain = torch.cat((plain, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
     if rope.kind in ("linear", "proportional"):

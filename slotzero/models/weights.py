@@ -15,7 +15,10 @@ from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
-from slotzero.models.params import Param, Stored, params_of, unread_tensors
+from slotzero.models.param import Param, Stored
+from slotzero.models.params import ahead_prefixes, params_of, unread_tensors
+from slotzero.models.shards import cut, sharded
+from slotzero.parallel.ranks import ALONE, Ranks
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
@@ -26,7 +29,7 @@ _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
 @dataclass(frozen=True)
 class LayerWeights:
     input_norm: Tensor | None  # [hidden], like all norms but those of q and k
-    qkv: Tensor  # packed [sum(heads.sizes), hidden], or q_rank in place of q's
+    qkv: Tensor | None  # packed [sum(heads.sizes), hidden], or q_rank in place of q's
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -34,17 +37,37 @@ class LayerWeights:
     up_k: Tensor | None  # [heads * plain, latent]
     up_v: Tensor | None  # [heads * result, latent]
     sinks: Tensor | None  # [heads]
-    out: Tensor  # packed [hidden, heads.out_size]
+    out: Tensor | None  # packed [hidden, heads.out_size]
     out_bias: Tensor | None
+    out_gate: Tensor | None  # packed [heads.out_size, hidden]
+    out_gate_bias: Tensor | None
+    in_proj: Tensor | None  # of a recurrence, like the next nine: packed [its parts, hidden]
+    in_bias: Tensor | None
+    conv: Tensor | None  # [channels, conv_width]
+    conv_bias: Tensor | None
+    a_log: Tensor | None  # [heads]
+    dt_bias: Tensor | None
+    d: Tensor | None
+    gate_norm: Tensor | None
+    scan_out: Tensor | None  # packed [hidden, inner]
+    scan_out_bias: Tensor | None
     after_attention: Tensor | None
     mlp_norm: Tensor | None
-    router: Tensor | None  # packed [experts, hidden]; None: no experts, and the next four plain
+    router: Tensor | None  # packed [experts, hidden]; None: no experts, and the MLP is plain
     router_bias: Tensor | None
     correction: Tensor | None
-    gate_up: Tensor  # packed [2 * intermediate, hidden]
+    gate_up: Tensor | None  # packed [2 * intermediate, hidden]; without gates half of it
     gate_up_bias: Tensor | None
-    down: Tensor  # packed [hidden, intermediate]
+    down: Tensor | None  # packed [hidden, intermediate]
     down_bias: Tensor | None
+    dense_gate_up: Tensor | None  # of an MLP beside experts, like the next seven
+    dense_down: Tensor | None
+    dense_gate: Tensor | None  # packed [1, hidden]
+    router_norm: Tensor | None
+    expert_norm: Tensor | None
+    factors: Tensor | None  # [experts]
+    after_dense: Tensor | None
+    after_experts: Tensor | None
     after_mlp: Tensor | None
     input_gate: Tensor | None  # packed [input_size, hidden]
     input_out: Tensor | None  # packed [hidden, input_size]
@@ -72,11 +95,12 @@ def load_weights(
     progress: Progress,
     prefix: str = "",
     besides: frozenset[str] = frozenset(),
+    ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """`prefix` is of their names in the registry, where there is more than one model; `besides` are
-    tensors that somebody else reads."""
-    params = params_of(config)
-    _refuse_unexpected(config, params, checkpoint, besides)
+    """Of the whole model's config, this rank's part. `prefix` is of their names in the registry,
+    where there is more than one model; `besides` are tensors that somebody else reads."""
+    params = _params_of(config, ranks)
+    _refuse_unexpected(config, checkpoint, besides)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for param in params:
@@ -110,18 +134,26 @@ def random_weights(
     dtype: torch.dtype,
     seed: int,
     prefix: str = "",
+    ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """`--load-format dummy`: drawn on the device, so that a large model starts at once."""
-    params = params_of(config)
+    """`--load-format dummy`: drawn on the device, so that a large model starts at once; every rank
+    draws the same."""
+    params = _params_of(config, ranks)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     generator = torch.Generator(registry.device).manual_seed(seed)
     for param in params:
         tensor = tensors[param.name]
-        if param.field.endswith(("norm", "scale")) or param.field.startswith("after"):
+        if param.field.endswith(("norm", "scale", "factors")) or param.field.startswith("after"):
             tensor.fill_(1)
         else:
             tensor.normal_(0, 0.02, generator=generator)
+            if not any(source.scale for source in param.sources):  # another rank adds it
+                tensor.zero_()
     return _assemble(config, params, tensors)
+
+
+def _params_of(config: ModelConfig, ranks: Ranks) -> list[Param]:
+    return cut(params_of(config), params_of(sharded(config, ranks)), ranks)
 
 
 def _allocate(
@@ -166,16 +198,18 @@ def _read(
     param: Param, stored: list[Stored], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
 ) -> Tensor:
     parts = []
-    for name, shape, source, cut in stored:
-        part = checkpoint.read(name)
-        if tuple(part.shape) != shape:
+    for name, spans, source in stored:
+        part, whole = checkpoint.read_part(name, *(span.slice for span in spans))
+        wanted = [span.whole for span in spans]
+        if list(whole) != wanted:
             raise CorruptCheckpointError(
-                f"{checkpoint.name}: tensor {name} has shape {list(part.shape)}, "
-                f"its config asks for {list(shape)}"
+                f"{checkpoint.name}: tensor {name} has shape {list(whole)}, "
+                f"its config asks for {wanted}"
             )
-        part = part if cut is None else part.narrow(*cut)
-        if param.is_joint and param.columns is not None:
+        if param.is_joint and param.is_turned and param.columns is not None:
             part = part.transpose(1, 2)
+        if param.is_conv:
+            part = part.squeeze(1)
         if source.order is not None:
             part = part[:, source.order] if param.is_joint else part[source.order]
         if source.scale != 1:
@@ -185,16 +219,16 @@ def _read(
         if param.offset:
             part = part.float() + param.offset
         parts.append(part.to(target.device).to(target.dtype))  # converted where it is fast
-    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    joined = torch.cat(parts, dim=int(param.is_joint)) if len(parts) > 1 else parts[0]
     return joined if param.columns is None or not param.is_packed else kernels.pack(joined)
 
 
 def _refuse_unexpected(
-    config: ModelConfig, params: list[Param], checkpoint: Checkpoint, besides: frozenset[str]
+    config: ModelConfig, checkpoint: Checkpoint, besides: frozenset[str]
 ) -> None:
     """A tensor that we would not use changes results; one that is missing cannot be made up. Layers
     that guess ahead are a drafter's."""
-    expected = {s.name for p in params for i in p.layers or (0,) for s in p.stored(i)}
+    expected = {s.name for p in params_of(config) for i in p.layers or (0,) for s in p.stored(i)}
     names = set(checkpoint.names())
     missing = sorted(expected - names)
     if missing:
@@ -203,8 +237,7 @@ def _refuse_unexpected(
             "the checkpoint is incomplete, fetch it again"
         )
     tied = {"lm_head.weight"}  # a copy of the embedding that some exporters store
-    num, ahead = config.num_layers, config.num_ahead
-    ahead_of = tuple(f"model.layers.{layer}." for layer in range(num, num + ahead))
+    ahead_of = ahead_prefixes(config)
     extra = sorted(
         n
         for n in names - expected - tied - unread_tensors(config) - besides
@@ -230,7 +263,7 @@ def _assemble(
         embedding=tensors["embedding"],
         head=tensors.get("head", tensors["embedding"]),
         final_norm=tensors["final_norm"],
-        layers=tuple(LayerWeights(**fields) for fields in layers),  # type: ignore[arg-type]
+        layers=tuple(LayerWeights(**fields) for fields in layers),
         input_embedding=tensors.get("input_embedding"),
         input_projection=tensors.get("input_projection"),
         projected_norm=tensors.get("projected_norm"),

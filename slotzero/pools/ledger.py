@@ -17,6 +17,11 @@ planned; later steps run after it on the one stream) and committed (the host kno
 Windowed pages are let go of when the next are taken, so a request that decodes holds at most what
 covers its window. The ones of its prompt were offered to the cache by then and stay to be found.
 Those of its answer were not: few would come back to the middle of it.
+
+Snapshots of recurrent states come last, as a group of their own: by page, a row where one is to be
+taken, and 0 elsewhere. A row is named before the step that takes the snapshot, or never: where none
+is free, the request goes on without. It holds the last one that it has passed, which a release
+offers, and those before it.
 """
 
 from collections import Counter
@@ -51,14 +56,15 @@ class PageLedger:
         self.page_size = page_size
         self.cache = PrefixCache(self.groups, page_size)
         self.enable_prefix_caching = enable_prefix_caching
-        self._has_window = any(group.window is not None for group in self.groups)
+        self._has_window = any(not group.is_whole for group in self.groups)
+        self._paged = [g for g, group in enumerate(self.groups) if not group.interval]
 
-    # By group; num_pages == num_used + num_cached + free
+    # By group of pages; num_pages == num_used + num_cached + free
 
     @property
     def num_pages(self) -> tuple[int, ...]:
         """Pages that can be handed out at all."""
-        return tuple(group.pool.max_free for group in self.groups)
+        return tuple(self.groups[g].pool.max_free for g in self._paged)
 
     @property
     def num_used(self) -> tuple[int, ...]:
@@ -70,12 +76,12 @@ class PageLedger:
     @property
     def num_cached(self) -> tuple[int, ...]:
         """Pages that only the cache owns."""
-        return tuple(self.cache.num_evictable(g) for g in range(len(self.groups)))
+        return tuple(self.cache.num_evictable(g) for g in self._paged)
 
     @property
     def num_available(self) -> tuple[int, ...]:
         """Pages that nobody owns, or only the cache."""
-        return tuple(map(self._num_available, range(len(self.groups))))
+        return tuple(map(self._num_available, self._paged))
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -91,17 +97,20 @@ class PageLedger:
         num_fresh = [
             self.pages_for(
                 min(
-                    (len(tokens) if group.window is None else chunk_end) + self.ahead,
+                    (len(tokens) if group.is_whole else chunk_end) + self.ahead,
                     request.max_len,
                 )
             )
             - num_found
             for group in self.groups
         ]
-        if any(n + spare > self._num_available(g) for g, n in enumerate(num_fresh)):
+        if any(num_fresh[g] + spare > self._num_available(g) for g in self._paged):
             self.cache.release((), found)
             return False
-        request.pages = [pages + self._take(g, num_fresh[g]) for g, pages in enumerate(found)]
+        request.pages = [
+            pages + self._take(g, len(pages), num_fresh[g], num_cached)
+            for g, pages in enumerate(found)
+        ]
         request.num_computed = request.num_cached = num_cached
         self._set_num_paged(request, num_cached, chunk_end)
         self.cache.stats.num_asked_tokens += len(tokens)
@@ -118,8 +127,9 @@ class PageLedger:
         read_from = start - request.num_behind  # by the drafter, when it catches up
         firsts = [group.first_read(read_from, self.page_size) for group in self.groups]
         by_group = request.pages or [[0] * first for first in firsts]
-        passed = [_held_before(first, pages) for first, pages in zip(firsts, by_group, strict=True)]
-        for g, pages in enumerate(by_group):
+        passed = [self._passed(g, first, by_group[g]) for g, first in enumerate(firsts)]
+        for g in self._paged:
+            pages = by_group[g]
             num_short = num_pages - len(pages) - self._num_available(g)
             if num_short > 0 and num_short > self._num_freed(g, [pages[i] for i in passed[g]]):
                 return None
@@ -128,7 +138,7 @@ class PageLedger:
             if passed[g]:
                 changes.append(self._let_go(g, pages, passed[g]))
             if num_pages > len(pages):
-                fresh = self._take(g, num_pages - len(pages))
+                fresh = self._take(g, len(pages), num_pages - len(pages), start)
                 changes.append(PageChange(g, len(pages), fresh))
                 pages += fresh
         request.pages = by_group
@@ -174,19 +184,39 @@ class PageLedger:
         # one token at least is computed: its logits are what the first sample needs
         return self.cache.match(tokens, limit=len(tokens) - 1)
 
-    def _take(self, group: int, n: int) -> list[int]:
+    def _take(self, group: int, first_index: int, n: int, start: int) -> list[int]:
+        """Pages from this index on, of a request that goes on from this position."""
+        if self.groups[group].interval:
+            ends = range(first_index + 1, first_index + n + 1)
+            return [self._take_row(group, end * self.page_size, start) for end in ends]
         pool = self.groups[group].pool
         if n > pool.num_free:
             self.cache.evict(group, n - pool.num_free)
         return pool.take(n)
 
+    def _take_row(self, group: int, end: int, start: int) -> int:
+        """For the snapshot after so many tokens; 0: none is due, or none is free."""
+        pool, _, interval = self.groups[group]
+        if end % interval or end <= start or not self._num_available(group):
+            return 0
+        if not pool.num_free:
+            self.cache.evict(group, 1)
+        return pool.take(1)[0]
+
     def _num_freed(self, group: int, pages: list[int]) -> int:
         """How many more are available when a request lets go of these."""
         return sum(self.cache.is_last_owner(group, page) for page in pages)
 
+    def _passed(self, group: int, first: int, pages: list[int]) -> range:
+        """What a request may let go of that reads pages from the first on."""
+        interval = self.groups[group].interval
+        if interval:
+            return _taken_before(first, pages, interval // self.page_size)
+        return _held_before(first, pages)
+
     def _let_go(self, group: int, pages: list[int], passed: range) -> PageChange:
         zeros = [0] * len(passed)
-        self.cache.let_go(group, pages[passed.start : passed.stop])
+        self.cache.let_go(group, filter(None, pages[passed.start : passed.stop]))
         pages[passed.start : passed.stop] = zeros
         return PageChange(group, passed.start, zeros)
 
@@ -207,6 +237,9 @@ class PageLedger:
             pages = request.pages[g]
             if len(pages) * self.page_size < request.num_paged:
                 raise PoolError(f"request {request.id} has {len(pages)} pages of group {g}")
+            if group.interval:
+                self._check_snapshots(request, pages, group)
+                continue
             first = group.first_read(request.num_computed, self.page_size)
             held = [page for page in pages if page]
             if 0 in pages[first:] or pages[len(pages) - len(held) :] != held:
@@ -220,11 +253,21 @@ class PageLedger:
         for g, pages in enumerate(request.pages):
             self._check_companions(request, g, pages)
 
+    def _check_snapshots(self, request: Request, rows: list[int], group: KvPool) -> None:
+        for i, row in enumerate(rows):
+            end = (i + 1) * self.page_size
+            if row and end % group.interval:
+                raise PoolError(
+                    f"request {request.id} has a snapshot after {end} tokens: none is due"
+                )
+            if row and end > request.num_computed and group.pool.references(row) != 1:
+                raise PoolError(f"snapshot {row} is shared, and request {request.id} will write it")
+
     def _check_companions(self, request: Request, group: int, pages: list[int]) -> None:
         """Who owns a page of a node owns its whole pages."""
         for i, page in enumerate(pages):
             for g, companion in enumerate(self.cache.companions(group, page)):
-                if self.groups[g].window is None and companion != request.pages[g][i]:
+                if self.groups[g].is_whole and companion != request.pages[g][i]:
                     raise PoolError(
                         f"request {request.id} owns page {page} of group {group}, "
                         f"and not page {companion} of group {g}, which the cache keeps with it"
@@ -237,3 +280,12 @@ def _held_before(stop: int, pages: list[int]) -> range:
     while start and pages[start - 1]:
         start -= 1
     return range(start, stop)
+
+
+def _taken_before(stop: int, rows: list[int], step: int) -> range:
+    """The same of snapshots, of which one is due every `step` pages, and maybe was not taken."""
+    taken = rows[step - 1 : stop : step]
+    if not any(taken):
+        return range(stop, stop)
+    first = next(i for i, row in enumerate(taken) if row)
+    return range((first + 1) * step - 1, stop)

@@ -9,6 +9,8 @@ touched memory stays small, and a reader that held on to a freed page meets fore
 in the first test, and not after the pool has gone round.
 
 Layers that need the same pages of a request are one KV group, with a pool of its own: `KvPool`.
+Snapshots of recurrent states are handed out as if they were pages, each by the page that ends where
+it was taken.
 """
 
 from typing import NamedTuple
@@ -87,7 +89,17 @@ class KvPool(NamedTuple):
     pool: PagePool
     window: int | None = None
     """The token at position p reads the keys of positions p - window + 1 to p. None: 0 to p."""
+    interval: int = 0
+    """Of snapshots: one is taken after every so many tokens, and whoever goes on from there reads
+    the last. Where none is free, none is taken."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Every position needs its page, for good."""
+        return self.window is None and not self.interval
 
     def first_read(self, position: int, page_size: int) -> int:
         """Index of the first page that the token at this position reads."""
+        if self.interval:
+            return max(0, position // self.interval * self.interval // page_size - 1)
         return 0 if self.window is None else max(0, position - self.window + 1) // page_size

@@ -8,7 +8,8 @@ still owns: the idle ones.
 
 A hit of n nodes needs all their pages of whole groups, and of a windowed group those that the
 token after them reads. So a node has a page of every whole group, and may lack one of a windowed
-group; it stands as long as it, or a node below it, has a page.
+group; it stands as long as it, or a node below it, has a page. Snapshots of recurrent states are a
+windowed group too, of which a hit needs the one that was taken where it ends.
 
 The rule it keeps where there is a whole group: whoever owns a page of a node owns the whole pages
 of that node and of all nodes above it, so
@@ -59,8 +60,8 @@ class PrefixCache:
         self.groups = tuple(groups)
         self.page_size = page_size
         self.stats = PrefixStats()
-        self._whole = [g for g, group in enumerate(groups) if group.window is None]
-        self._windowed = [g for g, group in enumerate(groups) if group.window is not None]
+        self._whole = [g for g, group in enumerate(groups) if group.is_whole]
+        self._windowed = [g for g, group in enumerate(groups) if not group.is_whole]
         self._forget()
 
     @property
@@ -110,7 +111,7 @@ class PrefixCache:
             indices = range(len(of_group))
             # the oldest goes first: of a whole group the end of the prefix, which must; of a
             # windowed one its beginning, so that what is left ends in a whole window
-            for i in indices if self.groups[g].window is not None else reversed(indices):
+            for i in reversed(indices) if self.groups[g].is_whole else indices:
                 page = of_group[i]
                 if page:
                     self._drop(g, page)
@@ -125,7 +126,7 @@ class PrefixCache:
     def evict(self, group: int, n: int) -> int:
         """Free up to n pages of the group, the ones unused for longest first; says how many."""
         idle, num_freed = self._idle[group], 0
-        is_windowed = self.groups[group].window is not None
+        is_windowed = not self.groups[group].is_whole
         while num_freed < n and idle:
             node = next(iter(idle.values()))
             for g in (group,) if is_windowed else range(len(self.groups)):

@@ -2,7 +2,8 @@
 
 All tables are views of one arena of 32-bit words, so the writes of a step, whatever tables they
 touch, are one upload and one kernel in stream order. Slot 0's row is written once, here, and never
-again. It does not know who owns a slot.
+again. What is staged may also be for the same tables of another rank. It does not know who owns a
+slot.
 """
 
 from abc import ABC, abstractmethod
@@ -34,52 +35,19 @@ class _Place:
     base: int  # the first word of the table in the arena
 
 
-class SlotTables:
-    def __init__(
-        self,
-        registry: Registry,
-        num_slots: int,
-        max_len: int,
-        pages_per_slot: int,
-        vocab_size: int,
-        page_tables: Sequence[str],
-        more: Sequence[TableSpec] = (),
-    ) -> None:
-        """`page_tables` are their names, one for each group of layers."""
-        self.num_slots = num_slots
-        specs = (
-            # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
-            TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),
-            TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
-            TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
-            *(TableSpec(name, pages_per_slot, "int32", 0, is_matrix=True) for name in page_tables),
-            *SAMPLING_TABLES,
-            *mask_tables(vocab_size),
-            *more,
-        )
+class Staging:
+    """Writes that wait to be applied, to tables of this layout wherever they are."""
+
+    def __init__(self, num_slots: int, specs: Sequence[TableSpec]) -> None:
+        self.num_slots, self.specs = num_slots, tuple(specs)
         self._places: dict[str, _Place] = {}
-        words = 0
+        self.num_words = 0
         for spec in specs:
-            self._places[spec.name] = _Place(spec, words)
-            words += spec.width * (num_slots + 1)
-        self._arena = torch.zeros(words, dtype=torch.int32, device=registry.device)
-        self._views = {
-            name: registry.table(name, self._view(place), follows=place.spec.follows)
-            for name, place in self._places.items()
-        }
-        for spec in specs:
-            self._views[spec.name].fill_(spec.neutral)
-        self.observer: TableObserver | None = None
+            self._places[spec.name] = _Place(spec, self.num_words)
+            self.num_words += spec.width * (num_slots + 1)
         self._staged: list[tuple[int, int]] = []  # (first word, number of words), in order
-        self._latest = np.zeros(words, np.int32)  # by word: the last value staged, if any
+        self._latest = np.zeros(self.num_words, np.int32)  # by word: the last value staged, if any
         self._written: dict[int, dict[str, int]] = {}  # slot -> table -> words away from neutral
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._views[name]
-
-    @property
-    def sampling(self) -> SamplingTables:
-        return SamplingTables(**{name: self._views[name] for name in SamplingTables._fields})
 
     def stage(
         self, name: str, slot: int, values: Sequence[int | float] | np.ndarray, first: int = 0
@@ -106,23 +74,15 @@ class SlotTables:
                 self.stage(name, slot, np.full(width, self._places[name].spec.neutral))
         self._written.pop(slot, None)
 
-    def apply(self) -> None:
-        """One upload and one kernel; where a word was staged twice, both writes have the later
-        value, so their order does not matter."""
+    def take(self) -> np.ndarray | None:
+        """What was staged, [2, n]: words and their values. Where a word was staged twice, both
+        writes have the later value, so their order does not matter."""
         if not self._staged:
-            return
+            return None
         offsets = np.concatenate([np.arange(i, i + n, dtype=np.int32) for i, n in self._staged])
         values = np.concatenate([self._latest[i : i + n] for i, n in self._staged])
         self._staged.clear()
-        host = torch.from_numpy(np.stack([offsets, values]))
-        if self._arena.is_cuda:
-            host = host.pin_memory()  # the allocator of pinned memory keeps it until the copy ends
-        self._write(host.to(self._arena.device, non_blocking=True))
-        if self.observer is not None:
-            self.observer.applied(self._arena, offsets, values)
-
-    def _write(self, words: Tensor) -> None:
-        self._arena.scatter_(0, words[0].long(), words[1])
+        return np.stack([offsets, values])
 
     def place_of(self, offset: int) -> tuple[str, int, int]:
         """-> table, slot and column of a word of the arena"""
@@ -131,6 +91,64 @@ class SlotTables:
             if place.base <= offset < place.base + width * (self.num_slots + 1):
                 return name, *divmod(offset - place.base, width)
         raise ContractError(f"word {offset} is in no table")
+
+
+class SlotTables(Staging):
+    def __init__(
+        self,
+        registry: Registry,
+        num_slots: int,
+        max_len: int,
+        pages_per_slot: int,
+        vocab_size: int,
+        page_tables: Sequence[str],
+        more: Sequence[TableSpec] = (),
+    ) -> None:
+        """`page_tables` are their names, one for each group of layers."""
+        specs = (
+            # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
+            TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),
+            TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
+            TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
+            *(TableSpec(name, pages_per_slot, "int32", 0, is_matrix=True) for name in page_tables),
+            *SAMPLING_TABLES,
+            *mask_tables(vocab_size),
+            *more,
+        )
+        super().__init__(num_slots, specs)
+        self._arena = torch.zeros(self.num_words, dtype=torch.int32, device=registry.device)
+        self._views = {
+            name: registry.table(name, self._view(place), follows=place.spec.follows)
+            for name, place in self._places.items()
+        }
+        for spec in specs:
+            self._views[spec.name].fill_(spec.neutral)
+        self.observer: TableObserver | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._views[name]
+
+    @property
+    def sampling(self) -> SamplingTables:
+        return SamplingTables(**{name: self._views[name] for name in SamplingTables._fields})
+
+    def apply(self) -> None:
+        """All that was staged"""
+        self.put(self.take())
+
+    def put(self, writes: np.ndarray | None) -> None:
+        """One upload and one kernel"""
+        if writes is None:
+            return
+        host = torch.from_numpy(writes)
+        if self._arena.is_cuda:
+            host = host.pin_memory()  # the allocator of pinned memory keeps it until the copy ends
+        self._write(host.to(self._arena.device, non_blocking=True))
+        if self.observer is not None:
+            self.observer.applied(self._arena, *writes)
+
+    def _write(self, words: Tensor) -> None:
+        self._arena.scatter_(0, words[0].long(), words[1])
 
     def _view(self, place: _Place) -> Tensor:
         spec, rows = place.spec, self.num_slots + 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.nouns import Normed, Rows, Tokens
+from slotzero.kernels.nouns_recurrent import States
 from slotzero.models.decoder import NO_TAPS, Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import MAX_LOGPROBS
@@ -45,6 +46,8 @@ class Follower(Protocol):
 
     taps: tuple[int, ...]
     """Layers whose input it wants to see; one past the last is what follows the final norm."""
+    writes: tuple[str, ...]
+    """Outputs of `extend`."""
 
     def extend(self, followed: Followed, pieces: Pieces) -> None: ...
 
@@ -69,8 +72,9 @@ class Passes:
         max_tokens: int,
         dtype: torch.dtype,
         follower: Follower | None = None,
+        states: States | None = None,
     ) -> None:
-        self.follower = follower
+        self.follower, self._states = follower, states
         self._decoder = decoder
         self._kernels = kernels
         self._tables = tables
@@ -96,10 +100,13 @@ class Passes:
         self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), wide)
 
     def decode_spec(self, ladder: Ladder) -> RunnerSpec:
-        return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, WRITES)
+        writes = (*WRITES, *self._decoder.writes)
+        return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, writes)
 
     def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder) -> RunnerSpec:
-        return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill, WRITES)
+        theirs = () if self.follower is None else self.follower.writes
+        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *theirs)))
+        return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill, writes)
 
     def _decode(self, key: GraphKey, pieces: Pieces) -> None:
         """Row r is token r."""
@@ -145,7 +152,7 @@ class Passes:
         slots, positions = self._token_slots[: key.tokens], self._positions[: key.tokens]
         tokens, prompt_len = self._tables["tokens"], self._tables["prompt_len"]
         batch = Batch(Tokens(slots, positions), tokens, prompt_len, rows)
-        return self._decoder.forward(batch, self._kv, pieces, taps)
+        return self._decoder.forward(batch, self._kv, pieces, taps, self._states)
 
     def _finish(self, key: GraphKey, normed: Normed) -> None:
         """Sampling and write-back of every row that reached its target."""

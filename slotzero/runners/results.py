@@ -14,9 +14,11 @@ NUM_MORE = len(Sampled._fields) - 1  # outputs that are sent only where log prob
 
 
 class ResultRing:
-    def __init__(self, registry: Registry, names: Sequence[str]) -> None:
+    def __init__(
+        self, registry: Registry, names: Sequence[str], deadline: float | None = None
+    ) -> None:
         self.names = tuple(names)
-        self.ring = DownloadRing([registry[name] for name in names])
+        self.ring = DownloadRing([registry[name] for name in names], deadline)
         self._per = [registry.entry(name).per for name in names]
 
     def download(self, num_rows: int, width: int, *, with_logprobs: bool) -> Download:

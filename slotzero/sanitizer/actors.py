@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from slotzero.engine import Engine
 from slotzero.errors import RequestError
 from slotzero.graph import Runner
+from slotzero.pools.pages import KvPool
+from slotzero.pools.states import STATES
 from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
-from slotzero.sanitizer.reach import has, is_drafter, reads_target
+from slotzero.sanitizer.reach import is_drafter, reads_target
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
@@ -25,7 +27,6 @@ from slotzero.speculative.drafter import (
     PENDING,
     SPECULATES,
 )
-from slotzero.speculative.eagle import HIDDEN
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 from slotzero.speculative.tree import PARENTS
 from slotzero.standins import StandIns
@@ -50,7 +51,7 @@ class Look(NamedTuple):
     known: int
     """What comes before is read."""
     written: Collection[int] = ()
-    """Not read before that. All others are nobody's."""
+    """What is not known is not read before that. All others are nobody's."""
 
     @classmethod
     def over(cls, start: int, stop: int) -> "Look":
@@ -61,13 +62,27 @@ class Look(NamedTuple):
         return max(self.known, max(self.written, default=-1) + 1)
 
 
-READ, WRITTEN = Look(1), Look.over(0, 1)  # the one column of a table
+READ, WRITTEN, CHANGED = Look(1), Look.over(0, 1), Look(1, [0])  # the one column of a table
+
+
+Stores = dict[str, tuple[Look, ...]]  # by KV, of every layer, or one of all
 
 
 class Actor(NamedTuple):
     request: Request
     looks: Mapping[str, Look]
-    """By table. One that is not here is not looked at, if it holds KV or is of speculation."""
+    """By table. One of speculation that is not here is not looked at."""
+    stores: Stores
+    """What is not here is not looked at."""
+    snapshots: "Snapshots | None" = None
+    """None: the table that names them is not looked at."""
+
+
+class Snapshots(NamedTuple):
+    """Columns of the table that names them."""
+
+    reads: Collection[int] = ()
+    takes: Collection[int] = ()
 
 
 class Plan(NamedTuple):
@@ -128,8 +143,11 @@ class Cast:
         pages = [f"kv_{group}" for group in engine.limits.windows]
         self._kv = [name for name in pages if not is_drafter(name)]
         self._drafter_kv = [name for name in pages if is_drafter(name)]
-        self._has_hidden = has(engine.worker.registry, HIDDEN)
+        drafter = engine.worker.drafter
+        self._states = () if drafter is None else drafter.states
+        self._num_turns = 1 if drafter is None else drafter.num_turns
         self._reads_target = reads_target(engine.worker.registry)
+        self._recurs = engine.worker.states is not None
 
     def admit(self, count: int) -> Actor:
         """`count` of its tokens are next, where a row may have any number."""
@@ -142,20 +160,24 @@ class Cast:
 
     def _computes(self, count: int) -> Actor:
         """One in three that computes many tokens has one more after those, and does not sample."""
-        start = self._length(count)
+        start = self._start(count)
         more = self._rng.choice((0, 0, 1)) if count > 1 else 0
         tokens = self._random(start + count + more)
-        request = self._ins.admit(tokens, self._params(), start)
+        resumes = self._may_resume(start)
+        request = self._ins.admit(tokens, self._params(), start, resumes=resumes)
         self._leave(request)
         looks = {"tokens": Look.over(len(tokens), len(tokens) + 1 - more)}
-        looks |= dict.fromkeys(self._kv, Look.over(start, start + count))
+        looks |= self._states_from(start, resumes)
+        stores: Stores = dict.fromkeys(self._kv, (Look.over(start, start + count),))
         if self._engine.worker.cycles and self._runner.spec.rows is not None:
-            looks |= self._follows(start, start + count) | {HIDDEN: WRITTEN, FOLLOWED_TO: WRITTEN}
+            looks |= self._passes_on(start)
+            looks[FOLLOWED_TO] = WRITTEN if self._num_turns == 1 else CHANGED
+            stores |= self._follows(start, start + count)
         elif self._engine.worker.cycles:
             behind = self._rng.randrange(min(MOST_PENDING, start + 1))
             self._tables.stage(FOLLOWED_TO, request.slot, [start - behind])
             looks |= {FOLLOWED_TO: READ, PENDING: Look(0, [behind])}
-        return Actor(request, looks)
+        return Actor(request, looks, stores, self._snapshots(start, start + count))
 
     def _verifies(self, index: int) -> Actor:
         most, widest = self._width - 1, self._engine.limits.max_width - 1
@@ -172,10 +194,12 @@ class Cast:
 
     def _verifying(self, plan: Plan) -> Actor:
         """Whether a draft is right, a bias decides."""
-        length = self._length(self._engine.limits.max_width, least=1)
+        length = self._start(self._engine.limits.max_width, least=1)
+        resumes = self._may_resume(length)
         right, *wrong = (self._token(first) for first in (2, 3, 5, 7))
         request = self._answering(
-            self._random(length + 1), length, room=plan.room, speculative=plan.speculates,
+            self._random(length + 1), length, room=plan.room, resumes=resumes,
+            speculative=plan.speculates,
             logit_bias=dict.fromkeys(wrong, -SURE) | ({right: SURE} if plan.num_right else {}),
         )  # fmt: skip
         tree = _chain(plan) if self._goes_one_way(request) else _bushy(plan)
@@ -187,29 +211,34 @@ class Cast:
         count = min(1 if plan.is_stale else len(drafts) + 1, room, self._width)
         num = min(1 + sum(i is None for i in tree.which[: max(count - 1, 0)]), count)
         looks = {LIMIT: READ, DRAFTED_AT: READ, PENDING: Look.over(0, num)}
+        stores = Stores()
         if not plan.is_stale:
             looks[NUM_DRAFTS] = READ
         if count:
-            looks |= dict.fromkeys(self._kv, Look.over(length, length + count))
-            known = length + count  # the next one is written if all drafts are right
-            looks["tokens"] = Look.over(known, known + (num == count))
+            stores = dict.fromkeys(self._kv, (Look.over(length, length + count),))
+            looks["tokens"] = Look(length + count, range(length + 1, length + 1 + num))
+            looks |= self._states_from(length, resumes)
         if self._shape is not None:
             self._tables.stage(PARENTS, request.slot, tree.parents, first=1)
             looks[PARENTS] = Look(count)
-        return Actor(request, looks)
+        snapshots = self._snapshots(length, length + num) if count else Snapshots()
+        return Actor(request, looks, stores, snapshots)
 
     def _extends(self, index: int) -> Actor:
-        num = (self._width, 0, 1, self._width // 2 + 1)[index % 4]
-        length = self._length(self._width, least=max(num, 1))
+        """One of them has just begun: nothing stands before what it follows."""
+        num = (self._width, 0, 1, self._width // 2 + 1, 1)[index % 5]
+        begins = index % 5 == 4
+        length = num if begins else self._length(self._width, least=max(num, 1))
         request = self._answering(self._random(length + 1), length, num_stored=length - num)
         self._leave(request)
         self._tables.stage("length", request.slot, [length])
         self._tables.stage(FOLLOWED_TO, request.slot, [length - num])
-        looks = {FOLLOWED_TO: READ}
+        looks, stores = {FOLLOWED_TO: CHANGED}, Stores()
         if num:
-            looks |= {"tokens": Look(length + 1), PENDING: Look(num), HIDDEN: WRITTEN}
-            looks |= self._follows(length - num, length)
-        return Actor(request, looks)
+            looks |= {"tokens": Look(length + 1), PENDING: Look(num)}
+            looks |= self._passes_on(length - num)
+            stores = self._follows(length - num, length)
+        return Actor(request, looks, stores)
 
     def _drafts(self, index: int) -> Actor:
         """Its own wish, its pages, its limit or its prompt may keep it from drafting."""
@@ -226,21 +255,19 @@ class Cast:
         self._leave(request)
         looks = {NUM_DRAFTS: WRITTEN, DRAFTED_AT: WRITTEN}
         looks |= dict.fromkeys((LIMIT, PAGED, SPECULATES), READ)
-        room = self._room(request, length)
+        room, stores = self._room(request, length), Stores()
         if room:
             drafted = self._drafted(request, room)
             if case == "unlike" and not self._drafter_kv and not self._reads_target:
                 drafted = Drafted([], [], 0)  # nothing was said before that could be said again
-            looks |= {HIDDEN: READ, "tokens": _behind(length + 1, drafted.tokens)}
+            looks |= {"tokens": _behind(length + 1, drafted.tokens)}
+            looks |= dict.fromkeys(self._states[: max(1, room - 1)], READ)
             if self._reads_target:
-                looks |= dict.fromkeys(self._kv, Look(length))
-            if self._drafter_kv:  # pairs stand one place before; the newest is computed already
-                places = [*drafted.computed] if self._has_hidden else [-1, *drafted.computed]
-                look = _behind(length + 1 - self._has_hidden, places)
-                looks |= dict.fromkeys(self._drafter_kv, Look(length, look.written))
+                stores |= dict.fromkeys(self._kv, (Look(length),))
+            stores |= dict.fromkeys(self._drafter_kv, self._computed(length, room, drafted))
             if self._shape is not None:
                 looks[PARENTS] = Look(0, range(1, 1 + drafted.num))
-        return Actor(request, looks)
+        return Actor(request, looks, stores)
 
     def _room(self, request: Request, length: int) -> int:
         """Places that drafts may take."""
@@ -264,9 +291,30 @@ class Cast:
         places = {place for front in fronts for place in front}
         return Drafted(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
 
-    def _follows(self, start: int, end: int) -> dict[str, Look]:
+    def _computed(self, length: int, room: int, drafted: Drafted) -> tuple[Look, ...]:
+        """Pairs stand one place before, and the newest is computed already. Of layers that take
+        turns each computes what those before it have guessed, if its turn comes."""
+        if self._num_turns > 1:
+            turns = range(min(self._num_turns, room))
+            looks = [Look.over(length - turn, length) if turn else Look(0) for turn in turns]
+            return *looks, *[Look(0)] * (self._num_turns - len(looks))
+        is_pair = bool(self._states)
+        places = [*drafted.computed] if is_pair else [-1, *drafted.computed]
+        return (Look(length, _behind(length + 1 - is_pair, places).written),)
+
+    def _follows(self, start: int, end: int) -> Stores:
         """The drafter computes these."""
-        return dict.fromkeys(self._drafter_kv, Look.over(start, end))
+        turns = range(self._num_turns)
+        looks = tuple(Look.over(max(0, start - turn), max(0, end - turn)) for turn in turns)
+        return dict.fromkeys(self._drafter_kv, looks)
+
+    def _passes_on(self, start: int) -> dict[str, Look]:
+        """States after the drafter has followed from here on: a layer goes on from the state of the
+        one before, if that one has any yet."""
+        turns = range(1, 1 + len(self._states))
+        is_read = [turn < self._num_turns and start >= turn for turn in turns]
+        looks = [CHANGED if read else WRITTEN for read in is_read]
+        return dict(zip(self._states, looks, strict=True))
 
     def _goes_one_way(self, request: Request) -> bool:
         params = request.params
@@ -281,6 +329,7 @@ class Cast:
         room: int | None = None,
         num_stored: int | None = None,
         num_ahead: int | None = None,
+        resumes: bool = False,
         **asks: Any,
     ) -> Request:
         """What follows the first `length` tokens is its answer; if two do, it is still prompt."""
@@ -301,6 +350,7 @@ class Cast:
             length if num_stored is None else num_stored,
             answer=tokens[prompt_len:],
             num_ahead=self._most if num_ahead is None else num_ahead,
+            resumes=resumes,
         )
 
     def _leave(self, request: Request, num_drafts: int | None = None) -> None:
@@ -326,6 +376,40 @@ class Cast:
         room = self._engine.limits.max_model_len - reach - 2
         most = max(least, min(self._most_stored(), room))
         return self._rng.randint(least, most) if self._ins.requests else most
+
+    def _start(self, reach: int, least: int = 0) -> int:
+        """Of a row that is computed: where there are snapshots, every other stands at one, or a
+        token or two before it; some begin."""
+        length, interval = self._length(reach, least), self._engine.limits.snapshot_interval
+        room = self._engine.limits.max_model_len - reach - 2
+        if not self._recurs or len(self._ins.requests) % 2 == 0:
+            return length
+        starts = [0, interval, interval - 1, interval - 2] if interval else [0]
+        fitting = [start for start in starts if least <= start <= room]
+        return fitting[len(self._ins.requests) // 2 % len(fitting)] if fitting else length
+
+    def _may_resume(self, start: int) -> bool:
+        """Of those that stand at a snapshot, every other goes on from it."""
+        interval, (*_, last) = self._engine.limits.snapshot_interval, self._groups
+        is_there = bool(interval) and start > 0 and start % interval == 0
+        return is_there and last.pool.num_free > 0 and self._rng.random() < 0.7
+
+    def _states_from(self, start: int, resumes: bool) -> dict[str, Look]:
+        """Of a slot that goes on: what begins, or resumes, reads nothing of the slot's own."""
+        if not self._recurs:
+            return {}
+        return dict.fromkeys(STATES, WRITTEN if resumes or start == 0 else CHANGED)
+
+    def _snapshots(self, start: int, end: int) -> Snapshots | None:
+        interval = self._engine.limits.snapshot_interval
+        if not interval:
+            return None
+        reads = [start // interval - 1] if start and start % interval == 0 else []
+        return Snapshots(reads, range(start // interval, end // interval))
+
+    @property
+    def _groups(self) -> Sequence[KvPool]:
+        return self._engine.lanes[0].ledger.groups
 
     def _most_stored(self) -> int:
         """Enough that pages fall out of a window, unless it is wide."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Registry
 from slotzero.graph.registry import Entry
-from slotzero.sanitizer.compare import Mismatch, by_row, differences, first_difference
+from slotzero.sanitizer.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.sanitizer.lint import Watch, baked, span_of, stray
 from slotzero.sanitizer.report import Violation
 from slotzero.sanitizer.scene import Outcome, Trial, others_of, owned_rows
@@ -81,20 +81,40 @@ class Examination:
         plain, scene = self.plain, self.trial.scene
         for entry in self._entries:
             if entry.kind is Kind.TABLE:
-                foreign = ~owned_rows(entry, plain.slots, plain.tensors)
                 before, after = (
-                    tensors[entry.name].movedim(entry.axis, 0)[foreign]
+                    tensors[entry.name].movedim(entry.axis, 0)
                     for tensors in (scene.tables, plain.tensors)
                 )
-                indices = foreign.nonzero()[:, 0].tolist()
-                yield from self._unchanged(entry, after, before, indices, "not owned by the step")
+                owned = owned_rows(entry, plain.slots, plain.tensors)
+                yield from self._unchanged(
+                    entry, after[~owned], before[~owned], (~owned).nonzero()[:, 0].tolist(),
+                    "not owned by the step",
+                )  # fmt: skip
+                if entry.name in scene.kept:
+                    kept = scene.kept[entry.name][owned]
+                    now, then = (of[owned].masked_fill(~kept, 0) for of in (after, before))
+                    rows = owned.nonzero()[:, 0].tolist()
+                    yield from self._unchanged(entry, now, then, rows, "the step only reads it")
             elif entry.kind is Kind.OUTPUT:
-                padding = by_row(entry, plain)[len(plain.slots) :]
+                padding = padding_of(entry, plain)
                 yield from self._unchanged(
                     entry, padding, torch.zeros_like(padding),
                     range(len(plain.slots), plain.key.rows), "a row of padding is zeros",
                 )  # fmt: skip
+        yield from self._made_of_nobody()
         yield from self._others_touched()
+
+    def _made_of_nobody(self) -> Iterator[Violation]:
+        """What a step has as a whole it has of real rows alone."""
+        entries = [e for e in self._entries if e.kind is Kind.OUTPUT and e.per == "step"]
+        if entries:
+            nobody = self.trial.replay(rows=())
+        for entry in entries:
+            made = nobody.tensors[entry.name]
+            rows = range(len(made))
+            yield from self._unchanged(
+                entry, made, torch.zeros_like(made), rows, "zeros where nobody runs"
+            )
 
     def _others_touched(self) -> Iterator[Violation]:
         others, trap = others_of(self.trial.runner), self.trial.scene.trap
@@ -215,7 +235,7 @@ class Examination:
         first = len(outcome.slots)
         for entry in self._entries:
             if entry.kind is Kind.OUTPUT:
-                ours, theirs = (by_row(entry, of)[first:] for of in (outcome, self.plain))
+                ours, theirs = (padding_of(entry, of) for of in (outcome, self.plain))
                 found = first_difference(ours, theirs, 0.0)
                 if found:
                     yield Mismatch(entry.name, first + found[0], *found[1:])

@@ -38,11 +38,14 @@ def differences(
         if followed.get(entry.name) and followed[entry.name] not in got.tensors:
             shared = _with_equal(entry, shared, got, expected)
     same_layout = got.key == expected.key and got.slots == expected.slots
+    same_step = {*shared} == {*got.slots, *expected.slots}
     for kind in (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT):
         for entry in entries:
             if entry.kind is not kind or (
                 not same_layout and kind in (Kind.PUBLISHED, Kind.DERIVED)
             ):
+                continue
+            if entry.per == "step" and not same_step:
                 continue
             slots, chosen_from = shared, followed.get(entry.name, "")
             if chosen_from in got.tensors:
@@ -51,15 +54,15 @@ def differences(
             found = first_difference(ours, theirs, bound)
             if found is not None:
                 index, a, b = found
-                row = _row(kind, index, slots, got)
+                row = _row(entry, index, slots, got)
                 yield Mismatch(entry.name, row, a, b)
 
 
-def _row(kind: Kind, index: int, slots: Sequence[int], got: Outcome) -> int | None:
+def _row(entry: Entry, index: int, slots: Sequence[int], got: Outcome) -> int | None:
     """Of the step; a table has none, what is first in it is a slot or what a slot owns."""
-    if kind is Kind.TABLE:
+    if entry.kind is Kind.TABLE or entry.per == "step":
         return None
-    return got.slots.index(slots[index]) if kind is Kind.OUTPUT else index
+    return got.slots.index(slots[index]) if entry.kind is Kind.OUTPUT else index
 
 
 def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str] | None:
@@ -99,7 +102,7 @@ def _is_same(ours: Tensor, theirs: Tensor, scale: Tensor, bound: float) -> Tenso
 
 
 def extent(entry: Entry, outcome: Outcome) -> int:
-    return outcome.key.tokens if entry.per == "token" else outcome.key.rows
+    return entry.extent(outcome.key.tokens, outcome.key.rows)
 
 
 def by_row(entry: Entry, outcome: Outcome) -> Tensor:
@@ -108,12 +111,19 @@ def by_row(entry: Entry, outcome: Outcome) -> Tensor:
     return part if entry.per == "row" else part.view(outcome.key.rows, -1, *part.shape[1:])
 
 
+def padding_of(entry: Entry, outcome: Outcome) -> Tensor:
+    """The rows of an output without a slot; what is of the step as a whole has none."""
+    if entry.per == "step":
+        return outcome.tensors[entry.name][:0]
+    return by_row(entry, outcome)[len(outcome.slots) :]
+
+
 def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) -> Tensor:
     """Who owns what, `tables` say: those of an outcome can be spoilt."""
     tensor = outcome.tensors[entry.name]
     if entry.kind is Kind.PUBLISHED:
         return tensor
-    if entry.kind is Kind.DERIVED:
+    if entry.kind is Kind.DERIVED or entry.per == "step":
         return tensor[: extent(entry, outcome)]
     if entry.kind is Kind.OUTPUT:
         return by_row(entry, outcome)[[outcome.slots.index(slot) for slot in slots]]

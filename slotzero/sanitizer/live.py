@@ -41,7 +41,7 @@ def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
             limits.max_model_len - 1,
             engine.worker.vocab_size - 1,
         ),
-        forget_pages=engine.scheduler.ledger.cache.clear,
+        forget_pages=engine.lanes[0].ledger.cache.clear,
     )
     for runner in engine.worker.runners:
         runner.observer = live

@@ -14,6 +14,7 @@ from slotzero.engine import Engine
 from slotzero.errors import ContractError, SlotzeroError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.graph.registry import Entry
+from slotzero.parallel.ranks import Ranks
 from slotzero.sanitizer.bugs import numbers_of
 from slotzero.sanitizer.certify import checksums, examine
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Examination
@@ -93,7 +94,7 @@ def padded_size(runner: Runner) -> GraphKey:
 
 
 def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterator[Mutant]:
-    key, registry = padded_size(runner), runner.registry
+    key, registry, ranks = padded_size(runner), runner.registry, engine.worker.ranks
     runner.prepare(key)
     constants = checksums(registry)
 
@@ -106,14 +107,14 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
         cases = [Case(engine, runner, e, scene, sound.plain) for e in tensors_of(runner)]
         for case, fault in _matrix(cases, shows_in_staging=False):
             with fault.inject(case):
-                caught_by, named = _first_failure(examination(scene), checks)
+                caught_by, named = _first_failure(examination(scene), checks, ranks)
             _put_back(registry, scene)
             yield _mutant(case, fault, caught_by, named)
     for case, fault in _matrix(cases, shows_in_staging=True):
         with fault.inject(case):
             try:
                 with staged(engine, runner, key) as scene:
-                    caught_by, named = _first_failure(examination(scene), checks)
+                    caught_by, named = _first_failure(examination(scene), checks, ranks)
             except SlotzeroError as error:
                 caught_by, named = "S0", _NAMED.findall(str(error))
         yield _mutant(case, fault, caught_by, named)
@@ -132,11 +133,13 @@ def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> M
     return Mutant(runner.spec.name, entry.name, fault.name, numbers, caught_by, tuple(named))
 
 
-def _first_failure(examination: Examination, checks: Sequence[str]) -> tuple[str, list[str]]:
-    """-> the check and what it named"""
+def _first_failure(
+    examination: Examination, checks: Sequence[str], ranks: Ranks
+) -> tuple[str, list[str]]:
+    """-> the check and what it named; it may have failed on another rank, and name nothing here"""
     try:
         for cell in examine(examination, checks):
-            if cell.violations:
+            if ranks.any(bool(cell.violations)):
                 return cell.check, list(dict.fromkeys(v.tensor for v in cell.violations))
     except SlotzeroError as error:
         return "S0", _NAMED.findall(str(error))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import Registry, Runner
+from slotzero.pools.states import SNAPSHOT_ROWS
 from slotzero.sanitizer.scene import kind_of
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
@@ -52,7 +53,7 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
             tails[PARENTS] = _past(registry[PARENTS], index, reach.features)
     for entry in registry.entries():
         ends = reach.drafted if is_drafter(entry.name) else reach.stored
-        if entry.through and ends is not None:
+        if entry.through and entry.through != SNAPSHOT_ROWS and ends is not None:
             table, page_size = registry[entry.through], entry.tensor.shape[entry.axis + 1]
             tails[entry.through] = _past(table, index, -(-ends // page_size))
             position = torch.arange(table.shape[1] * page_size, device=table.device)

@@ -33,6 +33,8 @@ class Scene:
     """By table, slots or what they own first: True where a running slot's own row has nothing."""
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
     """Alike: True where the step must write, and read nothing before."""
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
+    """Alike: True where the step must change nothing, though its slots own it."""
     fetch: Callable[[int], Mapping[str, Tensor]] = field(default=lambda num_rows: {})
     """What the host gets of the outputs that it is sent: so many rows of each, by name."""
 

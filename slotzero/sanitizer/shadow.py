@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
-from slotzero.sanitizer.compare import Mismatch, by_row, differences, first_difference
+from slotzero.sanitizer.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.sanitizer.memory import Memory
 from slotzero.sanitizer.report import Violation
 from slotzero.sanitizer.scene import Outcome
@@ -62,12 +62,15 @@ class Shadow:
                     yield self._violation("S4", entry.name, text, row)
             elif entry.kind is Kind.TABLE:
                 foreign = ~self._memory.owned[entry.name]
-                now, before = (o.tensors[entry.name][foreign] for o in (after, self._memory.before))
+                now, before = (
+                    outcome.tensors[entry.name].movedim(entry.axis, 0)[foreign]
+                    for outcome in (after, self._memory.before)
+                )
                 rows = foreign.nonzero()[:, 0]
                 yield from self._unchanged(entry, now, before, rows, "not owned by the step")
             elif entry.kind is Kind.OUTPUT:
                 num_rows = len(after.slots)
-                padding = by_row(entry, after)[num_rows:]
+                padding = padding_of(entry, after)
                 zeros, rows = torch.zeros_like(padding), torch.arange(len(padding)) + num_rows
                 yield from self._unchanged(entry, padding, zeros, rows, "a row of padding is zeros")
             elif entry.kind is Kind.PUBLISHED:

@@ -8,27 +8,41 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slotzero.engine import Engine
-from slotzero.graph import GraphKey, Ladder, Registry, Runner
+from slotzero.graph import GraphKey, Ladder, Runner
 from slotzero.graph.registry import Entry
+from slotzero.pools.states import SNAPSHOT_ROWS, SNAPSHOTS, STATES
 from slotzero.runners.passes import COUNTS, SLOTS
-from slotzero.sanitizer.actors import Actor, Cast, Look
+from slotzero.sanitizer.actors import Actor, Cast, Look, Snapshots
 from slotzero.sanitizer.checks import Bounds
 from slotzero.sanitizer.mirror import mirrored
 from slotzero.sanitizer.scene import Scene, memory_of
 from slotzero.speculative.drafter import PENDING, SPECULATION_TABLES
-from slotzero.speculative.eagle import HIDDEN
 from slotzero.speculative.tree import PARENTS
 from slotzero.standins import stand_ins
 
 CROWD = 8  # more rows than run, for the step before
-STATES = (PENDING, HIDDEN)  # of a drafter: no host writes them
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
-Masks = dict[str, Tensor]
+
+
+class Mask(NamedTuple):
+    """Of a table, what running slots own of it first: what a step looks at."""
+
+    known: Tensor
+    written: Tensor
+
+
+def states_of(engine: Engine) -> tuple[str, ...]:
+    """Tables by slot, and snapshots of them, that no host writes: of a drafter, and of layers."""
+    worker = engine.worker
+    drafter = () if worker.drafter is None else (PENDING, *worker.drafter.states)
+    layers = () if worker.states is None else STATES
+    return (*drafter, *layers, *(SNAPSHOTS if engine.limits.num_snapshots else ()))
 
 
 def bounds_of(engine: Engine) -> Bounds:
@@ -50,23 +64,28 @@ def bounds_of(engine: Engine) -> Bounds:
 def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
     """As few rows as this size is picked for, and then some that do not run."""
     rng = random.Random(f"{key}")
-    engine.scheduler.ledger.cache.clear()  # a scene overwrites every page, those it keeps too
+    engine.lanes[0].ledger.cache.clear()  # a scene overwrites every page, those it keeps too
     with stand_ins(engine) as ins, mirrored(engine.worker.tables):
         cast, counts = Cast(engine, runner, ins, rng), counts_of(runner, key)
         running = [cast.admit(count) for count in counts]
         num_more = min(
             max(1, CROWD + key.rows - len(running)),
-            engine.scheduler.slots.num_free,
+            engine.lanes[0].slots.num_free,
             _most_rows(runner) - len(running),
         )
         idle = [cast.admit(1) for _ in range(num_more)]
         engine.worker.tables.apply()
         registry = engine.worker.registry
-        unused, fresh = _fill(engine, running, idle)
-        for name in _looked_at(registry):
-            unused[name], fresh[name] = _columns(registry[name], name, running)
+        masks = _fill(engine, running, idle)
+        for name in _looked_at(engine):
+            masks[name] = _columns(registry.entry(name), running)
+        for name in SNAPSHOTS if engine.limits.num_snapshots else ():
+            masks[name] = _snapshots(registry.entry(name), registry[SNAPSHOT_ROWS], running)
+        unused = {name: ~(mask.known | mask.written) for name, mask in masks.items()}
         for entry in registry.entries():
-            if entry.through:
+            if entry.through == SNAPSHOT_ROWS:
+                unused[SNAPSHOT_ROWS] = _unnamed(registry[SNAPSHOT_ROWS], running)
+            elif entry.through:
                 unused[entry.through] = _unused_pages(engine, running, entry)
         crowd = [*idle, *reversed(running)]
         yield Scene(
@@ -76,7 +95,8 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
             trap=idle[0].request.slot if idle else engine.limits.max_num_seqs,
             tables=memory_of(registry),
             unused=unused,
-            fresh=fresh,
+            fresh={name: mask.written & ~mask.known for name, mask in masks.items()},
+            kept={name: ~mask.written for name, mask in masks.items()},
             fetch=partial(_fetch, engine, runner),
         )
 
@@ -112,58 +132,80 @@ def _most_rows(runner: Runner) -> int:
     return (runner.spec.rows or runner.spec.ladder).maximum
 
 
-def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> tuple[Masks, Masks]:
+def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> dict[str, Mask]:
     """Noise where KV is stored, zeros elsewhere, and noise for states -> by group's pages,
-    [pages, 1, page_size, 1, 1]: where nothing is that the step may read or write, and where it
-    stores."""
-    unused, fresh = {}, {}
+    [pages, layers or 1, page_size, 1, 1]"""
+    masks = {}
     page_size, registry = engine.limits.page_size, engine.worker.registry
     generator = torch.Generator(device=registry.device).manual_seed(1)
-    for entry in registry.entries():
-        if entry.name in STATES:
-            entry.tensor[1:].normal_(generator=generator)
+    for state in states_of(engine):
+        by_row = registry[state].movedim(registry.entry(state).axis, 0)
+        by_row[1:] = torch.randn(by_row[1:].shape, generator=generator, device=by_row.device)
     for group, (name, window) in enumerate(engine.limits.windows.items()):
         kv = registry[f"kv_{name}"]
-        stored = torch.zeros(kv.shape[1], page_size, dtype=torch.bool, device=kv.device)
+        num_looks = max(len(stores.get(f"kv_{name}", ())) for _, _, stores, _ in (*running, *idle))
+        shape = kv.shape[1], max(1, num_looks), page_size
+        stored = torch.zeros(shape, dtype=torch.bool, device=kv.device)
         storing = torch.zeros_like(stored)
         generator.manual_seed(1)
         kv.zero_()
-        for request, looks in (*running, *idle):
-            if f"kv_{name}" not in looks:
-                continue
-            known, written = looks[f"kv_{name}"]
+        for request, _, stores, _ in (*running, *idle):
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
-            first = 0 if window is None else known + 1 - window
-            is_stored = (position >= first) & (position < known)
-            stored[pages] = is_stored
-            storing[pages] = torch.isin(position, torch.tensor([*written], device=kv.device))
+            for layer, (known, written) in enumerate(stores.get(f"kv_{name}", ())):
+                first = 0 if window is None else known + 1 - window
+                stored[pages, layer] = (position >= first) & (position < known)
+                places = torch.tensor([*written], device=kv.device)
+                storing[pages, layer] = torch.isin(position, places)
             shape = (len(kv), *position.shape, *kv.shape[3:])
             noise = torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
-            kv[:, pages] = noise * is_stored[:, :, None, None]
-        unused[f"kv_{name}"] = ~(stored | storing)[:, None, :, None, None]
-        fresh[f"kv_{name}"] = storing[:, None, :, None, None]
-    return unused, fresh
+            kv[:, pages] = noise * stored[pages].movedim(1, 0)[..., None, None]
+        masks[f"kv_{name}"] = Mask(*(mask[..., None, None] for mask in (stored, storing)))
+    return masks
 
 
-def _looked_at(registry: Registry) -> list[str]:
+def _looked_at(engine: Engine) -> list[str]:
     """Tables by slot of which actors say what of them is looked at."""
-    names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), PARENTS, *STATES)
-    return [e.name for e in registry.entries() if e.name in names and e.tensor.numel()]
+    names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), PARENTS, *states_of(engine))
+    entries = engine.worker.registry.entries()
+    return [e.name for e in entries if e.name in names and e.tensor.numel() and not e.through]
 
 
-def _columns(table: Tensor, name: str, running: Sequence[Actor]) -> tuple[Tensor, Tensor]:
-    """-> where it has nothing for the step, and where the step writes"""
+def _columns(entry: Entry, running: Sequence[Actor]) -> Mask:
+    table, name = entry.tensor.movedim(entry.axis, 0), entry.name
     num = table.shape[1] if name in ("tokens", PENDING, PARENTS) else 1
-    unused = torch.zeros(len(table), num, dtype=torch.bool, device=table.device)
-    fresh = torch.zeros_like(unused)
-    for request, looks in running:
-        known, written = looks.get(name, Look(0))
-        fresh[request.slot, [*written]] = True
-        unused[request.slot, known:] = ~fresh[request.slot, known:]
+    known = torch.ones(len(table), num, dtype=torch.bool, device=table.device)
+    written = torch.zeros_like(known)
+    for request, looks, _, _ in running:
+        look = looks.get(name, Look(0))
+        known[request.slot, look.known :] = False
+        written[request.slot, [*look.written]] = True
     shape = (len(table), num, *[1] * (table.dim() - 2))[: table.dim()]
-    return unused.view(shape), fresh.view(shape)
+    return Mask(known.view(shape), written.view(shape))
+
+
+def _snapshots(entry: Entry, table: Tensor, running: Sequence[Actor]) -> Mask:
+    """[rows, 1, ...]"""
+    rows = entry.tensor.movedim(entry.axis, 0)
+    known = torch.zeros(len(rows), *[1] * (rows.dim() - 1), dtype=torch.bool, device=rows.device)
+    written = torch.zeros_like(known)
+    for actor in running:
+        columns = actor.snapshots or Snapshots()
+        known[table[actor.request.slot, [*columns.reads]].long()] = True
+        written[table[actor.request.slot, [*columns.takes]].long()] = True
+    known[0] = written[0] = False
+    return Mask(known, written)
+
+
+def _unnamed(table: Tensor, running: Sequence[Actor]) -> Tensor:
+    """Columns that name no snapshot which the step goes on from or takes."""
+    unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
+    for actor in running:
+        unused[actor.request.slot] = True
+        if actor.snapshots is not None:
+            unused[actor.request.slot, [*actor.snapshots.reads, *actor.snapshots.takes]] = False
+    return unused
 
 
 def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Tensor:
@@ -172,8 +214,9 @@ def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Ten
     table = engine.worker.registry[entry.through]
     group = engine.worker.page_tables.index(entry.through)
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    for request, looks in running:
-        num_pages = -(-looks.get(entry.name, Look(0)).end // engine.limits.page_size)
+    for request, _, stores, _ in running:
+        end = max((look.end for look in stores.get(entry.name, ())), default=0)
+        num_pages = -(-end // engine.limits.page_size)
         pages = torch.tensor(request.pages[group][:num_pages], device=table.device)
         unused[request.slot] = True
         unused[request.slot, :num_pages] = pages == 0

@@ -1,10 +1,11 @@
 """The scheduler: which requests run in the next step, and what becomes of them after it.
 
-It knows requests, slots and pages, and neither tensors nor text. `plan` advances requests as if the
-step had run, because the engine launches every step it plans, in order, on one stream. `commit` may
-come one or more steps later. Until then a sampled token is in flight: it has a position, not yet an
-id. What `commit` frees, a launched step may still touch; that is safe, because the write that gives
-the slot or page to another is applied after it.
+It knows requests, slots and pages, and neither tensors nor text. `choose` and `advance` make its
+part of a step, which lanes.py joins with that of others. Requests advance as if the step had run,
+because the engine launches every step it plans, in order, on one stream. `commit` may come one or
+more steps later. Until then a sampled token is in flight: it has a position, not yet an id. What
+`commit` frees, a launched step may still touch; that is safe, because the write that gives the slot
+or page to another is applied after it.
 
 The rules it keeps:
 
@@ -26,15 +27,15 @@ The rules it keeps:
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
 from slotzero.pools.ledger import PageLedger
 from slotzero.pools.pages import KvPool
 from slotzero.pools.slots import SlotPool
 from slotzero.request import FinishReason, Request, Status
-from slotzero.step import Row, Step
+from slotzero.step import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,13 @@ class SlotWriter(Protocol):
         """The slot belongs to nobody: its row is to be neutral."""
 
 
+class Choice(NamedTuple):
+    """Who runs next."""
+
+    decoding: list[Request]
+    prefilling: list[Row]
+
+
 class Scheduler:
     def __init__(
         self,
@@ -149,39 +157,35 @@ class Scheduler:
         self._last_arrival = request.arrival
         self._waiting[request.id] = request
 
-    def plan(self, width: int = 1) -> Step | None:
-        """Choose who runs next and advance them. None: nobody can, before a commit or an add.
-
-        `width` is of a step in which all decode: above 1, they verify drafts.
-        """
+    def choose(self, width: int) -> Choice:
+        """Who runs next, with pages for that. `width` is of a step in which all decode: above 1,
+        they verify drafts."""
         num_preemptions = self.num_preemptions
-        depth = self.config.ahead if self.config.depth is None else self.config.depth
-        most_new = min(width, depth + 1)
-        decoding, prefilling = self._continue_running(most_new)
+        decoding, prefilling = self._continue_running(self._most_new(width))
         if self.num_preemptions == num_preemptions:  # else the pages just freed are spoken for
             prefilling += self._admit_waiting(len(decoding), prefilling)
-        if prefilling:
-            width = most_new = 1
-        rows = [_decode(r, most_new) for r in decoding if width > 1 or not _may_be_done(r)]
-        rows += prefilling
-        if not rows:
-            return None
-        step = Step(tuple(rows), width)
-        if self.config.most_behind is not None:
-            step = self._with_drafter(step)
+        return Choice(decoding, prefilling)
+
+    def advance(self, choice: Choice, width: int) -> tuple[Row, ...]:
+        """Advances who was chosen, in a step of this width: 1, where anybody prefills."""
+        most_new = self._most_new(width)
+        decoding = [r for r in choice.decoding if width > 1 or not _may_be_done(r)]
+        rows = (*(_decode(request, most_new) for request in decoding), *choice.prefilling)
         for row in rows:
             # only now: a row must not read, in the same step, what another row writes
             if row.start < row.request.target:
                 self.ledger.remember(row.request)
             if row.samples and row.request.grammar is not None:
                 self.writer.constrained(row.request)
-        return step
+        return rows
 
-    def commit(self, step: Step, sampled: Sequence[Sequence[int]]) -> list[tuple[Request, int]]:
+    def commit(
+        self, rows: Sequence[Row], sampled: Sequence[Sequence[int]]
+    ) -> list[tuple[Request, int]]:
         """Take the tokens of a step, by row; says who got how many. Rows that did not sample, and
         rows whose request has ended since, are passed over."""
         receivers: list[tuple[Request, int]] = []
-        for row, tokens in zip(step.rows, sampled, strict=True):
+        for row, tokens in zip(rows, sampled, strict=True):
             if not row.samples:
                 continue
             request = row.request
@@ -255,7 +259,11 @@ class Scheduler:
 
     def _require_room_for_one(self, group: KvPool) -> None:
         max_len, batch = self.config.max_model_len, self.config.reach
-        if group.window is None:
+        if group.interval:
+            asked = f"a step of {batch} tokens with snapshot_interval={group.interval} needs"
+            remedy = "raise snapshot_interval or lower max_num_batched_tokens"
+            needed = min(batch, max_len) // group.interval + 1
+        elif group.window is None:
             asked, remedy = f"max_model_len={max_len} needs", "lower it"
             needed = self.ledger.pages_for(max_len)
         else:  # a window and a chunk, which may begin in the middle of a page
@@ -263,21 +271,16 @@ class Scheduler:
             remedy = "lower max_num_batched_tokens or max_model_len"
             needed = self.ledger.pages_for(min(max_len, group.window - 1 + batch)) + 1
         if needed > group.pool.max_free:
+            what = "snapshots" if group.interval else "pages of KV"
             raise CapacityError(
-                f"{asked} {needed} pages of KV, there are {group.pool.max_free}; "
+                f"{asked} {needed} {what}, there are {group.pool.max_free}; "
                 f"{remedy} or give more memory"
             )
 
-    def _with_drafter(self, step: Step) -> Step:
-        """A step that is decode alone it does not follow; before any other, and when it is as far
-        behind as it may be, it catches up."""
-        behind = max(row.request.num_behind for row in step.rows)
-        catches_up = behind > 0 if not step.is_decode else behind == self.config.most_behind
-        for row in step.rows:
-            if catches_up:
-                row.request.num_behind = 0
-            row.request.num_behind += step.is_decode
-        return replace(step, catches_up=catches_up)
+    def _most_new(self, width: int) -> int:
+        """Tokens that a row of a step so wide may get."""
+        depth = self.config.ahead if self.config.depth is None else self.config.depth
+        return min(width, depth + 1)
 
     def _continue_running(self, most_new: int) -> tuple[list[Request], list[Row]]:
         """-> who decodes, with pages for that, and the chunk, if one of a prompt follows"""

@@ -1,4 +1,4 @@
-"""The engine as the HTTP process sees it: submit, cancel, watch. It restarts the engine if it dies.
+"""One engine as the HTTP process sees it: submit, cancel, watch. It restarts the engine if it dies.
 
 It lives in one event loop and knows neither text nor torch. The rules it keeps: every request that
 was submitted ends, with a finish_reason or an error, or is cancelled by whoever asked; and nobody
@@ -14,17 +14,18 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from slotzero.errors import (
+    ConfigError,
     EngineDiedError,
     EngineUnavailableError,
-    OverloadedError,
+    RankLostError,
     RequestRefusedError,
     SlotzeroError,
 )
@@ -42,6 +43,8 @@ from slotzero.server.messages import (
     Stats,
     frame,
 )
+from slotzero.server.pulse import Pulse
+from slotzero.server.share import WHOLE, Share
 from slotzero.server.stream import Mail, Stream
 
 State = Literal["loading", "ready", "restarting", "failed", "stopped"]
@@ -50,6 +53,31 @@ FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits t
 PATIENCE = 5.0  # seconds that the process has to end once its socket is closed
 _READ = 1 << 18
 _log = logging.getLogger("slotzero.server")
+
+
+class Process(Protocol):
+    """An engine's, wherever it runs."""
+
+    @property
+    def pid(self) -> int | None: ...
+    async def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
+Launch = Callable[[Mapping[str, Any], Share], Awaitable[tuple[Process, socket.socket]]]
+"""Starts an engine's process; -> it, and our end of its socket. Raises ConfigError where that is
+hopeless, RankLostError where the next one may live."""
+
+
+async def launch_here(settings: Mapping[str, Any], share: Share) -> tuple[Process, socket.socket]:
+    ours, theirs = socket.socketpair()
+    try:
+        return await _spawn(theirs, settings, share), ours
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
 
 
 @dataclass
@@ -61,32 +89,23 @@ class _Open:
     has_started: bool = False
 
 
-class _Pulse:
-    """Wakes all who wait now; they look for themselves at what has changed."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def beat(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
 class EngineClient:
     def __init__(
         self,
         settings: Mapping[str, Any],
         *,
-        max_waiting: int = 512,
+        name: str = "the engine",
+        share: Share = WHOLE,
+        pulse: Pulse | None = None,
         restarts: int = 3,
         restart_window: float = 300.0,
+        launch: Launch = launch_here,
     ) -> None:
-        """`settings` are fields of EngineConfig. At most `restarts` within so many seconds."""
+        """`settings` are fields of EngineConfig. At most `restarts` within so many seconds. `pulse`
+        is that of others, for whoever waits for any of them."""
         self.settings = dict(settings)
-        self.max_waiting = max_waiting
+        self.name = name
+        self.share = share
         self.restarts = restarts
         self.restart_window = restart_window
         self.state: State = "stopped"
@@ -100,9 +119,10 @@ class EngineClient:
         self.generation = 0
         """How many processes were replaced by another; the counts in Stats begin again in each."""
         self.is_draining = False
+        self._launch = launch
         self._keeper: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._pulse = _Pulse()
+        self._pulse = pulse or Pulse()
         self._last_words: Failed | None = None
         # On the wire a request has a number of ours, never used twice: what an engine still says
         # about one that was cancelled cannot reach another of the same id.
@@ -112,7 +132,7 @@ class EngineClient:
 
     async def start(self) -> None:
         if self._keeper is not None:
-            raise RuntimeError("the engine was started already")
+            raise RuntimeError(f"{self.name} was started already")
         self.is_draining, self.info = False, {}
         self._enter("loading")
         self._keeper = asyncio.create_task(self._keep())
@@ -133,16 +153,14 @@ class EngineClient:
                 while self.state in ("loading", "restarting"):
                     await self._pulse.wait()
         except TimeoutError:
-            raise EngineUnavailableError(f"the engine is not ready after {timeout} s") from None
+            raise EngineUnavailableError(f"{self.name} is not ready after {timeout} s") from None
         if self.state != "ready":
             raise self._unavailable()
 
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:
-        """Refuses at once (OverloadedError, EngineUnavailableError); the stream raises the rest."""
+        """Refuses at once (EngineUnavailableError); the stream raises the rest."""
         if self.state != "ready" or self.is_draining or self._writer is None:
             raise self._unavailable()
-        if self._num_waiting >= self.max_waiting:
-            raise OverloadedError(f"{self._num_waiting} requests wait already: try again later")
         number = f"{next(self._numbers)}"
         request = _Open(request_id)
         stream = Stream(request.mail, partial(self._cancel, number))
@@ -165,7 +183,9 @@ class EngineClient:
                 while self._open:
                     await self._pulse.wait()
         except TimeoutError:
-            _log.warning("%d requests did not end within %g s", len(self._open), grace)
+            _log.warning(
+                "%d requests of %s did not end within %g s", len(self._open), self.name, grace
+            )
             for number in list(self._open):
                 self._send_cancel(number)
                 self._end(number, EngineUnavailableError("the server is stopping: ask again later"))
@@ -210,32 +230,32 @@ class EngineClient:
                     return self._fail(why, code)  # it could not start, and said so: it never will
                 if len(deaths) >= self.restarts:
                     times = f"{len(deaths) + 1} times in {self.restart_window:g} s"
-                    return self._fail(f"the engine's process ended {times}, last: {why}", code)
+                    return self._fail(f"{self.name}'s process ended {times}, last: {why}", code)
                 deaths.append(now)
-                _log.error("the engine's process ended (%s) and is started again", why)
+                _log.error("%s's process ended (%s) and is started again", self.name, why)
                 self.failure = why
                 self._enter("restarting")
                 await asyncio.sleep(FIRST_PAUSE * 2 ** (len(deaths) - 1))
                 self.generation += 1
             self._enter("stopped")
         except Exception as error:  # it could not even be spawned
-            _log.exception("the engine's process is not looked after any more")
+            _log.exception("%s's process is not looked after any more", self.name)
             self._fail(str(error), 1)
 
     async def _live(self) -> int:
         """One life of the process; -> how it ended"""
         self._last_words = None
-        ours, theirs = socket.socketpair()
         try:
-            process = await _spawn(theirs, self.settings)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+            process, ours = await self._launch(self.settings, self.share)
+        except ConfigError as error:
+            self._last_words = Failed(type(error).__name__, str(error))
+            return error.exit_code
+        except RankLostError as error:  # it was lost before it could say anything
+            _log.error("%s: %s", self.name, error)
+            return error.exit_code
         self.pid = process.pid
         try:
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=ours)
             await self._listen(reader)
         finally:
             self._mourn()  # which closes the socket: the process ends, if it has not
@@ -249,10 +269,10 @@ class EngineClient:
             while data := await reader.read(_READ):
                 for message in frames.feed(data):
                     self._take(message)
-        except ConnectionError:
+        except OSError:  # of another machine it may be that it does not answer any more
             pass
         except (msgspec.DecodeError, ValueError):
-            _log.exception("the engine's process sent what is no message")
+            _log.exception("%s's process sent what is no message", self.name)
 
     def _mourn(self) -> None:
         """From here on nothing comes from this process."""
@@ -268,7 +288,7 @@ class EngineClient:
     def _fail(self, why: str, code: int) -> None:
         self.failure = why
         self.exit_code = code if code > 0 else 1
-        _log.error("the engine is not available any more: %s", why)
+        _log.error("%s is not available any more: %s", self.name, why)
         self._enter("failed")
 
     def _enter(self, state: State) -> None:
@@ -280,7 +300,7 @@ class EngineClient:
             return EngineUnavailableError("the server is stopping and takes no more requests")
         if self.state == "failed":
             return EngineUnavailableError(self.failure, self.exit_code)
-        return EngineUnavailableError(f"the engine is {self.state}: try again later")
+        return EngineUnavailableError(f"{self.name} is {self.state}: try again later")
 
     # Messages
 
@@ -296,6 +316,7 @@ class EngineClient:
                 self._pulse.beat()
             case Ready():
                 self.info, self.failure = message.info, ""
+                _log.info("%s is ready", self.name)
                 self._enter("ready")
             case Failed():
                 self._last_words = message
@@ -355,20 +376,22 @@ def _culprit(params: Mapping[str, Any]) -> str:
     return "prompt"
 
 
-async def _spawn(theirs: socket.socket, settings: Mapping[str, Any]) -> asyncio.subprocess.Process:
+async def _spawn(
+    theirs: socket.socket, settings: Mapping[str, Any], share: Share
+) -> asyncio.subprocess.Process:
     # -P and the path: it imports what we would, and nothing that lies where we happen to stand.
     # A session of its own: Ctrl-C in our terminal is for us
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "slotzero.server.process"),
-        *(f"{theirs.fileno()}", json.dumps(settings, default=os.fspath)),
-        stdin=asyncio.subprocess.DEVNULL,
+        *(f"{theirs.fileno()}", json.dumps(settings, default=os.fspath), f"{share}"),
+        stdin=asyncio.subprocess.PIPE,  # by which it knows that we are there
         pass_fds=[theirs.fileno()],
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
 
 
-async def _reap(process: asyncio.subprocess.Process) -> int:
+async def _reap(process: Process) -> int:
     try:
         return await asyncio.wait_for(process.wait(), PATIENCE)
     except TimeoutError:

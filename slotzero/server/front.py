@@ -1,4 +1,4 @@
-"""What all routes share: the engine's client, the tokenizer, the settings, and what follows from
+"""What all routes share: the fleet of engines, the tokenizer, the settings, and what follows from
 them. It knows no request in particular.
 """
 

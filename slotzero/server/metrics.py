@@ -10,7 +10,7 @@ Rule: a counter never falls, though the engine's process may be replaced by one 
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -37,8 +37,11 @@ class Metric(NamedTuple):
 
 
 METRICS = (
-    Metric("slotzero_num_requests_running", "gauge", (), "Requests that hold a slot."),
-    Metric("slotzero_num_requests_waiting", "gauge", (), "Requests that wait for a slot or pages."),
+    Metric("slotzero_num_requests_running", "gauge", ("engine",), "Requests that hold a slot."),
+    Metric(
+        "slotzero_num_requests_waiting", "gauge", ("engine",),
+        "Requests that wait for a slot or pages.",
+    ),
     Metric(
         "slotzero_time_to_first_token_seconds", "histogram", (),
         "From a request's arrival to its first token.",
@@ -54,89 +57,89 @@ METRICS = (
     Metric("slotzero_request_prompt_tokens", "histogram", (), "Tokens of a finished prompt."),
     Metric("slotzero_request_generation_tokens", "histogram", (), "Tokens of a finished answer."),
     Metric(
-        "slotzero_kv_cache_usage_perc", "gauge", (),
+        "slotzero_kv_cache_usage_perc", "gauge", ("engine",),
         "Share of KV pages that requests hold, 0 to 1; what only the prefix cache holds is free.",
     ),
     Metric(
-        "slotzero_prefix_cache_queries_total", "counter", (),
+        "slotzero_prefix_cache_queries_total", "counter", ("engine",),
         "Prompt tokens that were looked up in the prefix cache.",
     ),
     Metric(
-        "slotzero_prefix_cache_hits_total", "counter", (),
+        "slotzero_prefix_cache_hits_total", "counter", ("engine",),
         "Prompt tokens that were found in the prefix cache.",
     ),
     Metric(
-        "slotzero_num_preemptions_total", "counter", (),
+        "slotzero_num_preemptions_total", "counter", ("engine",),
         "Requests that lost their slot and pages to an older one, and are computed again.",
     ),
-    Metric("slotzero_prompt_tokens_total", "counter", (), "Prompt tokens taken in."),
-    Metric("slotzero_generation_tokens_total", "counter", (), "Tokens generated."),
+    Metric("slotzero_prompt_tokens_total", "counter", ("engine",), "Prompt tokens taken in."),
+    Metric("slotzero_generation_tokens_total", "counter", ("engine",), "Tokens generated."),
     Metric(
         "slotzero_request_success_total", "counter", ("finished_reason",),
         "Requests that ended, by how: stop, length or abort.",
     ),
     Metric(
-        "slotzero_spec_decode_num_drafts_total", "counter", (),
+        "slotzero_spec_decode_num_drafts_total", "counter", ("engine",),
         "Rows of steps that had drafts to verify.",
     ),
     Metric(
-        "slotzero_spec_decode_num_draft_tokens_total", "counter", (),
+        "slotzero_spec_decode_num_draft_tokens_total", "counter", ("engine",),
         "Tokens that were drafted and verified.",
     ),
     Metric(
-        "slotzero_spec_decode_num_accepted_tokens_total", "counter", (),
+        "slotzero_spec_decode_num_accepted_tokens_total", "counter", ("engine",),
         "Drafted tokens that were accepted.",
     ),
     Metric(
-        "slotzero_spec_decode_num_accepted_tokens_per_pos_total", "counter", ("position",),
+        "slotzero_spec_decode_num_accepted_tokens_per_pos_total", "counter", ("engine", "position"),
         "Drafted tokens that were accepted, by their position in the draft, from 0.",
     ),
     Metric("slotzero_requests_total", "counter", (), "Requests that arrived over HTTP."),
-    Metric("slotzero_steps_total", "counter", (), "Steps of the engine."),
+    Metric("slotzero_steps_total", "counter", ("engine",), "Steps of the engine."),
     Metric(
-        "slotzero_replays_total", "counter", ("runner", "size"),
+        "slotzero_replays_total", "counter", ("engine", "runner", "size"),
         "Steps that replayed a recording, by its size.",
     ),
     Metric(
-        "slotzero_real_tokens_total", "counter", ("runner",),
+        "slotzero_real_tokens_total", "counter", ("engine", "runner"),
         "Tokens of a batch that belong to a request.",
     ),
     Metric(
-        "slotzero_padded_tokens_total", "counter", ("runner",),
+        "slotzero_padded_tokens_total", "counter", ("engine", "runner"),
         "Tokens of slot 0 that fill a batch up to its size.",
     ),
     Metric(
-        "slotzero_eager_steps_total", "counter", ("reason",),
+        "slotzero_eager_steps_total", "counter", ("engine", "reason"),
         "Steps that ran kernel by kernel, by why.",
     ),
     Metric(
-        "slotzero_spec_decode_width", "gauge", (),
+        "slotzero_spec_decode_width", "gauge", ("engine",),
         "Tokens of a row in the last step that could have had drafts; 1: it had none.",
     ),
     Metric(
-        "slotzero_spec_decode_steps_total", "counter", ("width",),
+        "slotzero_spec_decode_steps_total", "counter", ("engine", "width"),
         "Steps that could have had drafts, by the tokens of a row.",
     ),
     Metric(
-        "slotzero_recording_seconds", "gauge", (),
+        "slotzero_recording_seconds", "gauge", ("engine",),
         "What recording all sizes took when the engine's process started.",
     ),
     Metric(
-        "slotzero_certified", "gauge", ("size",),
+        "slotzero_certified", "gauge", ("engine", "size"),
         "1: the size was recorded, passed its proof and replays. 0: it should, but runs eagerly."
         " Sizes that are eager by design are left out.",
     ),
     Metric(
-        "slotzero_sanitizer_steps_watched_total", "counter", (),
+        "slotzero_sanitizer_steps_watched_total", "counter", ("engine",),
         "Steps that the sanitizer ran twice and compared.",
     ),
     Metric(
-        "slotzero_sanitizer_violations_total", "counter", (),
+        "slotzero_sanitizer_violations_total", "counter", ("engine",),
         "Violations that the sanitizer found on live traffic.",
     ),
-    Metric("slotzero_engine_up", "gauge", (), "1 while the engine takes requests, else 0."),
+    Metric("slotzero_engine_up", "gauge", ("engine",), "1 while it takes requests, else 0."),
     Metric(
-        "slotzero_engine_restarts_total", "counter", (),
+        "slotzero_engine_restarts_total", "counter", ("engine",),
         "Processes of the engine that died and were replaced.",
     ),
     Metric(
@@ -165,11 +168,10 @@ BUCKETS: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
-_RESTARTS = "slotzero_engine_restarts_total"
 FINISH_REASONS = ("stop", "length", "abort")
 WINDOW = 1000  # latencies that percentiles are taken of, the latest ones
 
-Labels = tuple[str, ...]  # values of a metric's labels
+Labels = tuple[str, ...]  # values of a metric's labels, without which engine it is
 Values = dict[Labels, float]
 
 _COUNTERS: dict[str, Callable[[Stats], Values]] = {
@@ -209,7 +211,7 @@ def _by_name(values: Mapping[str, float]) -> Values:
 
 
 class Watched(Protocol):
-    """The engine's client, as far as it is known here. It may also have `generation: int`, which
+    """An engine's client, as far as it is known here. It may also have `generation: int`, which
     counts the processes that were replaced: 0 for the first."""
 
     @property
@@ -225,13 +227,20 @@ class Watched(Protocol):
         """The last report of this process; None until its first."""
 
 
+class WatchedFleet(Watched, Protocol):
+    """Engines as one: the state of the best, what all of them report together."""
+
+    @property
+    def replicas(self) -> Sequence[Watched]: ...
+
+
 class Metrics:
-    def __init__(self, client: Watched) -> None:
+    def __init__(self, client: WatchedFleet) -> None:
         # without it, every counter and histogram has a series beside it that nobody asked for
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._client = client
         self._registry = CollectorRegistry()
-        self._registry.register(_Engine(client))
+        self._registry.register(_Engines(client.replicas))
         self._arrived = self._counter("slotzero_requests_total")
         self._ended = self._counter("slotzero_request_success_total")
         self._refused = self._counter("slotzero_http_refused_total")
@@ -305,36 +314,38 @@ def percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
     return {f"p{p}": ordered[-(-len(ordered) * p // 100) - 1] for p in (50, 90, 99)}
 
 
-class _Engine(Collector):
-    """The engine's own numbers, read when Prometheus asks."""
+class _Engines(Collector):
+    """The engines' own numbers, read when Prometheus asks."""
 
-    def __init__(self, client: Watched) -> None:
-        self._client = client
-        self._totals = _Totals()
+    def __init__(self, engines: Sequence[Watched]) -> None:
+        self._engines = [(engine, _Totals()) for engine in engines]
 
     def describe(self) -> Iterable[Family]:
-        return [_family(name) for name in (*_COUNTERS, *_SPECULATION, *self._gauges(), _RESTARTS)]
+        return [_family(name) for name, metric in _BY_NAME.items() if "engine" in metric.labels]
 
     def collect(self) -> Iterable[Family]:
-        generation = getattr(self._client, "generation", 0)
-        totals = self._totals.follow(generation, self._client.stats)
-        for name, values in (*totals.items(), *self._gauges().items()):
-            yield _family(name, values)
-        yield _family(_RESTARTS, {(): generation})
+        found: defaultdict[str, Values] = defaultdict(dict)
+        for i, (engine, totals) in enumerate(self._engines):
+            for name, values in _values(engine, totals).items():
+                found[name] |= {(str(i), *labels): value for labels, value in values.items()}
+        return [_family(name, values) for name, values in found.items()]
 
-    def _gauges(self) -> dict[str, Values]:
-        stats, info = self._client.stats, self._client.info
-        return {
-            "slotzero_num_requests_running": {(): stats.running if stats else 0},
-            "slotzero_num_requests_waiting": {(): stats.waiting if stats else 0},
-            "slotzero_kv_cache_usage_perc": {
-                (): stats.pages_used / stats.pages if stats and stats.pages else 0
-            },
-            "slotzero_recording_seconds": {(): info["recording_seconds"] if info else 0},
-            "slotzero_certified": _by_name(certified(info, stats)),
-            "slotzero_engine_up": {(): self._client.state == "ready"},
-            "slotzero_spec_decode_width": _width(stats),
-        }
+
+def _values(engine: Watched, totals: "_Totals") -> dict[str, Values]:
+    stats, info = engine.stats, engine.info
+    generation = getattr(engine, "generation", 0)
+    return totals.follow(generation, stats) | {
+        "slotzero_num_requests_running": {(): stats.running if stats else 0},
+        "slotzero_num_requests_waiting": {(): stats.waiting if stats else 0},
+        "slotzero_kv_cache_usage_perc": {
+            (): stats.pages_used / stats.pages if stats and stats.pages else 0
+        },
+        "slotzero_recording_seconds": {(): info["recording_seconds"] if info else 0},
+        "slotzero_certified": _by_name(certified(info, stats)),
+        "slotzero_engine_up": {(): engine.state == "ready"},
+        "slotzero_engine_restarts_total": {(): generation},
+        "slotzero_spec_decode_width": _width(stats),
+    }
 
 
 class _Totals:
@@ -362,7 +373,7 @@ class _Totals:
 
     def _shown(self) -> dict[str, Values]:
         shown: dict[str, Values] = {name: {} for name in (*_COUNTERS, *_SPECULATION)}
-        shown |= {name: {(): 0} for name in _COUNTERS if not _BY_NAME[name].labels}
+        shown |= {name: {(): 0} for name in _COUNTERS if _BY_NAME[name].labels == ("engine",)}
         for name, labels in (*self._base, *self._last):
             series = name, labels
             shown[name][labels] = self._base.get(series, 0) + self._last.get(series, 0)
@@ -415,16 +426,20 @@ such a metric; from `slotzero_requests_total` on they are ours. This page is mad
 |---|---|---|---|
 {rows}
 
+`engine` is an engine's number, from 0; there is one for each of `--data-parallel-size`. What has no
+such label is of the server as a whole.
+
 A size is written as everywhere else: `decode[8]` is 8 rows of one token, `prefill[64t x 4r]` is 64
 tokens in 4 rows. Counters go on where they were when the engine's process is replaced; what it
-counted after the last scrape is lost. While there is no engine, its gauges are 0. Metrics of
+counted after the last scrape is lost. While an engine is not there, its gauges are 0. Metrics of
 speculative decoding have no samples where it is off.
 
 ## Some questions
 
 | question | in PromQL |
 |---|---|
-| tokens per second | `rate(slotzero_generation_tokens_total[1m])` |
+| tokens per second | `sum(rate(slotzero_generation_tokens_total[1m]))` |
+| engines that serve | `sum(slotzero_engine_up)` |
 | time to first token, 99th percentile | {p99} |
 | share of work that is padding | {padding} |
 | prefix hit rate | {hits} |
@@ -439,11 +454,12 @@ _PADDING = (
     " / (rate(slotzero_padded_tokens_total[5m]) + rate(slotzero_real_tokens_total[5m]))`"
 )
 _HITS = (
-    "`rate(slotzero_prefix_cache_hits_total[5m]) / rate(slotzero_prefix_cache_queries_total[5m])`"
+    "`sum(rate(slotzero_prefix_cache_hits_total[5m]))"
+    " / sum(rate(slotzero_prefix_cache_queries_total[5m]))`"
 )
 _ACCEPTED = (
-    "`1 + rate(slotzero_spec_decode_num_accepted_tokens_total[5m])"
-    " / rate(slotzero_spec_decode_num_drafts_total[5m])`"
+    "`1 + sum(rate(slotzero_spec_decode_num_accepted_tokens_total[5m]))"
+    " / sum(rate(slotzero_spec_decode_num_drafts_total[5m]))`"
 )
 
 

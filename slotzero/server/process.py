@@ -1,7 +1,8 @@
-"""The engine's process: `python -m slotzero.server.process FD SETTINGS`, started by client.py.
+"""An engine's process: `python -m slotzero.server.process FD SETTINGS SHARE`, started by client.py.
 
-Requests come and tokens go over the inherited socket FD. Text is not known here. The rule it keeps:
-it lives as long as the other end of the socket, however that ends; signals to stop are for the
+Requests come and tokens go over the inherited socket FD. SHARE is 0/1, or less of the machine where
+other engines are on it (share.py). Text is not known here. The rule it keeps: it lives as long as
+the other end of the socket and as who started it, however those end; signals to stop are for the
 other end to judge, so it ignores them.
 """
 
@@ -19,7 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from slotzero.errors import CapacityError, ConfigError, RequestError, SlotzeroError
+from slotzero.errors import (
+    CapacityError,
+    ConfigError,
+    RankLostError,
+    RequestError,
+    SlotzeroError,
+)
+from slotzero.parallel.child import end_with_parent
 from slotzero.server.messages import (
     Add,
     Cancel,
@@ -36,9 +44,11 @@ from slotzero.server.messages import (
     TokenLogprobs,
     frame,
 )
+from slotzero.server.share import Share
 
 if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
     from slotzero.engine import Answer, Engine
+    from slotzero.parallel.crew import Crew
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
 
@@ -192,6 +202,9 @@ class EngineLoop:
         # out of memory is this step's misfortune; anything else may be the device's end
         self._num_failures += not isinstance(error, CapacityError)
         self._outbox.put(Failed(*_told(error)))
+        if isinstance(error, RankLostError):  # this is the end: who sent us requests speaks of them
+            self._num_failures = MOST_FAILURES
+            return
         for request_id, asked in list(self._asked.items()):
             if asked.answer.finished or len(asked.answer.token_ids) != asked.num_sent:
                 self._engine.cancel(request_id)
@@ -206,23 +219,23 @@ class EngineLoop:
 
 def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Stats:
     """Pages, of all groups of layers, are used by requests, or else cached, or else free."""
-    scheduler, runners = engine.scheduler, engine.worker.runners
-    ledger, cache = scheduler.ledger, scheduler.ledger.cache
+    lanes, runners = engine.lanes, engine.worker.runners
+    ledgers = [lane.ledger for lane in lanes]
     eager: Counter[str] = Counter()
     for runner in runners:
         eager.update(runner.counts.eager)
     return Stats(
-        running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
-        slots=scheduler.slots.num_slots,
-        pages_used=sum(ledger.num_used),
-        pages_cached=sum(ledger.num_cached),
-        pages=sum(ledger.num_pages),
+        running=lanes.num_running,
+        waiting=lanes.num_waiting,
+        slots=sum(lane.slots.num_slots for lane in lanes),
+        pages_used=sum(sum(ledger.num_used) for ledger in ledgers),
+        pages_cached=sum(sum(ledger.num_cached) for ledger in ledgers),
+        pages=sum(sum(ledger.num_pages) for ledger in ledgers),
         prompt_tokens=prompt_tokens,
         generated_tokens=generated_tokens,
-        prefix_asked_tokens=cache.stats.num_asked_tokens,
-        prefix_hit_tokens=cache.stats.num_hit_tokens,
-        preemptions=scheduler.num_preemptions,
+        prefix_asked_tokens=sum(ledger.cache.stats.num_asked_tokens for ledger in ledgers),
+        prefix_hit_tokens=sum(ledger.cache.stats.num_hit_tokens for ledger in ledgers),
+        preemptions=lanes.num_preemptions,
         steps=engine.num_steps,
         replays={str(key): n for runner in runners for key, n in runner.counts.sizes.items()},
         eager=dict(eager),
@@ -259,6 +272,7 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
 
     return {
         "limits": asdict(engine.limits),
+        "lanes": len(engine.lanes),
         "kv": engine.worker.kv,
         "eos_token_ids": list(engine.eos_token_ids),
         "vocab_size": engine.worker.vocab_size,
@@ -285,21 +299,24 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
     end = socket.socket(fileno=int(argv[0]))
     end.set_inheritable(False)  # a compiler that we start must not keep it open after us
     inbox: Inbox = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(end, inbox), daemon=True).start()
+    crews: list[Crew] = []
+    threading.Thread(target=_listen, args=(end, inbox, crews), daemon=True).start()
     outbox = Outbox(end)
     try:
-        engine = _start(json.loads(argv[1]), outbox)
+        engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
+        crews.append(engine.crew)
         return EngineLoop(engine, inbox, outbox).run()
-    except ConnectionError:
+    except (ConnectionError, TimeoutError):
         return 0  # nobody is left to work for
     except SlotzeroError as error:
         return error.exit_code
 
 
-def _start(settings: Mapping[str, Any], outbox: Outbox) -> "Engine":
+def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine":
     try:
         from slotzero.config import EngineConfig
         from slotzero.engine import Engine
@@ -307,7 +324,7 @@ def _start(settings: Mapping[str, Any], outbox: Outbox) -> "Engine":
         unknown = sorted(set(settings) - {field.name for field in fields(EngineConfig)})
         if unknown:
             raise ConfigError(f"the engine has no setting {unknown[0]!r}")
-        config = EngineConfig(**settings)
+        config = share.taken(EngineConfig(**settings))
         start = time.perf_counter()
         engine = Engine(config)
     except Exception as error:
@@ -321,8 +338,9 @@ def _start(settings: Mapping[str, Any], outbox: Outbox) -> "Engine":
     return engine
 
 
-def _listen(end: socket.socket, inbox: Inbox) -> None:
-    """In a thread, so that the end of the other process is noticed in the midst of a step."""
+def _listen(end: socket.socket, inbox: Inbox, crews: "Sequence[Crew]") -> None:
+    """In a thread, so that the end of the other process is noticed in the midst of a step. Then
+    nobody will start this engine again: `crews`, if there is one yet, hear of it."""
     frames = Frames(ToEngine)
     code = 1
     try:
@@ -330,11 +348,13 @@ def _listen(end: socket.socket, inbox: Inbox) -> None:
             for message in frames.feed(data):
                 inbox.put(message)
         code = 0
-    except ConnectionError:
+    except (ConnectionError, TimeoutError):
         code = 0
     except Exception:
         _log.exception("what came over the socket is no message")
     finally:
+        for crew in crews:
+            crew.dismiss()
         os._exit(code)
 
 

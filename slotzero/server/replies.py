@@ -151,6 +151,8 @@ class Prompt(Told):
 
 class Health(Told):
     status: str
+    engines: list[str]
+    """The state of each."""
 
 
 class Version(Told):
@@ -161,7 +163,9 @@ class ServerInfo(Told):
     version: str
     state: str
     failure: str | None
-    """Why the engine is started again, or will not be."""
+    """Why no engine is ready, if one is started again or will not be."""
+    engines: list[dict[str, Any]]
+    """Of each: state, failure, pools."""
     config: dict[str, Any]
     runners: dict[str, Any]
     """The sizes of each, and how each was recorded."""

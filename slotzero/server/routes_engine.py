@@ -14,6 +14,7 @@ from slotzero import __version__
 from slotzero.server.events import EventStream, event
 from slotzero.server.front import Front
 from slotzero.server.gate import json_bytes
+from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import Health, Prompt, ServerInfo, Tokens, Version
@@ -35,8 +36,11 @@ def engine_routes(front: Front) -> APIRouter:
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
     )
     async def health() -> Response:
-        """200 once requests are answered; 503 while loading, recording, restarting or ending."""
-        return told(Health(status=front.state), 200 if front.state == "ready" else 503)
+        """200 once an engine answers; 503 while all are loading, recording, restarting, or at the
+        end."""
+        engines = [replica.state for replica in front.client.replicas]
+        health = Health(status=front.state, engines=engines)
+        return told(health, 200 if front.state == "ready" else 503)
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
@@ -110,9 +114,17 @@ def _server_info(front: Front) -> ServerInfo:
         version=__version__,
         state=front.state,
         failure=client.failure or None,
+        engines=[
+            {
+                "state": replica.state,
+                "failure": replica.failure or None,
+                "pools": _pools(replica.stats),
+            }
+            for replica in client.replicas
+        ],
         config={"engine": dict(client.settings), "server": front.settings.as_json()},
         runners=info.pop("sizes", {}),
-        pools={name: counts[name] for name in _POOL_FIELDS if name in counts},
+        pools=_pools(stats),
         certification={
             "sizes": certified(client.info, stats),
             "sanitize": info.pop("sanitize", None),
@@ -121,6 +133,10 @@ def _server_info(front: Front) -> ServerInfo:
         },
         engine=info,
     )
+
+
+def _pools(stats: Stats | None) -> dict[str, int]:
+    return {} if stats is None else {name: getattr(stats, name) for name in _POOL_FIELDS}
 
 
 async def _live(front: Front) -> AsyncGenerator[bytes, None]:

@@ -25,13 +25,20 @@ class GrownStream(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Client(Watched, Protocol):
+class Replica(Watched, Protocol):
     """EngineClient, as far as the application knows it."""
+
+    @property
+    def failure(self) -> str: ...
+
+
+class Client(Replica, Protocol):
+    """Fleet, as far as the application knows it."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
     @property
-    def failure(self) -> str: ...
+    def replicas(self) -> Sequence[Replica]: ...
 
     async def start(self) -> None: ...
 

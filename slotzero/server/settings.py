@@ -25,8 +25,11 @@ class ServerSettings:
     """A key that opens the server; may be given again. Without any, every request is served."""
     allowed_origins: tuple[str, ...] = ()
     """A web page's origin that may call from a browser (CORS); may be given again, * is all."""
+    data_parallel_size: int = 1
+    """Engines that serve side by side, each with the whole model and with devices of its own (for
+    attention apart within one engine see enable_dp_attention)."""
     max_waiting: int = 512
-    """Requests that may wait for the engine; any further one is answered with 429."""
+    """Requests that may wait for their first token; any further one is answered with 429."""
     max_request_bytes: int = 4 << 20
     """Largest body of a request (suffixes K, M, G)."""
     request_timeout: float | None = None
@@ -45,6 +48,11 @@ class ServerSettings:
             ("port", 0 <= self.port < 1 << 16, "is between 0 and 65535"),
             ("served_model_name", all(self.served_model_name), "is not empty"),
             ("api_key", all(map(_is_printable, self.api_key)), "is not empty, of visible ASCII"),
+            (
+                "data_parallel_size",
+                isinstance(self.data_parallel_size, int) and self.data_parallel_size >= 1,
+                "is a number of engines, at least 1",
+            ),
             ("max_waiting", self.max_waiting >= 1, "is at least 1"),
             ("max_request_bytes", self.max_request_bytes >= 1, "is a size in bytes"),
             (

@@ -22,14 +22,18 @@ from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.assistant import BACK, CENTROIDS, JOIN, ORDER, AssistantConfig, parse_assistant
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.decoder import Decoder, KvPages
-from slotzero.models.params import Param, Source
+from slotzero.models.param import Param, Source
 from slotzero.models.rope import frequencies
+from slotzero.models.routing import EXPERT_STARTS, Routing
+from slotzero.models.shards import sharded
+from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_params, load_weights
+from slotzero.parallel.ranks import Ranks
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
 from slotzero.speculative.drafter import Guess, Guesser
 from slotzero.speculative.eagle import HIDDEN
-from slotzero.speculative.eagle_config import GROUP
+from slotzero.speculative.eagle_config import GROUP, fits
 
 
 class AssistantWeights(NamedTuple):
@@ -43,8 +47,8 @@ class AssistantWeights(NamedTuple):
 def fit_assistant(checkpoint: Checkpoint, target: ModelConfig) -> AssistantConfig:
     """Of an assistant that was made for this target."""
     name, config = checkpoint.name, parse_assistant(checkpoint.config, checkpoint.name)
-    _fits(name, "backbone_hidden_size", config.backbone_size, target.hidden_size)
-    _fits(name, "vocab_size", config.model.vocab_size, target.vocab_size)
+    fits(name, "backbone_hidden_size", config.backbone_size, target.hidden_size)
+    fits(name, "vocab_size", config.model.vocab_size, target.vocab_size)
     theirs = {group.name: group for group in target.groups}
     groups = tuple(_reading(name, g, theirs.get(g.name)) for g in config.model.groups)
     return replace(config, model=replace(config.model, groups=groups))
@@ -59,17 +63,10 @@ def _reading(name: str, group: KvGroup, theirs: KvGroup | None) -> KvGroup:
         )
     for field in ("head_dim", "num_kv_heads", "window"):
         ours, wanted = getattr(group.heads, field), getattr(theirs.heads, field)
-        _fits(name, f"{field} of {group.name} layers", ours, wanted)
+        fits(name, f"{field} of {group.name} layers", ours, wanted)
     window = group.heads.window
     heads = replace(group.heads, window=None if window is None else window - 1)
     return replace(group, heads=heads)
-
-
-def _fits(name: str, what: str, ours: object, wanted: object) -> None:
-    if ours != wanted:
-        raise UnsupportedModelError(
-            f"{name}: its {what} is {ours}, the target's {wanted}: it was made for another model"
-        )
 
 
 def load_assistant(
@@ -80,11 +77,12 @@ def load_assistant(
     kernels: Kernels,
     dtype: torch.dtype,
     progress: Progress,
+    ranks: Ranks,
 ) -> AssistantWeights:
     model, prefix = config.model, f"{GROUP}."
     besides = [JOIN, BACK, *((CENTROIDS, ORDER) if config.num_clusters else ())]
     weights = load_weights(
-        model, checkpoint, registry, kernels, dtype, progress, prefix, frozenset(besides)
+        model, checkpoint, registry, kernels, dtype, progress, prefix, frozenset(besides), ranks
     )
     hidden, theirs = model.hidden_size, target.hidden_size
     scales = [target.embedding_scale] * theirs + [1.0] * theirs  # of embeddings, as they come
@@ -112,19 +110,21 @@ def load_assistant(
         g.name: registry.constant(f"rope_{GROUP}_{g.name}", frequencies(g.rope).to(registry.device))
         for g in model.groups
     }
-    decoder = Decoder(model, weights, turns, kernels)
+    routing = Routing.of(model, registry, f"{EXPERT_STARTS}_{GROUP}")
+    decoder = Decoder(sharded(model, ranks), weights, turns, kernels, routing, ranks)
     return AssistantWeights(decoder, read["join"], read["back"], read.get("centroids"), cluster_of)
 
 
 class AssistantDrafter(Guesser):
     name = "mtp"
     behind = 0
+    states = (HIDDEN,)
 
     def __init__(
         self,
         config: AssistantConfig,
         target: ModelConfig,
-        embedding: Tensor,  # the target's
+        vocabulary: Vocabulary,  # the target's
         weights: AssistantWeights,
         kernels: Kernels,
         registry: Registry,
@@ -133,16 +133,20 @@ class AssistantDrafter(Guesser):
         kv: Mapping[str, KvPages],  # the target's
     ) -> None:
         super().__init__(kernels, tables, pending)
-        self.taps = (target.num_layers,)
+        self.taps, self.writes = (target.num_layers,), weights.decoder.writes
         self._config, self._weights, self._kv = config, weights, kv
-        self._embedding, self._size = embedding, target.hidden_size
+        self._vocabulary, self._size = vocabulary, target.hidden_size
         shape = len(tables["length"]), target.hidden_size
-        hidden = torch.zeros(shape, dtype=embedding.dtype, device=registry.device)
+        hidden = torch.zeros(shape, dtype=vocabulary.embedding.dtype, device=registry.device)
         self._hidden = registry.table(HIDDEN, hidden)
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
         super().extend(followed, pieces)
         self.kernels.keep_last(followed.rows.slots, followed.last, followed.features, self._hidden)
+
+    def stand(self, slots: Tensor) -> Tensor:
+        """Where every guess of a cycle is made: at the newest token, whatever was guessed since."""
+        return self.tables["length"][slots]
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
         return self.next(tokens, self.kernels.fetch(tokens.slots, self._hidden[:, None]), pieces)
@@ -158,15 +162,15 @@ class AssistantDrafter(Guesser):
         """Guesses of one row see nothing of each other, so each is a row of its own."""
         assert state is not None
         kernels, weights, slots = self.kernels, self._weights, tokens.slots
-        model, length = self._config.model, self.tables["length"][slots]
-        pair = kernels.open_pair(
-            tokens, self.tables["tokens"], self._embedding, None, state, None, model.norm_eps
+        model, place = self._config.model, self.stand(slots)
+        pair = self._vocabulary.open_pair(
+            tokens, self.tables["tokens"], None, state, None, model.norm_eps
         )
         begin = kernels.linear(
             kernels.norm(pair, None, 0.0), 0.0, weights.join, None, model.hidden_size
         )
         normed = weights.decoder.forward_from(
-            begin, Tokens(slots, (length - 1).clamp_min(0)), Tokens(slots, length),
+            begin, Tokens(slots, (place - 1).clamp_min(0)), Tokens(slots, place),
             self.tables["prompt_len"], self._kv, pieces,
         )  # fmt: skip
         state = kernels.linear(normed, model.norm_eps, weights.back, None, self._size)

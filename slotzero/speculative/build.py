@@ -14,10 +14,15 @@ from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.folder import FolderCheckpoint
 from slotzero.loading.source import open_checkpoint
+from slotzero.models.assistant import MODEL_TYPE
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, Kind, KvPages
 from slotzero.models.rope import frequencies
-from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
+from slotzero.models.routing import EXPERT_STARTS, Routing
+from slotzero.models.shards import sharded
+from slotzero.models.vocabulary import Vocabulary
+from slotzero.models.weights import Progress, load_weights, random_weights
+from slotzero.parallel.ranks import Ranks
 from slotzero.pools.tables import SlotTables
 from slotzero.speculative.assistant import AssistantDrafter, fit_assistant, load_assistant
 from slotzero.speculative.drafter import MOST_PENDING, PENDING, Drafter
@@ -60,17 +65,27 @@ class Prepared:
 class Target:
     """What drafts are for."""
 
-    config: ModelConfig
-    weights: DecoderWeights
+    config: ModelConfig  # of the whole model, whatever this rank has of it
+    vocabulary: Vocabulary
+    routing: Routing | None
     checkpoint: Checkpoint
     registry: Registry
     kernels: Kernels
     dtype: torch.dtype
     progress: Progress
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.vocabulary.ranks
+
 
 def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
     _refuse_short_windows(settings, target.config, target.checkpoint)
+    if target.config.recurrent is not None and settings.tree is not None:
+        raise UnsupportedModelError(
+            f"{target.checkpoint.name}: recurrent layers follow one text, not a tree of them; use "
+            "--speculative-topk 1"
+        )
     if settings.speculative == "ngram":
         if settings.speculative_model is not None:
             raise ConfigError("speculative_model: an ngram drafter has no model, drop it")
@@ -107,16 +122,20 @@ def _mtp(settings: EngineConfig, target: Target) -> Prepared:
             f"speculative_steps={settings.speculative_steps}: {model} has {num} layers that guess "
             f"ahead, one token each; use --speculative-steps {num}"
         )
-    config, registry, kernels = mtp_config(target.config), target.registry, target.kernels
+    registry, kernels = target.registry, target.kernels
     layers = load_mtp(
-        target.config, target.weights, target.checkpoint, registry, kernels, target.dtype
+        target.config, target.vocabulary, target.checkpoint, registry, kernels, target.dtype
     )
-    kind = Kind(target.config, config.group, target.config.experts, kernels)
+    mine = sharded(target.config, target.ranks)
+    config = mtp_config(mine)
+    kind = Kind(mine, config.group, mine.experts, kernels, ranks=target.ranks)
+    is_sparse = mine.num_layers - 1 in mine.sparse_layers
+    routing = target.routing if is_sparse else None
     return Prepared(
         (config.group,),
         config.taps,
         lambda tables, pending, kv: EagleDrafter(
-            "mtp", config, kind, layers, kernels, registry, tables, pending, kv[GROUP]
+            "mtp", config, kind, layers, routing, kernels, registry, tables, pending, kv[GROUP]
         ),
         shares_prefixes=num == 1,
     )
@@ -129,14 +148,15 @@ def _assistant(name: str, load_format: str, target: Target) -> Prepared:
     for group in config.model.groups:
         kernels.refuse(group.reader_heads)
     weights = load_assistant(
-        config, target.config, checkpoint, registry, kernels, target.dtype, target.progress
-    )
-    embedding = target.weights.embedding
+        config, target.config, checkpoint, registry, kernels, target.dtype, target.progress,
+        target.ranks,
+    )  # fmt: skip
+    vocabulary = target.vocabulary
     return Prepared(
         (),
         (target.config.num_layers,),
         lambda tables, pending, kv: AssistantDrafter(
-            config, target.config, embedding, weights, kernels, registry, tables, pending, kv
+            config, target.config, vocabulary, weights, kernels, registry, tables, pending, kv
         ),
     )
 
@@ -152,14 +172,14 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     registry, kernels = target.registry, target.kernels
     kernels.refuse(config.group.heads)
     weights = load_head(
-        config, checkpoint, target.weights, registry, kernels, target.dtype, settings.seed
+        config, checkpoint, target.vocabulary, registry, kernels, target.dtype, settings.seed
     )
     kind = Kind(_as_model(config, target.config), config.group, None, kernels)
     return Prepared(
         (config.group,),
         config.taps,
         lambda tables, pending, kv: EagleDrafter(
-            wanted, config, kind, [weights], kernels, registry, tables, pending, kv[GROUP]
+            wanted, config, kind, [weights], None, kernels, registry, tables, pending, kv[GROUP]
         ),
     )
 
@@ -173,6 +193,9 @@ def _as_model(config: EagleConfig, target: ModelConfig) -> ModelConfig:
         activation="silu",
         experts=None,
         sparse_layers=(),
+        recurrent=None,
+        mlp_layers=None,
+        gates_mlp=True,
     )
 
 
@@ -197,7 +220,18 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     if settings.speculative_model is None:
         raise ConfigError("speculative=draft: name the draft model with --speculative-model")
     checkpoint = open_checkpoint(settings.speculative_model, settings.load_format)
+    if checkpoint.config.get("model_type") == MODEL_TYPE:
+        raise ConfigError(
+            f"speculative=draft: {checkpoint.name} is an assistant, which reads its target's KV; "
+            "use --speculative mtp"
+        )
     config = parse_config(checkpoint.config)
+    if config.recurrent is not None:
+        raise UnsupportedModelError(
+            f"draft model {checkpoint.name} has recurrent layers, whose states would have to be "
+            "taken back with every wrong guess: choose one with attention alone, or another "
+            "--speculative"
+        )
     _require_same_tokens(config, checkpoint, target)
     _refuse_short_windows(settings, config, checkpoint)
     registry, kernels = target.registry, target.kernels
@@ -212,19 +246,22 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
             )
     if settings.load_format == "dummy":
         weights = random_weights(
-            config, registry, kernels, target.dtype, settings.seed + 1, f"{GROUP}."
+            config, registry, kernels, target.dtype, settings.seed + 1, f"{GROUP}.", target.ranks
         )
     else:
         weights = load_weights(
-            config, checkpoint, registry, kernels, target.dtype, target.progress, f"{GROUP}."
-        )
+            config, checkpoint, registry, kernels, target.dtype, target.progress, f"{GROUP}.",
+            ranks=target.ranks,
+        )  # fmt: skip
     turns = {
         g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(registry.device))
         for g in groups
     }
-    decoder = Decoder(config, weights, turns, kernels)
+    mine = sharded(config, target.ranks)
+    routing = Routing.of(mine, registry, f"{EXPERT_STARTS}_{GROUP}")
+    decoder = Decoder(mine, weights, turns, kernels, routing, target.ranks)
     return Prepared(
-        groups,
+        mine.groups,
         (),
         lambda tables, pending, kv: ModelDrafter(
             decoder, kernels, tables, pending, {group.name: kv[group.name] for group in groups}

@@ -45,6 +45,13 @@ class Drafter(ABC):  # a Follower
     groups: tuple[KvGroup, ...] = ()
     """Of its own layers."""
     taps: tuple[int, ...] = ()
+    writes: tuple[str, ...] = ()
+    """Outputs of every pass of its layers."""
+    states: tuple[str, ...] = ()
+    """Tables by slot, which no host writes: what the next guess is made from."""
+    num_turns: int = 1
+    """Layers that take turns: each stores one place behind the one before, and goes on from its
+    state."""
 
     def __init__(self, kernels: Kernels, tables: SlotTables, pending: Tensor) -> None:
         """pending: [slots + 1, MOST_PENDING or more, taps * hidden], what it wants to know of
@@ -65,6 +72,10 @@ class Drafter(ABC):  # a Follower
     ) -> Tensor:
         """Guesses tokens [length + 1, length + 1 + num) of each slot, num <= steps -> how many it
         has guessed, num or fewer. A slot whose num is 0 is left alone."""
+
+    def writes_of(self, steps: int) -> tuple[str, ...]:
+        """Of a draft of so many steps."""
+        return self.writes
 
     def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
         self.kernels.note(slots, positions, ids, self.tables["tokens"])
@@ -95,6 +106,10 @@ class Guesser(Drafter):
         branches: Branches | None = None,
     ) -> Guess:
         """What follows these, which were guessed before: one of each row, or a tree's."""
+
+    def writes_of(self, steps: int) -> tuple[str, ...]:
+        """The newest pair is computed already."""
+        return self.writes if steps > self.behind else ()
 
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces

@@ -23,7 +23,9 @@ from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.nouns import Branches, Normed, Rows, Tokens, standing
 from slotzero.models.decoder import Kind, KvPages
+from slotzero.models.given import Given
 from slotzero.models.rope import frequencies
+from slotzero.models.routing import Routing
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
 from slotzero.speculative.drafter import FOLLOWED_TO, Guess, Guesser
@@ -42,6 +44,7 @@ class EagleDrafter(Guesser):
         config: EagleConfig,
         kind: Kind,
         layers: Sequence[HeadWeights],
+        routing: Routing | None,
         kernels: Kernels,
         registry: Registry,
         tables: SlotTables,
@@ -51,14 +54,18 @@ class EagleDrafter(Guesser):
         super().__init__(kernels, tables, pending)
         self.name = name
         self.groups, self.taps = (config.group,), config.taps
+        self.writes = () if routing is None else (routing.name,)
+        self._expert_starts = None if routing is None else routing.starts
         self._config, self._kind, self._layers, self._kv = config, kind, layers, kv
         speed = frequencies(config.group.rope).to(registry.device)
         self._frequency = registry.constant(f"rope_{GROUP}", speed)
         rows, dtype = len(tables["length"]), layers[0].fc.dtype
+        self.num_turns = len(layers)
+        self.states = HIDDEN, *(f"{HIDDEN}_{i}" for i in range(1, len(layers) - 1))
         self._hidden = []  # of the newest pair of each layer that another one follows
-        for i in range(max(1, len(layers) - 1)):
+        for name in self.states:
             hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=registry.device)
-            self._hidden.append(registry.table(f"{HIDDEN}_{i}" if i else HIDDEN, hidden))
+            self._hidden.append(registry.table(name, hidden))
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:
         tokens, rows, hidden, last = followed
@@ -66,13 +73,12 @@ class EagleDrafter(Guesser):
         super().extend(followed, pieces)
         if self._config.is_third:
             hidden = self._product(hidden, self._layers[0].fc, self._layers[0].fc_bias)
-        slots = tokens.slots
         for layer in range(len(self._layers)):
-            if layer:
-                before = self.kernels.fetch(slots, self._hidden[layer - 1][:, None])
+            if layer:  # what begins a text takes nothing of the slot's last owner
+                tokens, rows = _one_before(tokens, rows)
+                before = self.kernels.fetch(tokens.slots, self._hidden[layer - 1][:, None])
                 self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer - 1])
                 hidden = torch.where(is_first[:, None], before, hidden.roll(1, 0))
-                tokens, rows = _one_before(tokens, rows)
             hidden, _ = self._forward(layer, tokens, hidden, pieces, rows)
         if len(self._layers) == 1:
             self.kernels.keep_last(rows.slots, last, hidden, self._hidden[0])
@@ -129,8 +135,8 @@ class EagleDrafter(Guesser):
         config, weights, kernels = self._config, self._layers[layer], self.kernels
         eps, rope = config.norm_eps, config.group.rope
         after = self.tables["tokens"][:, 1 + layer :]  # by the pair's location
-        x = kernels.open_pair(
-            tokens, after, weights.embedding, weights.embed_norm, hidden, weights.hidden_norm, eps
+        x = weights.vocabulary.open_pair(
+            tokens, after, weights.embed_norm, hidden, weights.hidden_norm, eps
         )
         normed = Normed(x, None)
         if not config.is_third:
@@ -138,10 +144,9 @@ class EagleDrafter(Guesser):
             normed = kernels.norm(hidden, weights.first_norm, eps)
         angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
         plan = kernels.plan(tokens, rows, config.group.heads, branches)
-        hidden, *parts = pieces(
-            self._kind.run, hidden, *normed, None, tokens.slots, *angles,
-            self._kv.pages[layer], self._kv.page_table, *weights.layer, weights.norm, *plan,
-        )  # fmt: skip
+        given = Given(hidden, *normed, tokens.slots, None, self._expert_starts)
+        given = given.attending(*angles, self._kv.pages[layer], self._kv.page_table)
+        hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, *plan)
         return hidden, Normed(*parts)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,7 +158,10 @@ class EagleDrafter(Guesser):
     def _logits(self, layer: int, normed: Normed, slots: Tensor) -> Tensor:
         config, weights = self._config, self._layers[layer]
         few = normed.x.new_empty(len(slots), config.draft_vocab)
-        self.kernels.logits(normed, config.norm_eps, weights.head, slots, None, few)
+        if weights.head is None:
+            weights.vocabulary.logits(normed, config.norm_eps, slots, None, few)
+        else:
+            self.kernels.logits(normed, config.norm_eps, weights.head, slots, None, few)
         return few if weights.draft_of is None else self.kernels.spread(few, weights.draft_of)
 
 

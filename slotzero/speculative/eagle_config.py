@@ -53,8 +53,9 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
         raise UnsupportedModelError(
             f"{name} is an {other} head: say --speculative {other}, not {wanted}"
         )
-    _fits(config, "hidden_size", target.hidden_size, name)
-    _fits(config, "vocab_size", target.vocab_size, name)
+    for field in ("hidden_size", "vocab_size"):
+        theirs = getattr(target, field)
+        fits(name, field, config.get(field, theirs), theirs)
     if int(config.get("num_hidden_layers", 1)) != 1:
         raise UnsupportedModelError(
             f"{name}: num_hidden_layers={config['num_hidden_layers']}: a head has one layer"
@@ -106,11 +107,10 @@ def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     )
 
 
-def _fits(config: Mapping[str, Any], field: str, value: int, name: str) -> None:
-    if config.get(field, value) != value:
+def fits(name: str, what: str, ours: object, wanted: object) -> None:
+    if ours != wanted:
         raise UnsupportedModelError(
-            f"{name}: its {field} is {config[field]}, the target's {value}: "
-            "it was made for another model"
+            f"{name}: its {what} is {ours}, the target's {wanted}: it was made for another model"
         )
 
 

@@ -13,7 +13,7 @@ from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.decoder import LAYER_WEIGHTS
-from slotzero.models.weights import DecoderWeights
+from slotzero.models.vocabulary import Vocabulary
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, plain_names
 
 
@@ -25,15 +25,15 @@ class HeadWeights(NamedTuple):
     hidden_norm: Tensor | None
     first_norm: Tensor | None  # of what `fc` made of a pair
     norm: Tensor | None  # before the vocabulary head
-    embedding: Tensor
-    head: Tensor
+    vocabulary: Vocabulary  # the target's
+    head: Tensor | None  # None: the target's
     draft_of: Tensor | None  # [vocab] int32: the head's id of each of the target's; -1: it has none
 
 
 def load_head(
     config: EagleConfig,
     checkpoint: Checkpoint | None,  # None: random
-    target: DecoderWeights,
+    target: Vocabulary,
     registry: Registry,
     kernels: Kernels,
     dtype: torch.dtype,
@@ -53,14 +53,15 @@ def load_head(
     layer["gate_up"] = read.matrix("gate_up", hidden, **gate_up)
     layer["down"] = read.matrix("down", inner, **{f"{at}.mlp.down_proj.weight": hidden})
     first_norm = f"{at}.input_layernorm.weight"
-    head, ids, draft_of = target.head, None, None
+    head: Tensor | None = None
+    ids, draft_of = None, None
     if config.draft_vocab != config.vocab_size:
         ids = read.ids(config.draft_vocab, config.vocab_size)
         draft_of = read.draft_of(ids, config.vocab_size)
     if read.has("lm_head.weight"):
         head = read.matrix("head", hidden, **{"lm_head.weight": config.draft_vocab})
     elif ids is not None:
-        rows = kernels.embedded(ids.to(registry.device), target.head)
+        rows = target.head_of(ids.to(registry.device))
         head = registry.constant(f"weight.{GROUP}.head", kernels.pack(rows).contiguous())
     weights = HeadWeights(
         fc=read.matrix("fc", (len(config.taps) if third else 2) * hidden, **{"fc.weight": hidden}),
@@ -72,7 +73,7 @@ def load_head(
         else None,
         first_norm=None if third else read.vector("first_norm", first_norm, hidden, optional=True),
         norm=read.vector("norm", "norm.weight", hidden) if third else None,
-        embedding=target.embedding,
+        vocabulary=target,
         head=head,
         draft_of=draft_of,
     )

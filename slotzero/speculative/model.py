@@ -30,7 +30,7 @@ class ModelDrafter(Guesser):
         kv: Mapping[str, KvPages],
     ) -> None:
         super().__init__(kernels, tables, pending)
-        self.groups = decoder.config.groups
+        self.groups, self.writes = decoder.config.groups, decoder.writes
         self._decoder, self._kv = decoder, kv
 
     def extend(self, followed: Followed, pieces: Pieces) -> None:

@@ -16,7 +16,9 @@ from slotzero.loading.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.decoder import LAYER_WEIGHTS
 from slotzero.models.params import ahead_params
-from slotzero.models.weights import DecoderWeights, load_params
+from slotzero.models.shards import cut, sharded
+from slotzero.models.vocabulary import Vocabulary
+from slotzero.models.weights import load_params
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
 
@@ -37,18 +39,21 @@ def mtp_config(target: ModelConfig) -> EagleConfig:
 
 def load_mtp(
     target: ModelConfig,
-    weights: DecoderWeights,
+    vocabulary: Vocabulary,
     checkpoint: Checkpoint,
     registry: Registry,
     kernels: Kernels,
     dtype: torch.dtype,
 ) -> list[HeadWeights]:
-    layers = []
+    layers, ranks = [], vocabulary.ranks
     for index in range(target.num_ahead):
-        params = ahead_params(target, target.num_layers + index)
+        layer = target.num_layers + index
+        params = cut(
+            ahead_params(target, layer), ahead_params(sharded(target, ranks), layer), ranks
+        )
         names = set(checkpoint.names())
         for param in params:
-            for stored in param.stored(target.num_layers + index):
+            for stored in param.stored(layer):
                 if stored.name not in names:
                     raise CorruptCheckpointError(
                         f"{checkpoint.name}: tensor {stored.name} is missing: the checkpoint was "
@@ -65,8 +70,8 @@ def load_mtp(
                 hidden_norm=own["hidden_norm"],
                 first_norm=own["input_norm"],
                 norm=own["norm"],
-                embedding=weights.embedding,
-                head=weights.head,
+                vocabulary=vocabulary,
+                head=None,
                 draft_of=None,
             )
         )

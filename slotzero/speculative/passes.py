@@ -21,7 +21,9 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.nouns import Tokens
+from slotzero.kernels.nouns_recurrent import States, Trail
 from slotzero.models.decoder import Batch, Decoder, KvPages
+from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS
 from slotzero.runners.passes import LOGITS, SLOTS, Followed, views_of
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
@@ -57,7 +59,10 @@ class SpeculativePasses:
         kv: Mapping[str, KvPages],
         max_width: int,
         trees: Trees | None,
+        states: States | None = None,
+        trail: Trail | None = None,  # [tokens, layers, ...]
     ) -> None:
+        self._states, self._trail = states, trail
         self._decoder, self._drafter, self._kv, self._trees = decoder, drafter, kv, trees
         self._kernels, self._tables = drafter.kernels, drafter.tables
         self._groups = [group.name for group in decoder.config.groups]
@@ -99,17 +104,23 @@ class SpeculativePasses:
         chosen = dict.fromkeys(("length", PENDING), NUM_VERIFIED) | {"tokens": VERIFIED}
         if self._trees is not None:
             chosen |= {f"kv_{name}": PATH for name in self._groups}
-        writes = (*PLACES, *self.results, VERIFY_LOGITS)
+        writes = (*PLACES, *self.results, VERIFY_LOGITS, *self._decoder.writes)
+        if self._states is not None:
+            writes += TRAILS
+            kept = SNAPSHOTS if self._states.rows is not None else ()
+            chosen |= dict.fromkeys((*STATES, *kept), NUM_VERIFIED)
         return RunnerSpec(
             f"{VERIFY}-{width}", rows, None, (SLOTS,), self._verify, writes, width, chosen
         )
 
     def extend_spec(self, width: int, rows: Ladder) -> RunnerSpec:
-        return RunnerSpec(f"{EXTEND}-{width}", rows, None, (SLOTS,), self._extend, PLACES, width)
+        name, writes = f"{EXTEND}-{width}", (*PLACES, *self._drafter.writes)
+        return RunnerSpec(name, rows, None, (SLOTS,), self._extend, writes, width)
 
     def draft_spec(self, width: int, rows: Ladder) -> RunnerSpec:
         name, ahead = f"{DRAFT}-{width}", self._ahead(width)
-        return RunnerSpec(name, rows, None, (SLOTS,), self._draft, (), width, ahead=ahead)
+        writes = self._drafter.writes_of(ahead if self._trees is None else self._trees.shape.steps)
+        return RunnerSpec(name, rows, None, (SLOTS,), self._draft, writes, width, ahead=ahead)
 
     def _verify(self, key: GraphKey, pieces: Pieces) -> None:
         tables, kernels = self._tables, self._kernels
@@ -126,7 +137,8 @@ class SpeculativePasses:
         features = self._decoder.new_hidden(key.tokens, len(self._drafter.taps))
         batch = Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
         taps = views_of(features, self._drafter.taps)
-        normed = self._decoder.forward(batch, self._kv, pieces, taps)
+        trail = self._trail_of(key)
+        normed = self._decoder.forward(batch, self._kv, pieces, taps, self._states, trail)
         logits = self._logits[: key.tokens]
         self._decoder.logits(normed, tokens.slots, logits)
         out = Sampled(*(tensor[: key.tokens] for tensor in self._sampled))
@@ -144,6 +156,9 @@ class SpeculativePasses:
             for name in self._groups:
                 kernels.move_kv(slots, length, num_verified, path, *self._kv[name])
         kernels.keep(slots, num_verified, features, self._drafter.pending, path)
+        if self._states is not None and trail is not None:
+            shape = self._decoder.scan_of(self._states)
+            kernels.commit_trail(trail, slots, length, num_verified, self._states, shape)
 
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
@@ -163,6 +178,13 @@ class SpeculativePasses:
         else:
             num = self._trees.draft(slots, length, num, pieces)
         self._kernels.close_draft(slots, length, num, tables[NUM_DRAFTS], tables[DRAFTED_AT])
+
+    def _trail_of(self, key: GraphKey) -> Trail | None:
+        """Of rows of so many tokens each"""
+        if self._trail is None:
+            return None
+        shape = key.rows, key.width
+        return Trail(*(part[: key.tokens].view(*shape, *part.shape[1:]) for part in self._trail))
 
     def _ahead(self, width: int) -> int:
         return places_ahead(width, None if self._trees is None else self._trees.shape)

@@ -1,4 +1,4 @@
-"""Speculation as a worker has it: its runners, what they send, and what it is told of a request.
+"""Speculation as a worker has it: its runners, and what they send.
 
 It does not know steps: which of its runners are launched, and when, the worker says.
 """
@@ -8,18 +8,12 @@ from typing import NamedTuple
 
 from slotzero.graph import Ladder, Registry, Runner
 from slotzero.graph.backend import Backend
+from slotzero.kernels.nouns_recurrent import States, Trail
 from slotzero.models.decoder import Decoder, KvPages
-from slotzero.request import Request
 from slotzero.runners.results import ResultRing
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import (
-    DRAFTED_AT,
-    FOLLOWED_TO,
-    LIMIT,
     MOST_PENDING,
-    NOWHERE,
-    PAGED,
-    SPECULATES,
     SPECULATION_TABLES,
     Drafter,
     Guesser,
@@ -50,15 +44,16 @@ class Speculation:
         kv: Mapping[str, KvPages],
         tree: TreeShape | None,
         widths: Sequence[int],  # that verify drafts, ascending
-        page_size: int,
         graphs: Backend,
+        deadline: float | None = None,  # of results
+        states: States | None = None,
+        trail: Trail | None = None,
     ) -> None:
-        self._tables, self._page_size = drafter.tables, page_size
         trees = None
         if tree is not None:
             assert isinstance(drafter, Guesser), drafter
             trees = Trees(drafter, tree, registry)
-        step = SpeculativePasses(registry, decoder, drafter, kv, widths[-1], trees)
+        step = SpeculativePasses(registry, decoder, drafter, kv, widths[-1], trees, states, trail)
         rows = Ladder.doubling(drafter.tables.num_slots)
         specs = step.verify_spec, step.extend_spec, step.draft_spec
         self.cycles = {
@@ -69,22 +64,9 @@ class Speculation:
             self.catch_up = self.cycles[MOST_PENDING].extend
         else:
             self.catch_up = Runner(step.extend_spec(MOST_PENDING, rows), registry, graphs)
-        self.verified = ResultRing(registry, step.results)
+        self.verified = ResultRing(registry, step.results, deadline)
 
     @property
     def runners(self) -> tuple[Runner, ...]:
         cycles = (runner for cycle in self.cycles.values() for runner in cycle)
         return tuple(dict.fromkeys((*cycles, self.catch_up)))  # it may be one of a cycle
-
-    def stage(self, request: Request, num_computed: int) -> None:
-        """Of a request that was admitted."""
-        stage, slot = self._tables.stage, request.slot
-        stage(LIMIT, slot, [request.max_len])
-        stage(SPECULATES, slot, [int(request.speculates)])
-        stage(DRAFTED_AT, slot, [NOWHERE])
-        stage(FOLLOWED_TO, slot, [num_computed])
-        self.stage_paged(request)
-
-    def stage_paged(self, request: Request) -> None:
-        num_pages = min(map(len, request.pages))
-        self._tables.stage(PAGED, request.slot, [num_pages * self._page_size])

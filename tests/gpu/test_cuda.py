@@ -9,7 +9,7 @@ from shadow import Shadow
 from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.errors import RecordingError, UnsupportedModelError
+from slotzero.errors import RecordingError
 from slotzero.graph.cuda import CudaBackend
 from slotzero.graph.transfer import DEPTH, DownloadRing
 
@@ -30,15 +30,7 @@ def expect_equal(traced: Traced, oracle, prompts) -> None:
         assert (torch.stack(traced.logits[request_id]) - logits).abs().max() < 1e-4
 
 
-ON_CUDA = [family for family in FAMILIES if not family.startswith("gemma4")]
-
-
-def test_a_model_without_kernels_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="run the model with --backend cpu"):
-        LLM("tiny:gemma4", **SETTINGS)
-
-
-@pytest.mark.parametrize("family", ON_CUDA)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_transformers(oracles, family):
     oracle = oracles(family)
     traced = Traced(oracle.path, **SETTINGS, max_num_seqs=4, enable_prefix_caching=False)
@@ -122,7 +114,8 @@ def test_results_are_of_their_own_step():
 
 
 @pytest.mark.parametrize(
-    "family", ["smollm2", "qwen3", "gemma3", "gpt-oss", "mimo-v2", "deepseek-v2", "deepseek-v3"]
+    "family",
+    ["smollm2", "qwen3", "gemma3", "gemma4", "gpt-oss", "mimo-v2", "deepseek-v2", "deepseek-v3"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
@@ -161,7 +154,7 @@ def test_prefix_cache_hits_change_nothing(oracles):
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    assert traced.engine.scheduler.ledger.cache.stats.num_hit_tokens > 48 * len(prompts)
+    assert traced.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 48 * len(prompts)
 
 
 def test_preemption_and_chunked_prefill(oracles):
@@ -172,7 +165,7 @@ def test_preemption_and_chunked_prefill(oracles):
         oracle.path, **settings, max_num_seqs=4, max_model_len=120, max_num_batched_tokens=24
     )
     expect_equal(traced, oracle, prompts_of([40, 30, 20, 50, 10, 44], oracle.vocab_size))
-    assert traced.engine.scheduler.num_preemptions > 0
+    assert traced.engine.lanes.num_preemptions > 0
 
 
 def test_same_seed_same_tokens_whatever_the_neighbours(oracles):
@@ -195,5 +188,5 @@ def test_many_requests_leave_nothing_behind(oracles):
         if round_ == 1:
             before = torch.cuda.memory_allocated()
     llm.engine.check()
-    assert llm.engine.scheduler.slots.num_free == 32
+    assert llm.engine.lanes[0].slots.num_free == 32
     assert torch.cuda.memory_allocated() <= before

@@ -23,7 +23,24 @@ DRAFTERS = {
     "draft": {"speculative": "draft"},
     "eagle3 tree": {"speculative": "eagle3", "speculative_topk": 3},
     "draft tree": {"speculative": "draft", "speculative_topk": 4, "speculative_steps": 3},
+    "mtp": {"speculative": "mtp", "speculative_steps": 3},
+    "assistant": {"speculative": "mtp", "speculative_model": "tiny:gemma4-assistant"},
+    "assistant tree": {
+        "speculative": "mtp", "speculative_model": "tiny:gemma4-assistant", "speculative_topk": 3,
+    },
+}  # fmt: skip
+MODELS = ["tiny:llama", "tiny:gemma3", "tiny:gpt-oss", "tiny:deepseek-v3"]
+ONE_MODEL = {
+    "mtp": "tiny:deepseek-v3",
+    "assistant": "tiny:gemma4",
+    "assistant tree": "tiny:gemma4",
 }
+"""Whose drafter is of no other's kind."""
+PAIRS = [
+    (drafter, model)
+    for drafter in DRAFTERS
+    for model in ([ONE_MODEL[drafter]] if drafter in ONE_MODEL else MODELS)
+]
 LENGTHS = [5, 40, 17, 1, 60, 9, 33, 21]
 
 
@@ -40,9 +57,8 @@ def make(model: str, drafter: str | None = None, **more) -> LLM:
     return LLM(model, **{**settings, **more})
 
 
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gemma3", "tiny:gpt-oss", "tiny:deepseek-v3"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_answers_part_at_ties_only(model, drafter):
+@pytest.mark.parametrize(("drafter", "model"), [*PAIRS, ("draft", "tiny:gemma4")])
+def test_answers_part_at_ties_only(drafter, model):
     prompts = prompts_of(LENGTHS, VOCAB)
     guessing = make(model, drafter)
     pairs = zip(
@@ -70,7 +86,7 @@ def test_answers_part_at_ties_only(model, drafter):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_replay_equals_eager_to_the_bit(drafter, dtype):
     """Every table and output of verify, draft-extend and draft, padded rows beside them."""
-    llm = make("tiny:gemma3", drafter, dtype=dtype)
+    llm = make(ONE_MODEL.get(drafter, "tiny:gemma3"), drafter, dtype=dtype)
     shadow = Shadow(llm.engine)
     llm.generate(prompts_of([5, 30, 17], VOCAB), GREEDY, use_tqdm=False)
     llm.generate(prompts_of([9, 21], VOCAB), WARM, use_tqdm=False)

@@ -30,7 +30,7 @@ class Case:
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
         for slot, length in enumerate(lengths, start=1):
             low = max(0, length - (self.heads.window or length))
-            for at in range(low, length - 1):
+            for at in range(low, length - self.heads.stores):
                 seen = torch.randn(kv_heads, dim + value_dim)
                 self.kv[self.table[slot, at // page], at % page] = seen
             self.table[slot, : low // page] = 0  # nobody's any more
@@ -42,6 +42,8 @@ class Case:
         self.tokens = Tokens(*(torch.tensor(v, dtype=torch.int32) for v in (slots, positions)))
         self.joined = torch.randn(rows, sum(self.heads.sizes))
         self.norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if norm else (None, None)
+        if not self.heads.stores:
+            self.norms = self.norms[0], None
         self.sinks = torch.randn(heads) * 2 if sinks else None
         angle = torch.rand(rows, 1, dim // 2) * 6
         self.angles = Angles(angle.cos(), angle.sin())
@@ -150,6 +152,26 @@ def test_scores_are_capped(device, small_grid, kind):
 @pytest.mark.parametrize(("dim", "value_dim"), [(48, 32), (16, 40), (192, 128)])
 def test_values_of_another_size(device, small_grid, dim, value_dim, kind):
     Case((4, 2, dim, 16), [150, 7], device, value_dim=value_dim, **kind).check()
+
+
+GEMMA = [
+    {"norms_values": True},
+    {"norms_values": True, "stores": False},
+    {"norms_values": True, "stores": False, "window": 20},
+]
+
+
+@pytest.mark.parametrize("kind", GEMMA)
+@pytest.mark.parametrize("shape", [(4, 2, 24, 8), (2, 1, 512, 16)])
+def test_values_are_normed_or_read_from_another_layer(device, small_grid, shape, kind):
+    Case(shape, [150, 7, 1], device, **kind).check()
+
+
+def test_large_heads_in_16_bits(device, half, small_grid):
+    case = Case((8, 1, 512, 16), [90, 7], device, half, norms_values=True)
+    (out, pages), (expected, expected_pages) = case.run(), case.expected()
+    assert (out - expected).norm() / expected.norm() < 1e-2
+    same_pages(pages, expected_pages, 0.1)
 
 
 def test_16_bits_of_every_kind(device, half, small_grid):

@@ -18,7 +18,10 @@ KINDS = [
     Experts(8, 3, INNER, "silu", **SIGMOID, num_groups=4, top_groups=2),
     Experts(6, 1, INNER, "silu", **SIGMOID),
     Experts(3, 3, INNER, "silu", scores="softmax_of_chosen"),
-]
+    Experts(6, 2, INNER, "silu", scores="softmax", factor=2.0, num_groups=3, top_groups=2,
+            judged_by=1, num_shared=2),
+    Experts(8, 2, INNER, "silu", **SIGMOID, num_groups=2, num_shared=1),
+]  # fmt: skip
 
 
 def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
@@ -27,15 +30,15 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
     def random(*size: int) -> torch.Tensor:
         return (torch.randn(size, device=device) * size[-1] ** -0.5).to(dtype)
 
-    num, inner = shape.num_experts, shape.inner_size
+    num, every, inner = shape.num_experts, shape.num_all, shape.inner_size
     weights = ExpertWeights(
         random(num, HIDDEN),
         random(num),
         torch.randn(num, device=device) if shape.scores == "sigmoid" else None,
-        random(num, 2 * inner, HIDDEN),
-        random(num, 2 * inner) if bias else None,
-        random(num, HIDDEN, inner),
-        random(num, HIDDEN) if bias else None,
+        random(every, 2 * inner, HIDDEN),
+        random(every, 2 * inner) if bias else None,
+        random(every, HIDDEN, inner),
+        random(every, HIDDEN) if bias else None,
     )
     if shape.top_k < num:
         weights.router_bias[1] = -30
@@ -43,6 +46,13 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
         if weights.correction is not None:
             weights.correction[1] = -30
     return weights
+
+
+def through(kernels, x: Normed, eps, slots, weights, shape, by=None):
+    """-> the results, and where each expert's choices begin"""
+    starts = torch.full((shape.num_all + 1,), -1, dtype=torch.int32, device=slots.device)
+    chosen = kernels.choose(x, eps, slots, weights, shape, by)
+    return kernels.experts(chosen, weights, shape, starts), starts
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +68,16 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 30])
-@pytest.mark.parametrize("shape", KINDS, ids=lambda shape: f"{shape.top_k} of {shape.num_experts}")
+@pytest.mark.parametrize("shape", KINDS, ids=range(len(KINDS)))
 def test_equals_the_reference(device, shape, rows):
     x = torch.randn(rows, HIDDEN, device=device)
     slots = torch.arange(1, rows + 1, device=device).int() % 4
     x[slots == 0] = torch.nan
     weights = made(shape, torch.float32, device, bias=rows > 1)
-    got = TritonKernels().experts(Normed(x, None), 1e-6, slots, weights, shape)
+    got, starts = through(TritonKernels(), Normed(x, None), 1e-6, slots, weights, shape)
     x = x.nan_to_num()
-    expected = REFERENCE.experts(Normed(x, None), 1e-6, slots, weights, shape)
+    expected, wanted = through(REFERENCE, Normed(x, None), 1e-6, slots, weights, shape)
+    assert torch.equal(starts, wanted) and starts[-1] == (slots > 0).sum() * shape.num_chosen
     assert torch.allclose(got, expected, atol=1e-5)
     assert (got[slots == 0] == 0).all() and (got[slots > 0] != 0).any(-1).all()
 
@@ -76,9 +87,9 @@ def test_16_bits(device, half, rows):
     shape = Experts(4, 2, INNER, "silu", scores="softmax_of_chosen")
     weights = made(shape, half, device)
     x, slots = torch.randn(rows, HIDDEN, device=device).to(half), torch.ones(rows, device=device)
-    got = TritonKernels().experts(Normed(x, None), 1e-6, slots.int(), weights, shape)
+    got, _ = through(TritonKernels(), Normed(x, None), 1e-6, slots.int(), weights, shape)
     wide = ExpertWeights(*(None if w is None else w.float() for w in weights))
-    expected = REFERENCE.experts(Normed(x.float(), None), 1e-6, slots, wide, shape)
+    expected, _ = through(REFERENCE, Normed(x.float(), None), 1e-6, slots, wide, shape)
     far = ((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1) > 2e-2).sum()
     assert far <= rows // 20  # two scores that are one in 16 bits
 
@@ -89,9 +100,22 @@ def test_a_late_norm_is_applied(device):
     x, slots = torch.randn(7, HIDDEN, device=device), torch.ones(7, device=device).int()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
     late = Normed(x, x.square().sum(-1)[None])
-    got = TritonKernels().experts(late, 1e-3, slots, weights, shape)
-    expected = REFERENCE.experts(Normed(x * scale, None), 1e-3, slots, weights, shape)
+    got, _ = through(TritonKernels(), late, 1e-3, slots, weights, shape)
+    expected, _ = through(REFERENCE, Normed(x * scale, None), 1e-3, slots, weights, shape)
     assert torch.allclose(got, expected, atol=1e-5)
+
+
+def test_chosen_by_other_numbers(device):
+    """By rows that are not those that the experts are given, and each brings its factor."""
+    shape = Experts(8, 2, INNER, "gelu_tanh", scores="softmax", is_normed=True)
+    weights = made(shape, torch.float32, device, bias=False)
+    weights = weights._replace(factors=torch.rand(8, device=device) + 0.5)
+    x, by = (Normed(torch.randn(5, HIDDEN, device=device), None) for _ in range(2))
+    slots = torch.tensor([1, 2, 0, 1, 3], device=device).int()
+    got, _ = through(TritonKernels(), x, 1e-6, slots, weights, shape, by)
+    expected, _ = through(REFERENCE, x, 1e-6, slots, weights, shape, by)
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert not torch.allclose(got, through(TritonKernels(), x, 1e-6, slots, weights, shape)[0])
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (3, 2), (40, 4), (128, 8)])
@@ -100,7 +124,8 @@ def test_blocks_cover_every_choice_once(device, tokens, num_experts, top_k):
     chosen = torch.rand(tokens, num_experts).topk(top_k).indices
     chosen[::3] = num_experts  # nobody's
     chosen[1::2, 0] = num_experts - 1  # one that many choose
-    order, blocks, tile = experts.choose(chosen.to(device), num_experts, torch.float32)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    order, blocks, tile = experts.sort(chosen.to(device), starts, torch.float32)
     which = chosen.flatten()[order.cpu()].tolist()
     seen = []
     for expert, first, size in blocks.tolist():

@@ -211,13 +211,12 @@ def test_a_head_that_no_kernel_holds_is_refused():
     kernels = TritonKernels()
     kernels.refuse(Heads(8, 1, 256, 256, 1e-6, 1.0))
     kernels.refuse(Heads(128, 128, 192, 128, 1e-6, 1.0))
+    kernels.refuse(Heads(16, 1, 512, 512, 1e-6, 1.0, norms_values=True, stores=False))
     for heads, name in (
-        (Heads(8, 1, 320, 256, 1e-6, 1.0), "head_dim: 320"),
-        (Heads(8, 1, 256, 512, 1e-6, 1.0), "value_dim: 512"),
+        (Heads(8, 1, 640, 256, 1e-6, 1.0), "head_dim: 640"),
+        (Heads(8, 1, 256, 520, 1e-6, 1.0), "value_dim: 520"),
         (Heads(256, 1, 64, 64, 1e-6, 1.0), "query heads for each KV head: 256"),
+        (Heads(32, 1, 512, 512, 1e-6, 1.0), "query heads for each KV head: 32"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
             kernels.refuse(heads)
-    for field, name in (({"stores": False}, "KV of another"), ({"norms_values": True}, "values")):
-        with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
-            kernels.refuse(Heads(8, 1, 64, 64, 1e-6, 1.0, **field))

@@ -8,7 +8,7 @@ import torch
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.nouns import Angles, Branches, Heads, Latent, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels, latent
+from slotzero.kernels.triton import kernels, latent, latent_own, prefill
 from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -28,7 +28,8 @@ class Case:
     that is nobody's is page 0.
 
     A `span` is what every row takes up, 1 that of a decode step; without one, rows are packed, and
-    four tokens of padding follow. With `older`, rows are of trees, which began so much before.
+    four tokens of padding follow. With `older`, rows are of trees, which began so much before. A
+    row that begins before the text begins with padding.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Case:
         slots, positions, parts = [], [], []
         for i, (start, count) in enumerate(rows, start=1):
             slot, taken = (0 if start is None else i), count if self.span is None else self.span
-            slots += [slot] * count * (slot > 0) + [0] * (taken - count * (slot > 0))
-            positions += [(start or 0) + j if j < count and slot else 0 for j in range(taken)]
+            places = [(start or 0) + j if j < count and slot else -1 for j in range(taken)]
+            slots += [slot * (place >= 0) for place in places]
+            positions += [max(place, 0) for place in places]
             parts.append((slot, start or 0, taken if slot or self.span else 0, len(slots)))
         if self.span is None:
             slots, positions = slots + [0] * 4, positions + [0] * 4
@@ -77,8 +79,8 @@ class Case:
 
     def _store(self, page):
         """Contexts, of which every key is seen by someone."""
-        per_slot = max(-(-(start + count) // page) for _, start, count in self.owners)
-        num = max(i for i, *_ in self.owners)
+        per_slot = max((-(-(start + count) // page) for _, start, count in self.owners), default=1)
+        num = max((i for i, *_ in self.owners), default=1)
         self.table = torch.zeros(num + 1, per_slot, dtype=torch.int32)
         self.pages = torch.full((num * per_slot + 4, page, 1, self.heads.row_size), torch.nan)
         order = iter((torch.randperm(num * per_slot + 3) + 1).tolist())
@@ -147,14 +149,27 @@ def keys(base, bits, end):
 
 @pytest.fixture(autouse=True)
 def cut(request, monkeypatch):
-    """A grid of few programs, in which short rows are in several chunks."""
+    """A grid of few programs, in which short rows are in several chunks and blocks."""
     chosen = getattr(request, "param", CUTS[0])
     monkeypatch.setattr(latent, "cut_for", lambda *_: chosen)
+    monkeypatch.setattr(prefill, "BLOCK_ROWS", 32)
 
 
-DECODE = [(0, 1), (None, 0), (6, 1), (32, 1), (15, 1), (None, 0), (120, 1), (None, 0)]
-UNIFORM = [(0, 2), (None, 0), (98, 5), (31, 4), (None, 0)]
-RAGGED = [(0, 1), (None, 0), (64, 3), (0, 9), (37, 34), (None, 0)]
+@pytest.fixture
+def expanded(monkeypatch):
+    """However short a step is, its own tokens are seen in expanded form, in tiles of few; and
+    memory that nobody has written yet is NaN."""
+    monkeypatch.setattr(latent_own, "LEAST", -99)
+    monkeypatch.setattr(latent_own, "tile_for", lambda *_: prefill.Tile(16, 16, 4, 2))
+    torch.set_deterministic_debug_mode("warn")
+    yield
+    torch.set_deterministic_debug_mode("default")
+
+
+DECODE = [(0, 1), (None, 0), (6, 1), (32, 1), (15, 1), (None, 0), (70, 1), (None, 0)]
+UNIFORM = [(0, 2), (None, 0), (50, 5), (31, 4), (None, 0)]
+RAGGED = [(0, 1), (None, 0), (44, 3), (0, 9), (21, 10), (1, 1), (None, 0)]
+PROMPTS = [(0, 17), (None, 0), (0, 1), (0, 5), (0, 16), (None, 0)]
 both_cuts = pytest.mark.parametrize("cut", CUTS[:2], indirect=True, ids=str)
 
 
@@ -163,8 +178,9 @@ def test_a_decode_step(device, cut):
     Case(SMALL, DECODE, device, span=1, decode=True).check()
 
 
-@both_cuts
-@pytest.mark.parametrize("span", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("cut", "span"), [(CUTS[0], 2), (CUTS[0], 5), (CUTS[1], 1), (CUTS[1], 5)], indirect=["cut"]
+)
 def test_uniform_rows(device, cut, span):
     rows = [(start, min(count, span)) for start, count in UNIFORM]
     Case(SMALL, rows, device, span=span).check()
@@ -176,13 +192,80 @@ def test_ragged_rows(device, cut):
     Case(SMALL, RAGGED, device).check()
 
 
+@both_cuts
+def test_ragged_rows_expanded(device, expanded, cut):
+    Case(SMALL, RAGGED, device).check()
+
+
+@pytest.mark.parametrize("rows", [PROMPTS, [(33, 1), (2, 1), (None, 0)], [(None, 0)] * 2], ids=len)
+def test_steps_of_one_kind_expanded(device, expanded, rows):
+    """Prompts behind nothing, single tokens, and nobody."""
+    Case(SMALL, rows, device).check()
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_odd_shapes_expanded(device, expanded, shape):
+    Case(shape, [(0, 1), (None, 0), (30, 18), (3, 1)], device).check()
+
+
+def test_every_layer_of_a_step_uses_one_plan_expanded(device, expanded):
+    Case(SMALL, [(0, 4), (20, 3)], device).check(num_layers=2)
+
+
+@pytest.mark.parametrize("cut", OF_TILES[:1], indirect=True, ids=str)
+def test_16_bits_expanded(device, half, expanded, cut):
+    Case(SHAPES[1], [(90, 3), (None, 0), (0, 18), (7, 1)], device, dtype=half).check()
+
+
+def test_the_sizes_of_a_real_model_expanded(device, half, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(latent_own, "LEAST", 1)
+    Case((2, 512, 64, 128, 128, 64), [(0, 20), (None, 0), (65, 3)], device, dtype=half).check()
+
+
+def test_where_a_row_stands_changes_no_bit(device, expanded):
+    case = Case(SMALL, [(0, 21), (37, 5), (0, 1), (50, 1), (3, 34)], device)
+    out, _ = case.run(TritonKernels(), device, torch.float32)
+    counts = case.rows.counts.flip(0)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    spans = zip(case.rows.ends.tolist(), case.rows.counts.tolist(), strict=True)
+    places = [list(range(end - count, end)) for end, count in spans]
+    order = [place for row in places[::-1] for place in row] + [62, 63, 64, 65]
+    case.rows = Rows(case.rows.slots.flip(0), case.rows.starts.flip(0), counts, ends)
+    case.tokens = Tokens(*(t[order] for t in case.tokens))
+    case.angles = Angles(*(t[order] for t in case.angles))
+    case.q, case.k = case.q[order], case.k[order]
+    turned, _ = case.run(TritonKernels(), device, torch.float32)
+    assert torch.equal(turned, out[order])
+
+
+def test_the_form_depends_on_sizes_alone():
+    def pays(num_tokens, num_rows, plain=128, result=128):
+        rows = Rows(*torch.zeros(4, num_rows, dtype=torch.int32))
+        return latent_own.pays(num_tokens, rows, Latent(plain, 64, result))
+
+    assert pays(264, 8) and pays(512, 256)
+    assert not pays(263, 8) and not pays(384, 256)
+    assert not pays(512, 8, plain=192) and not pays(512, 8, result=256)
+
+
+@pytest.mark.parametrize("kind", [{"decode": True}, {"span": 2}, {"older": 1}, {}])
+def test_only_ragged_rows_without_trees_are_expanded(device, expanded, kind):
+    case = Case(
+        SMALL, [(3, 1), (2, 1)], device, **{"span": 1 if "decode" in kind else None, **kind}
+    )
+    rows = case.rows and Rows(*(t.to(device) for t in case.rows[:4]), span=case.rows.span)
+    branches = Branches(*(t.to(device) for t in case.branches)) if case.trees else None
+    work = latent.plan(Tokens(*(t.to(device) for t in case.tokens)), rows, case.heads, branches)
+    assert (work.own is not None) == (kind == {})
+
+
 @pytest.mark.parametrize("shape", SHAPES[1:])
 @pytest.mark.parametrize(
     ("rows", "kind"),
     [
-        (DECODE, {"span": 1, "decode": True}),
-        (UNIFORM, {"span": 5}),
-        (UNIFORM, {"span": 5, "older": 3}),
+        (DECODE[2:], {"span": 1, "decode": True}),
+        (UNIFORM[1:], {"span": 5, "older": 3}),
         (RAGGED[:3], {}),
     ],
 )
@@ -190,19 +273,21 @@ def test_odd_shapes(device, shape, rows, kind):
     Case(shape, rows, device, **kind).check()
 
 
-@both_cuts
-@pytest.mark.parametrize("older", [0, 40])
+@pytest.mark.parametrize(
+    ("cut", "older"), [(CUTS[0], 0), (CUTS[0], 40), (CUTS[1], 40)], indirect=["cut"]
+)
 def test_trees(device, cut, older):
     """Whole ones, and what grows on them; in chunks of which some tokens see nothing."""
     Case(SMALL, UNIFORM, device, span=6, older=older).check()
 
 
-def test_trees_in_ragged_rows(device):
-    Case(SMALL, [(0, 3), (50, 12), (None, 0), (18, 9)], device, older=11).check()
+def test_trees_in_ragged_rows(device, expanded):
+    """Which are always seen in pages."""
+    Case(SMALL, [(0, 3), (40, 9), (None, 0), (18, 4)], device, older=11).check()
 
 
 def test_many_heads(device):
-    Case((128, 16, 8, 4, 4, 8), [(40, 1), (None, 0)], device, span=1).check()
+    Case((128, 16, 8, 4, 4, 8), [(20, 1), (None, 0)], device, span=1).check()
 
 
 @pytest.mark.parametrize("cut", OF_TILES, indirect=True, ids=str)
@@ -242,7 +327,7 @@ def test_the_same_bits_again(device):
 
 
 def test_rows_are_rounded_as_the_reference_rounds(device, half):
-    case = Case((2, 64, 16, 8, 8, 16), [(3, 16)] * 2, device, span=16, dtype=half)
+    case = Case((2, 64, 16, 8, 8, 16), [(3, 16)], device, span=16, dtype=half)
     _, pages = case.run(TritonKernels(), device, half)
     _, expected = case.run(REFERENCE, "cpu", half)
     got, want = pages.nan_to_num(), expected.nan_to_num()
@@ -273,6 +358,26 @@ def test_the_plan_covers_every_key_once(device, monkeypatch, span):
         assert covered == lengths
         assert len(set(places)) == len(places)
         assert all(0 <= place < len(work.partial) for place in places)
+
+
+def test_rows_that_begin_before_the_text(device):
+    """With as many tokens of padding, of which one row has nothing else."""
+    rows = [(-1, 3), (-3, 5), (20, 5), (-2, 2), (None, 0)]
+    Case(SMALL, rows, device, span=5).check()
+
+
+def test_what_is_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
+    """Or there would be more of them than the grid holds."""
+    monkeypatch.undo()
+    heads = Heads(16, 1, 40, 32, 1e-6, 1.0, latent=Latent(8, 8, 8))
+    slots, starts = torch.arange(1, 12).int().to(device), [-15] * 10 + [54 * 128]
+    starts = torch.tensor(starts, dtype=torch.int32, device=device)
+    rows = Rows(slots, starts, torch.full_like(slots, 16), slots * 16, span=16)
+    tokens = Tokens(slots.repeat_interleave(16), starts.repeat_interleave(16))
+    work = latent.plan(tokens, rows, heads)
+    last = work.row == 10
+    assert int((work.end - work.begin)[last].sum()) == 54 * 128 + 1
+    assert (work.slot[last] == 11).all() and (work.slot[:10] == slots[:10]).all()
 
 
 def test_every_grid_has_room_for_each_tile(monkeypatch):

@@ -1,6 +1,7 @@
 """Products over few rows against plain torch: every tile, with norm, gate, bias and residual."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,22 @@ ROWS = [1, 3, 5, 11, 64]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, adds=False) if tile.slices == 1]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
+
+
+def tiles_to_try(rows, inner, adds):
+    """All of them; but the interpreter sees no stages, and of warps only a plain tile's. Nor does
+    it tell 3 rows from 5, but in a plain tile: any other has them padded to 8."""
+    tiles = tiles_for(rows, inner, adds=adds)
+    if not INTERPRETED:
+        return tiles
+    seen = {
+        replace(
+            tile, stages=min(1, tile.stages), num_warps=tile.num_warps * (tile.slices == 1)
+        ): tile
+        for tile in tiles
+        if rows != 3 or tile.slices == 1
+    }
+    return tuple(seen.values())
 
 
 def made(rows, out, inner, device, half):
@@ -46,7 +63,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_linear_after_a_late_norm(device, half, rows, shape):
     x, weight, bias, norm = made(rows, *shape, device, half)
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    for tile in tiles_for(rows, shape[1], adds=False):
+    for tile in tiles_to_try(rows, shape[1], adds=False):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
         linear(late(x, norm, 5), EPS, weight, bias, out, tile)
         assert close(out, expected), tile
@@ -55,7 +72,7 @@ def test_linear_after_a_late_norm(device, half, rows, shape):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated(device, half, rows, shape):
-    check_gated(device, half, rows, shape, "silu", tiles_for(rows, shape[1], adds=False))
+    check_gated(device, half, rows, shape, "silu", tiles_to_try(rows, shape[1], adds=False))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
@@ -83,7 +100,7 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     x, weight, bias, _ = made(rows, *shape, device, half)
     before, norm = (torch.randn(n, shape[0], device=device).to(half) for n in (rows, 1))
     expected = before.float() + F.linear(x.float(), weight.float(), bias.float())
-    for tile in tiles_for(rows, shape[1], adds=True):
+    for tile in tiles_to_try(rows, shape[1], adds=True):
         residual = before.clone()
         after = linear_add(x, weight, bias, residual, norm[0], tile)
         assert close(residual, expected), tile
@@ -97,7 +114,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
     hostile = x.clone()
     hostile[bad] = torch.nan
     others = [row for row in range(size) if row not in bad]
-    for tile in tiles_for(size, 256, adds=False):
+    for tile in tiles_to_try(size, 256, adds=False):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(size, 48, device=device).to(half)
@@ -126,7 +143,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
     slots = torch.arange(rows, dtype=torch.int32, device=device) % 3
     expected = F.linear(x.float(), weight.float(), bias.float())
     expected[slots == 0] = 0
-    for tile in tiles_for(rows, SHAPES[2][1], adds=False):
+    for tile in tiles_to_try(rows, SHAPES[2][1], adds=False):
         out = torch.full((rows, SHAPES[2][0]), torch.nan, device=device)
         linear(Normed(x, None), EPS, weight, bias, out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile

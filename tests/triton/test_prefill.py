@@ -61,7 +61,7 @@ class Step:
         for slot, (start, count) in enumerate(rows, start=1):
             self.table[slot, -(-(start + count) // page) :] = 2**30  # a trap
             low = self.low(max(0, start - begun))
-            at = torch.arange(low, start)
+            at = torch.arange(low, start if self.heads.stores else start + count)
             pages = self.table[slot, at // page]
             self.kv[pages, at % page] = self.exact(torch.randn(len(at), *self.kv.shape[2:]))
             self.table[slot, : low // page] = 0  # nobody's any more
@@ -86,6 +86,8 @@ class Step:
         for part in self.angles:
             part[self.real :] = torch.nan
         self.q_norm, self.k_norm = self.exact(torch.randn(2, dim)) if norm else (None, None)
+        if not self.heads.stores:
+            self.k_norm = None
         self.sinks = self.exact(torch.randn(heads) * 2) if sinks else None
         self.branches: Branches | None = None
 
@@ -102,13 +104,17 @@ class Step:
         q, k, v = joined.split(self.heads.sizes, dim=1)
         q, k = (part.reshape(self.real, -1, self.heads.head_dim) for part in (q, k))
         v = v.reshape(self.real, -1, self.heads.value_dim)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None:
             q = rms_norm(q, self.q_norm.to(self.dtype), EPS)
+        if self.k_norm is not None:
             k = rms_norm(k, self.k_norm.to(self.dtype), EPS)
+        if self.heads.norms_values:
+            v = rms_norm(v, None, EPS)
         angles = [part[: self.real] for part in self.angles]
         kv = self.kv.to(self.dtype)
         slots, positions = self.token_slots[: self.real], self.positions[: self.real]
-        REFERENCE.store_kv(rotate(k, *angles), v, kv, self.table, slots, positions)
+        if self.heads.stores:
+            REFERENCE.store_kv(rotate(k, *angles), v, kv, self.table, slots, positions)
         padding = q.new_full((self.num_tokens - self.real, *q.shape[1:]), torch.nan)
         return torch.cat((rotate(q, *angles), padding)), kv
 
@@ -228,6 +234,18 @@ def test_tokens_are_normed_rotated_and_stored(device, shape, value_dim, norm):
     assert (kv[0] == 0).all(), "page 0 was written"
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("shape", [(9, 3, 24, 16), (8, 1, 512, 16)])
+def test_values_are_normed_or_read_from_another_layer(device, shape, stores, norm):
+    """A layer that owns no KV leaves the pages as they are."""
+    step = Step(shape, [(0, 3), (14, 5)], norm=norm, norms_values=True, stores=stores)
+    want_q, want_kv = step.expected()
+    q, kv = step.rope_store(device)
+    assert torch.allclose(q.cpu(), want_q, atol=2e-6, equal_nan=True)
+    assert torch.allclose(kv.cpu(), want_kv, atol=2e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
 @pytest.mark.parametrize("shape", [(8, 2, 128, 16), (9, 3, 64, 16)])
 def test_16_bits_are_rounded_where_the_model_rounds(device, shape, dtype):
@@ -247,12 +265,12 @@ def cut(step: Step, block_tokens: int) -> list[list[int]]:
         first = int(step.ends[row]) - count
         for offset in range(0, count, block_tokens):
             size = min(block_tokens, count - offset)
-            blocks.append([row + 1, first + offset, size, start + offset])
+            blocks.append([row + 1, first + offset, size, start + offset, start])
     blocks.sort(key=lambda block: -block[2] - block[3])  # stable: ties stay in row order
     num_blocks = -(-step.num_tokens // block_tokens) + len(step.slots)
     for i in range(num_blocks - len(blocks)):
         first = step.real + i * block_tokens
-        blocks.append([0, first, min(block_tokens, max(step.num_tokens - first, 0)), 0])
+        blocks.append([0, first, min(block_tokens, max(step.num_tokens - first, 0)), 0, 0])
     return blocks
 
 
@@ -269,7 +287,7 @@ def test_plan_covers_every_token_once_longest_first(device, group):
         step = Step((1, 1, 2, 16), rows, pad_tokens=pad_tokens, pad_rows=pad_rows)
         got = step.plan(device, group).tolist()
         assert got == cut(step, prefill.block_tokens(group))
-        tokens = [t for _, first, size, _ in got for t in range(first, first + size)]
+        tokens = [t for _, first, size, _, _ in got for t in range(first, first + size)]
         assert sorted(tokens) == list(range(step.num_tokens))
 
 
@@ -283,6 +301,13 @@ def test_attention_of_ragged_rows(device, shape):
 def test_attention_in_16_bits(device, shape, dtype):
     noise = torch.finfo(dtype).eps  # half of it for the weights, half for the result
     Step(shape, [*FEW_ROWS, (250, 10)], dtype).check(device, noise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+@pytest.mark.parametrize("kind", [{}, {"stores": False}])
+def test_large_heads(device, dtype, kind):
+    noise = 5e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
+    Step((8, 1, 512, 16), [(0, 20), (31, 2), (70, 9)], dtype, **kind).check(device, noise)
 
 
 @pytest.mark.parametrize("window", [1, 9, 40, 70, 1000])

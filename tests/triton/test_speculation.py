@@ -297,7 +297,7 @@ def test_logits_are_spread_over_the_vocabulary(device, half, is_half, drafts, vo
 
 
 @pytest.mark.parametrize(("drafter", "topk"), [("eagle3", 1), ("eagle3", 3), ("ngram", 1)])
-def test_no_token_changes(device, monkeypatch, drafter, topk):
+def test_no_token_changes(device, monkeypatch, few_programs, drafter, topk):
     """Of a prompt that repeats itself."""
     settings = {
         "backend": "eager", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 1,

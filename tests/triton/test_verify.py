@@ -36,7 +36,8 @@ class Case:
         self.kv = torch.full((used + 4, page, kv_heads, dim + value_dim), torch.nan)
         self.trees = None if steps is None else self.grown(steps)
         for slot, start, count in self.rows():
-            stored = [at for j in range(count) for at in self.seen(slot, start, j) if at < start]
+            end = start if self.heads.stores else start + count
+            stored = [at for j in range(count) for at in self.seen(slot, start, j) if at < end]
             for at in stored:
                 self.kv[self.place(slot, at)] = torch.randn(kv_heads, dim + value_dim)
             self.table[slot, : min(stored, default=start) // page] = 0
@@ -52,6 +53,8 @@ class Case:
             hostile[~is_real] = torch.nan
         self.angles = Angles(angle.cos(), angle.sin())
         self.norms = (torch.rand(dim) + 0.5, torch.rand(dim) + 0.5) if norm else (None, None)
+        if not self.heads.stores:
+            self.norms = self.norms[0], None
         self.sinks = torch.randn(num_heads) * 2 if sinks else None
         self.device, self.dtype = device, dtype
 
@@ -113,9 +116,12 @@ class Case:
         for slot, start, count in self.rows():
             for j in range(count):
                 t = (slot - 1) * self.span + j
-                q, k = (self.turned(parts[i][t], i, t) for i in (0, 1))
-                v = parts[2][t].view(-1, heads.value_dim)
-                pages[self.place(slot, start + j)] = torch.cat((k, v), dim=-1)
+                q = self.turned(parts[0][t], 0, t)
+                if heads.stores:
+                    k, v = self.turned(parts[1][t], 1, t), parts[2][t].view(-1, heads.value_dim)
+                    if heads.norms_values:
+                        v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+                    pages[self.place(slot, start + j)] = torch.cat((k, v), dim=-1)
                 seen = [pages[self.place(slot, at)] for at in self.seen(slot, start, j)]
                 keys, values = (
                     torch.stack(seen)
@@ -203,12 +209,19 @@ def apart(request, monkeypatch):
 EITHER_WAY = pytest.mark.parametrize("apart", [True, False], ids=["apart", "joined"], indirect=True)
 
 
-@EITHER_WAY
-@pytest.mark.parametrize("shape", GROUPS)
+ROWS = [(2, [1, 2, 2, 0]), (5, [5, 1, 3, 0, 4]), (16, [16, 9, 15])]  # span, counts
+
+
 @pytest.mark.parametrize(
-    ("span", "counts"), [(2, [1, 2, 2, 0]), (5, [5, 1, 3, 0, 4]), (16, [16, 9, 15])]
+    ("shape", "span", "counts", "apart"),
+    [
+        (shape, *rows, (i + j) % 2 == 0)  # all pairs: each shape and each span either way
+        for i, shape in enumerate(GROUPS)
+        for j, rows in enumerate(ROWS)
+    ],
+    indirect=["apart"],
 )
-def test_equals_a_loop(device, shape, span, counts):
+def test_equals_a_loop(device, shape, span, counts, apart):
     Case(shape, span, counts, device).check()
 
 
@@ -261,7 +274,39 @@ def test_16_bits(device, half, monkeypatch, shape, span, kind, cut, apart):
 
 
 @pytest.mark.parametrize(
-    "kind", [{}, {"window": 30, "sinks": True, "softcap": 3.0}, {"window": 30, "steps": 3}]
+    ("shape", "kind"),
+    [
+        ((4, 2, 24, 8), {"norms_values": True}),
+        ((4, 2, 24, 8), {"stores": False, "norms_values": True, "window": 20}),
+        ((4, 2, 24, 8), {"stores": False, "steps": 0}),
+        ((4, 2, 24, 8), {"stores": False, "steps": 3}),
+        ((8, 1, 512, 16), {"norms_values": True}),
+        ((8, 1, 512, 16), {"stores": False, "steps": 3}),
+    ],
+)
+def test_values_are_normed_or_read_from_another_layer(device, shape, kind):
+    """In one tile, and of large heads in two."""
+    Case(shape, 5, [5, 1, 3, 0], device, starts=[40, 3, 0, 9], **kind).check()
+
+
+def test_large_heads_in_16_bits(device, half):
+    case = Case((8, 1, 512, 16), 3, [3, 2], device, half, starts=[40, 3], norms_values=True)
+    (out, pages), (expected, expected_pages) = case.run(), case.expected()
+    is_real = case.tokens.slots > 0
+    error = (out - expected)[is_real].norm(dim=1) / expected[is_real].norm(dim=1)
+    assert error.max() < 2e-2
+    same_pages(pages, expected_pages, 0.1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"window": 30, "sinks": True, "softcap": 3.0},
+        {"window": 30, "steps": 3},
+        {"norms_values": True},
+        {"stores": False, "window": 30},
+    ],
 )
 def test_equals_prefill(device, kind):
     case = Case((6, 2, 32, 16), 5, [5, 2, 4, 0], device, **kind)

@@ -162,8 +162,8 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                                (*part)->scalar_type() ==
                                    (part == &seen ? ScalarType::Long : ScalarType::Int)),
                     "attend: of a tree's tensors each token has one: int32, and int64 if seen");
-  const Shape shape{head_dim, value_dim, pair - value_dim, kv_heads * pair, static_cast<float>(softmax_scale),
-                    static_cast<float>(softcap.value_or(0))};
+  const Shape shape{head_dim, value_dim, pair - value_dim, kv_heads * pair,
+                    static_cast<float>(softmax_scale), static_cast<float>(softcap.value_or(0))};
   constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
   const auto most = static_cast<int32_t>(std::min<int64_t>(window.value_or(ALL), ALL));
   const int64_t width = page_table.size(1);

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu import build
-from slotzero.kernels.nouns import NO_BRANCHES, Branches, Heads
+from slotzero.kernels.nouns import NO_BRANCHES, Branches, Heads, Rows, Tokens
+from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 from slotzero.sampling.tables import Sampled, SamplingTables
 
+NO_ROWS = (None, None, None, None)
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
 
@@ -39,10 +41,10 @@ class CpuKernels(ComposedKernels):
         return out
 
     def grouped_product(
-        self, x: Tensor, weights: Tensor, biases: Tensor | None, which: Tensor, out_features: int
+        self, x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, out_features: int
     ) -> Tensor:
         out = x.new_empty(x.shape[0], out_features)
-        torch.ops.slotzero.grouped.default(x, weights, biases, which, out)
+        torch.ops.slotzero.grouped.default(x, weights, biases, starts, out)
         return out
 
     def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -78,6 +80,47 @@ class CpuKernels(ComposedKernels):
         )  # fmt: skip
         return out
 
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tokens,
+        rows: Rows | None,
+        states: States,
+        trail: Trail | None,
+        shape: Scan,
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        torch.ops.slotzero.convolve.default(
+            x, weight, bias, *tokens, *(rows[:4] if rows else NO_ROWS),
+            states.conv, states.conv_kept, states.rows, None if trail is None else trail.conv,
+            shape.interval, out,
+        )  # fmt: skip
+        return out
+
+    def scan(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        beta: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        d: Tensor | None,
+        tokens: Tokens,
+        rows: Rows | None,
+        states: States,
+        trail: Trail | None,
+        shape: Scan,
+    ) -> Tensor:
+        out = mixed.new_empty(len(mixed), shape.inner_size)
+        torch.ops.slotzero.scan.default(
+            mixed, gates, beta, a_log, dt_bias, d, *tokens, *(rows[:4] if rows else NO_ROWS),
+            states.scan, states.scan_kept, states.rows, None if trail is None else trail.scan,
+            shape.num_groups, *shape.dt_limit, shape.interval, out,
+        )  # fmt: skip
+        return out
+
     def sample(
         self,
         logits: Tensor,
@@ -92,5 +135,5 @@ class CpuKernels(ComposedKernels):
 @functools.cache
 def _register_shapes() -> None:
     """Every op writes into tensors that it is given, so the compiler has no shape to infer."""
-    for name in ("linear", "grouped", "store_kv", "attend", "sample"):
+    for name in ("linear", "grouped", "store_kv", "attend", "convolve", "scan", "sample"):
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)

@@ -82,43 +82,46 @@ struct Stretch {
   int64_t begin, end, which;
 };
 
-std::vector<Stretch> stretches_of(const int64_t* which, int64_t num_rows) {
+// The rows behind the last weight's meet none.
+std::vector<Stretch> stretches_of(const int32_t* starts, int64_t experts, int64_t num_rows) {
   std::vector<Stretch> stretches;
-  for (int64_t m = 0; m < num_rows;) {
-    int64_t end = m + 1;
-    while (end < num_rows && end - m < ROWS_IN_CACHE && which[end] == which[m]) ++end;
-    stretches.push_back({m, end, which[m]});
-    m = end;
+  for (int64_t e = 0; e <= experts; ++e) {
+    const int64_t past = e < experts ? starts[e + 1] : num_rows;
+    STD_TORCH_CHECK(0 <= starts[e] && starts[e] <= past && past <= num_rows,
+                    "grouped: starts must ascend, and end within x");
+    for (int64_t m = starts[e]; m < past; m += ROWS_IN_CACHE)
+      stretches.push_back({m, std::min(m + ROWS_IN_CACHE, past), e});
   }
   return stretches;
 }
 
-// x [M, K], weights [experts, ceil(N / 16), K, 16], biases [experts, N], which [M], out [M, N]. Row
-// m is `linear` of weights[which[m]]; zeros where there is no such weight.
-void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor which, Tensor out) {
-  STD_TORCH_CHECK(x.is_contiguous() && weights.is_contiguous() && which.is_contiguous() &&
+// x [M, K], weights [experts, ceil(N / 16), K, 16], biases [experts, N], starts [experts + 1], out
+// [M, N]. Rows [starts[e], starts[e + 1]) are `linear` of weights[e]; those behind are zeros.
+void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor starts, Tensor out) {
+  STD_TORCH_CHECK(x.is_contiguous() && weights.is_contiguous() && starts.is_contiguous() &&
                       out.is_contiguous() && (!biases || biases->is_contiguous()),
-                  "grouped: x, weights, biases, which and out must be contiguous");
+                  "grouped: x, weights, biases, starts and out must be contiguous");
   const int64_t M = x.size(0), K = x.size(1), N = out.size(1), experts = weights.size(0);
   const int64_t expert_size = weights.size(1) * K * FEATURES;
   STD_TORCH_CHECK(weights.size(2) == K && weights.size(1) * FEATURES >= N,
                   "grouped: the packed weights do not fit x and out");
-  STD_TORCH_CHECK(which.scalar_type() == torch::headeronly::ScalarType::Long && which.size(0) == M,
-                  "grouped: which must be int64, one for each row of x");
+  STD_TORCH_CHECK(
+      starts.scalar_type() == torch::headeronly::ScalarType::Int && starts.size(0) == experts + 1,
+      "grouped: starts must be int32, one for each weight and one more");
   const auto* xp = static_cast<const float*>(x.data_ptr());
   const auto* wp = static_cast<const float*>(weights.data_ptr());
   const auto* bp = biases ? static_cast<const float*>(biases->data_ptr()) : nullptr;
   auto* yp = static_cast<float*>(out.data_ptr());
   const int64_t blocks = (N + FEATURES - 1) / FEATURES;
   const std::vector<Stretch> stretches =
-      stretches_of(static_cast<const int64_t*>(which.data_ptr()), M);
+      stretches_of(static_cast<const int32_t*>(starts.data_ptr()), experts, M);
   const int64_t items = static_cast<int64_t>(stretches.size()) * blocks;
 #pragma omp parallel for schedule(dynamic, 4) if (M * K * N > WORTH_THREADS)
   for (int64_t item = 0; item < items; ++item) {
     const auto [begin, end, expert] = stretches[item / blocks];
     const int64_t n = item % blocks * FEATURES, features = std::min(FEATURES, N - n);
     float* y = yp + begin * N + n;
-    if (expert >= 0 && expert < experts)
+    if (expert < experts)
       block(xp + begin * K, wp + expert * expert_size + n * K, bp ? bp + expert * N + n : nullptr,
             y, end - begin, K, N, features);
     else
@@ -131,7 +134,7 @@ void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor whic
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def(
-      "grouped(Tensor x, Tensor weights, Tensor? biases, Tensor which, Tensor(a!) out) -> ()");
+      "grouped(Tensor x, Tensor weights, Tensor? biases, Tensor starts, Tensor(a!) out) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));

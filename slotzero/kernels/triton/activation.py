@@ -26,6 +26,10 @@ def activate(gate, value, ACTIVATION: tl.constexpr):
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x
         gate = gate * tl.sigmoid((gate + 0.044715 * gate * gate * gate) * GELU_SLOPE)
+    elif ACTIVATION == "sigmoid":
+        gate = tl.sigmoid(gate)
+    elif ACTIVATION == "relu":
+        gate = tl.where(gate < 0, 0.0, gate)
     else:
         tl.static_assert(ACTIVATION == "clamped_silu")
         gate = tl.where(gate > CLAMP, CLAMP, gate)

@@ -7,8 +7,9 @@ Whoever finishes a row last merges its chunks, in order, so the result does not 
 was. A sink is counted by the program with the newest position alone.
 
 The same program norms and rotates its query heads, and the one with the newest position its key,
-which it stores with the value and attends to without reading them back. Rows of slot 0 store
-nothing and get zeros. Pages hold what earlier steps wrote, so they are read before the wait.
+which it stores with the value and attends to without reading them back. Heads that do not store
+find them in the pages, written earlier in this step. Rows of slot 0 store nothing and get zeros.
+Pages hold of the positions before what earlier steps wrote, so they are read before the wait.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -44,16 +45,19 @@ def _plan_kernel(
     slots, positions, stands, rows,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done,
     num_done, num_chunks, spare, smallest,
-    WINDOW: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program. Never launched to overlap: what follows it may read the plan at once. A window
     reaches back from where the first of a row's SPAN tokens stands. With APART the newest position,
-    which is not stored yet, is a chunk of its own."""
+    which is not stored yet, is a chunk of its own. With BEFORE a row may begin before the text,
+    where nothing is."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
     length = tl.where(slot > 0, position + 1, 0)
+    if BEFORE:
+        length = tl.maximum(length, 0)
     low = tl.zeros_like(length)  # the first key that the row sees
     if WINDOW is not None:
         stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
@@ -108,6 +112,14 @@ def _norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: t
         a = ((a * scale).to(dtype).to(tl.float32) * by_a).to(dtype).to(tl.float32)
         b = ((b * scale).to(dtype).to(tl.float32) * by_b).to(dtype).to(tl.float32)
     return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def norm_values(v, eps, VALUE_DIM: tl.constexpr):
+    """[rows, dim]: each under an RMSNorm without a weight; zeros past VALUE_DIM"""
+    wide = v.to(tl.float32)
+    square = tl.sum(wide * wide, axis=1) / VALUE_DIM
+    return (wide * (1.0 / tl.sqrt_rn(square + eps))[:, None]).to(v.dtype)
 
 
 @triton.jit
@@ -192,7 +204,8 @@ def _decode_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
     BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
+    STORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     kv_head, chunk = tl.program_id(0), tl.program_id(1)
@@ -224,7 +237,8 @@ def _decode_kernel(
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
         by_qa, by_qb = _load_norm(q_norm, half, DIM)
-        by_ka, by_kb = _load_norm(k_norm, half, DIM)
+        if STORES:
+            by_ka, by_kb = _load_norm(k_norm, half, DIM)
     sink = 0.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
@@ -236,10 +250,14 @@ def _decode_kernel(
     q_inside = (g < group_size)[:, None] & turn
     qa = tl.load(q_at, mask=q_inside, other=0.0)
     qb = tl.load(q_at + DIM // 2, mask=q_inside, other=0.0)
-    k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
+    k_at = kv_pages + place
+    if STORES:
+        k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
     ka = tl.load(k_at + half[None, :], mask=turn, other=0.0)
     kb = tl.load(k_at + DIM // 2 + half[None, :], mask=turn, other=0.0)
-    v_at = joined + row64 * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+    v_at = v_pages + place
+    if STORES:
+        v_at = joined + row64 * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
     angle = row64 * (DIM // 2) + half[None, :]
     c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
@@ -255,10 +273,13 @@ def _decode_kernel(
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     if is_last:
-        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
-        tl.store(kv_pages + place + half[None, :], ka, mask=turn)
-        tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
-        tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
+        if NORM_VALUES:
+            own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
+        if STORES:
+            ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+            tl.store(kv_pages + place + half[None, :], ka, mask=turn)
+            tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
+            tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
         product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
         peak = _cap(tl.sum(product, axis=1) * scale, SOFTCAP)
         total += 1.0
@@ -323,7 +344,7 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     launch(
         _plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
         num_chunks, spare, smallest, WINDOW=heads.window, SPAN=1, APART=False,
-        ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+        BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
     return shares
 
@@ -352,7 +373,9 @@ def attend(
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], GROUP=max(16, group), MERGED=group,
         BATCH=max(1, min(16, 2048 * warps // (group * width))), HALF=half, WIDTH=width, KEYS=keys,
-        STAGES=stages, EARLY=early, NORM=q_norm is not None, num_warps=warps, **overlap(),
+        STAGES=stages, EARLY=early, NORM=q_norm is not None,
+        NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
+        num_warps=warps, **overlap(),
     )  # fmt: skip
     return out
 
@@ -370,8 +393,11 @@ def shape_for(rows: int, itemsize: int, size: int) -> tuple[int, int, int, bool]
     """-> keys in a tile, warps, stages, whether to read a tile early; see benchmarks/h200.
 
     A small batch wants short programs, a large one as many at once as fit. Float32 and large heads
-    (`size` is of a key and its value) have half the keys in the same memory.
+    (`size` is of a key and its value) have half the keys in the same memory. Of the largest, a tile
+    that was read early would not fit the registers.
     """
+    if size > 512:
+        return (32, 4, 2, False) if itemsize <= 2 else (16, 8, 2, False)
     small = 2 if itemsize * size > 512 else 1
     if rows <= 64:
         return 64 // small, 4 if 2 <= rows <= 8 else 2, 2, True

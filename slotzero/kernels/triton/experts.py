@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-class Chosen(NamedTuple):
+class Order(NamedTuple):
     """Choices, one by one, in the order of their experts."""
 
     order: Tensor  # [choices]: which choice, token * top_k + i, stands here
@@ -125,28 +125,31 @@ def _product_kernel(
 
 @triton.jit
 def _add_up_kernel(
-    results, share, slots, out, size, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    results, share, which, out, size, none,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     may_follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     wait_for_writer(PDL)
     total = tl.zeros([BLOCK], tl.float32)
-    if tl.load(slots + token) > 0:
-        for i in tl.static_range(TOP_K):
-            choice = token * TOP_K + i
+    for i in tl.static_range(TOP_K):
+        choice = token * TOP_K + i
+        if tl.load(which + choice) < none:
             result = tl.load(results + choice * size + column, mask=inside, other=0.0)
             total += result.to(tl.float32) * tl.load(share + choice).to(tl.float32)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def choose(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> Chosen:
-    """chosen [T, top_k]: experts, or `num_experts` for none; dtype is of what will be multiplied"""
+def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
+    """chosen [T, top_k]: experts, or as many as there are for none; starts [experts + 1] is
+    written; dtype is of what will be multiplied"""
+    num_experts = len(starts) - 1
     tile = tile_for(chosen.numel() / num_experts, dtype, shared_memory())
     which, order = chosen.flatten().sort(stable=True)
     every = torch.arange(num_experts + 1, dtype=which.dtype, device=which.device)
-    starts = torch.searchsorted(which, every, out_int32=True)
+    torch.searchsorted(which, every, out_int32=True, out=starts)
     num_blocks = min(len(which), triton.cdiv(len(which), tile.rows) + num_experts)
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=which.device)
     launch(
@@ -154,14 +157,14 @@ def choose(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> Chosen:
         EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=tile.rows,
         BLOCKS=PLAN_BLOCKS, **overlap(),
     )  # fmt: skip
-    return Chosen(order, blocks, tile)
+    return Order(order, blocks, tile)
 
 
 def gated(
     x: Tensor,  # [T, hidden]
     weights: Tensor,  # [experts, 2 * inner, hidden]: gates and then values
     biases: Tensor | None,
-    chosen: Chosen,
+    chosen: Order,
     activation: Activation,
 ) -> Tensor:
     """-> [choices, inner], in the order of their experts"""
@@ -171,20 +174,20 @@ def gated(
     return out
 
 
-def product(x: Tensor, weights: Tensor, biases: Tensor | None, chosen: Chosen) -> Tensor:
+def product(x: Tensor, weights: Tensor, biases: Tensor | None, chosen: Order) -> Tensor:
     """x in the order of their experts -> [choices, features], in the order of tokens"""
     out = x.new_empty(len(x), weights.shape[1])
     _product(x, weights, biases, chosen, out, 1, None)
     return out
 
 
-def add_up(results: Tensor, share: Tensor, slots: Tensor) -> Tensor:
-    """results [choices, size] by share [T, top_k] -> [T, size]; zeros for slot 0"""
+def add_up(results: Tensor, share: Tensor, which: Tensor, none: int) -> Tensor:
+    """results [choices, size] by share [T, top_k] -> [T, size]; a choice of none adds nothing"""
     (tokens, top_k), size = share.shape, results.shape[1]
     out = results.new_empty(tokens, size)
     launch(
         _add_up_kernel, (tokens, triton.cdiv(size, ADDED_BLOCK)),
-        results, share, slots, out, size, TOP_K=top_k, BLOCK=ADDED_BLOCK, **overlap(),
+        results, share, which, out, size, none, TOP_K=top_k, BLOCK=ADDED_BLOCK, **overlap(),
     )  # fmt: skip
     return out
 
@@ -203,7 +206,7 @@ def _product(
     x: Tensor,
     weights: Tensor,
     biases: Tensor | None,
-    chosen: Chosen,
+    chosen: Order,
     out: Tensor,
     shared: int,
     activation: Activation | None,

@@ -18,6 +18,7 @@ from slotzero.kernels.nouns import (
     Activation,
     Angles,
     Branches,
+    Chosen,
     Experts,
     ExpertWeights,
     Heads,
@@ -38,6 +39,7 @@ from slotzero.kernels.triton import (
 from slotzero.kernels.triton import linear as few
 from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import applied
+from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
 from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.sample import sample
@@ -46,7 +48,8 @@ from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 CUBLAS = "cublas"
-MAX_DIM, MAX_GROUP = 256, 128  # what the tiles of prefill.py hold
+MAX_DIM = 512  # what the tiles of attention hold
+MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
 DECODE = len(decode.Shares._fields)
 VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
@@ -54,26 +57,19 @@ assert len({DECODE, VERIFY, PREFILL}) == 3
 T = TypeVar("T")
 
 
-class TritonKernels(TritonSpeculation, Kernels):
+class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
     name = "triton"
 
     def __init__(self) -> None:
         self.choices = Choices()
 
     def refuse(self, heads: Heads) -> None:
-        for name, is_asked in (
-            ("layers that attend to the KV of another", not heads.stores),
-            ("values under a norm", heads.norms_values),
-        ):
-            if is_asked:
-                raise UnsupportedModelError(
-                    f"{name}: the attention kernels for CUDA know none; "
-                    "run the model with --backend cpu"
-                )
+        is_large = max(heads.head_dim, heads.value_dim) > 256
+        group = heads.num_heads // heads.num_kv_heads
         limits: tuple[tuple[str, int, int], ...] = (
             ("head_dim", heads.head_dim, MAX_DIM),
             ("value_dim", heads.value_dim, MAX_DIM),
-            ("query heads for each KV head", heads.num_heads // heads.num_kv_heads, MAX_GROUP),
+            ("query heads for each KV head", group, MAX_LARGE_GROUP if is_large else MAX_GROUP),
         )
         if heads.latent is not None:
             limits = latent.limits(heads.value_dim, heads.latent)
@@ -250,19 +246,30 @@ class TritonKernels(TritonSpeculation, Kernels):
         late = _is_few(len(x), x.dtype)
         return residual, elementwise.add_norm(residual, x, after, norm, eps, late)
 
-    def experts(
-        self, x: Normed, eps: float, slots: Tensor, weights: ExpertWeights, shape: Experts
-    ) -> Tensor:
+    def choose(
+        self,
+        x: Normed,
+        eps: float,
+        slots: Tensor,
+        weights: ExpertWeights,
+        shape: Experts,
+        by: Normed | None = None,
+    ) -> Chosen:
         rows = applied(x, eps)
         scores = self.linear(
-            Normed(rows, None), eps, weights.router, weights.router_bias, shape.num_experts
+            by or Normed(rows, None), eps, weights.router, weights.router_bias, shape.num_experts
         )
-        share, which = route(scores, weights.correction, shape)
-        which = which.masked_fill((slots == 0)[:, None], shape.num_all)
-        chosen = experts.choose(which, shape.num_all, rows.dtype)
-        inner = experts.gated(rows, weights.gate_up, weights.gate_up_bias, chosen, shape.activation)
-        results = experts.product(inner, weights.down, weights.down_bias, chosen)
-        return experts.add_up(results, share, slots)
+        share, which = route(scores, weights, shape)
+        return Chosen(rows, share, which.masked_fill((slots == 0)[:, None], shape.num_all))
+
+    def experts(
+        self, chosen: Chosen, weights: ExpertWeights, shape: Experts, starts: Tensor
+    ) -> Tensor:
+        rows, share, which = chosen
+        order = experts.sort(which, starts, rows.dtype)
+        inner = experts.gated(rows, weights.gate_up, weights.gate_up_bias, order, shape.activation)
+        results = experts.product(inner, weights.down, weights.down_bias, order)
+        return experts.add_up(results, share, which, len(starts) - 1)
 
     def attention(
         self,

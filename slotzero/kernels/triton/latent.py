@@ -13,8 +13,8 @@ of one common size, and the last chunk has the keys of the row's other tokens to
 in several chunks are merged, in order, by a kernel after it: a chunk's are so large that one
 program could not read those of a long row in time, so as many share them as the row has chunks.
 
-Only `attention` knows of the products. For long prompts, own keys and values made anew for each
-head would cost less; what they give could be merged there with what is seen of the rows before.
+Only `attention` knows of the products. In a step whose rows may be long, only keys before a row's
+first token are seen like this, and its own in expanded form: see latent_own.py.
 
 Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
 or that nobody sees.
@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.nouns import NO_BRANCHES, Angles, Branches, Heads, Latent, Rows, Tokens
-from slotzero.kernels.triton import prefill
+from slotzero.kernels.triton import latent_own, prefill
 from slotzero.kernels.triton.activation import LOG2E
 from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
 from slotzero.kernels.triton.decode import _plan_kernel
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
     slots: Tensor  # [T]
     positions: Tensor
-    starts: Tensor  # [rows]: the position of the first token
+    starts: Tensor  # [rows]: the last position that the first token sees in pages
     firsts: Tensor | None  # of blocks: the first token, and how many
     sizes: Tensor | None
     row: Tensor  # [num_chunks], like the next five: as in decode's Shares
@@ -70,6 +70,7 @@ class Work(NamedTuple):
     total: Tensor
     bases: Tensor | None  # of branches
     seen: Tensor | None
+    own: Tensor | None  # blocks of latent_own.py; None: all is seen in pages
 
 
 class Tile(NamedTuple):
@@ -86,7 +87,7 @@ class Tile(NamedTuple):
 def _attend_kernel(
     query, kv_pages, page_table, out, token_slots, starts, firsts, sizes,
     row_of, slot_of, begin_of, end_of, first_of, count_of, partial, peak_of, total_of,
-    bases, bits_seen, table_stride, span, parts, scale,
+    bases, bits_seen, sums, table_stride, span, parts, scale,
     HEADS: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, KEYS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
     RUN: tl.constexpr, PDL: tl.constexpr,
@@ -114,6 +115,8 @@ def _attend_kernel(
     inside = place < size
     real = tl.load(token_slots + token + place, mask=inside, other=0) > 0
     newest = start + place  # the last key that a pair may see
+    if sums is not None:
+        newest = start + tl.zeros_like(place)
     length = tl.max(tl.where(real, newest + 1, 0), axis=0)
     end = tl.where(chunk == first + count - 1, length, tl.minimum(end, length))
     if bits_seen is not None:
@@ -122,6 +125,11 @@ def _attend_kernel(
         last_base, any_bits = anyone_of(base, bits)
     table = page_table + slot * table_stride
     wait_for_writer(PDL)
+    if sums is not None:  # noqa: SIM102  the compiler decides this one
+        if begin >= end:
+            nothing = tl.full([PAIRS], float("-inf"), tl.float32)
+            tl.store(sums + token * HEADS + pair, nothing, mask=inside)
+            return
 
     q_at = query + (token * HEADS + pair)[:, None] * (TURNED + LATENT)
     held = real[:, None] & (dim < LATENT)[None, :]
@@ -166,6 +174,8 @@ def _attend_kernel(
     if count == 1:
         result = tl.where(real[:, None], acc / total[:, None], 0.0)
         _store_pairs(out, token * HEADS + pair, dim, result, inside, LATENT)
+        if sums is not None:
+            tl.store(sums + token * HEADS + pair, peak + tl.log2(total), mask=real)
         return
     flat = _partial_of(chunk, first, row) * (span * HEADS) + pair
     _store_pairs(partial, flat, dim, acc, real, LATENT)
@@ -189,7 +199,7 @@ def _partial_of(chunk, first, row):
 
 @triton.jit(do_not_specialize=["span", "groups"])
 def _merge_kernel(
-    out, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of, total_of,
+    out, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of, total_of, sums,
     span, groups,
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
@@ -234,6 +244,8 @@ def _merge_kernel(
         result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
         out_at = out + (token * HEADS + pair)[:, None] * LATENT + dim[None, :]
         tl.store(out_at, result, mask=(pair < end)[:, None] & (dim < LATENT)[None, :])
+        if sums is not None:
+            tl.store(sums + token * HEADS + pair, peak + tl.log2(total), mask=real)
 
 
 def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
@@ -243,7 +255,8 @@ def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
 
 def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None) -> Work:
     """What all layers of a step share, for rows of any kind."""
-    firsts = sizes = None
+    assert heads.latent is not None
+    firsts = sizes = own = None
     if rows is None:
         slots, starts, span = *tokens, 1
     elif rows.span > 0:
@@ -253,8 +266,10 @@ def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | N
         (blocks,) = prefill.plan(
             rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
         )
-        slots, firsts, sizes, starts = _columns(blocks)
+        slots, firsts, sizes, starts, befores = _columns(blocks)
         span = prefill.block_tokens(group)
+        if branches is None and latent_own.pays(len(tokens.slots), rows, heads.latent):
+            starts, own = befores - 1, latent_own.plan(len(tokens.slots), rows)
     num_rows, pairs = len(slots), span * heads.num_heads
     spare, smallest = cut_for(num_rows, pairs)
     num_chunks = num_rows + spare
@@ -266,19 +281,19 @@ def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | N
     launch(
         _plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
         *nobody, num_chunks, spare, smallest,
-        WINDOW=None, SPAN=1, APART=False, ROWS=_padded(num_rows, 256), BLOCK=1024,
+        WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=_padded(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     bases, seen, _ = branches or NO_BRANCHES
     return Work(
         *tokens, starts, firsts, sizes, row, slot, begin, end, first, num, partial, peak, total,
-        bases, seen,
+        bases, seen, own,
     )  # fmt: skip
 
 
 def _columns(blocks: Tensor) -> tuple[Tensor, ...]:
     """Each contiguous and, like whatever else a kernel is given, aligned"""
     num = len(blocks)
-    return blocks.new_empty(4, num + -num % 4)[:, :num].copy_(blocks.t()).unbind()
+    return blocks.new_empty(blocks.shape[1], num + -num % 4)[:, :num].copy_(blocks.t()).unbind()
 
 
 def attention(
@@ -301,10 +316,13 @@ def attention(
     straight = q.view(num, num_heads, plain + turned)[:, :, :plain]
     # before the rows are stored, so that they wait for it and whoever attends only for them
     torch.bmm(straight.transpose(0, 1), up_k, out=query[:, :, turned:].transpose(0, 1))
-    store(q, k, k_norm, angles, kv_pages, page_table, work.slots, work.positions, query, heads)
-    seen = attend(query, kv_pages, page_table, work, heads)
+    own = None if work.own is None else k.new_empty(num, heads.head_dim)
+    store(q, k, k_norm, angles, kv_pages, page_table, *work[:2], query, own, heads)
+    seen, sums = attend(query, kv_pages, page_table, work, heads)
     out = q.new_empty(num, num_heads, heads.latent.result_dim)
     torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2), out=out.transpose(0, 1))
+    if own is not None and sums is not None and work.own is not None:
+        latent_own.attend(q, query, own, up_k, up_v, work.own, sums, out, heads)
     return out.flatten(1)
 
 
@@ -314,18 +332,21 @@ def attend(
     page_table: Tensor,
     work: Work,
     heads: Heads,
-) -> Tensor:
-    """-> [T, heads, latent]: what each pair gets of the latents that it sees"""
+) -> tuple[Tensor, Tensor | None]:
+    """-> [T, heads, latent]: what each pair gets of the latents that it sees in pages; and where
+    that is not all, [T, heads]: log2 of its softmax's sum, -inf of nothing, which is not written"""
     num_heads, latent, page = heads.num_heads, heads.value_dim, kv_pages.shape[1]
     turned = heads.head_dim - latent
     turn, width = _padded(turned, 16), _padded(latent, 16)
     pairs, num_chunks = work.peak.shape[1], len(work.row)
     tile = tile_for(pairs, turn + width, query.dtype.itemsize)
     parts, groups = triton.cdiv(pairs, tile.pairs), triton.cdiv(pairs, MERGED_PAIRS)
-    seen = query.new_empty(len(query), num_heads, latent)
+    seen, sums = query.new_empty(len(query), num_heads, latent), None
+    if work.own is not None:
+        sums = torch.empty(len(query), num_heads, device=query.device)
     launch(
         _attend_kernel, (num_chunks * parts,),
-        query, kv_pages, page_table, seen, work.slots, *work[2:],
+        query, kv_pages, page_table, seen, work.slots, *work[2:-1], sums,
         page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
         HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
         KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys),
@@ -334,11 +355,11 @@ def attend(
     launch(
         _merge_kernel, (num_chunks * groups,),
         seen, work.slots, work.firsts, work.sizes, work.row, work.first, work.num,
-        work.partial, work.peak, work.total, pairs // num_heads, groups,
+        work.partial, work.peak, work.total, sums, pairs // num_heads, groups,
         HEADS=num_heads, LATENT=latent, WIDTH=width, PAIRS=MERGED_PAIRS, TILE=MERGED_TILE,
         BATCH=MERGED_CHUNKS, num_warps=4, **overlap(),
     )  # fmt: skip
-    return seen
+    return seen, sums
 
 
 def cut_for(rows: int, pairs: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ HEADS_PER_PROGRAM = 16  # of queries
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _store_kernel(
-    q, k, k_norm, cos, sin, kv_pages, page_table, slots, positions, query,
+    q, k, k_norm, cos, sin, kv_pages, page_table, slots, positions, query, own,
     q_stride, k_stride, table_stride, eps,
     HEADS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
@@ -51,10 +51,19 @@ def _store_kernel(
         source = k + token * k_stride
         a, b = _load_halves(source + one, TURNED // 2, one == 0, half, TURNED)
         a, b = _norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
-        inside = (half < TURNED // 2)[None, :]
-        tl.store(stored + half[None, :], a, mask=inside)
-        tl.store(stored + TURNED // 2 + half[None, :], b, mask=inside)
+        _store_halves(stored, a, b, half, TURNED)
         norm_part(source + TURNED, k_norm, stored + TURNED, eps, LATENT, WIDTH)
+        if own is not None:
+            own += token * size
+            _store_halves(own, a, b, half, TURNED)
+            norm_part(source + TURNED, k_norm, own + TURNED, eps, LATENT, WIDTH)
+
+
+@triton.jit
+def _store_halves(target, a, b, half, DIM: tl.constexpr):
+    inside = (half < DIM // 2)[None, :]
+    tl.store(target + half[None, :], a, mask=inside)
+    tl.store(target + DIM // 2 + half[None, :], b, mask=inside)
 
 
 def store(
@@ -67,14 +76,16 @@ def store(
     slots: Tensor,  # [T]
     positions: Tensor,  # [T]
     query: Tensor,  # [T, heads, turned + latent]
+    own: Tensor | None,  # [T, turned + latent]
     heads: Heads,
 ) -> None:
-    """The rows into their pages, and what is turned of queries into `query`."""
+    """The rows into their pages, and into `own` if it is given; what is turned of queries into
+    `query`."""
     assert heads.latent is not None
     shape, latent = heads.latent, heads.value_dim
     launch(
         _store_kernel, (len(q), 1 + triton.cdiv(heads.num_heads, HEADS_PER_PROGRAM)),
-        q, k, k_norm, *angles, kv_pages, page_table, slots, positions, query,
+        q, k, k_norm, *angles, kv_pages, page_table, slots, positions, query, own,
         q.stride(0), k.stride(0), page_table.stride(0), heads.norm_eps,
         HEADS=heads.num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim, LATENT=latent,
         PAGE=kv_pages.shape[1], BLOCK=HEADS_PER_PROGRAM,

@@ -4,7 +4,8 @@ Rows are ragged: row r holds `counts[r]` tokens of `slots[r]` from position `sta
 prompts, chunks over stored prefixes and single decode tokens share one step. Three kernels, whose
 grids follow from the padded sizes alone:
 
-- `rope_store` puts K and V of every token in its page; tokens of slot 0 store nothing.
+- `rope_store` puts K and V of every token in its page; tokens of slot 0 store nothing, and heads
+  that do not store have queries alone.
 - `plan` cuts the rows into blocks of at most `block_tokens(group)` tokens, longest context first.
   The blocks that are left over cover the padding tokens. Once per step; all layers share it.
 - `attend` gives each (block, KV head) a program. Its matrix tile holds every (token, head of the
@@ -40,6 +41,7 @@ from slotzero.kernels.triton.launch import (
 BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
 HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
 PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against how many at a time
+BLOCK_FIELDS = tl.constexpr(5)
 
 
 class Tile(NamedTuple):
@@ -74,9 +76,15 @@ def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) 
         chosen = Tile(rows=128, keys=64, warps=8, stages=3)
     elif width == 128:  # 250 registers, 224 KB: one program, whose loads run two tiles ahead
         chosen = Tile(rows=128, keys=128, warps=8, stages=3)
-    else:  # 255 registers, 192 KB
+    elif width == 256:  # 255 registers, 192 KB
         chosen = Tile(rows=128, keys=64, warps=8, stages=2)
+    else:  # 244 registers, 196 KB: the accumulators of 128 rows would fill all registers
+        chosen = Tile(rows=64, keys=32, warps=8, stages=2)
     chosen = chosen._replace(rows=max(chosen.rows, triton.next_power_of_2(group)))
+    return fitted(chosen, dim, value_dim, dtype, memory)
+
+
+def fitted(chosen: Tile, dim: int, value_dim: int, dtype: torch.dtype, memory: int) -> Tile:
     while chosen.num_bytes(dim, value_dim, dtype) > memory and chosen.keys > 16:
         if chosen.stages > 2:
             chosen = chosen._replace(stages=2)
@@ -94,12 +102,12 @@ def _rope_store_kernel(
     joined, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
     joined_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr, NORM: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    PAGE: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads are taken in two halves; of an odd value both have the number in the middle."""
     may_follow(PDL)
-    all_heads: tl.constexpr = HEADS + 2 * KV_HEADS
+    all_heads: tl.constexpr = HEADS + 2 * KV_HEADS if STORES else HEADS
     dim: tl.constexpr = 2 * HALF
     value_half: tl.constexpr = (VALUE_DIM + 1) // 2
     stored: tl.constexpr = dim + VALUE_DIM
@@ -124,13 +132,20 @@ def _rope_store_kernel(
     first_in = tl.load(source, mask=inside, other=0.0)  # [heads, pairs]
     second_in = tl.load(source + apart, mask=inside, other=0.0)
     first, second = first_in.to(tl.float32), second_in.to(tl.float32)
-    if NORM:
+    if NORM or NORM_VALUES:
         square = tl.sum(first * first + second * second, axis=1) / dim
         scale = tl.rsqrt(square + eps)[:, None]
+    if NORM_VALUES:
+        tl.static_assert(dim == VALUE_DIM)
+        first_in = tl.where(is_v, (first * scale).to(first_in.dtype), first_in)
+        second_in = tl.where(is_v, (second * scale).to(first_in.dtype), second_in)
+    if NORM:
         q_first = tl.load(q_norm + pair, mask=paired, other=0.0).to(tl.float32)
         q_second = tl.load(q_norm + HALF + pair, mask=paired, other=0.0).to(tl.float32)
-        k_first = tl.load(k_norm + pair, mask=paired, other=0.0).to(tl.float32)
-        k_second = tl.load(k_norm + HALF + pair, mask=paired, other=0.0).to(tl.float32)
+        k_first, k_second = q_first, q_second
+        if STORES:
+            k_first = tl.load(k_norm + pair, mask=paired, other=0.0).to(tl.float32)
+            k_second = tl.load(k_norm + HALF + pair, mask=paired, other=0.0).to(tl.float32)
         first = (first * scale).to(first_in.dtype) * tl.where(is_q, q_first, k_first)
         second = (second * scale).to(first_in.dtype) * tl.where(is_q, q_second, k_second)
         first = first.to(first_in.dtype).to(tl.float32)
@@ -143,7 +158,7 @@ def _rope_store_kernel(
     target = q + token * (HEADS * dim) + head * dim + pair
     tl.store(target, first_out, mask=is_q & paired)
     tl.store(target + HALF, second_out, mask=is_q & paired)
-    if slot > 0:
+    if STORES and slot > 0:
         page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
         at = (page * PAGE + position % PAGE) * (KV_HEADS * stored)
         # Heads count on from keys to values; a product, since a choice would hide the alignment.
@@ -199,13 +214,14 @@ def _plan_kernel(
     last = tl.load(ends + num_rows - 1)
     padding = last + (block - used) * TOKENS
     place = tl.where(real, rank, block)
-    target = blocks + place * 4
+    target = blocks + place * BLOCK_FIELDS
     kept = place < num_blocks
     tl.store(target, tl.where(real, slot, 0), mask=kept)
     tl.store(target + 1, tl.where(real, end - count + offset, padding), mask=kept)
     left = tl.maximum(tl.minimum(num_tokens - padding, TOKENS), 0)
     tl.store(target + 2, tl.where(real, size, left), mask=kept)
     tl.store(target + 3, tl.where(real, start + offset, 0), mask=kept)
+    tl.store(target + 4, tl.where(real, start, 0), mask=kept)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -220,7 +236,7 @@ def _attend_kernel(
     may_follow(PDL)
     kv_head = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS * TOKENS  # a small tile takes a block in parts
-    block = blocks + tl.program_id(1) * 4
+    block = blocks + tl.program_id(1) * BLOCK_FIELDS
     group: tl.constexpr = HEADS // KV_HEADS
     row = tl.arange(0, ROWS)
     dim, value_dim = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
@@ -327,18 +343,22 @@ def rope_store(
     positions: Tensor,  # [T]
     heads: Heads,
 ) -> Tensor:
-    """-> q [T, heads, head_dim], normed and rotated; K (likewise) and V are in their pages."""
+    """-> q [T, heads, head_dim], normed and rotated; K (likewise) and V are in their pages, if
+    these heads store any."""
     num_tokens, kv_heads, half = len(joined), heads.num_kv_heads, heads.head_dim // 2
     q = torch.empty(
         num_tokens, heads.num_heads, heads.head_dim, dtype=joined.dtype, device=joined.device
     )
-    parts = triton.cdiv(heads.num_heads + 2 * kv_heads, HEADS_PER_PROGRAM)
+    num_each = heads.num_heads + 2 * kv_heads * heads.stores
+    parts = triton.cdiv(num_each, HEADS_PER_PROGRAM)
     launch(
         _rope_store_kernel, (num_tokens * parts,),
         joined, q_norm, k_norm, heads.norm_eps, *angles, kv_pages, page_table, slots, positions, q,
         joined.stride(0), page_table.stride(0),
         HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, VALUE_DIM=heads.value_dim,
-        PAGE=kv_pages.shape[1], NORM=q_norm is not None, HEAD_BLOCK=HEADS_PER_PROGRAM,
+        PAGE=kv_pages.shape[1], NORM=q_norm is not None,
+        NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
+        HEAD_BLOCK=HEADS_PER_PROGRAM,
         HALF_BLOCK=triton.next_power_of_2(max(half, (heads.value_dim + 1) // 2)), **overlap(),
     )  # fmt: skip
     return q
@@ -352,13 +372,14 @@ def plan(
     num_tokens: int,
     group: int,  # heads per KV head
 ) -> tuple[Tensor]:
-    """-> [blocks, 4] int32: slot, first token, number of tokens, first position of each block.
+    """-> [blocks, 5] int32: of each block its slot, first token, number of tokens and first
+    position, and the first position of its row.
 
     Rows need at most ceil(T / size) + R blocks, and what they leave is enough for the padding.
     """
     size = block_tokens(group)
     num_blocks = triton.cdiv(num_tokens, size) + len(slots)
-    blocks = torch.empty(num_blocks, 4, dtype=torch.int32, device=slots.device)
+    blocks = torch.empty(num_blocks, BLOCK_FIELDS.value, dtype=torch.int32, device=slots.device)
     launch(
         _plan_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),),
         slots, counts, ends, starts, blocks, len(slots), num_tokens, num_blocks,

@@ -6,8 +6,8 @@ the group) pairs of a row and KV head, which is why a context is read once for a
 many as a tile holds, and then by as many programs. The plan is decode's too, of each row's first
 token: keys before the start are cut into chunks, and the program with the newest chunk takes the
 row's own keys from `joined`, norms, rotates and stores them, and attends to them without reading
-them back. With a window a chunk may hold nothing that a late token sees; it then leaves the token
-as it was.
+them back; heads that do not store have them from the pages. With a window a chunk may hold nothing
+that a late token sees; it then leaves the token as it was.
 
 With branches a row is a tree, or what grows on one: it may have begun before the row's start, so
 both stored and own keys are seen by their bits. No token stands before the first of its row.
@@ -33,6 +33,7 @@ from slotzero.kernels.triton.decode import (
     _load_table,
     _norm_and_rotate,
     _plan_kernel,
+    norm_values,
 )
 from slotzero.kernels.triton.launch import (
     launch,
@@ -43,6 +44,7 @@ from slotzero.kernels.triton.launch import (
 )
 
 MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head: what a tile holds
+LARGE_PAIRS = 32  # of heads above 256, whose sums would fill all registers
 MAX_PARTS = 4  # tiles of a row: each of them reads its context
 FEW_ROWS = 8  # whose own keys are a chunk apart: a program more, but each of them is done sooner
 MERGED_PAIRS = 16  # at a time
@@ -154,7 +156,7 @@ def _verify_kernel(
     PARTS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, OWN: tl.constexpr,
     MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM_VALUES: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     kv_head, part, chunk = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
@@ -201,7 +203,8 @@ def _verify_kernel(
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
         by_qa, by_qb = _load_norm(q_norm, half, DIM)
-        by_ka, by_kb = _load_norm(k_norm, half, DIM)
+        if STORES:
+            by_ka, by_kb = _load_norm(k_norm, half, DIM)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     acc = tl.zeros([PAIRS, WIDTH], tl.float32)
@@ -218,24 +221,32 @@ def _verify_kernel(
         return
     q_at = joined + token * joined_stride + head * DIM
     qa, qb = _load_halves(q_at, DIM // 2, real, half, DIM)
-    k_at = joined + own_token * joined_stride + (HEADS + kv_head) * DIM
+    k_at = kv_pages + at
+    if STORES:
+        k_at = joined + own_token * joined_stride + (HEADS + kv_head) * DIM
     ka, kb = _load_halves(k_at, DIM // 2, is_own, half, DIM)
-    v_at = joined + own_token * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+    v_at = v_pages + at
+    if STORES:
+        v_at = joined + own_token * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_inside = is_own[:, None] & (dim < VALUE_DIM)[None, :]
     own_v = tl.load(v_at[:, None] + dim[None, :], mask=own_inside, other=0.0)
     c, s = _load_angles(cos, sin, token, real, half, DIM)
-    own_c, own_s = _load_angles(cos, sin, own_token, is_own, half, DIM)
+    if STORES:
+        own_c, own_s = _load_angles(cos, sin, own_token, is_own, half, DIM)
 
     qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
     scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
     if is_last:
-        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
-        is_mine = own < tl.where(part == 0, num_real, 0)  # to store
-        turned = is_mine[:, None] & (half < DIM // 2)[None, :]
-        tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=turned)
-        tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=turned)
-        mine = is_mine[:, None] & (dim < VALUE_DIM)[None, :]
-        tl.store(v_pages + at[:, None] + dim[None, :], own_v, mask=mine)
+        if NORM_VALUES:
+            own_v = norm_values(own_v, eps, VALUE_DIM)
+        if STORES:
+            ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
+            is_mine = own < tl.where(part == 0, num_real, 0)  # to store
+            turned = is_mine[:, None] & (half < DIM // 2)[None, :]
+            tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=turned)
+            tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=turned)
+            mine = is_mine[:, None] & (dim < VALUE_DIM)[None, :]
+            tl.store(v_pages + at[:, None] + dim[None, :], own_v, mask=mine)
         seen = _in_window(start + own, start + num_real, stand, WINDOW)
         if tree is None:
             seen = seen & (own[None, :] <= place[:, None])
@@ -303,7 +314,7 @@ def tile_tokens(heads: Heads) -> int:
     """Of a row, at most, whose pairs one tile holds."""
     size = _padded(max(heads.head_dim, heads.value_dim), 32)
     # In shared memory, at most: all queries in float32, and the keys and values that are ahead.
-    pairs = MAX_PAIRS
+    pairs = MAX_PAIRS if size <= 256 else LARGE_PAIRS
     while 4 * pairs * size + (64 << 10) > shared_memory() and pairs > 16:
         pairs //= 2
     return pairs // (heads.num_heads // heads.num_kv_heads)
@@ -332,7 +343,8 @@ def plan(
     launch(
         _plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
         done.numel(), num_chunks, spare, smallest,
-        WINDOW=heads.window, SPAN=far, APART=apart, ROWS=_padded(num_rows, 256), BLOCK=1024,
+        WINDOW=heads.window, SPAN=far, APART=apart, BEFORE=False, ROWS=_padded(num_rows, 256),
+        BLOCK=1024,
     )  # fmt: skip
     return rows.starts, token_slots, *shares, *(branches or NO_BRANCHES)
 
@@ -366,7 +378,8 @@ def attend(
         BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
         HALF=_padded(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
         EARLY=early and stands is None,  # what a tree sees is known too late
-        NORM=q_norm is not None, num_warps=warps, **overlap(),
+        NORM=q_norm is not None, NORM_VALUES=heads.norms_values and heads.stores,
+        STORES=heads.stores, num_warps=warps, **overlap(),
     )  # fmt: skip
     return out
 
@@ -388,7 +401,8 @@ def shape_for(pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool
 
     With more stages than two, the compiler waits for one load after another unless a tile was read
     early. `size` is of a key and its value. Threads share the queries and their sums: of more, more
-    of them, so that none spills; with 128 pairs of heads of 256, once a program, they do.
+    of them, so that none spills; with 128 pairs of heads of 256, or 32 of 512, once a program, they
+    do.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         return 16, 8, 2, False

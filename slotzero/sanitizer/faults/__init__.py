@@ -4,13 +4,16 @@ The rule: whatever index a fault lets through is in range, so a mutant is wrong 
 """
 
 from slotzero.sanitizer.faults.case import Case, Fault, swapped
-from slotzero.sanitizer.faults.device import KERNELS, RECORDINGS
+from slotzero.sanitizer.faults.device import KERNELS, LAYERS, RECORDINGS
 from slotzero.sanitizer.faults.host import ALLOCATIONS, DOWNLOADS, PUBLICATIONS, STAGINGS
+from slotzero.sanitizer.faults.recurrent import RECURRENT
 
 FAULTS: tuple[Fault, ...] = (
     *PUBLICATIONS,
     *RECORDINGS,
     *KERNELS,
+    *LAYERS,
+    *RECURRENT,
     *DOWNLOADS,
     *STAGINGS,
     *ALLOCATIONS,

@@ -46,6 +46,8 @@ class Case:
     def num_real(self) -> int:
         """Of the size, how many rows or tokens are no padding."""
         rows = range(self.scene.num_rows)
+        if self.entry.per == "step":
+            return self.size
         if self.entry.per == "row":
             return len(rows)
         return Trial(self.runner, self.scene).num_tokens(self.scene.published, rows)
@@ -84,7 +86,8 @@ class Case:
             return made[0].tensor[:1]
         tables = (replace(self, entry=e) for e in entries if e.kind is Kind.TABLE)
         written = next(case for case in tables if case.written_rows and not case.entry.through)
-        return written.entry.tensor[self.plain.slots[0]]
+        before, after = (of[written.entry.name] for of in (self.scene.tables, self.plain.tensors))
+        return written.entry.tensor[tuple((before != after).nonzero()[0].tolist())]
 
     @property
     def view(self) -> Tensor:
@@ -102,7 +105,8 @@ class Case:
             return int(pages[pages > 0][0])
         crowd = self.scene.crowd[self.runner.spec.published[0]]
         idle = (slot for slot in crowd if slot not in self.plain.slots)
-        return next((s for s in idle if (tables[self.entry.name][s] != trap).any()), trap)
+        by_row = tables[self.entry.name].movedim(self.entry.axis, 0)
+        return next((s for s in idle if (by_row[s] != trap).any()), trap)
 
     @cached_property
     def elsewhere(self) -> int | None:
@@ -128,9 +132,19 @@ class Case:
         if unused is None:
             return None
         if not self.entry.through:
-            unused = unused & (self.scene.tables[self.entry.name] != self.scene.trap)
+            by_row = self.scene.tables[self.entry.name].movedim(self.entry.axis, 0)
+            unused = unused & (by_row != self.scene.trap)
+        return self._first_owned(unused)
+
+    @cached_property
+    def kept(self) -> tuple[int, ...] | None:
+        """Where, in rows of this table that running slots own, the step must write nothing."""
+        kept = self.scene.kept.get(self.entry.name)
+        return None if kept is None else self._first_owned(kept)
+
+    def _first_owned(self, mask: Tensor) -> tuple[int, ...] | None:
         owned = owned_rows(self.entry, self.plain.slots, self.plain.tensors)
-        places = (unused & owned.view(-1, *[1] * (unused.dim() - 1))).nonzero()
+        places = (mask & owned.view(-1, *[1] * (mask.dim() - 1))).nonzero()
         return tuple(places[0].tolist()) if len(places) else None
 
     @cached_property

@@ -11,12 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Pieces, Runner
 from slotzero.graph.backend import Recording, StepFunction
 from slotzero.graph.cpu import CpuRecording
+from slotzero.models import spread
+from slotzero.models.given import Given
 from slotzero.sanitizer.faults.case import Case, Fault, always, swapped, swapped_item
+from slotzero.sanitizer.reach import is_drafter
+from slotzero.sanitizer.scene import kind_of
+from slotzero.speculative.assistant import AssistantDrafter
+from slotzero.speculative.passes import DRAFT, EXTEND
 
 DERIVED, OUTPUT, TABLE = (Kind.DERIVED,), (Kind.OUTPUT,), (Kind.TABLE,)
 LEAKED = -1000.0  # in place of NaN, which integers have not
@@ -43,7 +50,7 @@ class RecordedFault(Fault):
             if kind in (*OUTPUT, *TABLE) or (kind in DERIVED and not damaging.is_done):
                 damage()
 
-        with _recorded(runner, key, damaged):
+        with recorded(runner, key, damaged):
             yield
 
 
@@ -62,7 +69,7 @@ class _Damaging(Pieces):
 
 
 @contextmanager
-def _recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[None]:
+def recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[None]:
     recording: Recording | None = runner._recordings[key]
     if isinstance(recording, CpuRecording):  # its pieces are the same: compile none again
         recording = CpuRecording(damaged, recording._calls)
@@ -103,6 +110,13 @@ def _pack(case: Case, now: Tensor, was: Tensor) -> None:
     now[:-1].copy_(now[1:].clone())
 
 
+def _lay_out_narrower(case: Case, now: Tensor, was: Tensor) -> None:
+    """As for rows of one token fewer."""
+    width = case.scene.key.width
+    rows = now.view(-1, width, *now.shape[1:])[:, : width - 1].flatten(0, 1)
+    now[: len(rows)].copy_(rows.clone())
+
+
 def _sum_up(case: Case, now: Tensor, was: Tensor) -> None:
     real = now[case.real_rows]
     most = case.engine.limits.max_model_len
@@ -141,6 +155,12 @@ RECORDINGS: tuple[Fault, ...] = (
     RecordedFault("off by one", DERIVED, always, _one_less),
     RecordedFault("packed instead of uniform stride", (*DERIVED, *OUTPUT), always, _pack),
     RecordedFault(
+        "wrong width",
+        (*DERIVED, *OUTPUT),
+        lambda case: case.entry.per == "token" and case.runner.spec.width > 1,
+        _lay_out_narrower,
+    ),
+    RecordedFault(
         "global instead of local count",
         (*DERIVED, *OUTPUT, *TABLE),
         lambda case: case.is_count and case.is_written,
@@ -161,7 +181,7 @@ class KernelFault(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        runner, spec, key, rows = case.runner, case.runner.spec, case.scene.key, case.view
+        runner, spec, rows = case.runner, case.runner.spec, case.view
         saved = rows.clone() if case.entry.kind is Kind.CONSTANT else None  # a trial resets others
 
         def damaged(key: GraphKey, pieces: Pieces) -> None:
@@ -169,14 +189,22 @@ class KernelFault(Fault):
             self.effect(case, rows)
 
         try:
-            with (
-                _recorded(runner, key, partial(damaged, key)),
-                swapped(runner, "spec", replace(spec, function=damaged)),
-            ):
+            with _replaced(runner, case.scene.key, damaged):
                 yield
         finally:
             if saved is not None:
                 rows.copy_(saved)
+
+
+@contextmanager
+def _replaced(
+    runner: Runner, key: GraphKey, function: Callable[[GraphKey, Pieces], None]
+) -> Iterator[None]:
+    with (
+        recorded(runner, key, partial(function, key)),
+        swapped(runner, "spec", replace(runner.spec, function=function)),
+    ):
+        yield
 
 
 def _write_row_0(case: Case, rows: Tensor) -> None:
@@ -189,6 +217,17 @@ def _write_foreign(case: Case, rows: Tensor) -> None:
 
 def _write_elsewhere(case: Case, rows: Tensor) -> None:
     rows[case.elsewhere].add_(1)
+
+
+def write_kept(case: Case, rows: Tensor) -> None:
+    assert case.kept is not None
+    rows[case.kept].add_(1)
+
+
+def _is_kv_of_another(case: Case) -> bool:
+    """The model's, where a drafter runs."""
+    drafts = kind_of(case.runner) in (EXTEND, DRAFT)
+    return drafts and bool(case.entry.through) and not is_drafter(case.entry.name)
 
 
 def _write_column(case: Case, rows: Tensor) -> None:
@@ -217,6 +256,18 @@ KERNELS: tuple[Fault, ...] = (
         lambda case: bool(case.entry.through) and case.elsewhere is not None,
         _write_elsewhere,
     ),
+    KernelFault(
+        "kernel writes what it only reads",
+        TABLE,
+        lambda case: case.kept is not None and not _is_kv_of_another(case),
+        write_kept,
+    ),
+    KernelFault(
+        "draft that writes KV",
+        TABLE,
+        lambda case: case.kept is not None and _is_kv_of_another(case),
+        write_kept,
+    ),
     KernelFault("kernel reads another slot", TABLE, lambda case: case.has_foreign, _read_foreign),
     KernelFault(
         "kernel reads past its length",
@@ -231,4 +282,89 @@ KERNELS: tuple[Fault, ...] = (
         _write_column,
     ),
     KernelFault("written by a kernel", (Kind.CONSTANT,), always, _write_row_0),
+)
+
+
+@dataclass(frozen=True)
+class RoutedPadding(Fault):
+    """Experts take every row for a real one."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        function = case.runner.spec.function
+
+        def damaged(key: GraphKey, pieces: Pieces) -> None:
+            function(key, _Unpadded(pieces))
+
+        with _replaced(case.runner, case.scene.key, damaged):
+            yield
+
+
+class _Unpadded(Pieces):
+    """Gives layers a slot for every row; nobody but experts asks for it there."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        at = Given._fields.index("slots")
+        slots = tensors[at]
+        assert slots is not None
+        return self._pieces(function, *tensors[:at], slots.clamp_min(1), *tensors[at + 1 :])
+
+
+@dataclass(frozen=True)
+class AdvancedPosition(Fault):
+    """A drafter that stands still, in the model's KV, goes on as if its guesses were stored."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scene.key
+        assert isinstance(drafter, AssistantDrafter)
+        right = drafter.stand
+        with (
+            swapped(drafter, "stand", lambda slots: right(slots) + 1),
+            recorded(runner, key, partial(runner.spec.function, key)),
+        ):
+            yield
+
+
+def _is_stood_in(case: Case) -> bool:
+    stands = isinstance(case.engine.worker.drafter, AssistantDrafter)
+    return stands and bool(case.entry.through) and kind_of(case.runner) == DRAFT
+
+
+@dataclass(frozen=True)
+class GlobalCount(Fault):
+    """So many tokens as are real on the first rank, or on all ranks that have their own, are taken
+    for real on each."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        right, runner, key = spread.share_of, case.runner, case.scene.key
+        ranks = case.engine.worker.ranks
+
+        def wrong(slots: Tensor, share: int, rank: int) -> Tensor:
+            if not ranks.attend_apart:
+                return right(slots, share, 0)
+            place = torch.arange(len(slots), device=slots.device)
+            return slots.clamp_min(1) * (place < ranks.size * (slots > 0).sum())
+
+        with (
+            swapped(spread, "share_of", wrong),
+            recorded(runner, key, partial(runner.spec.function, key)),
+        ):
+            yield
+
+
+def _is_spread(case: Case) -> bool:
+    return case.engine.worker.ranks.spread_experts and case.entry.per == "step"
+
+
+LAYERS: tuple[Fault, ...] = (
+    GlobalCount("global count of real tokens instead of the rank's", OUTPUT, _is_spread),
+    RoutedPadding(
+        "expert routing that counts padded rows", OUTPUT, lambda case: case.entry.per == "step"
+    ),
+    AdvancedPosition("frozen-KV position advanced by one", TABLE, _is_stood_in),
 )

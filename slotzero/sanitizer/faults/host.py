@@ -14,7 +14,8 @@ from slotzero.speculative.drafter import SPECULATION_TABLES
 
 ALL = tuple(Kind)
 PUBLISHED = (Kind.PUBLISHED,)
-LEFT = dict.fromkeys((spec.name for spec in SPECULATION_TABLES), 1 << 20) | {"tokens": 1}
+LEFT = dict.fromkeys(("length", *(spec.name for spec in SPECULATION_TABLES)), 1 << 20)
+LEFT["tokens"] = 1
 """What a slot's last owner may leave where every owner writes."""
 Words = tuple[Tensor, Tensor]  # of one table: offsets from its first word, and values
 
@@ -165,7 +166,9 @@ def _not_yet(case: Case, words: Words, width: int) -> Words:
 
 
 def _is_staged(case: Case) -> bool:
-    return case.is_staged
+    """Neutral values are not sent: with few slots, no request may ask for any other."""
+    rows = case.scene.tables[case.entry.name]
+    return case.is_staged and (case.entry.name in LEFT or bool((rows[1:] != rows[0]).any()))
 
 
 STAGINGS: tuple[Fault, ...] = (

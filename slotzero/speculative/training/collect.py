@@ -28,6 +28,8 @@ class Collector:
     """Follows every prefill of an engine that has recorded none yet, and has no prefix cache: a
     token that is found there is not computed."""
 
+    writes: tuple[str, ...] = ()
+
     def __init__(self, engine: Engine, layers: Sequence[int]) -> None:
         worker, limits = engine.worker, engine.limits
         if limits.enable_prefix_caching or worker.cycles:

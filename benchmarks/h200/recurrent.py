@@ -1,0 +1,191 @@
+"""Recurrent mixers: a decode step against the bandwidth limit, and prompts against plain torch.
+
+    python benchmarks/h200/recurrent.py [--shapes Falcon-H1-1.5B ...] [--rows 1 64 256]
+        [--prompts 512 8192 16x512] [--drafts 4]
+
+A mixer is convolve, scan and gate_norm, with random inputs: what a layer does beside its products.
+Decode is recorded, over as many layers as exceed the cache of the card, and the time is of one. The
+limit is to read and write all states once, at the measured bandwidth. With drafts, so many tokens a
+row are computed into a trail; its limit is to read the states and to write those of all tokens.
+Prompts are rows of one step (16x512: sixteen of 512 tokens); plain torch goes token by token, and
+is timed over the first few. Prints a table of each, then one line of JSON. On a CPU, try it with
+TRITON_INTERPRET=1 --shapes small-mamba small-delta --rows 1 2 --prompts 2x40.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from slotzero.bench.clock import device_seconds
+from slotzero.bench.hardware import read_bandwidth
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Rows, Tokens
+from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton.kernels import TritonKernels
+
+SHAPES = {
+    "Falcon-H1-1.5B": Scan("mamba", 48, 64, 1, 256, 4),
+    "Nemotron-H-8B": Scan("mamba", 128, 64, 8, 128, 4),
+    "Qwen3-Next-80B": Scan("delta", 32, 128, 16, 128, 4),
+    "small-mamba": Scan("mamba", 2, 16, 1, 16, 4),
+    "small-delta": Scan("delta", 2, 16, 1, 16, 4),
+}
+COLD_BYTES, MOST_LAYERS, REPEATS, PLAIN_TOKENS, EPS = 256 << 20, 64, 9, 64, 1e-5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES][:3])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 256])
+    parser.add_argument("--prompts", nargs="+", default=["512", "2048", "8192", "16x512"])
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    bandwidth, results = read_bandwidth(device), []
+    with torch.inference_mode():
+        for name in args.shapes:
+            steps = ((rows, drafts) for rows in args.rows for drafts in (0, args.drafts))
+            results += table(decode(name, *step, device, bandwidth) for step in steps)
+            results += table(prefill(name, prompt, device) for prompt in args.prompts)
+    print(json.dumps({"commandline": vars(args), "bandwidth": bandwidth, "results": results}))
+
+
+def table(measured: Iterator[dict]) -> list[dict]:
+    """Printed as it is measured"""
+    results: list[dict] = []
+    for result in measured:
+        if not results:
+            print(f"\n| {' | '.join(result)} |\n{'|---' * len(result)}|")
+        results.append(result)
+        print(f"| {' | '.join(f'{value}' for value in result.values())} |", flush=True)
+    return results
+
+
+class Mixer:
+    """One layer's weights, and states of one layer or of many."""
+
+    def __init__(self, shape: Scan, slots: int, layers: int, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.states = [
+            States(
+                self.drawn(slots + 1, *shape.conv_shape),
+                self.drawn(slots + 1, *shape.scan_shape).float(),
+            )
+            for _ in range(layers)
+        ]
+        self.weight = self.drawn(shape.channels, shape.conv_width)
+        self.bias, self.norm = self.drawn(shape.channels), self.drawn(shape.inner_size)
+        self.heads = torch.rand(3, shape.num_heads, device=device) - 2  # a_log, dt_bias, d
+
+    def drawn(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=self.dtype)
+
+    def inputs(self, num: int) -> tuple[Tensor, ...]:
+        """Parts of a joined product: gates of the norm, channels, gates of heads, and beta"""
+        sizes = [self.shape.inner_size, self.shape.channels, *[self.shape.num_heads] * 2]
+        return self.drawn(num, sum(sizes)).split(sizes, dim=1)
+
+    def run(
+        self, kernels: Kernels, inputs: tuple[Tensor, ...], tokens: Tokens, rows: Rows | None,
+        states: States, trail: Trail | None = None,
+    ) -> Tensor:  # fmt: skip
+        shape, (closing, x, gates, beta), (a_log, dt_bias, d) = self.shape, inputs, self.heads
+        is_delta = shape.kind == "delta"
+        mixed = kernels.convolve(x, self.weight, self.bias, tokens, rows, states, trail, shape)
+        y = kernels.scan(
+            mixed, gates, beta if is_delta else None, a_log, dt_bias, None if is_delta else d,
+            tokens, rows, states, trail, shape,
+        )  # fmt: skip
+        group = shape.head_dim if is_delta else shape.inner_size
+        return kernels.gate_norm(y, closing, self.norm[:group], EPS, group, not is_delta)
+
+
+def decode(name: str, rows: int, drafts: int, device: torch.device, bandwidth: float) -> dict:
+    shape, span = SHAPES[name], drafts or 1
+    conv, scan = torch.Size(shape.conv_shape).numel(), torch.Size(shape.scan_shape).numel()
+    each = conv * (2 if device.type == "cuda" else 4) + scan * 4
+    layers = min(MOST_LAYERS, -(-COLD_BYTES // (rows * each))) if device.type == "cuda" else 1
+    mixer, kernels = Mixer(shape, rows, layers, device), TritonKernels()
+    slots = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
+    tokens = Tokens(slots.repeat_interleave(span), torch.full_like(slots, 9).repeat(span))
+    given, trail = None, None
+    if drafts:
+        trail = Trail(
+            mixer.drawn(rows, span, *shape.conv_shape),
+            mixer.drawn(rows, span, *shape.scan_shape).float(),
+        )
+        tokens = tokens._replace(positions=9 + torch.arange(span, device=device).int().repeat(rows))
+        counts = torch.full_like(slots, span)
+        given = Rows(slots, torch.full_like(slots, 9), counts, slots * span, span)
+    inputs = mixer.inputs(rows * span)
+
+    def call() -> None:
+        for states in mixer.states:
+            mixer.run(kernels, inputs, tokens, given, states, trail)
+
+    spent = seconds(call, device) / layers
+    limit = rows * each * (1 + span) / bandwidth
+    return {
+        "shape": name,
+        "rows": rows,
+        "drafts": drafts,
+        "us": round(1e6 * spent, 2),
+        "limit_us": round(1e6 * limit, 2),
+        "of_limit": round(limit / spent, 3),
+    }
+
+
+def prefill(name: str, prompt: str, device: torch.device) -> dict:
+    rows, size = (int(part) for part in f"1x{prompt}".split("x")[-2:])
+    mixer, num = Mixer(SHAPES[name], rows, 1, device), rows * size
+    inputs = mixer.inputs(num)
+
+    def step(count: int) -> tuple[Tokens, Rows]:
+        slots = torch.arange(1, rows + 1, device=device, dtype=torch.int32)
+        counts, places = torch.full_like(slots, count), torch.arange(count, device=device).int()
+        tokens = Tokens(slots.repeat_interleave(count), places.repeat(rows))
+        return tokens, Rows(slots, torch.zeros_like(slots), counts, slots * count)
+
+    kernels, plain = TritonKernels(), ReferenceKernels()
+    (tokens, given), few = step(size), max(1, min(size, PLAIN_TOKENS // rows))
+    first = torch.arange(rows, device=device)[:, None] * size + torch.arange(few, device=device)
+    short = tuple(part[first.flatten()] for part in inputs)
+    spent = seconds(lambda: mixer.run(kernels, inputs, tokens, given, mixer.states[0]), device)
+    slow = device_seconds(
+        lambda: mixer.run(plain, short, *step(few), mixer.states[0]), _nothing, 1, device
+    )
+    got = mixer.run(kernels, inputs, tokens, given, mixer.states[0])[first.flatten()].float()
+    want = mixer.run(plain, short, *step(few), mixer.states[0]).float()
+    return {
+        "shape": name,
+        "prompt": prompt,
+        "ms": round(1000 * spent, 3),
+        "tokens_per_second": round(num / spent),
+        "plain_tokens_per_second": round(rows * few / slow),
+        "error": round(float((got - want).norm() / want.norm()), 5),
+    }
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Recorded, where there is a card"""
+    call()
+    if device.type != "cuda":
+        return device_seconds(call, _nothing, 1, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return device_seconds(graph.replay, _nothing, REPEATS, device, lead=0.01)
+
+
+def _nothing() -> None:
+    """Before a call."""
+
+
+if __name__ == "__main__":
+    main()

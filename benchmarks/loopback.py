@@ -1,0 +1,139 @@
+"""What ranks on one CPU cost each other: gloo's collectives, and the message that a step is.
+
+`python benchmarks/scaling.py --measure` runs it. Ranks share the cores here, so nothing of this is
+a speed-up: it is what a step pays on top, as an upper bound, and it says nothing of NCCL. Of each
+there are the quickest and the median; they differ by who else wants the cores. A message is timed
+from before it is sent until its answer, one byte, has come back.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, multiprocessing
+
+from slotzero.bench.hardware import describe, versions
+from slotzero.graph import GraphKey
+from slotzero.parallel.crew import Meeting
+from slotzero.parallel.orders import Orders
+from slotzero.parallel.ranks import Ranks
+
+SIZES, ROWS, HIDDEN = (2, 4), (1, 64, 256), 4096
+REPEATS, WARM_UPS, PATIENCE = 40, 5, 60.0
+
+
+def measure() -> dict[str, Any]:
+    device = torch.device("cpu")
+    report: dict[str, Any] = {"hardware": describe(device), "cores": os.cpu_count()}
+    report |= {"versions": versions(), "hidden": HIDDEN, "repeats": REPEATS}
+    report["collectives"] = [line for size in SIZES for line in _collectives(size)]
+    report["messages"] = _messages()
+    print("| ranks | rows | " + " | ".join(CALLS) + " |\n|---|---|" + "---|" * len(CALLS))
+    for line in report["collectives"]:
+        cells = " | ".join(_shown(line[name]) for name in CALLS)
+        print(f"| {line['ranks']} | {line['rows']} | {cells} |")
+    print("\n| rows | bytes | there and back |\n|---|---|---|")
+    for line in report["messages"]:
+        print(f"| {line['rows']} | {line['bytes']:,} | {_shown(line['both'])} |")
+    return report
+
+
+def _calls(ranks: Ranks, rows: int) -> Mapping[str, Callable[[], Tensor]]:
+    """Over the hidden states of so many tokens, of all ranks together"""
+    whole, share = torch.ones(rows, HIDDEN), -(-rows // ranks.size)
+    own, each = torch.ones(share, HIDDEN), torch.ones(ranks.size, share, HIDDEN)
+    padded = torch.ones(share * ranks.size, HIDDEN)
+    return {
+        "all-reduce": lambda: ranks.sum(whole),
+        "all-gather": lambda: ranks.gather(own),
+        "reduce-scatter": lambda: ranks.scatter_sum(padded),
+        "all-to-all": lambda: ranks.exchange(each),
+    }
+
+
+CALLS = tuple(_calls(Ranks(), 1))
+
+
+def _collectives(size: int) -> list[dict[str, Any]]:
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = Meeting(size, f"file://{folder}/store", PATIENCE)
+        others = [
+            spawning.Process(target=_take_part, args=(meeting, rank, theirs), daemon=True)
+            for rank in range(size)
+        ]
+        for process in others:
+            process.start()
+        if not ours.poll(PATIENCE):
+            raise TimeoutError(f"{size} ranks measured nothing in {PATIENCE:g} s")
+        lines: list[dict[str, Any]] = ours.recv()
+        for process in others:
+            process.join()
+    return lines
+
+
+def _take_part(meeting: Meeting, rank: int, connection: "Connection[Any, Any]") -> None:
+    torch.set_num_threads(1)
+    ranks, lines = meeting.join(rank, torch.device("cpu")), []
+    for rows in ROWS:
+        took = {name: _timed(call) for name, call in _calls(ranks, rows).items()}
+        lines.append({"ranks": meeting.size, "rows": rows, **took})
+    if rank == 0:
+        connection.send(lines)
+    torch.distributed.destroy_process_group()
+
+
+def _messages() -> list[dict[str, Any]]:
+    """Orders of a decode step in which every row gets a page"""
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    other = spawning.Process(target=_answer, args=(theirs,), daemon=True)
+    other.start()
+    lines = []
+    for rows in ROWS:
+        orders = orders_of(rows)
+
+        def there_and_back(orders: Orders = orders) -> None:
+            ours.send(orders)
+            ours.recv_bytes()
+
+        size = len(ForkingPickler.dumps(orders))
+        lines.append({"rows": rows, "bytes": size, "both": _timed(there_and_back)})
+    ours.send(None)
+    other.join()
+    return lines
+
+
+def orders_of(rows: int) -> Orders:
+    words = np.arange(2 * rows, dtype=np.int32).reshape(2, rows)
+    slots, key = list(range(1, rows + 1)), GraphKey("decode", rows, rows)
+    return Orders(words, slots, [1] * rows, rows, rows, [key], 1, False)
+
+
+def _answer(connection: "Connection[Any, Any]") -> None:
+    while connection.recv() is not None:
+        connection.send_bytes(b"1")
+
+
+def _timed(call: Callable[[], Any]) -> list[float]:
+    """The quickest and the median, in microseconds"""
+    took = [1e6 * _seconds(call) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
+    return [round(min(took)), round(statistics.median(took))]
+
+
+def _shown(timed: Sequence[float]) -> str:
+    return " / ".join(f"{value:,}" for value in timed)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began

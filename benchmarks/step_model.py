@@ -1,0 +1,413 @@
+"""The model of benchmarks/scaling.py: what a step of a rank takes, by bytes, flops and collectives.
+
+A step is the weights and the KV that a rank reads, its flops, a fixed time a layer, and what the
+ranks exchange. What a rank has is asked of slotzero.models.shards; what it exchanges is counted as
+slotzero.models.decoder does it. The constants of a GPU are taken from what we measured on one H200
+(benchmarks/h200), those of links from what others published (scaling.json, with addresses). To read
+weights and to compute with them takes the root of the sum of both squares; all else is one after
+another, unless it says that it overlaps. It knows no host time, and experts are chosen evenly.
+"""
+
+import functools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slotzero.models.config import ModelConfig, parse_config
+from slotzero.models.params import Param, params_of
+from slotzero.models.shards import cut, sharded
+from slotzero.parallel.ranks import ALONE, Ranks
+
+HERE = Path(__file__).parent
+DATA: dict[str, Any] = json.loads((HERE / "scaling.json").read_text())
+MODELS = {name: parse_config(config) for name, config in DATA["models"].items()}
+NODE = 8  # GPUs that NVLink joins
+CHOICE_BYTES, SLOT_BYTES = 4, 4
+MLP = ("gate_up", "down", "router", "dense_gate_up", "dense_down")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU and its links: bytes, bytes a second, flops a second in bfloat16, seconds."""
+
+    memory: float
+    bandwidth: float
+    rate: float  # of products
+    link: float  # NVLink, as a collective sees it
+    nic: float  # to other nodes
+    latency: float  # of a collective over next to nothing
+    layer: float = 0.0  # fixed time of a layer; latent attention and experts add to it
+    reach: float = 1.0  # share of the bandwidth, over weights
+    latent_layer: float = 0.0
+    latent_rate: float = math.inf
+    latent_reach: float = 1.0  # over latent KV
+    expert_layer: float = 0.0
+    expert_rate: float = math.inf
+    expert_reach: float = 1.0
+    prefill_rate: float = math.inf  # of attention over a prompt
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: Ranks = ALONE
+    replicas: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return self.ranks.size * self.replicas
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Bytes of a number, where it is; ours are bfloat16 everywhere."""
+
+    weight: float = 2
+    kv: float = 2
+    state: float = 2  # hidden states and logits
+    sent: tuple[float, float] = (2, 2)  # to experts, and back
+    speed: float = 1  # of products, against bfloat16
+    sends_wanted: bool = False
+    """A row goes to those ranks alone that it wants; ours has room for all rows everywhere."""
+    overlaps: bool = False
+    """Of two halves of a batch one computes while the other is exchanged."""
+
+
+OURS = Numbers()
+
+
+class Load(NamedTuple):
+    """One step, of all lanes together."""
+
+    rows: int
+    context: float  # tokens stored in each row, or of a prompt, before it ends
+    is_prompt: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * round(self.context) if self.is_prompt else self.rows
+
+
+class Call(NamedTuple):
+    """A collective: what goes in on every rank, in bytes."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
+    size: float
+
+
+class Spent(NamedTuple):
+    """Seconds"""
+
+    fixed: float
+    products: float
+    attention: float
+    exchange: float
+    overlaps: bool = False
+
+    @property
+    def total(self) -> float:
+        alone = self.fixed + self.products + self.attention
+        return max(alone, self.exchange) if self.overlaps else alone + self.exchange
+
+
+# --- what a rank has
+
+
+def elements(param: Param) -> int:
+    return param.out_features * (param.columns or 1) * (param.experts or 1) * _layers(param)
+
+
+@functools.cache
+def held(model: ModelConfig, ranks: Ranks) -> tuple[Param, ...]:
+    return tuple(cut(params_of(model), params_of(sharded(model, ranks)), ranks))
+
+
+def weight_bytes(model: ModelConfig, ranks: Ranks, numbers: Numbers = OURS) -> float:
+    """Of each rank"""
+    return numbers.weight * sum(map(elements, held(model, ranks)))
+
+
+def kv_bytes(model: ModelConfig, ranks: Ranks, context: float, numbers: Numbers = OURS) -> float:
+    """Of one row of a lane, on one rank"""
+    return sum(
+        len(g.layers) * g.heads.num_kv_heads * g.heads.row_size * _seen(g.heads.window, context)
+        for g in sharded(model, ranks).groups
+    ) * (numbers.kv)
+
+
+def room(model: ModelConfig, machine: Machine, ranks: Ranks, context: float, n: Numbers) -> int:
+    """Rows of such a length that all lanes have KV for, in nine tenths of the memory"""
+    free = 0.9 * machine.memory - weight_bytes(model, ranks, n)
+    return max(0, int(free / kv_bytes(model, ranks, context, n))) * ranks.num_lanes
+
+
+def _layers(param: Param) -> int:
+    return 1 if param.layers is None else len(param.layers)
+
+
+def _seen(window: int | None, context: float) -> float:
+    return context if window is None else min(window, context)
+
+
+# --- what ranks exchange
+
+
+def calls(model: ModelConfig, ranks: Ranks, load: Load, n: Numbers = OURS) -> Iterator[Call]:
+    """Every collective of a step, as Decoder and Vocabulary make them."""
+    if not ranks.are_many:
+        return
+    share = -(-load.tokens // ranks.size)
+    all_rows, own_rows = (t * model.hidden_size * n.state for t in (load.tokens, share))
+    apart = ranks.attend_apart
+    if not apart:
+        yield Call("all_reduce", all_rows)  # embedding
+    for layer in range(model.num_layers):
+        heads = model.group_of(layer).heads
+        is_sparse = layer in model.sparse_layers
+        if not apart:
+            if heads.norms_whole:
+                yield from [Call("all_reduce", load.tokens * 4.0)] * 2
+            yield Call("all_reduce", all_rows)
+        if not is_sparse or model.dense_beside:
+            yield from _mlp_calls(apart, all_rows, own_rows)
+        if is_sparse and ranks.spread_experts:
+            yield from _expert_calls(model, ranks, share, n)
+        elif is_sparse:
+            if apart:
+                yield Call("all_gather", share * SLOT_BYTES)
+            yield from _mlp_calls(apart, all_rows, own_rows)
+    if not apart:
+        yield Call("all_gather", load.rows * -(-model.vocab_size // ranks.size) * n.state)
+
+
+def _mlp_calls(apart: bool, all_rows: float, own_rows: float) -> Iterator[Call]:
+    if apart:
+        yield Call("all_gather", own_rows)
+        yield Call("reduce_scatter", all_rows)
+    else:
+        yield Call("all_reduce", all_rows)
+
+
+def _expert_calls(model: ModelConfig, ranks: Ranks, share: int, n: Numbers) -> Iterator[Call]:
+    assert model.experts is not None
+    size, copies = ranks.size, float(ranks.size)
+    if n.sends_wanted:
+        copies = size * (1 - (1 - 1 / size) ** model.experts.top_k)
+    yield Call("all_to_all", size * share * 2.0 * model.experts.num_chosen * CHOICE_BYTES)
+    for sent in n.sent:
+        yield Call("all_to_all", copies * share * model.hidden_size * sent)
+    if not ranks.attend_apart:
+        yield Call("all_gather", share * model.hidden_size * n.state)
+
+
+def call_seconds(machine: Machine, call: Call, size: int) -> float:
+    """A latency, and the bytes that leave a rank. Between nodes, what is summed or gathered goes
+    through a node first and then, an eighth by each GPU, to the others."""
+    is_exchange = call.kind == "all_to_all"
+    whole = call.size * (size if call.kind == "all_gather" else 1)
+    whole *= 2 if call.kind == "all_reduce" else 1
+    here = min(size, NODE)
+    inside, outside = (here - 1) / here * whole, (1 - here / size) * whole
+    if here == size:
+        return machine.latency + inside / machine.link
+    if is_exchange:
+        return machine.latency + outside / machine.nic
+    return 2 * machine.latency + inside / machine.link + outside / NODE / machine.nic
+
+
+# --- what a step takes
+
+
+def spent(
+    model: ModelConfig, machine: Machine, ranks: Ranks, load: Load, n: Numbers = OURS
+) -> Spent:
+    mine = sharded(model, ranks)
+    lanes = ranks.num_lanes
+    own_tokens, own_rows = load.tokens / lanes, load.rows / lanes
+    head, mlps, others = _read(model, ranks)
+
+    def product(size: float, tokens: float) -> float:
+        reading = n.weight * size / (machine.bandwidth * machine.reach)
+        return math.hypot(reading, 2 * tokens * size / (machine.rate * n.speed))
+
+    products = product(head, own_rows)
+    products += product(mlps, load.tokens) + product(others, own_tokens)
+    products += _expert_seconds(mine, machine, ranks, load.tokens, n)
+    num_latent = sum(len(g.layers) for g in mine.groups if g.heads.latent)
+    fixed = model.num_layers * machine.layer + num_latent * machine.latent_layer
+    fixed += len(model.sparse_layers) * machine.expert_layer
+    exchange = sum(call_seconds(machine, c, ranks.size) for c in calls(model, ranks, load, n))
+    attention = _attention_seconds(mine, machine, load, own_rows, n)
+    return Spent(fixed, products, attention, exchange, n.overlaps)
+
+
+@functools.cache
+def _read(model: ModelConfig, ranks: Ranks) -> tuple[int, int, int]:
+    """Numbers of the head, of MLPs, and of all else that every step reads"""
+    params = held(model, ranks)
+    head = next((p for p in params if p.field == "head"), params[0])  # or tied: the embedding
+    layers = [p for p in params if p.layers is not None and p.experts is None]
+    mlps = sum(elements(p) for p in layers if p.field in MLP)
+    return elements(head), mlps, sum(map(elements, layers)) - mlps
+
+
+def _expert_seconds(
+    mine: ModelConfig, machine: Machine, ranks: Ranks, tokens: int, n: Numbers
+) -> float:
+    """Of all sparse layers; tokens choose evenly."""
+    shape = mine.experts
+    if shape is None:
+        return 0.0
+    each = 3 * mine.hidden_size * shape.inner_size  # gate, up, down
+    spread = shape.num_ranks
+    wanted = shape.num_experts / spread * (1 - (1 - shape.top_k / shape.num_experts) ** tokens)
+    read = n.weight * (wanted + shape.num_shared) * each
+    flops = 2 * tokens * (shape.top_k + shape.num_shared) / spread * each
+    reading = read / (machine.bandwidth * machine.expert_reach)
+    layer = math.hypot(reading, flops / (machine.expert_rate * n.speed))
+    return len(mine.sparse_layers) * layer
+
+
+def _attention_seconds(
+    mine: ModelConfig, machine: Machine, load: Load, own_rows: float, n: Numbers
+) -> float:
+    total = 0.0
+    for group in mine.groups:
+        heads, latent = group.heads, group.heads.latent
+        seen = _seen(heads.window, load.context)
+        if load.is_prompt:
+            size = heads.head_dim + heads.value_dim
+            if latent is not None:
+                size = latent.plain_dim + latent.turned_dim + latent.result_dim
+            before = seen - seen * seen / (2 * load.context)  # on average, of each token
+            flops = 2 * own_rows * load.context * before * heads.num_heads * size
+            total += len(group.layers) * flops / machine.prefill_rate
+            continue
+        read = own_rows * seen * heads.num_kv_heads * heads.row_size * n.kv
+        if latent is None:
+            total += len(group.layers) * read / machine.bandwidth
+            continue
+        flops = 2 * own_rows * seen * heads.num_heads * (heads.head_dim + heads.value_dim)
+        reading = read / (machine.bandwidth * machine.latent_reach)
+        total += len(group.layers) * math.hypot(reading, flops / machine.latent_rate)
+    return total
+
+
+def throughput(
+    model: ModelConfig, machine: Machine, layout: Layout, rows: int, given: int, asked: int,
+    n: Numbers = OURS, chunk: int = 8192,
+) -> float:  # fmt: skip
+    """Tokens a second of requests that keep so many rows of each replica busy."""
+    decode = spent(model, machine, layout.ranks, Load(rows, given + asked / 2), n).total
+    prompts = max(1, chunk * layout.ranks.num_lanes // given)
+    prefill = spent(model, machine, layout.ranks, Load(prompts, given, True), n).total / prompts
+    return layout.replicas * rows * asked / (asked * decode + rows * prefill)
+
+
+# --- the constants of a GPU, from what we measured on one
+
+
+def calibrated() -> Machine:
+    """An H200: of two dense models' steps the time of a layer, the share of the bandwidth and the
+    rate; of DeepSeek's shape and of single layers with experts what these add."""
+    links, bandwidth = DATA["links"], 1e9 * measured("cost")["read_bandwidth_gb_per_second"]
+    of_links = {"link": links["nvlink"], "nic": links["nic"], "latency": links["latency"]}
+    machine = Machine(memory=141e9, bandwidth=bandwidth, rate=math.inf, **of_links)
+    tried = [
+        replace(machine, layer=layer * 1e-6, reach=reach / 100, rate=rate * 1e12)
+        for layer in range(10, 23, 2)
+        for reach in range(84, 101, 4)
+        for rate in range(500, 801, 25)
+    ]
+    fitted = list(fitted_steps())
+    machine = min(tried, key=lambda m: sum(_error(m, *point) for point in fitted))
+    machine = _with_latent(machine, measured("latent"))
+    return _with_experts(machine, measured("experts")["results"])
+
+
+def fitted_steps() -> Iterator[tuple[ModelConfig, Load, float]]:
+    """Steps that the constants come from, and their seconds"""
+    cost, graphs = measured("cost"), measured("graphs")
+    for p in cost["against_batch"] + cost["against_context"]:
+        yield MODELS["Llama-3.1-8B"], Load(p["rows"], p["context"]), p["ms"] / 1000
+    for g in graphs["graphs"]:
+        if g["runner"] == "decode":
+            load = Load(g["rows"], graphs["context"])
+            yield MODELS["Qwen3-0.6B"], load, g["replay_ms"] / 1000
+
+
+def _error(machine: Machine, model: ModelConfig, load: Load, seconds: float) -> float:
+    return math.log(spent(model, machine, ALONE, load).total / seconds) ** 2
+
+
+def _with_latent(machine: Machine, latent: Mapping[str, Any]) -> Machine:
+    ms = {(r["heads"], r["rows"], r["context"]): r["ms"] for r in latent["results"]}
+    model = latent_model(16)
+    heads, num = model.groups[0].heads, model.num_layers
+    stored = num * 256 * (32768 - 1024)  # by which the longest steps differ from the shortest
+    flops = 2 * 128 * (heads.head_dim + heads.value_dim)
+    eighth, whole = ((ms[h, 256, 32768] - ms[h, 256, 1024]) / 1000 for h in (16, 128))
+    rates = [r["expanded_tflops"] for r in latent["prefill"] if r["tokens"] > 512 > r["before"]]
+    machine = replace(
+        machine,
+        latent_reach=stored * heads.row_size * 2 / eighth / machine.bandwidth,
+        latent_rate=stored * flops / whole,
+        prefill_rate=statistics.median(rates) * 1e12,
+    )
+    more = ms[16, 1, 1024] / 1000 - spent(model, machine, ALONE, Load(1, 1024)).total
+    return replace(machine, latent_layer=more / num)
+
+
+def _with_experts(machine: Machine, results: Sequence[Mapping[str, Any]]) -> Machine:
+    def of(rows: int) -> list[Mapping[str, Any]]:
+        return [r for r in results if r["rows"] == rows]
+
+    fixed = statistics.mean(r["ms"] - r["limit_ms"] for r in of(1))
+    reach = statistics.mean(r["limit_ms"] / (r["ms"] - fixed) for r in of(64))
+    rates = []
+    for r in of(4096):
+        alone = math.sqrt((r["ms"] - fixed) ** 2 - (r["limit_ms"] / reach) ** 2)
+        rates.append(r["tflops"] * 1e12 * r["ms"] / alone)
+    return replace(
+        machine,
+        expert_layer=fixed / 1000,
+        expert_reach=min(1.0, reach),
+        expert_rate=statistics.mean(rates),
+    )
+
+
+def latent_model(num_heads: int) -> ModelConfig:
+    """Four dense layers in DeepSeek-V3's shape, as benchmarks/h200/latent.py has them"""
+    config = DATA["models"]["DeepSeek-V3"] | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
+    config |= {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    for name in ("intermediate_size", "vocab_size"):
+        config[name] = config[name] * num_heads // 128
+    return parse_config(config)
+
+
+@functools.cache
+def machines() -> dict[str, Machine]:
+    """Others have the H200's shares of what their makers state."""
+    h200 = calibrated()
+    stated = DATA["machines"]
+    made = {}
+    for name, of in stated.items():
+        share = {k: of[k] / stated["H200"][k] for k in ("bandwidth", "rate", "link")}
+        made[name] = replace(
+            h200,
+            memory=of["memory"],
+            bandwidth=h200.bandwidth * share["bandwidth"],
+            link=h200.link * share["link"],
+            **{
+                name: getattr(h200, name) * share["rate"]
+                for name in ("rate", "latent_rate", "expert_rate", "prefill_rate")
+            },
+        )
+    return made
+
+
+def measured(name: str) -> Any:
+    return json.loads((HERE / "h200" / f"{name}.json").read_text())

@@ -1,0 +1,91 @@
+"""What kernels of recurrent layers share: where a row begins, where snapshots stand, how long rows
+are cut into chunks, and softplus.
+
+Chunks are cut at multiples of their size in the text, so a row's arithmetic does not depend on
+where it stands in the step, and a snapshot is always due at the end of one.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+COUNTED = tl.constexpr(128)  # rows, or tokens of one, that are looked at in one go
+
+
+@triton.jit
+def snapshot_row(rows, slot, after, rows_stride, INTERVAL: tl.constexpr):
+    """Where the state after so many tokens of a slot's text is kept; 0: nowhere"""
+    is_there = (slot > 0) & (after > 0) & (after % INTERVAL == 0)
+    at = rows + slot * rows_stride + after // INTERVAL - 1
+    return tl.load(at, mask=is_there, other=0).to(tl.int64)
+
+
+@triton.jit
+def load_begin(
+    table, kept, rows, slot, start, rows_stride, offset, inside,
+    SIZE: tl.constexpr, INTERVAL: tl.constexpr,
+):  # fmt: skip
+    """What a row begins with, at an offset of its state, in float32: zeros at the start of a text,
+    the snapshot that stands there, or else the slot's own"""
+    own = tl.where((slot > 0) & (start > 0), inside, False)
+    if INTERVAL > 0:
+        found = snapshot_row(rows, slot, start, rows_stride, INTERVAL)
+        own = tl.where(found == 0, own, False)
+    state = tl.load(table + slot * SIZE + offset, mask=own, other=0.0).to(tl.float32)
+    if INTERVAL > 0:
+        there = tl.where(found > 0, inside, False)
+        snapshot = tl.load(kept + found * SIZE + offset, mask=there, other=0.0).to(tl.float32)
+        state = tl.where(there, snapshot, state)
+    return state
+
+
+@triton.jit
+def num_real(slots, begin, count, row_slot, PADDED: tl.constexpr):
+    """Tokens of a row that are not padding, which come first"""
+    num = tl.where(row_slot > 0, count, 0)
+    if PADDED:
+        past = begin + num
+        num = tl.zeros_like(num)
+        for first in range(begin, past, COUNTED):
+            token = first + tl.arange(0, COUNTED)
+            num += tl.sum((tl.load(slots + token, mask=token < past, other=0) > 0).to(tl.int32))
+    return num
+
+
+@triton.jit
+def find_chunk(chunk, row_slots, row_starts, row_counts, num_rows, SIZE: tl.constexpr):
+    """Of the chunks of all rows, in their order -> its row, and the position at which it begins; a
+    row past the last: there are not so many chunks. Rows of one token have none."""
+    row, first, used = 0, 0, 0  # first: of the row, the number of its first chunk
+    for low in range(0, num_rows, COUNTED):
+        r = low + tl.arange(0, COUNTED)
+        is_row = r < num_rows
+        start = tl.load(row_starts + r, mask=is_row, other=0)
+        count = tl.load(row_counts + r, mask=is_row, other=0)
+        is_used = (tl.load(row_slots + r, mask=is_row, other=0) > 0) & (count > 1)
+        chunks = tl.where(is_used, (start + count - 1) // SIZE - start // SIZE + 1, 0)
+        past = used + tl.cumsum(chunks, 0)
+        is_before = is_row & (past <= chunk)
+        row += tl.sum(is_before.to(tl.int32), axis=0)
+        first = tl.maximum(first, tl.max(tl.where(is_before, past, 0), axis=0))
+        used += tl.sum(chunks, axis=0)
+    start = tl.load(row_starts + row, mask=row < num_rows, other=0)
+    return row, (start // SIZE + chunk - first) * SIZE
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), to the last digits also where it is small"""
+    power = tl.exp(-tl.abs(x))
+    one = 1.0 + power
+    small = tl.where(
+        one == 1.0, power, tl.log(one) * (power / tl.where(one == 1.0, 1.0, one - 1.0))
+    )
+    return tl.maximum(x, 0.0) + small
+
+
+@triton.jit
+def falling(total, lane):
+    """[i, j]: what is left at i of what came at j <= i, of the logs of decays, added up; else 0"""
+    left = total[:, None] - total[None, :]
+    return tl.exp(tl.where(lane[:, None] >= lane[None, :], left, float("-inf")))

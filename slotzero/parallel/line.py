@@ -1,0 +1,95 @@
+"""Connections between our processes on several machines: TCP, and only for those with the key.
+
+What comes over one is unpickled, which runs whatever the other end likes, so nothing is read before
+both ends have shown that they know the key, each by a digest of what the other has drawn. What is
+said after that is neither encrypted nor signed: the network between the machines must be private.
+
+The rules: nobody who is silent keeps others waiting for long, and a machine that is gone without a
+word is noticed within a minute.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+from slotzero.errors import ConfigError
+
+KEY = "SLOTZERO_KEY"
+SHORTEST_KEY = 16
+HANDSHAKE = 5.0  # seconds that somebody who came has to show the key
+_QUIET = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))  # seconds
+
+
+def given_key() -> bytes:
+    key = os.environ.get(KEY, "")
+    if len(key) < SHORTEST_KEY:
+        raise ConfigError(
+            f"{KEY} is a secret that all nodes know, of at least {SHORTEST_KEY} characters, got "
+            f"{len(key)}: set it to the same on every node, such as what openssl rand -hex 16 says"
+        )
+    return key.encode()
+
+
+def accept(listener: socket.socket, key: bytes, seconds: float) -> Connection | None:
+    """Whoever comes in that time, if it knows the key."""
+    listener.settimeout(seconds)
+    try:
+        end, _ = listener.accept()
+    except TimeoutError:
+        return None
+    line = _line(end, HANDSHAKE)
+    try:
+        deliver_challenge(line, key)
+        answer_challenge(line, key)
+    except (AuthenticationError, EOFError, OSError):
+        line.close()
+        return None
+    wait_at_most(line, 0)
+    return line
+
+
+def connect(host: str, port: int, key: bytes, seconds: float = 6 * HANDSHAKE) -> Connection:
+    """Raises OSError where nobody answers."""
+    line = _line(socket.create_connection((host, port), timeout=seconds), seconds)
+    try:
+        answer_challenge(line, key)
+        deliver_challenge(line, key)
+    except AuthenticationError:
+        line.close()
+        raise ConfigError(f"{KEY} is another one at {host}:{port}: set it to the same") from None
+    except EOFError:
+        line.close()
+        raise ConnectionResetError(f"{host}:{port} hung up") from None
+    except BaseException:
+        line.close()
+        raise
+    wait_at_most(line, 0)
+    return line
+
+
+def _line(end: socket.socket, seconds: float) -> Connection:
+    end.setblocking(True)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is told in one small message
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+    for option, value in _QUIET:
+        end.setsockopt(socket.IPPROTO_TCP, option, value)
+    line = Connection(end.detach())
+    wait_at_most(line, seconds)
+    return line
+
+
+def wait_at_most(
+    line: Connection,
+    seconds: float,
+    doing: Sequence[int] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO),
+) -> None:
+    """Of each read and write, or of one of them; 0 is for ever."""
+    length = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(line.fileno())) as end:
+        end.setblocking(True)  # Python's own default would make both ends of the copy non-blocking
+        for option in doing:
+            end.setsockopt(socket.SOL_SOCKET, option, length)

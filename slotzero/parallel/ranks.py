@@ -1,0 +1,92 @@
+"""The ranks that compute one model together, and what they exchange inside a step.
+
+A collective is an operation like any other: it is recorded with the step and replayed with it.
+Every rank replays the same steps in the same order, so every rank takes part in each.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int = 0
+    size: int = 1
+    group: str = ""  # torch.distributed's name of them
+    spread_experts: bool = False
+    """Each has some experts as they are, rather than a part of every one."""
+    attend_apart: bool = False
+    """Each has requests of its own and attends to them alone; MLPs are for the tokens of all."""
+
+    @property
+    def are_many(self) -> bool:
+        return self.size > 1
+
+    @property
+    def attention(self) -> "Ranks":
+        """Those that share heads, and the vocabulary."""
+        return ALONE if self.attend_apart else self
+
+    @property
+    def num_lanes(self) -> int:
+        """How many of them have requests of their own."""
+        return self.size if self.attend_apart else 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of what every rank has."""
+        if not self.are_many:
+            return x
+        ops = torch.ops._c10d_functional
+        total = ops.all_reduce(x.contiguous(), "sum", self.group)
+        return cast("Tensor", ops.wait_tensor(total))
+
+    def join(self, x: Tensor) -> Tensor:
+        """[rows, part] of every rank -> [rows, size * part]"""
+        parts = self.gather(x).view(self.size, len(x), -1)
+        return parts.transpose(0, 1).flatten(1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[rows, ...] of every rank -> [size * rows, ...]"""
+        ops = torch.ops._c10d_functional
+        gathered = ops.all_gather_into_tensor(x.contiguous(), self.size, self.group)
+        return cast("Tensor", ops.wait_tensor(gathered))
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """[size * rows, ...] of every rank -> the sum of this rank's rows"""
+        ops = torch.ops._c10d_functional
+        part = ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+        return cast("Tensor", ops.wait_tensor(part))
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """[size, ...], what this rank has for each -> what each has for this rank"""
+        ops, even = torch.ops._c10d_functional, [1] * self.size
+        exchanged = ops.all_to_all_single(x.contiguous(), even, even, self.group)
+        return cast("Tensor", ops.wait_tensor(exchanged))
+
+    def any(self, flag: bool) -> bool:
+        """Whether one of them says so; not inside a step."""
+        return not self.least(int(not flag))
+
+    def least(self, number: int) -> int:
+        """Of what every rank says; not inside a step."""
+        if not self.are_many:
+            return number
+        from torch import distributed
+
+        said = torch.tensor(number)
+        distributed.all_reduce(said, distributed.ReduceOp.MIN)
+        return int(said)
+
+
+ALONE = Ranks()
+
+
+def norm_over(ranks: Ranks, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """An RMSNorm over what all ranks have of each row, of which this one has x [rows, part]."""
+    wide = x.float()
+    squares = ranks.sum(wide.square().sum(-1, keepdim=True))
+    normed = wide * torch.rsqrt(squares / (ranks.size * x.shape[-1]) + eps)
+    return normed.to(x.dtype) * weight

@@ -1,0 +1,123 @@
+"""Recurrent states: one row for each slot, rows of snapshots, and room for drafts to be taken back.
+
+A request's state is in the row of its slot, so nobody hands states out. Snapshots are handed out
+like pages, see ledger.py: a table names the rows of each slot. Row 0 of all is zeros and is never
+written. It knows shapes, and neither tokens nor layers' weights.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from slotzero.errors import CapacityError
+from slotzero.graph import Registry
+from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.pools.budget import Demand, show
+from slotzero.sampling.tables import TableSpec
+
+SNAPSHOT_ROWS = "snapshot_rows"
+CONV_STATE, SCAN_STATE = "conv_state", "scan_state"
+CONV_KEPT, SCAN_KEPT = "conv_snapshots", "scan_snapshots"
+CONV_TRAIL, SCAN_TRAIL = "conv_trail", "scan_trail"
+STATES, SNAPSHOTS = (CONV_STATE, SCAN_STATE), (CONV_KEPT, SCAN_KEPT)
+TRAILS = (CONV_TRAIL, SCAN_TRAIL)
+SNAPSHOT_SHARE = 0.25  # of the memory that is left for KV and snapshots
+MOST_SNAPSHOTS = 4  # of each request, beyond what a step takes
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Of the states of all recurrent layers."""
+
+    num_layers: int
+    scan: Scan
+    conv_dtype: torch.dtype
+    scan_dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one row."""
+        conv = prod(self.scan.conv_shape) * self.conv_dtype.itemsize
+        return self.num_layers * (conv + prod(self.scan.scan_shape) * self.scan_dtype.itemsize)
+
+    def reserve(self, num_slots: int, max_width: int, budget: int) -> int:
+        """What is left of a budget when every slot has its state, and its drafts theirs."""
+        drafts = num_slots * max_width if max_width > 1 else 0
+        taken = self.num_bytes * (num_slots + 1 + drafts)
+        if taken >= budget:
+            lower = "--max-num-seqs or --speculative-steps" if drafts else "--max-num-seqs"
+            raise CapacityError(
+                f"recurrent states of {num_slots} requests take {show(taken)} of a KV budget of "
+                f"{show(budget)}: lower {lower}, or raise --kv-cache-memory"
+            )
+        return budget - taken
+
+    def snapshots(self, interval: int, budget: int, demand: Demand) -> int:
+        """Rows for snapshots, row 0 among them."""
+        longest = demand.max_model_len or demand.limit
+        needed = min(demand.chunk, longest) // interval + 1
+        if (needed + 1) * self.num_bytes >= budget:
+            raise CapacityError(
+                f"{show(budget)} for KV and snapshots do not hold the {needed} snapshots that one "
+                f"request may take in a step, of {show(self.num_bytes)} each: raise "
+                "--kv-cache-memory or --snapshot-interval, or use --no-enable-prefix-caching"
+            )
+        fitting = int(budget * SNAPSHOT_SHARE) // self.num_bytes - 1
+        most = needed + demand.max_num_seqs * MOST_SNAPSHOTS
+        return min(max(needed, fitting), most) + 1
+
+    def tables(
+        self, registry: Registry, num_slots: int, num_snapshots: int, rows: torch.Tensor | None
+    ) -> States:
+        """`num_snapshots` with row 0, and where those of each slot are; or none."""
+
+        def table(name: str, num_rows: int, conv: bool, through: str = "") -> torch.Tensor:
+            shape = self.scan.conv_shape if conv else self.scan.scan_shape
+            dtype = self.conv_dtype if conv else self.scan_dtype
+            size = self.num_layers, num_rows, *shape
+            try:
+                states = torch.zeros(size, dtype=dtype, device=registry.device)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                raise CapacityError(
+                    f"{name} of {num_rows} rows does not fit into memory: lower --max-num-seqs"
+                ) from error
+            return registry.table(name, states, axis=1, through=through)
+
+        states = States(
+            table(CONV_STATE, num_slots + 1, conv=True),
+            table(SCAN_STATE, num_slots + 1, conv=False),
+        )
+        if rows is None:
+            return states
+        return states._replace(
+            conv_kept=table(CONV_KEPT, num_snapshots, conv=True, through=SNAPSHOT_ROWS),
+            scan_kept=table(SCAN_KEPT, num_snapshots, conv=False, through=SNAPSHOT_ROWS),
+            rows=rows,
+        )
+
+    def trail(self, registry: Registry, num_tokens: int) -> Trail:
+        """[tokens, layers, ...] each"""
+        conv, scan = (
+            registry.output(name, (num_tokens, self.num_layers, *shape), dtype, per="token")
+            for name, shape, dtype in (
+                (CONV_TRAIL, self.scan.conv_shape, self.conv_dtype),
+                (SCAN_TRAIL, self.scan.scan_shape, self.scan_dtype),
+            )
+        )
+        return Trail(conv, scan)
+
+
+def snapshot_tables(interval: int, max_len: int) -> tuple[TableSpec, ...]:
+    """Where the state after every `interval` tokens goes; 0: nowhere."""
+    if not interval:
+        return ()
+    return (TableSpec(SNAPSHOT_ROWS, -(-max_len // interval), "int32", 0, is_matrix=True),)
+
+
+def rows_of_table(
+    first_page: int, rows: list[int], pages_per_snapshot: int
+) -> tuple[int, list[int]]:
+    """Rows by page, from this one on -> the same by column of the table, from a column on."""
+    skipped = -(first_page + 1) % pages_per_snapshot
+    return first_page // pages_per_snapshot, rows[skipped::pages_per_snapshot]

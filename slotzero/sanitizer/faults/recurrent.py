@@ -1,0 +1,77 @@
+"""Faults of recurrent layers: a state that is not its text's, and snapshots nobody asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slotzero.graph import Pieces
+from slotzero.pools.states import SNAPSHOTS, STATES
+from slotzero.sanitizer.faults.case import Case, Fault, swapped
+from slotzero.sanitizer.faults.device import (
+    TABLE,
+    KernelFault,
+    RecordedFault,
+    recorded,
+    write_kept,
+)
+from slotzero.sanitizer.scene import kind_of
+from slotzero.speculative.passes import VERIFY
+
+
+@dataclass(frozen=True)
+class WrongToken(Fault):
+    """Of drafts the state goes back to one token too early."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        kernels, runner, key = case.engine.worker.kernels, case.runner, case.scene.key
+        right = kernels.commit_trail
+
+        def commit(
+            trail: Any, slots: Tensor, length: Tensor, num_right: Tensor, *rest: Any
+        ) -> None:
+            right(trail, slots, length, (num_right - 1).clamp_min(0), *rest)
+
+        def damaged(pieces: Pieces) -> None:
+            with swapped(kernels, "commit_trail", commit):
+                runner.spec.function(key, pieces)
+
+        with recorded(runner, key, damaged):
+            yield
+
+
+def _begins(case: Case) -> list[int]:
+    """Running slots whose text begins with this step."""
+    if case.entry.name not in STATES or not case.written_rows:
+        return []
+    length = case.scene.tables["length"].tolist()
+    return [slot for slot in case.plain.slots if length[slot] == 0]
+
+
+def _add_to_what_was(case: Case, now: Tensor, was: Tensor) -> None:
+    slots = _begins(case)
+    now[slots] += was[slots]
+
+
+RECURRENT: tuple[Fault, ...] = (
+    KernelFault(
+        "stale snapshot mask",
+        TABLE,
+        lambda case: case.entry.name in SNAPSHOTS and case.kept is not None,
+        write_kept,
+    ),
+    WrongToken(
+        "rollback to the wrong token",
+        TABLE,
+        lambda case: case.entry.name in STATES and kind_of(case.runner) == VERIFY,
+    ),
+    RecordedFault(
+        "state not zeroed for a new request",
+        TABLE,
+        lambda case: bool(_begins(case)),
+        _add_to_what_was,
+    ),
+)

@@ -1,0 +1,118 @@
+"""Ranks with requests of their own, led as a user leads them: whatever happens in one lane, every
+request gets what it gets from one rank alone."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slotzero.config import EngineConfig
+from slotzero.engine import Answer, Engine
+from slotzero.errors import RequestError
+from slotzero.sampling.params import SamplingParams
+
+SETTINGS = {
+    "model": "tiny:llama", "backend": "eager", "max_num_seqs": 3, "max_model_len": 96,
+    "max_num_batched_tokens": 24, "show_progress": False,
+}  # fmt: skip
+Ask = tuple[list[int], SamplingParams]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    return Engine(EngineConfig(**SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Iterator[Engine]:
+    """With fewer pages than three long requests need."""
+    more = {"tensor_parallel_size": 2, "enable_dp_attention": True}
+    more |= {"speculative": "eagle3", "speculative_adaptive": False}  # which goes by the clock
+    page = Engine(EngineConfig(**SETTINGS)).worker.kv["full"]
+    size = page["bytes"] // page["pages"]
+    engine = Engine(EngineConfig(**SETTINGS, **more, kv_cache_memory=14 * size))
+    yield engine
+    engine.crew.close()
+
+
+def asks_of(rng: random.Random, num: int) -> list[Ask]:
+    common = [rng.randrange(250) for _ in range(40)]
+    asks = []
+    for _ in range(num):
+        prompt = [rng.randrange(250) for _ in range(rng.choice([1, 2, 5, 20, 40]))]
+        if rng.random() < 0.4:
+            prompt = common[: rng.randrange(17, 40)] + prompt[:8]
+        kind: dict[str, Any] = (
+            {"structured_outputs": {"regex": "[a-f]{2,20}x"}}
+            if rng.random() < 0.25
+            else {"ignore_eos": True}
+        )
+        if rng.random() < 0.5:
+            kind["logprobs"] = rng.choice([0, 1, 3])
+        asks.append(
+            (prompt, SamplingParams(temperature=0, max_tokens=rng.randrange(1, 40), **kind))
+        )
+    return asks
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.check()
+
+
+def test_random_traffic(alone: Engine, lanes: Engine) -> None:
+    """With grammars, log probabilities, common prefixes, drafts, cancellation and preemption."""
+    rng = random.Random(5)
+    asks, right, answers, cancelled = asks_of(rng, 40), [], list[Answer](), set[int]()
+    for i, ask in enumerate(asks):
+        right.append(alone.add(f"{i}", *ask))
+        drain(alone)
+    while len(answers) < len(asks) or lanes.has_work:
+        if len(answers) < len(asks) and rng.random() < 0.5:
+            answers.append(lanes.add(f"{len(answers)}", *asks[len(answers)]))
+        if answers and rng.random() < 0.03:
+            i = rng.randrange(len(answers))
+            if not answers[i].finished:
+                lanes.cancel(f"{i}")
+                cancelled.add(i)
+        lanes.step()
+        lanes.check()
+    assert {answer.request.lane for answer in answers} == {0, 1}
+    assert cancelled and lanes.lanes.num_preemptions > 0
+    assert all(lane.ledger.cache.stats.num_hit_tokens for lane in lanes.lanes)
+    for i, (answer, expected) in enumerate(zip(answers, right, strict=True)):
+        if i in cancelled:
+            assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
+            continue
+        assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
+        assert answer.finish_reason == expected.finish_reason
+        logprobs = zip(answer.logprobs, expected.logprobs, strict=True)
+        assert all(abs(one.chosen - other.chosen) < 1e-3 for one, other in logprobs)
+
+
+def test_what_was_sampled_for_a_step_that_failed_is_nobody_elses(
+    alone: Engine, lanes: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asks = asks_of(random.Random(6), 4)
+    for i, ask in enumerate(asks):
+        lanes.add(f"lost-{i}", *ask)
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes.lanes[0], "commit", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            drain(lanes)
+    drain(lanes)
+    answers = [lanes.add(f"{i}", *ask) for i, ask in enumerate(asks)]
+    drain(lanes)
+    for i, ask in enumerate(asks):
+        expected = alone.add(f"{i}", *ask)
+        drain(alone)
+        assert answers[i].token_ids == expected.token_ids
+
+
+def test_an_id_is_one_requests_in_all_lanes(lanes: Engine) -> None:
+    lanes.add("same", [1, 2, 3], SamplingParams(max_tokens=3))
+    with pytest.raises(RequestError, match="this id is in use"):
+        lanes.add("same", [4, 5, 6], SamplingParams(max_tokens=3))
+    drain(lanes)

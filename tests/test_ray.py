@@ -1,0 +1,192 @@
+"""A Ray cluster of two nodes on this machine: engines are placed, killed, and placed again."""
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from crowd import NUM_SLOTS, engines, kill_one_under_load
+from ray.cluster_utils import Cluster
+from served import Server, descendants, free_port, kill_a_rank, wait_until
+
+import slotzero
+from slotzero import LLM
+from slotzero.cli import serve
+from slotzero.cli.main import main
+from slotzero.config import EngineConfig
+from slotzero.errors import ConfigError
+from slotzero.parallel.child import ENGINE, FOLLOWER
+from slotzero.server import ray_places
+from slotzero.server.ray_places import Plan, RayPlaces
+from slotzero.server.share import WHOLE, Share
+
+WORDS = f"tiny:llama --backend eager --executor ray --max-num-seqs {NUM_SLOTS}"
+ROOM = {"num_cpus": 1, "object_store_memory": 80 << 20}  # for one rank
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUIET.items():
+            patch.setenv(name, value)
+        made = Cluster()
+        try:
+            try:
+                made.add_node(**ROOM, include_dashboard=False)
+                made.add_node(**ROOM)
+            except Exception as error:  # of Ray's own processes: none of ours has begun
+                pytest.skip(f"Ray cannot start two nodes on this machine: {error}")
+            patch.setenv("RAY_ADDRESS", made.address)
+            yield made
+        finally:
+            made.shutdown()
+
+
+def ours(module: str) -> list[int]:
+    """Processes that Ray runs for us; it was started by this one"""
+    return descendants(os.getpid(), module)
+
+
+def test_engines_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    server = Server([*WORDS.split(), "--data-parallel-size", "2"], tmp_path / "log")
+    try:
+        wait_until(lambda: engines(server.url) == ["ready", "ready"])
+        assert descendants(server.process.pid, ENGINE) == []
+        kill_one_under_load(server, ours(ENGINE)[0])
+        lose_a_node(cluster, server)
+        assert server.end() == 0
+        wait_until(lambda: not ours(ENGINE))
+    finally:
+        server.kill()
+
+
+def lose_a_node(cluster: Cluster, server: Server) -> None:
+    """The other engine serves on; the one that was there is placed on a node that comes."""
+    (worker,) = cluster.worker_nodes
+    cluster.remove_node(worker, allow_graceful=False)
+    wait_until(lambda: sorted(engines(server.url)) == ["ready", "restarting"])
+    assert answer(server)
+    cluster.add_node(**ROOM)
+    wait_until(lambda: engines(server.url) == ["ready", "ready"])
+    assert answer(server)
+
+
+def answer(server: Server) -> str:
+    made = server.client().completions.create(
+        model="tiny:llama", prompt="Hello", max_tokens=8, temperature=0
+    )
+    return made.choices[0].text
+
+
+def test_ranks_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    server = Server([*WORDS.split(), "--tensor-parallel-size", "2"], tmp_path / "log")
+    try:
+        (rank,) = ours(FOLLOWER)
+        kill_a_rank(server, rank, f"rank 1 (process {rank} on node 1)")
+        assert server.end() == 0
+        wait_until(lambda: not ours(ENGINE) + ours(FOLLOWER))
+    finally:
+        server.kill()
+
+
+def plan(nodes: list[dict[str, float]], num_engines: int = 1, **settings: Any) -> Plan:
+    return Plan.of(EngineConfig(**settings), num_engines, nodes)
+
+
+def test_an_engine_is_on_one_machine_where_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    gpus: dict[str, float] = {"CPU": 16, "GPU": 4}
+    whole = plan([gpus, gpus], 4, tensor_parallel_size=2)
+    assert (whole.bundles, whole.strategy) == ([{"CPU": 4, "GPU": 2}] * 4, "SPREAD")
+    assert whole.share == WHOLE, "of GPUs Ray gives each its own"
+    torn = plan([gpus, gpus], tensor_parallel_size=8)
+    assert (torn.bundles, torn.strategy) == ([{"CPU": 2, "GPU": 1}] * 8, "PACK")
+    cpus = plan([gpus, {"CPU": 16}], 3, backend="cpu")
+    assert (cpus.bundles, cpus.share) == ([{"CPU": 2}] * 3, Share(0, 3))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "named"),
+    [
+        (
+            [{"CPU": 2}] * 2,
+            {"tensor_parallel_size": 8},
+            "8 ranks of 1 CPU .* 2 machines have 4 CPU",
+        ),
+        (
+            [{"CPU": 9}, {"CPU": 9, "GPU": 1}],
+            {"tensor_parallel_size": 2},
+            "18 CPU and 1 GPU in all",
+        ),
+        ([{"CPU": 9}], {"backend": "cuda"}, "1 CPU and 1 GPU each .* have 9 CPU and 0 GPU"),
+        ([], {}, "0 machines"),
+    ],
+)
+def test_too_few_resources_are_named(
+    nodes: list[Any], settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with pytest.raises(ConfigError, match=named):
+        plan(nodes, **settings)
+
+
+def test_what_is_in_use_is_named(cluster: Cluster) -> None:
+    words = [*WORDS.split(), "--port", "0", "--node-timeout", "1"]
+    with ray.init(address=cluster.address, logging_level=logging.WARNING):
+        ray.get(ray.util.placement_group([{"CPU": 1}] * 2).ready())
+        refused = subprocess.run(
+            [sys.executable, "-m", "slotzero", "serve", *words], capture_output=True, text=True
+        )
+    assert refused.returncode == 2
+    assert "1 times 1 CPU was not free in 1 s, 0 CPU is" in refused.stderr
+
+
+def test_another_version_on_a_node_is_named(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_places, "__version__", "9.9")
+    places = RayPlaces(EngineConfig(), 1)
+    try:
+        with pytest.raises(ConfigError, match=r"on a node of Ray, the server's is 9\.9"):
+            asyncio.run(places.launch({}, WHOLE))
+    finally:
+        places.close()
+
+
+def test_without_ray_or_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", *WORDS.split(), "--port", "0"]
+
+    def connect(**_: Any) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(ray, "init", connect)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    assert main(words) == 2
+    assert "there is no Ray cluster at RAY_ADDRESS=127.0.0.1:" in capsys.readouterr().err
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert main(words) == 2
+    assert "there is no Ray cluster on this machine" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else name)
+    assert main(words) == 2
+    assert "pip install 'slotzero[ray]'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="use slotzero serve"):
+        LLM("tiny:llama", executor="ray")
+    with pytest.raises(ConfigError, match="nnodes=2"):
+        EngineConfig(executor="ray", tensor_parallel_size=2, nnodes=2)
+
+
+def test_nobody_else_imports_ray() -> None:
+    package = Path(slotzero.__file__).parent
+    importing = re.compile(r"^\s*(import|from) (ray\b|slotzero.server.ray_places)", re.MULTILINE)
+    found = {file.name for file in package.rglob("*.py") if importing.search(file.read_text())}
+    assert found == {"ray_places.py", "serve.py"}, "which imports that one when it is asked for Ray"

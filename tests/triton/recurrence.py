@@ -1,0 +1,186 @@
+"""A recurrent mixer, its states and steps over them, on whichever kernel set: what tests of the
+kernels share. Whatever nobody may read is NaN."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.nouns import Rows, Tokens
+from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.triton.kernels import TritonKernels
+
+SLOTS, SNAPSHOTS, LENGTH, LAYERS = 5, 12, 512, 2
+KINDS = [Scan("mamba", 2, 12, 1, 12, 4, (0.01, 0.5)), Scan("delta", 2, 20, 1, 12, 3)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens [start, start + count) of some slots' texts, and the padding around them."""
+
+    rows: list[tuple[int, int, int]]  # slot, start, count
+    span: int | None = 0  # None: one token a row, without rows
+    pad_rows: int = 0
+    pad_tokens: int = 0
+
+    def places(self) -> list[tuple[int, int]]:
+        """Slot and position of each token"""
+        places = []
+        for slot, start, count in self.rows:
+            places += [(slot, start + i) for i in range(count)]
+            places += [(0, 0)] * ((self.span or count) - count)
+        each = self.span or (1 if self.span is None else 0)
+        return places + [(0, 0)] * (self.pad_rows * each + self.pad_tokens)
+
+    def tokens(self) -> Tokens:
+        return Tokens(*torch.tensor(self.places(), dtype=torch.int32).T.contiguous())
+
+    def row_table(self) -> Rows | None:
+        if self.span is None:
+            return None
+        table, end = [], 0
+        for slot, start, count in self.rows + [(0, 0, 0)] * self.pad_rows:
+            end += self.span or count
+            table.append((slot if count else 0, start, self.span or count, end))
+        return Rows(*torch.tensor(table, dtype=torch.int32).T.contiguous(), span=self.span)
+
+
+class Mixer:
+    def __init__(
+        self, kernels: Kernels, shape: Scan, device="cpu", dtype=torch.float32,
+        state_dtype=torch.float32, seed=1,
+    ) -> None:  # fmt: skip
+        self.kernels, self.shape, self.device, self.dtype = kernels, shape, device, dtype
+        self.draw = torch.Generator().manual_seed(seed)
+        self.state_dtype = state_dtype
+        kept = None, None, None
+        if shape.interval:
+            kept = (
+                self.nothing(SNAPSHOTS + 1, *shape.conv_shape).to(dtype),
+                self.nothing(SNAPSHOTS + 1, *shape.scan_shape).to(state_dtype),
+                torch.zeros(SLOTS + 1, LENGTH // shape.interval, dtype=torch.int32, device=device),
+            )
+        self.states = States(
+            self.nothing(SLOTS + 1, *shape.conv_shape).to(dtype),
+            self.nothing(SLOTS + 1, *shape.scan_shape).to(state_dtype),
+            *kept,
+        )
+        size = shape.channels + 2 * shape.num_heads
+        self.texts = self.random(SLOTS + 1, LENGTH, size).to(dtype)
+        self.texts[0] = math.nan
+        self.weight = self.random(shape.channels, shape.conv_width).to(dtype)
+        self.bias = self.random(shape.channels).to(dtype)
+        self.heads = self.random(3, shape.num_heads)  # a_log, dt_bias, d
+
+    def nothing(self, *size: int) -> Tensor:
+        return torch.full(size, math.nan, device=self.device)
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self.draw).to(self.device)
+
+    def given(self, step: Step) -> tuple[Tensor, Tokens, Rows | None]:
+        """What the mixer takes: inputs are parts of something wider."""
+        tokens, rows = step.tokens(), step.row_table()
+        x = self.texts[tokens.slots, tokens.positions]
+        tokens = Tokens(*(t.to(self.device) for t in tokens))
+        if rows is not None:
+            rows = Rows(*(t.to(self.device) for t in rows[:4]), span=rows.span)
+        return x, tokens, rows
+
+    def mix(
+        self, x: Tensor, tokens: Tokens, rows: Rows | None, trail: Trail | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """-> what is convolved, and what comes out"""
+        shape, (a_log, dt_bias, d) = self.shape, self.heads
+        mixed, gates, beta = x.split([shape.channels, shape.num_heads, shape.num_heads], dim=1)
+        mixed = self.kernels.convolve(
+            mixed, self.weight, self.bias, tokens, rows, self.states, trail, shape
+        )
+        is_delta = shape.kind == "delta"
+        out = self.kernels.scan(
+            mixed, gates, beta if is_delta else None, a_log, dt_bias, None if is_delta else d,
+            tokens, rows, self.states, trail, shape,
+        )  # fmt: skip
+        return mixed, out
+
+    def run(self, step: Step, trail: Trail | None = None) -> Tensor:
+        x, tokens, rows = self.given(step)
+        mixed, out = self.mix(x, tokens, rows, trail)
+        assert not mixed[tokens.slots == 0].any() and not out[tokens.slots == 0].any()
+        assert out.shape == (len(x), self.shape.inner_size) and out.dtype is self.dtype
+        return out.cpu()
+
+    def verify(self, step: Step) -> tuple[Tensor, Trail]:
+        """-> what comes out, and the trail, stacked: of a layer that is not there, and of this"""
+        rows = len(step.rows) + step.pad_rows, step.span, LAYERS
+        stacked = Trail(
+            self.nothing(*rows, *self.shape.conv_shape).to(self.dtype),
+            self.nothing(*rows, *self.shape.scan_shape).to(self.state_dtype),
+        )
+        before = [part.clone() for part in self.states[:2]]
+        out = self.run(step, Trail(stacked.conv[:, :, 1], stacked.scan[:, :, 1]))
+        for part, old in zip(self.states[:2], before, strict=True):
+            assert torch.equal(part.isnan(), old.isnan())
+            assert torch.equal(part.nan_to_num(), old.nan_to_num())
+        assert all(part[:, :, 0].isnan().all() for part in stacked)
+        return out, stacked
+
+    def commit(self, step: Step, stacked: Trail, num_right: list[int]) -> None:
+        """Rows of padding are last, and have nothing right"""
+        right = torch.tensor(num_right + [0] * step.pad_rows, dtype=torch.int32)
+        slots, length = torch.zeros_like(right), torch.zeros(SLOTS + 1, dtype=torch.int32)
+        for i, (slot, start, count) in enumerate(step.rows):
+            slots[i] = slot if count else 0
+            length[slot] = start + num_right[i]
+        both = [None if p is None else torch.stack((p, p)) for p in self.states[:4]]
+        self.kernels.commit_trail(
+            stacked, *(t.to(self.device) for t in (slots, length, right)),
+            States(*both, self.states.rows), self.shape,
+        )  # fmt: skip
+        for part, changed in zip(self.states[:4], both, strict=True):
+            if part is not None:
+                part.copy_(changed[1])
+
+
+class Pair:
+    """The kernels of a card and the reference, over the same texts."""
+
+    def __init__(self, device, shape: Scan, near: float, **kind) -> None:
+        self.card = Mixer(TritonKernels(), shape, device, **kind)
+        self.reference = Mixer(ReferenceKernels(), shape, **kind)
+        self.near = near
+
+    def keep(self, slot: int, number: int, row: int) -> None:
+        """The slot's `number`th snapshot stands, or is to stand, in that row."""
+        for mixer in (self.card, self.reference):
+            mixer.states.rows[slot, number] = row
+
+    def run(self, *steps: Step) -> None:
+        for step in steps:
+            self.same(self.card.run(step), self.reference.run(step))
+            self.same_states()
+
+    def verify(self, step: Step, num_right: list[int]) -> None:
+        (out, trail), (want, left) = self.card.verify(step), self.reference.verify(step)
+        self.same(out, want)
+        for mine, theirs in zip(trail, left, strict=True):
+            self.same(mine[:, :, 1].cpu(), theirs[:, :, 1])
+        self.card.commit(step, trail, num_right)
+        self.reference.commit(step, left, num_right)
+        self.same_states()
+
+    def same_states(self) -> None:
+        for mine, theirs in zip(self.card.states[:4], self.reference.states[:4], strict=True):
+            if mine is not None and theirs is not None:
+                self.same(mine.cpu(), theirs)
+
+    def same(self, mine: Tensor, theirs: Tensor) -> None:
+        assert torch.equal(mine.isnan(), theirs.isnan()), "a place that is another's was touched"
+        mine, theirs = mine.nan_to_num().float(), theirs.nan_to_num().float()
+        assert (mine - theirs).norm() <= self.near * theirs.norm()
+        size = float(theirs.square().mean().sqrt())
+        near = self.near if self.card.dtype is torch.float32 else 10 * self.near
+        assert torch.allclose(mine, theirs, rtol=near, atol=near * size)
