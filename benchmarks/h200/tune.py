@@ -24,7 +24,7 @@ from slotzero.graph import GraphKey, Runner
 from slotzero.kernels.triton.kernels import CUBLAS, TritonKernels
 from slotzero.kernels.triton.tiles import tiles_for
 
-ROWS = (1, 8, 16, 64)
+ROWS = (1, 8, 16, 64, 128, 256)
 CONTEXT = 384
 REPEATS = 5
 

@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 from slotzero.kernels import composed
 from slotzero.kernels.nouns import Normed
+from slotzero.kernels.triton import bulk
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear, linear_add
 from slotzero.kernels.triton.tiles import PLAIN_ROWS, padded_rows, tiles_for
 
-SHAPES = [(32, 256), (26, 72), (16, 1100)]  # features, inner; the last two leave ragged tiles
-ROWS = [1, 3, 5, 11, 64]
+SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
+ROWS = [1, 3, 5, 11, 64, 130]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, adds=False) if tile.slices == 1]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
@@ -34,6 +35,7 @@ def tiles_to_try(rows, inner, adds):
         for tile in tiles
         if rows != 3 or tile.slices == 1
     }
+    assert seen
     return tuple(seen.values())
 
 
@@ -151,7 +153,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
 
 
 def test_plain_tiles_are_for_few_rows():
-    for rows in range(2, 65):
+    for rows in range(2, 257):
         plain = [tile for tile in tiles_for(rows, 576, adds=True) if tile.slices == 1]
         assert plain == (PLAIN if rows <= PLAIN_ROWS else [])
     for tile in PLAIN:
@@ -170,8 +172,38 @@ def test_whole_rows_of_weights_are_covered_once():
     assert all(tile.ahead == 1 for tile in tiles_for(PLAIN_ROWS, 4096, adds=False))
 
 
+@pytest.mark.parametrize("out", [190, 60])
+def test_tiles_that_do_not_fill_the_card_are_split(device, half, monkeypatch, out):
+    """Six tiles of which two are split, and two of which both are."""
+    monkeypatch.setattr(bulk, "num_processors", lambda: 4)
+    x, weight, bias, _ = made(130, out, 328, device, half)
+    norm = torch.randn(out, device=device).to(half)
+    before = torch.randn(130, out, device=device).to(half)
+    expected = before.float() + F.linear(x.float(), weight.float(), bias.float())
+    tile = next(t for t in tiles_for(130, 328, adds=True) if t.features == 64)
+    runs = []
+    for least in (64, 64, 512):
+        monkeypatch.setattr(bulk, "LEAST_SHARE", least)
+        residual = before.clone()
+        after = linear_add(x, weight, bias, residual, norm, tile)
+        assert close(residual, expected)
+        assert close(applied(after, EPS), normed(residual.float(), norm.float()))
+        runs.append(residual)
+    assert torch.equal(runs[0], runs[1])
+
+
+def test_how_many_tiles_are_split(monkeypatch):
+    monkeypatch.setattr(bulk, "num_processors", lambda: 132)
+    assert bulk._split(448, 4096) == (52, 2)
+    assert bulk._split(64, 14336) == (64, 2)
+    assert bulk._split(32, 14336) == (32, 4)
+    assert bulk._split(32, 1024) == (32, 2)
+    assert bulk._split(264, 4096) == (0, 1)
+    assert bulk._split(224, 4096) == (92, 1)
+
+
 def test_rows_are_padded_to_few_sizes():
-    assert {padded_rows(rows) for rows in range(1, 65)} == {1, 8, 16, 64}
+    assert {padded_rows(rows) for rows in range(1, 257)} == {1, 8, 16, 64, 128, 256}
 
 
 @pytest.mark.parametrize("size", [6, 576, 1024])

@@ -361,7 +361,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             return run(None, weight)
         rows, adds = len(x), kind == "add"
         if INTERPRETED:
-            return run(tiles_for(rows, weight.shape[1], adds)[0], weight)
+            return run(next(iter(tiles_for(rows, weight.shape[1], adds)), None), weight)
         out_features, in_features = weight.shape
         tiles = _named_tiles(rows, in_features, adds)
         key = self.key(kind, out_features, in_features, rows)

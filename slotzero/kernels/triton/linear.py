@@ -1,10 +1,8 @@
-"""Matrix products over few rows (1 to 64), where the time is the time to read the weight.
+"""Matrix products over few rows (1 to 256), where the time is the time to read the weight.
 
 Each program owns a few output features and reads their weights once; the rows come from cache. What
-surrounds a product is fused into it: bias, activation, the residual, and both ends of RMSNorm. The
-program that adds to the residual multiplies by the next norm's weight and leaves the sum of its
-squares; the product that follows adds those up and scales its result, so that nobody waits for a
-norm. Where it fits, the first weights are requested before the wait for the rows.
+surrounds a product is fused into it (`ends.py`). Where it fits, the first weights are requested
+before the wait for the rows. From 17 rows on a tile may be copied in bulk (`bulk.py`).
 
 Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
@@ -16,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.nouns import Activation, Normed
-from slotzero.kernels.triton.activation import activate
+from slotzero.kernels.triton import bulk
 from slotzero.kernels.triton.elementwise import add_norm
+from slotzero.kernels.triton.ends import ask, finish
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.tiles import PLAIN_ROWS, Tile, padded_rows
 
@@ -29,61 +28,6 @@ def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at)
     return tl.load(at, mask=(k < INNER) & (n < num_out), other=0.0)
-
-
-@triton.jit
-def _ask(
-    squares, norm, out, m, n, rows, num_out, num_parts, out_stride,
-    PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """What is needed at the end, requested at the beginning: the squares and the residual."""
-    parts = tl.zeros([PARTS, ROWS], tl.float32)
-    if squares is not None:
-        for first in range(0, num_parts, PARTS):
-            part = first + tl.arange(0, PARTS)[:, None]
-            known = (part < num_parts) & (m[None, :] < rows)
-            parts += tl.load(squares + part * rows + m[None, :], mask=known, other=0.0)
-    before = tl.zeros([1, 1], tl.float32)
-    if norm is not None:
-        at = m[:, None].to(tl.int64) * out_stride + n[None, :]
-        inside = (m[:, None] < rows) & (n[None, :] < num_out)
-        before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    return parts, before
-
-
-@triton.jit
-def _finish(
-    result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m, n,
-    rows, num_out, out_stride, eps, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """result and second are [rows, features]. With a norm, out is the residual, and added to."""
-    row, feature = m[:, None], n[None, :]
-    inside = (row < rows) & (feature < num_out)
-    if squares is not None:
-        scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
-        result *= scale
-        second *= scale
-    if bias is not None:
-        result += tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        if bias is not None:
-            value_bias = bias + num_out + feature
-            second += tl.load(value_bias, mask=feature < num_out, other=0.0).to(tl.float32)
-        result, second = activate(result, second, ACTIVATION)
-        result = result * second
-    if slots is not None:
-        result = tl.where(tl.load(slots + row, mask=row < rows, other=0) > 0, result, 0.0)
-    if norm is not None:
-        result += before
-    at = row.to(tl.int64) * out_stride + feature
-    rounded = result.to(out.dtype.element_ty)
-    tl.store(out + at, rounded, mask=inside)
-    if norm is not None:
-        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
-        by = tl.load(norm + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-        tl.store(weighted + at, (wide * by).to(out.dtype.element_ty), mask=inside)
-        part = tl.program_id(0) * rows
-        tl.store(squares_out + part + m, tl.sum(wide * wide, axis=1), mask=m < rows)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -105,7 +49,7 @@ def _one_row_kernel(
         w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
     wait_for_writer(PDL)
     value = tl.load(x + k, mask=k < INNER, other=0.0)
-    parts, before = _ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1)
+    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1)
 
     acc = tl.zeros([FEATURES, DEPTH], tl.float32)
     acc2 = acc
@@ -126,9 +70,9 @@ def _one_row_kernel(
     second = result
     if ACTIVATION is not None:
         second = tl.sum(acc2, axis=1)[None, :]
-    _finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+    finish(
+        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
+        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -174,9 +118,7 @@ def _plain_kernel(
     x_at = x + xm.to(tl.int64) * x_stride + (k + 0 * side)  # [lanes, side, 1, rows, 4]
     wait_for_writer(PDL)
     value = _load_tiles(x_at, k, xm, rows, INNER, False, DEPTH, step)
-    parts, before = _ask(
-        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
-    )
+    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
 
     acc = tl.zeros([LANES, SIDE, each, ROWS, 4], tl.float32)
     acc2 = acc
@@ -198,9 +140,9 @@ def _plain_kernel(
     second = result
     if ACTIVATION is not None:
         second = _sum_lanes(acc2, FEATURES, ROWS)
-    _finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+    finish(
+        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
+        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -255,9 +197,7 @@ def _sliced_kernel(
     x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
     wait_for_writer(PDL)
     value = _load_tiles(x_at, xk, xm, rows, INNER, False, block, step)
-    parts, before = _ask(
-        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
-    )
+    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
 
     wide: tl.constexpr = FEATURES >= 16
     acc = tl.zeros([SLICES, FEATURES if wide else ROWS, ROWS if wide else FEATURES], tl.float32)
@@ -279,9 +219,9 @@ def _sliced_kernel(
     second = result
     if ACTIVATION is not None:
         second = _sum_slices(acc2, wide)
-    _finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+    finish(
+        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
+        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -315,12 +255,10 @@ def _staged_kernel(
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = tl.dot(value, w2, acc2)
-    parts, before = _ask(
-        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
-    )
-    _finish(
-        acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out, m,
-        n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
+    finish(
+        acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
+        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -417,6 +355,9 @@ def _launch(
     norm: Tensor | None = None,
     made: Normed | None = None,
 ) -> None:
+    if tile.rows:
+        bulk.product(x, eps, weight, bias, out, tile, activation, slots, norm, made)
+        return
     rows, inner = x.x.shape
     num_out = out.shape[1]
     num_parts = 0 if x.squares is None else len(x.squares)

@@ -3,9 +3,11 @@
 import functools
 from dataclasses import dataclass
 
-MAX_ROWS = 64
+MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
+STAGED_ROWS = 64  # up to here a tile has all the rows
+BULK_UNIT = 8  # weights; the depth of what is copied in bulk is a multiple of it
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -16,7 +18,8 @@ class Tile:
     several `shares`, the inner dimension is split over programs; another kernel adds them up. Of
     slices, several lots may be requested `ahead`, before the first is used. One slice is plain
     multiply-adds; over several rows each warp has features of its own, and where a program has
-    fewer of them than warps, these split its depth."""
+    fewer of them than warps, these split its depth. A tile with `rows` is copied in bulk, and has
+    that many; other tiles have all."""
 
     features: int
     depth: int
@@ -25,18 +28,20 @@ class Tile:
     num_warps: int
     shares: int = 1
     ahead: int = 1
+    rows: int = 0
 
     def __str__(self) -> str:
         how = f"{self.slices} slices" if self.slices else f"{self.stages} stages"
         if self.ahead > 1:
             how = f"{self.ahead} of {how}"
         shares = f", {self.shares} shares" if self.shares > 1 else ""
-        return f"{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
+        rows = f"bulk of {self.rows}, " if self.rows else ""
+        return f"{rows}{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
 
 
 def padded_rows(rows: int) -> int:
     """The rows that a kernel is compiled for; few sizes, because each is compiled at the start."""
-    return next(size for size in (1, 8, 16, MAX_ROWS) if rows <= size)
+    return next(size for size in (1, 8, 16, 64, 128, MAX_ROWS) if rows <= size)
 
 
 @functools.cache
@@ -46,6 +51,9 @@ def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
+    bulk = _bulk(rows, adds) if rows > SLICED_ROWS and inner % BULK_UNIT == 0 else ()
+    if rows > STAGED_ROWS:
+        return bulk
     plain = [(4, 512, 4), (4, 640, 4), (2, 768, 4)] if rows <= PLAIN_ROWS else []
     if rows <= SLICED_ROWS:
         sliced = [(8, 128, 8, 8), (8, 256, 8, 8), (16, 64, 8, 4), (16, 128, 4, 4), (16, 256, 4, 4)]
@@ -68,6 +76,22 @@ def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
         *(Tile(f, depth, 1, 0, warps) for f, depth, warps in plain),
         *(Tile(f, depth, 0, stages, warps) for f, depth, stages, warps in staged),
         *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
+        *bulk,
+    )
+
+
+def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
+    """Few, because each is compiled where a model's shapes are not known."""
+    if rows <= STAGED_ROWS:
+        size = 64
+        cuts = [(64, 64, 6, 4), (128, 64, 4, 4), (64, 128, 3, 4), (256, 64, 4, 8)]
+    else:
+        size = 128
+        cuts = [(128, 64, 3, 8), (128, 64, 4, 8), (64, 64, 4, 4), (256, 64, 4, 8)]
+    return tuple(
+        Tile(features, depth, 0, stages, warps, rows=size)
+        for features, depth, stages, warps in cuts
+        if features < 256 or not adds  # with the residual it would not fit the registers
     )
 
 
