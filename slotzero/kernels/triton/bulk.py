@@ -1,10 +1,11 @@
-"""Matrix products over 17 to 256 rows, whose tiles are copied in bulk (by a card's tensor memory
+"""Matrix products over 5 to 256 rows, whose tiles are copied in bulk (by a card's tensor memory
 accelerator), several stages ahead of the matrix units.
 
 A program owns some features for some of the rows. Programs that share features are neighbours, so
 that the weights come from memory once. Of a gated product a tile has as many gates as values: both
 lie in one accumulator, and a thread that has a gate has its value too. Past the end of rows,
-features or depth a copy gives zeros.
+features or depth a copy gives zeros. What there are 64 of, rows or features, leads: matrix units
+want that.
 
 Tiles that do not fill the card once more are split along the inner dimension, so that all
 processors have some. Whoever finishes such a tile last adds its shares up, in order.
@@ -58,19 +59,21 @@ def _bulk_kernel(
     each: tl.constexpr = FEATURES // 2 if gated else FEATURES
     wait_for_writer(PDL)
 
-    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    wide: tl.constexpr = ROWS < 64
+    lead: tl.constexpr = FEATURES if wide else ROWS
+    follow: tl.constexpr = ROWS if wide else FEATURES
+    acc = tl.zeros([lead, follow], tl.float32)
     for k in tl.range(begin, end, DEPTH, num_stages=STAGES):
         value = x.load([first_m, k])
         if gated:
             w = weight.load([0, part * each, k]).reshape(FEATURES, DEPTH)
         else:
             w = weight.load([part * each, k])
-        acc = tl.dot(value, w.T, acc)
+        acc = tl.dot(w, value.T, acc) if wide else tl.dot(value, w.T, acc)
 
     if SHARES > 1:  # noqa: SIM102  a compiler that looks at both sides of an `and`
         if split >= 0:
-            row, feature = tl.arange(0, ROWS)[:, None], tl.arange(0, FEATURES)[None, :]
-            at = partial + row * FEATURES + feature
+            at = partial + tl.arange(0, lead)[:, None] * follow + tl.arange(0, follow)[None, :]
             tl.store(at + split * (ROWS * FEATURES), acc)
             tl.debug_barrier()  # all of the program's writes, then the count that makes them known
             its = split // SHARES
@@ -78,14 +81,20 @@ def _bulk_kernel(
                 return
             tl.store(arrived + its, 0)  # for the next product
             tl.debug_barrier()
-            acc = tl.zeros([ROWS, FEATURES], tl.float32)
+            acc = tl.zeros([lead, follow], tl.float32)
             for i in tl.static_range(SHARES):
                 acc += tl.load(at + (its * SHARES + i) * (ROWS * FEATURES))
 
     result, second = acc, acc
     if gated:
-        pairs = tl.permute(tl.reshape(acc, [ROWS, 2, each]), (0, 2, 1))
+        if wide:
+            pairs = tl.permute(tl.reshape(acc, [2, each, ROWS]), (2, 1, 0))
+        else:
+            pairs = tl.permute(tl.reshape(acc, [ROWS, 2, each]), (0, 2, 1))
         result, second = tl.split(pairs)
+    elif wide:
+        result = tl.trans(acc)
+        second = result
     m, n = first_m + tl.arange(0, ROWS), part * each + tl.arange(0, each)
     parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
     finish(

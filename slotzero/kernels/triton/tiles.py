@@ -7,7 +7,8 @@ MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
-BULK_UNIT = 8  # weights; the depth of what is copied in bulk is a multiple of it
+BULK_ROWS = 5  # from here on a tile may be copied in bulk,
+BULK_UNIT = 8  # if the inner dimension is a multiple of that
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -51,7 +52,7 @@ def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
-    bulk = _bulk(rows, adds) if rows > SLICED_ROWS and inner % BULK_UNIT == 0 else ()
+    bulk = _bulk(rows, adds) if rows >= BULK_ROWS and inner % BULK_UNIT == 0 else ()
     if rows > STAGED_ROWS:
         return bulk
     plain = [(4, 512, 4), (4, 640, 4), (2, 768, 4)] if rows <= PLAIN_ROWS else []
@@ -82,7 +83,10 @@ def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
     """Few, because each is compiled where a model's shapes are not known."""
-    if rows <= STAGED_ROWS:
+    if rows <= SLICED_ROWS:
+        size = 16
+        cuts = [(64, 128, 5, 4), (64, 64, 8, 4), (128, 64, 6, 4)]
+    elif rows <= STAGED_ROWS:
         size = 64
         cuts = [(64, 64, 6, 4), (128, 64, 4, 4), (64, 128, 3, 4), (256, 64, 4, 8)]
     else:
