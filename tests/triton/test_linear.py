@@ -192,6 +192,13 @@ def test_tiles_that_do_not_fill_the_card_are_split(device, half, monkeypatch, ou
     assert torch.equal(runs[0], runs[1])
 
 
+def test_what_cannot_be_copied_in_bulk(device, half):
+    whole = torch.empty(6, 24, device=device).to(half)
+    assert bulk.takes(whole, whole[:, 8:])
+    assert not bulk.takes(whole, whole[:, 4:])
+    assert not bulk.takes(torch.empty(6, 20, device=device).to(half), whole)
+
+
 def test_how_many_tiles_are_split(monkeypatch):
     monkeypatch.setattr(bulk, "num_processors", lambda: 132)
     assert bulk._split(448, 4096) == (52, 2)

@@ -31,6 +31,7 @@ from slotzero.kernels.triton.launch import (
 )
 from slotzero.kernels.triton.tiles import Tile
 
+ALIGNED = 16  # bytes
 PARTS = 32  # of squares, read at a time
 MOST_SHARES, LEAST_SHARE = 4, 512  # of one tile; of the inner dimension
 
@@ -101,6 +102,13 @@ def _bulk_kernel(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
         part, m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether both begin, and every row of them, where a copy may begin."""
+    return all(
+        t.data_ptr() % ALIGNED == 0 and t.stride(0) * t.itemsize % ALIGNED == 0 for t in (x, weight)
+    )
 
 
 def product(

@@ -28,6 +28,7 @@ from slotzero.kernels.nouns import (
     Tokens,
 )
 from slotzero.kernels.triton import (
+    bulk,
     decode,
     elementwise,
     experts,
@@ -359,11 +360,11 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         """
         if not _is_few(len(x), x.dtype):
             return run(None, weight)
-        rows, adds = len(x), kind == "add"
-        if INTERPRETED:
-            return run(next(iter(tiles_for(rows, weight.shape[1], adds)), None), weight)
+        rows = len(x)
         out_features, in_features = weight.shape
-        tiles = _named_tiles(rows, in_features, adds)
+        tiles = _named_tiles(rows, in_features, kind == "add", bulk.takes(x, weight))
+        if INTERPRETED:
+            return run(next(iter(tiles.values()), None), weight)
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, (CUBLAS, *tiles))
         if name is None and is_compiling():
@@ -381,8 +382,9 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
 
 
 @functools.cache
-def _named_tiles(rows: int, inner: int, adds: bool) -> dict[str, Tile]:
-    return {str(tile): tile for tile in tiles_for(rows, inner, adds)}
+def _named_tiles(rows: int, inner: int, adds: bool, in_bulk: bool) -> dict[str, Tile]:
+    tiles = tiles_for(rows, inner, adds)
+    return {str(tile): tile for tile in tiles if in_bulk or not tile.rows}
 
 
 def _is_few(rows: int, dtype: torch.dtype) -> bool:
