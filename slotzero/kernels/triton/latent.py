@@ -42,6 +42,7 @@ from slotzero.kernels.triton.launch import (
     shared_memory,
     wait_for_writer,
 )
+from slotzero.kernels.triton.per_head import per_head
 from slotzero.kernels.triton.verify import _level
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
@@ -315,12 +316,12 @@ def attention(
     query = q.new_empty(num, num_heads, heads.head_dim)
     straight = q.view(num, num_heads, plain + turned)[:, :, :plain]
     # before the rows are stored, so that they wait for it and whoever attends only for them
-    torch.bmm(straight.transpose(0, 1), up_k, out=query[:, :, turned:].transpose(0, 1))
+    per_head(straight, up_k, query[:, :, turned:])
     own = None if work.own is None else k.new_empty(num, heads.head_dim)
     store(q, k, k_norm, angles, kv_pages, page_table, *work[:2], query, own, heads)
     seen, sums = attend(query, kv_pages, page_table, work, heads)
     out = q.new_empty(num, num_heads, heads.latent.result_dim)
-    torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2), out=out.transpose(0, 1))
+    per_head(seen, up_v.transpose(1, 2), out)
     if own is not None and sums is not None and work.own is not None:
         latent_own.attend(q, query, own, up_k, up_v, work.own, sums, out, heads)
     return out.flatten(1)
