@@ -57,6 +57,14 @@ def shared_memory() -> int:
     return int(device.utils.get_device_properties(device.get_current_device())["max_shared_mem"])
 
 
+@functools.cache
+def processors() -> int:
+    """Of this card."""
+    if INTERPRETED:
+        return 132
+    return torch.cuda.get_device_properties().multi_processor_count
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
     asked = _ahead.get()
     if asked is None:
