@@ -1,12 +1,15 @@
 """Decode attention against the reference: every length in one grid, over hostile pages."""
 
+import itertools
+
 import pytest
 import torch
 from shapes import SHAPES as ODD
 
 from slotzero.kernels.nouns import Angles, Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import decode
+from slotzero.kernels.triton import decode, decode_line
+from slotzero.kernels.triton.kernels import LINE, TritonKernels
 
 REFERENCE = ReferenceKernels()
 SHAPES = [*ODD, (4, 1, 256, 16), (32, 1, 32, 16)]
@@ -60,26 +63,26 @@ class Case:
         )
         return out, pages
 
-    def run(self, num_layers=1):
+    def run(self, num_layers=1, kind=decode):
         """Of the last of some equal layers, which share one plan."""
         joined = self.joined.to(self.device, self.dtype)
         constants = (*self.norms, self.sinks)
         constants = [None if c is None else c.to(self.device, self.dtype) for c in constants]
         slots, positions = (t.to(self.device) for t in self.tokens)
-        shares = decode.plan(slots, positions, self.heads)
+        shares = kind.plan(slots, positions, self.heads)
         angles, table = (
             Angles(*(t.to(self.device) for t in self.angles)),
             self.table.to(self.device),
         )
         for _ in range(num_layers):
             pages = self.kv.to(self.device, self.dtype, copy=True)
-            out = decode.attend(joined, *constants, angles, pages, table, shares, self.heads)
+            out = kind.attend(joined, *constants, angles, pages, table, shares, self.heads)
             last = out.to("cpu", torch.float32, copy=True)
             assert shares.done.abs().max() == 0, "a layer leaves its counts to the next"
         return last, pages.cpu().float()
 
-    def check(self, num_layers=1):
-        (out, pages), (expected, expected_pages) = self.run(num_layers), self.expected()
+    def check(self, num_layers=1, kind=decode):
+        (out, pages), (expected, expected_pages) = self.run(num_layers, kind), self.expected()
         assert torch.allclose(out, expected, atol=1e-5)
         assert out[self.tokens.slots == 0].abs().max() == 0
         same_pages(pages, expected_pages, 1e-5)
@@ -94,6 +97,14 @@ def same_pages(got, expected, atol):
 def small_grid(monkeypatch):
     """Of few programs, in which short rows are in several chunks."""
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
+
+
+@pytest.fixture
+def few_shares(monkeypatch):
+    """Of a line, in which rows are in several shares and shares have several rows."""
+    monkeypatch.setattr(decode_line, "num_processors", lambda: 10)
+    monkeypatch.setattr(decode_line, "shape_for", lambda _: (1, 16, 1, 3))
+    monkeypatch.setattr(decode_line, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -207,3 +218,70 @@ def test_the_same_bits_again(device, half, small_grid):
     for _ in range(2):
         again, _ = case.run()
         assert torch.equal(again, first)
+
+
+LINES = [
+    ((4, 2, 16, 16), {}),
+    ((9, 3, 24, 2), {"norm": False, "sinks": True}),  # pages of which a tile has many
+    ((4, 2, 16, 32), {"window": 40, "sinks": True, "softcap": 2.0}),  # and half of one
+    ((2, 1, 16, 8), {"window": 1, "value_dim": 40}),
+    ((4, 2, 16, 8), {"window": 20, "norms_values": True, "stores": False}),
+    ((4, 2, 48, 16), {"norms_values": True, "value_dim": 32}),
+]
+
+
+@pytest.mark.parametrize(("shape", "kind"), LINES)
+def test_a_line(device, few_shares, shape, kind):
+    Case(shape, [1, 33, 16, 90], device, **kind).check(kind=decode_line)
+
+
+@pytest.mark.parametrize("lengths", [[200], [40] + [5] * 8])
+def test_a_line_of_any_rows(device, few_shares, lengths):
+    Case((2, 1, 16, 16), lengths, device).check(num_layers=2, kind=decode_line)
+
+
+def test_a_line_of_16_bits_through_the_kernel_set(device, half, few_shares, monkeypatch):
+    monkeypatch.setattr(decode_line, "FROM_ROWS", 3)
+    kernels, case = TritonKernels(), Case((8, 2, 64, 16), [31, 90], device, half)
+    plan = kernels.plan(Tokens(*(t.to(device) for t in case.tokens)), None, case.heads)
+    assert len(plan) == LINE
+    joined, pages, *norms = (
+        t.to(device, half, copy=True) for t in (case.joined, case.kv, *case.norms)
+    )
+    angles = Angles(*(t.to(device) for t in case.angles))
+    for _ in range(2):
+        table = case.table.to(device)
+        out = kernels.attention(joined, *norms, None, angles, pages, table, plan, case.heads)
+    expected, expected_pages = case.expected()
+    assert (out.cpu().float() - expected).norm() / expected.norm() < 1e-2
+    same_pages(pages.cpu().float(), expected_pages, 0.1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 600])
+def test_a_line_has_every_tile_once(device, few_shares, window):
+    heads = Heads(8, 4, 16, 16, 1e-6, 1.0, window=window)
+    for lengths in ([1], [1000], [3, 0, 500, 77, 32, 33], [40] * 200, [8000] + [1] * 63):
+        slots = torch.tensor([r + 1 if n else 0 for r, n in enumerate(lengths)], dtype=torch.int32)
+        positions = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32)
+        line = decode_line.plan(slots.to(device), positions.to(device), heads)
+        row, begin, tile, slot, newest, first, num = (t.tolist() for t in line[:7])
+        assert slot == [*slots.tolist(), 0] and newest == [*positions.tolist(), 0]
+        tiles = [
+            (r, at)
+            for r, n in enumerate(positions.tolist())
+            for at in range(max(0, n + 1 - window) // 16 * 16 if window else 0, max(n, 1), 16)
+            or [n]
+        ]
+        assert tile[0] == 0 and tile[-1] == len(tiles) and tile == sorted(tile)
+        parts = set()
+        for i, (start, end) in enumerate(itertools.pairwise(tile)):
+            if start < end:
+                assert tiles[start] == (row[i], begin[i])
+                parts |= {(r, r + i) for r, _ in tiles[start:end]}
+        expected = [(r, first[r] + i) for r in range(len(lengths)) for i in range(num[r])]
+        assert sorted(parts) == expected
+        costs = [
+            end - start + len({r for r, _ in tiles[start:end]})
+            for start, end in itertools.pairwise(tile)
+        ]
+        assert max(costs) - min(costs) <= 3

@@ -166,6 +166,36 @@ def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.co
 
 
 @triton.jit
+def attend_own(
+    qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
+    total, acc,
+    SINKS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
+    STORES: tl.constexpr,
+):  # fmt: skip
+    """The newest position, before any other, and the sink -> peak, total, sums. Stored too."""
+    half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
+    turn = half[None, :] < DIM // 2
+    if NORM_VALUES:
+        own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
+    if STORES:
+        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+        tl.store(kv_pages + place + half[None, :], ka, mask=turn)
+        tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
+        tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
+    product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
+    peak = _cap(tl.sum(product, axis=1) * scale, SOFTCAP)
+    total += 1.0
+    acc += own_v.to(tl.float32)[None, :]
+    if SINKS:
+        new_peak = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.exp2(sink - new_peak)
+        acc, peak = acc * shrink[:, None], new_peak
+    return peak, total, acc
+
+
+@triton.jit
 def _merge(
     partial, peak_of, total_of, out, kv_head, first, count, dim,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
@@ -273,22 +303,11 @@ def _decode_kernel(
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     if is_last:
-        if NORM_VALUES:
-            own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
-        if STORES:
-            ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
-            tl.store(kv_pages + place + half[None, :], ka, mask=turn)
-            tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
-            tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
-        product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
-        peak = _cap(tl.sum(product, axis=1) * scale, SOFTCAP)
-        total += 1.0
-        acc += own_v.to(tl.float32)[None, :]
-        if sinks is not None:
-            new_peak = tl.maximum(peak, sink)
-            shrink = tl.exp2(peak - new_peak)
-            total = total * shrink + tl.exp2(sink - new_peak)
-            acc, peak = acc * shrink[:, None], new_peak
+        peak, total, acc = attend_own(
+            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
+            total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF, WIDTH, NORM, NORM_VALUES,
+            STORES,
+        )  # fmt: skip
 
     begin_loop = begin
     if EARLY:
