@@ -392,6 +392,24 @@ def test_the_limit_is_counted_by_hand() -> None:
     assert more == pytest.approx((2 * state + kv_bytes) / recurrent.read_bandwidth)
 
 
+@pytest.mark.parametrize("model", ["tiny:gpt-oss", "tiny:deepseek-v3"])
+def test_of_experts_those_that_are_chosen_are_read(model: str) -> None:
+    session = Session(model, {"backend": "eager", "show_progress": False})
+    worker, shape = session.engine.worker, session.engine.worker.model.experts
+    assert shape is not None
+    one = sum(
+        worker.registry[f"weight.{name}_experts"][:, 0].nbytes for name in ("gate_up", "down")
+    )
+
+    def experts_read(rows: int) -> float:
+        unread = session.least_seconds([0] * rows) - session.least_seconds([0] * 10_000)
+        return shape.num_experts + unread * session.read_bandwidth / one
+
+    assert experts_read(0) == pytest.approx(0, abs=1e-6)
+    assert experts_read(1) == pytest.approx(shape.top_k, rel=1e-4)
+    assert shape.top_k < experts_read(2) < min(2 * shape.top_k, shape.num_experts)
+
+
 def test_the_median_of_timed_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves by what a call takes, and by a second in what is not timed."""
     costs = [90.0] * WARM_UPS + [5.0, 1.0, 30.0]

@@ -17,15 +17,12 @@ arithmetic, and `differ` is how far the two results are apart. Prints a line eac
 import argparse
 import gc
 import json
-import tempfile
-from pathlib import Path
 
 import torch
+from stack import open_stack, step_seconds
 from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
-from slotzero.bench.rows import refusal, standing
-from slotzero.bench.session import Session
 from slotzero.kernels.nouns import Heads, Latent, Rows, Tokens
 from slotzero.kernels.triton import latent_own
 from slotzero.kernels.triton.kernels import TritonKernels
@@ -85,13 +82,12 @@ def main() -> None:
 def measure(heads: int, args: argparse.Namespace) -> list[dict]:
     config = {**CONFIG, "num_attention_heads": heads, "num_key_value_heads": heads}
     config |= {name: size * heads // 128 for name, size in SPLIT.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        settings = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
-        settings |= {"lazy_recording": True, "max_num_seqs": max(args.rows)}
-        settings |= {"kv_cache_memory": args.kv_cache_memory}
-        settings |= {"max_model_len": max(args.contexts) + 8}
-        session = Session(folder, settings)
+    session = open_stack(
+        config,
+        max_num_seqs=max(args.rows),
+        kv_cache_memory=args.kv_cache_memory,
+        max_model_len=max(args.contexts) + 8,
+    )
     results = []
     for rows in args.rows:
         least = session.least_seconds([0] * rows)
@@ -113,19 +109,6 @@ def measure(heads: int, args: argparse.Namespace) -> list[dict]:
             )
             print(results[-1], flush=True)
     return results
-
-
-def step_seconds(session: Session, rows: int, context: int) -> float | None:
-    """None: there is no room for so much."""
-    engine, runner = session.engine, session.engine.worker.decode
-    key = runner.pick(rows, rows)
-    if refusal(engine, key, context) is not None:
-        return None
-    with torch.inference_mode():
-        runner.prepare(key)
-    with standing(engine, runner, key, context) as stand:
-        device = engine.worker.registry.device
-        return device_seconds(stand.replay, stand.rewind, REPEATS, device, lead=0.01)
 
 
 def chunks(num_heads: int, named: list[str]) -> list[dict]:

@@ -1,22 +1,27 @@
 """Recurrent mixers: a decode step against the bandwidth limit, and prompts against plain torch.
 
     python benchmarks/h200/recurrent.py [--shapes Falcon-H1-1.5B ...] [--rows 1 64 256]
-        [--prompts 512 8192 16x512] [--drafts 4]
+        [--prompts 512 8192 16x512] [--drafts 4] [--models Falcon-H1-1.5B ...]
 
 A mixer is convolve, scan and gate_norm, with random inputs: what a layer does beside its products.
 Decode is recorded, over as many layers as exceed the cache of the card, and the time is of one. The
 limit is to read and write all states once, at the measured bandwidth. With drafts, so many tokens a
 row are computed into a trail; its limit is to read the states and to write those of all tokens.
 Prompts are rows of one step (16x512: sixteen of 512 tokens); plain torch goes token by token, and
-is timed over the first few. Prints a table of each, then one line of JSON. On a CPU, try it with
-TRITON_INTERPRET=1 --shapes small-mamba small-delta --rows 1 2 --prompts 2x40.
+is timed over the first few. Models are whole: a decode step with all products, experts and
+attention over a context of 1,024 tokens; of Qwen3-Next the first 12 of 48 layers, which fit one
+card. Their limit is to read the weights and KV once, and all states and write them. Prints a table
+of each, then one line of JSON. On a CPU, try it with TRITON_INTERPRET=1 --shapes small-mamba
+small-delta --rows 1 2 --prompts 2x40.
 """
 
 import argparse
+import gc
 import json
 from collections.abc import Callable, Iterator
 
 import torch
+from stack import open_stack, step_seconds
 from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
@@ -34,15 +39,39 @@ SHAPES = {
     "small-mamba": Scan("mamba", 2, 16, 1, 16, 4),
     "small-delta": Scan("delta", 2, 16, 1, 16, 4),
 }
+MODELS = {
+    "Falcon-H1-1.5B": {
+        "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1",
+        "num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 4096,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+        "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_d_ssm": 3072,
+        "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 256,
+        "vocab_size": 65537, "max_position_embeddings": 131072, "rope_theta": 1e11,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    },
+    "Qwen3-Next-80B": {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+        "num_hidden_layers": 12, "hidden_size": 2048, "intermediate_size": 5120,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "partial_rotary_factor": 0.25, "vocab_size": 151936, "max_position_embeddings": 262144,
+        "rope_theta": 1e7, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    },
+}  # fmt: skip
+CONTEXT = 1024
 COLD_BYTES, MOST_LAYERS, REPEATS, PLAIN_TOKENS, EPS = 256 << 20, 64, 9, 64, 1e-5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES][:3])
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[*SHAPES][:3])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--prompts", nargs="+", default=["512", "2048", "8192", "16x512"])
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -52,6 +81,10 @@ def main() -> None:
             steps = ((rows, drafts) for rows in args.rows for drafts in (0, args.drafts))
             results += table(decode(name, *step, device, bandwidth) for step in steps)
             results += table(prefill(name, prompt, device) for prompt in args.prompts)
+    for name in args.models:
+        results += table(whole(name, args.rows))
+        gc.collect()
+        torch.cuda.empty_cache()
     print(json.dumps({"commandline": vars(args), "bandwidth": bandwidth, "results": results}))
 
 
@@ -139,6 +172,19 @@ def decode(name: str, rows: int, drafts: int, device: torch.device, bandwidth: f
         "limit_us": round(1e6 * limit, 2),
         "of_limit": round(limit / spent, 3),
     }
+
+
+def whole(name: str, rows: list[int]) -> Iterator[dict]:
+    session = open_stack(MODELS[name], max_num_seqs=max(rows), max_model_len=2 * CONTEXT)
+    for num in rows:
+        spent = step_seconds(session, num, CONTEXT)
+        if spent is not None:
+            yield {
+                "model": name,
+                "rows": num,
+                "ms": round(1000 * spent, 4),
+                "of_limit": round(session.least_seconds([CONTEXT] * num) / spent, 3),
+            }
 
 
 def prefill(name: str, prompt: str, device: torch.device) -> dict:

@@ -68,7 +68,7 @@ class Session:
         return {name: _since(now, self._before[name]) for name, now in self._counts().items()}
 
     def bytes_read(self, workload: Workload, num_steps: int) -> int:
-        """What no implementation can avoid moving: all weights once a step, and for every token
+        """What no implementation can avoid moving: the weights once a step, and for every token
         after the first the KV of those before it that it sees, and its recurrent state."""
         kv_bytes = sum(
             each * _sum_of_range(len(prompt) + 1, len(prompt) + output_len, window)
@@ -76,31 +76,39 @@ class Session:
             for each, window in self._kv_bytes_per_token()
         )
         num_tokens = sum(output_len - 1 for output_len in workload.output_lens)
-        return num_steps * self._weight_bytes() + kv_bytes + num_tokens * self._state_bytes()
+        weight_bytes = num_steps * self._weight_bytes(num_tokens / num_steps)
+        return weight_bytes + kv_bytes + num_tokens * self._state_bytes()
 
     def least_seconds(self, contexts: Iterable[int]) -> float:
-        """Of one step that reads all weights once, and the KV of rows with so many tokens each, and
+        """Of one step that reads the weights once, and the KV of rows with so many tokens each, and
         moves their recurrent states, at the measured bandwidth."""
+        contexts = list(contexts)
         of_rows = sum(
             self._state_bytes()
             + sum(each * min(context, window) for each, window in self._kv_bytes_per_token())
             for context in contexts
         )
-        return (self._weight_bytes() + of_rows) / self.read_bandwidth
+        return (self._weight_bytes(len(contexts)) + of_rows) / self.read_bandwidth
 
     def _state_bytes(self) -> int:
         """Of one row: its states are read and written."""
         states = self.engine.worker.states
         return 0 if states is None else 2 * (states.conv[:, 0].nbytes + states.scan[:, 0].nbytes)
 
-    def _weight_bytes(self) -> int:
-        """Without embeddings that are not also the head: of those, a step reads a few rows."""
+    def _weight_bytes(self, rows: float) -> int:
+        """Without embeddings that are not also the head: of those, a step reads a few rows. Nor
+        experts that so many rows would not choose, if they chose at random."""
         worker = self.engine.worker
         sizes = {
             e.name: e.tensor.numel() * e.tensor.dtype.itemsize for e in worker.registry.entries()
         }
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
-        return worker.weight_bytes - unread - sizes.get("weight.input_embedding", 0)
+        unread += sizes.get("weight.input_embedding", 0)
+        if (shape := worker.model.experts) is not None:
+            stored = sum(sizes[f"weight.{name}_experts"] for name in ("gate_up", "down"))
+            routed = stored * shape.num_experts // shape.num_all
+            unread += round(routed * (1 - shape.top_k / shape.num_experts) ** rows)
+        return worker.weight_bytes - unread
 
     def _kv_bytes_per_token(self) -> list[tuple[int, int]]:
         """Of each group of layers, and how many tokens it sees at most."""
