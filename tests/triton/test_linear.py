@@ -209,6 +209,13 @@ def test_how_many_tiles_are_split(monkeypatch):
     assert bulk._split(224, 4096) == (92, 1)
 
 
+def test_rows_of_one_padded_size_have_the_same_tiles():
+    """A choice is made once for all of them: a tile that some lack would be chosen anew."""
+    for rows in range(1, 257):
+        for adds in (False, True):
+            assert tiles_for(rows, 576, adds) == tiles_for(padded_rows(rows), 576, adds)
+
+
 def test_rows_are_padded_to_few_sizes():
     assert {padded_rows(rows) for rows in range(1, 257)} == {1, 8, 16, 64, 128, 256}
 

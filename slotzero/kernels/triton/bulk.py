@@ -1,4 +1,4 @@
-"""Matrix products over 5 to 256 rows, whose tiles are copied in bulk (by a card's tensor memory
+"""Matrix products over 2 to 256 rows, whose tiles are copied in bulk (by a card's tensor memory
 accelerator), several stages ahead of the matrix units.
 
 A program owns some features for some of the rows. Programs that share features are neighbours, so

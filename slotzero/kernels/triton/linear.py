@@ -2,7 +2,7 @@
 
 Each program owns a few output features and reads their weights once; the rows come from cache. What
 surrounds a product is fused into it (`ends.py`). Where it fits, the first weights are requested
-before the wait for the rows. From 5 rows on a tile may be copied in bulk (`bulk.py`).
+before the wait for the rows. From 2 rows on a tile may be copied in bulk (`bulk.py`).
 
 Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """

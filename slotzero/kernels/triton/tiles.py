@@ -7,7 +7,6 @@ MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
-BULK_ROWS = 5  # from here on a tile may be copied in bulk
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -47,11 +46,12 @@ def padded_rows(rows: int) -> int:
 @functools.cache
 def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
     """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
-    that is added to the residual has few features, so its inner dimension may be shared out."""
+    that is added to the residual has few features, so its inner dimension may be shared out. All
+    rows of one padded size have the same: a choice is made once for them."""
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
-    bulk = _bulk(rows, adds) if rows >= BULK_ROWS else ()
+    bulk = _bulk(rows, adds)
     if rows > STAGED_ROWS:
         return bulk
     plain = [(4, 512, 4), (4, 640, 4), (2, 768, 4)] if rows <= PLAIN_ROWS else []
