@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from slotzero.cache import cache_dir
-from slotzero.kernels.triton import linear
+from slotzero.kernels.triton import bulk, ends, linear, tiles
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 COLD_BYTES = 256 << 20  # several times the cache of a card
@@ -70,8 +70,10 @@ class Choices:
 
 def _version() -> str:
     """A choice is forgotten when the kernels or their compiler change."""
-    source = Path(linear.__file__).read_bytes() + triton.__version__.encode()
-    return hashlib.sha256(source).hexdigest()[:12]
+    digest = hashlib.sha256(triton.__version__.encode())
+    for module in (linear, bulk, ends, tiles):
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _read(file: Path) -> dict[str, str]:
