@@ -159,6 +159,8 @@ class Worker:
         for group in model.groups:
             for heads in group.shapes:
                 self.kernels.refuse(heads)
+        for name, tensor in self.kernels.held().items():
+            registry.constant(name, tensor)
         if config.load_format == "dummy":
             weights = random_weights(whole, registry, self.kernels, dtype, config.seed, ranks=ranks)
         else:

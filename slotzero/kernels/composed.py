@@ -5,7 +5,7 @@ attention and sampling, and leaves it to a compiler to fuse the rest.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -76,6 +76,9 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
 
     def refuse(self, heads: Heads) -> None:
         """Any shape will do."""
+
+    def held(self) -> Mapping[str, Tensor]:
+        return {}
 
     def locate(
         self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor

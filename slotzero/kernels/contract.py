@@ -10,7 +10,7 @@ composed.py and the files beside it, in plain torch.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -44,6 +44,10 @@ class Kernels(SpeculationKernels, RecurrentKernels):
     @abstractmethod
     def refuse(self, heads: Heads) -> None:
         """Raises UnsupportedModelError where no kernel of this set can attend in this shape."""
+
+    @abstractmethod
+    def held(self) -> Mapping[str, Tensor]:
+        """By name, memory of their own that a recording sees. Every step leaves it as it was."""
 
     @abstractmethod
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:

@@ -188,6 +188,7 @@ def test_tiles_that_do_not_fill_the_card_are_split(device, half, monkeypatch, ou
         after = linear_add(x, weight, bias, residual, norm, tile)
         assert close(residual, expected)
         assert close(applied(after, EPS), normed(residual.float(), norm.float()))
+        assert not bulk.arrivals().any(), "a product leaves its counts to the next"
         runs.append(residual)
     assert torch.equal(runs[0], runs[1])
 

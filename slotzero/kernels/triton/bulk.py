@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from slotzero.kernels.nouns import Activation, Normed
 from slotzero.kernels.triton.ends import ask, finish
 from slotzero.kernels.triton.launch import (
+    INTERPRETED,
     launch,
     may_follow,
     num_processors,
@@ -34,6 +35,7 @@ from slotzero.kernels.triton.tiles import Tile
 ALIGNED = 16  # bytes
 PARTS = 32  # of squares, read at a time
 MOST_SHARES, LEAST_SHARE = 4, 512  # of one tile; of the inner dimension
+MOST_SPLIT = 1024  # tiles: fewer than a card has processors
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts", "whole"])
@@ -132,7 +134,7 @@ def product(
     if shares > 1:
         size = split * shares * tile.rows * tile.features
         partial = torch.empty(size, dtype=torch.float32, device=out.device)
-        arrived = _arrivals(out.device)
+        arrived = arrivals()
     num_parts = 0 if x.squares is None else len(x.squares)
     weighted, squares_out = made or (None, None)
     launch(
@@ -154,9 +156,10 @@ def _split(tiles: int, inner: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _arrivals(device: torch.device) -> Tensor:
+def arrivals() -> Tensor:
     """How many shares of a split tile are there; zeros between products."""
-    return torch.zeros(num_processors(), dtype=torch.int32, device=device)
+    device = "cpu" if INTERPRETED else "cuda"
+    return torch.zeros(MOST_SPLIT, dtype=torch.int32, device=device)
 
 
 def _rows(x: Tensor, tile: Tile) -> TensorDescriptor:

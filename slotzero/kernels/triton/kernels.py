@@ -4,7 +4,7 @@ Nothing here reads device memory from the host, so a whole step can be captured.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -87,6 +87,9 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
                     f"{name}: {value}, and the attention kernels for CUDA hold at most {most}; "
                     "run the model with --backend cpu"
                 )
+
+    def held(self) -> Mapping[str, Tensor]:
+        return {"arrivals": bulk.arrivals()}
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         return (out_features, in_features)
