@@ -95,8 +95,8 @@ def _attend_kernel(
 ):  # fmt: skip
     """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
 
-    What the plan says, and slots, are read before the wait: a product that takes no part in
-    overlapping came between."""
+    What the plan says, and slots, are read before the wait: the plan is never launched to overlap,
+    and comes after all that it is made of."""
     may_follow(PDL)
     part, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
