@@ -142,8 +142,8 @@ class EagleDrafter(Guesser):
         if not config.is_third:
             hidden = self._product(x, weights.fc, weights.fc_bias)
             normed = kernels.norm(hidden, weights.first_norm, eps)
-        angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
         plan = kernels.plan(tokens, rows, config.group.heads, branches)
+        angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
         given = Given(hidden, *normed, tokens.slots, None, self._expert_starts)
         given = given.attending(*angles, self._kv.pages[layer], self._kv.page_table)
         hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, *plan)
