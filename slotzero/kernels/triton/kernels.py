@@ -369,12 +369,11 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
 
         `changes` is what a run reads and writes, to be put back after a trial.
         """
-        if not _is_few(len(x), x.dtype):
-            return run(None, weight)
-        rows = len(x)
-        out_features, in_features = weight.shape
-        tiles = _named_tiles(rows, in_features, kind == "add", bulk.takes(x, weight))
-        if INTERPRETED:
+        rows, (out_features, in_features) = len(x), weight.shape
+        tiles: dict[str, Tile] = {}
+        if _is_few(rows, x.dtype):
+            tiles = _named_tiles(rows, in_features, kind == "add", bulk.takes(x, weight))
+        if INTERPRETED or not tiles:
             return run(next(iter(tiles.values()), None), weight)
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, (CUBLAS, *tiles))
