@@ -1,5 +1,7 @@
 """Fixtures of all tests: tiny models with transformers as the oracle, and what a test may see."""
 
+import contextlib
+import logging
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -9,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
+
+from slotzero.errors import CapacityError
+from slotzero.kernels.cpu.build import load as load_kernels
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds that few processes need
     from oracle import Oracle
@@ -73,6 +78,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The kernels of the CPU are built once, before several processes want them at the same time;
+    why they cannot be, the tests will tell."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        with contextlib.suppress(CapacityError):
+            load_kernels()
+
+
 _sees_gpu = torch.cuda.is_available
 
 
@@ -89,6 +102,15 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _logged_as_before() -> Iterator[None]:
+    """`slotzero serve` says where its process logs, which here is that of other tests too."""
+    log = logging.getLogger("slotzero.server")
+    before = log.level, log.propagate, log.handlers[:]
+    yield
+    log.level, log.propagate, log.handlers[:] = before
 
 
 @pytest.fixture(autouse=True)
