@@ -39,22 +39,24 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle
 
 
 LONGEST = (
-    "test_triton.py",
     "test_ray.py",
-    "test_openai_client.py",
-    "test_speculative.py",
-    "test_scheduler.py",
     "test_models.py",
     "test_parallel.py",
+    "test_windows.py",
+    "test_speculative.py",
+    "test_certify.py",
     "test_mutants.py",
     "test_latent.py",
-    "test_structured.py",
-    "test_widths.py",
     "test_assistant.py",
     "test_sanitize.py",
-    "test_windows.py",
+    "test_engine.py",
+    "test_openai_client.py",
+    "test_triton.py",
+    "test_structured.py",
+    "test_bad_input.py",
     "test_fleet_http.py",
 )
+SINGLY = "test_triton.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,15 +67,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's, so that what its tests share is made once. Of the longest, each test
-    is a process of its own anyway, and may be anybody's. Marks of groups would say the same, but
-    from pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
+    """A file is one process's, so that what its tests share is made once. Of one file, each test is
+    a process of its own anyway, and may be anybody's. Marks of groups would say the same, but from
+    pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return nodeid if file.endswith(LONGEST[0]) else file
+            return nodeid if file.endswith(SINGLY) else file
 
     return ByFile(config, log)
 
