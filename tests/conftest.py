@@ -1,5 +1,7 @@
 """Fixtures of all tests: tiny models with transformers as the oracle, and what a test may see."""
 
+import contextlib
+import logging
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -9,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 import torch
+
+from slotzero.errors import CapacityError
+from slotzero.kernels.cpu.build import load as load_kernels
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds that few processes need
     from oracle import Oracle
@@ -34,22 +39,24 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle
 
 
 LONGEST = (
-    "test_triton.py",
     "test_ray.py",
-    "test_openai_client.py",
-    "test_speculative.py",
-    "test_scheduler.py",
     "test_models.py",
     "test_parallel.py",
+    "test_windows.py",
+    "test_speculative.py",
+    "test_certify.py",
     "test_mutants.py",
     "test_latent.py",
-    "test_structured.py",
-    "test_widths.py",
     "test_assistant.py",
     "test_sanitize.py",
-    "test_windows.py",
+    "test_engine.py",
+    "test_openai_client.py",
+    "test_triton.py",
+    "test_structured.py",
+    "test_bad_input.py",
     "test_fleet_http.py",
 )
+SINGLY = "test_triton.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,17 +67,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's, so that what its tests share is made once. Of the longest, each test
-    is a process of its own anyway, and may be anybody's. Marks of groups would say the same, but
-    from pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
+    """A file is one process's, so that what its tests share is made once. Of one file, each test is
+    a process of its own anyway, and may be anybody's. Marks of groups would say the same, but from
+    pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return nodeid if file.endswith(LONGEST[0]) else file
+            return nodeid if file.endswith(SINGLY) else file
 
     return ByFile(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The kernels of the CPU are built once, before several processes want them at the same time;
+    why they cannot be, the tests will tell."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        with contextlib.suppress(CapacityError):
+            load_kernels()
 
 
 _sees_gpu = torch.cuda.is_available
@@ -89,6 +104,15 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _logged_as_before() -> Iterator[None]:
+    """`slotzero serve` says where its process logs, which here is that of other tests too."""
+    log = logging.getLogger("slotzero.server")
+    before = log.level, log.propagate, log.handlers[:]
+    yield
+    log.level, log.propagate, log.handlers[:] = before
 
 
 @pytest.fixture(autouse=True)

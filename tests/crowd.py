@@ -34,9 +34,6 @@ class Seen:
     died_after: list[int] = field(default_factory=list)  # letters
     odd: list[str] = field(default_factory=list)
 
-    def per_second(self, begin: float, end: float) -> float:
-        return sum(begin <= at < end for at in self.ended_at) / (end - begin)
-
 
 async def ask(http: httpx.AsyncClient, prompt: str, seen: Seen) -> None:
     text, code = "", None
@@ -72,19 +69,14 @@ def engines(url: str) -> list[str]:
 def kill_one_under_load(server: Server, victim: int) -> None:
     """Of two engines whose processes are anybody's; nothing but what ran on it is lost."""
     seen = Seen()
-    began, killed, back, ended = asyncio.run(_abuse(server.url, victim, seen))
-    before, between, after = (
-        seen.per_second(*pair) for pair in ((began + 1, killed), (killed, back), (back, ended))
-    )
-    print(f"answers a second: {before:.1f}, {between:.1f} without it, {after:.1f}")
+    killed, back = asyncio.run(_abuse(server.url, victim, seen))
     print(f"{len(seen.ended_at)} whole, {len(seen.died_after)} died, back in {back - killed:.1f} s")
     assert seen.odd == []
     assert all(num > 0 for num in seen.died_after), "who had nothing yet was sent elsewhere"
     assert len(seen.died_after) <= NUM_SLOTS, "they were all on the one that died"
     assert len(seen.answers) == NUM_CLIENTS
     assert all(len(answers) == 1 for answers in seen.answers.values()), "whoever answered"
-    assert between > 0
-    assert after > before / 3, "a busy machine is not the same at all times"
+    assert any(killed < at < back for at in seen.ended_at), "the other one answered"
     metrics = httpx.get(f"{server.url}/metrics").text
     restarts = [
         f'slotzero_engine_restarts_total{{engine="{i}"}} {n}.0' for i in (0, 1) for n in (0, 1)
@@ -95,9 +87,10 @@ def kill_one_under_load(server: Server, victim: int) -> None:
     assert "Traceback" not in log
 
 
-async def _abuse(url: str, victim: int, seen: Seen) -> list[float]:
-    """-> when: load began, one was killed, it was back, load ended"""
-    is_over, times = asyncio.Event(), [time.monotonic()]
+async def _abuse(url: str, victim: int, seen: Seen) -> tuple[float, float]:
+    """Load, until all have an answer and both engines a queue, and so again once the one that is
+    killed is back -> when it was killed, and when it was back"""
+    is_over = asyncio.Event()
     # an idle connection may be closed by the server just when it is used again
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
@@ -107,20 +100,25 @@ async def _abuse(url: str, victim: int, seen: Seen) -> list[float]:
     ):
         for i in range(NUM_CLIENTS):
             tasks.create_task(load(http, i, seen, is_over))
-        await asyncio.sleep(4)
-        while min(await _waiting(http)) < 5:
-            await asyncio.sleep(0.02)
+        await _until_busy(http, seen)
         os.kill(victim, signal.SIGKILL)
-        times.append(time.monotonic())
+        killed = time.monotonic()
         while "restarting" not in await _states(http):
             await asyncio.sleep(0.02)
         while await _states(http) != ["ready", "ready"]:
             await asyncio.sleep(0.1)
-        times.append(time.monotonic())
-        await asyncio.sleep(4)
-        times.append(time.monotonic())
+        back = time.monotonic()
+        await _until_busy(http, seen)
         is_over.set()
-    return times
+    return killed, back
+
+
+async def _until_busy(http: httpx.AsyncClient, seen: Seen) -> None:
+    before = len(seen.ended_at)
+    while len(seen.ended_at) < before + NUM_CLIENTS or len(seen.answers) < NUM_CLIENTS:
+        await asyncio.sleep(0.02)
+    while min(await _waiting(http)) < 5:
+        await asyncio.sleep(0.02)
 
 
 async def _waiting(http: httpx.AsyncClient) -> list[int]:

@@ -119,7 +119,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.2)  # to ask costs the machine that is waited for
 
 
 @contextmanager

@@ -275,7 +275,7 @@ def play(size: int, part: Play) -> None:
         fleet = Fleet({}, size)
         replicas = [FakeReplica(fleet) for _ in range(size)]
         fleet.replicas = tuple(replicas)  # type: ignore[assignment]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON):
             await part(fleet, replicas)
         assert fleet.num_moving == 0
 

@@ -31,14 +31,16 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens=64):
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"), [*((f, "eager") for f in FAMILY), (FAMILY[1], "cpu")]
+    ("family", "backend", "rows", "pages"),
+    [*((family, "eager", 4, 16) for family in FAMILY), (FAMILY[1], "cpu", 2, 12)],
 )
-def test_chunked_cached_and_preempted(oracles, family, backend):
-    """All at once: chunks of 13 tokens, prefixes that are shared, and pages for half the rows."""
+def test_chunked_cached_and_preempted(oracles, family, backend, rows, pages):
+    """All at once: chunks of 13 tokens, prefixes that are shared, and pages for half the rows.
+    Each number of rows is compiled, so there they are few."""
     oracle = oracles(family)
     traced = Traced(
-        oracle.path, backend=backend, max_num_seqs=4, max_model_len=160, max_num_batched_tokens=13,
-        kv_cache_memory=16 * page_bytes(oracle.path),
+        oracle.path, backend=backend, max_num_seqs=rows, max_model_len=160,
+        max_num_batched_tokens=13, kv_cache_memory=pages * page_bytes(oracle.path),
     )  # fmt: skip
     shared = prompts_of([40], oracle.vocab_size)[0]["prompt_token_ids"]
     tails = prompts_of([1, 20, 9, 33], oracle.vocab_size, seed=5)
@@ -178,19 +180,20 @@ def test_layers_ahead_guess_by_the_book(with_layers_ahead, num, steps):
 
 
 @pytest.mark.parametrize(
-    ("num", "settings", "backend"),
+    ("num", "settings"),
     [
-        (1, {"speculative_steps": 4}, "eager"),
-        (1, {"speculative_steps": 3, "speculative_topk": 3}, "eager"),
-        (2, {"speculative_steps": 2}, "eager"),
-        (2, {"speculative_steps": 2}, "cpu"),
+        (1, {"speculative_steps": 4}),
+        (1, {"speculative_steps": 3, "speculative_topk": 3}),
+        (2, {"speculative_steps": 2}),
+        (2, {"speculative_steps": 2, "backend": "cpu", "max_num_seqs": 1}),  # one size to compile
     ],
 )
-def test_own_layers_change_no_token(with_layers_ahead, num, settings, backend):
+def test_own_layers_change_no_token(with_layers_ahead, num, settings):
     folder, book_of = with_layers_ahead(num)
+    settings = {"backend": "eager", "max_num_seqs": 4, **settings}
     traced = Traced(
-        str(folder), backend=backend, max_num_seqs=4, max_num_batched_tokens=32,
-        speculative="mtp", speculative_adaptive=False, **settings,
+        str(folder), max_num_batched_tokens=32, speculative="mtp", speculative_adaptive=False,
+        **settings,
     )  # fmt: skip
     prompts = prompts_of([1, 2, 40, 19], book_of.oracle.vocab_size)
     if "speculative_topk" in settings:  # logits of trees are those of all branches

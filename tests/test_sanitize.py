@@ -74,7 +74,8 @@ def test_off_imports_nothing_of_it() -> None:
 @pytest.mark.parametrize(
     ("family", "shape", "drafter", "backend"),
     [
-        *((*pair, None, backend) for pair in WATCHED for backend in BACKENDS),
+        *((*pair, None, "eager") for pair in WATCHED),
+        (*WATCHED[0], None, "cpu"),
         ("llama", "wide", "eagle3", "eager"),
     ],
 )

@@ -609,7 +609,7 @@ def test_the_engine_dies_with_its_parent(when: str) -> None:
             assert parent.stdout.readline() == "False\n"  # the HTTP process does not know torch
             assert parent.stdout.readline() == "token\n"
         parent.kill()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_alive(pid)

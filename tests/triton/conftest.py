@@ -1,10 +1,6 @@
 """Kernel tests that run on a GPU as they are, and on a CPU through Triton's interpreter."""
 
-import functools
 import os
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -18,35 +14,10 @@ if not INTERPRETED and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]  # tests/test_triton.py runs them in a process of its own
 
 
-def patch_once_a_launch() -> None:
-    """The interpreter patches triton.language again whenever one jit function calls another, though
-    nothing is restored before the launch ends. That is half of its time."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patched: set[ModuleType] = set()
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-
-    @functools.cache
-    def seen_by(fn: Callable[..., Any]) -> frozenset[ModuleType]:
-        return frozenset(lang for lang in (tl, tl.core) if lang in fn.__globals__.values())
-
-    def patch_once(fn: Callable[..., Any]) -> Any:
-        if patched >= seen_by(fn):
-            return None  # only a launch restores, and it is the first to patch
-        patched.update(seen_by(fn))
-        return patch(fn)
-
-    def launch_unpatched(executor: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        launch(executor, *args, **kwargs)
-
-    interpreter._patch_lang = patch_once
-    interpreter.GridExecutor.__call__ = launch_unpatched
-
-
 if INTERPRETED:
-    patch_once_a_launch()
+    from interpreter import make_quick
+
+    make_quick()
 
 
 @pytest.fixture

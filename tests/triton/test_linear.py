@@ -125,7 +125,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
         assert torch.equal(*outs), tile
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[2:] if INTERPRETED else SHAPES)
 def test_a_plain_row_does_not_depend_on_their_number(device, half, shape):
     x, weight, bias, norm = made(8, *shape, device, half)
     normed = late(x, norm, 3)

@@ -9,6 +9,7 @@ from slotzero.kernels.nouns import Angles, Branches, Heads, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import kernels, prefill, verify
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.triton.launch import INTERPRETED
 
 STARTS = [0, 3, 200, 63, 64, 17, 130]
 GROUPS = [(2, 2, 16, 4), (6, 2, 24, 16), (8, 1, 64, 32)]  # heads, KV heads, head size, page size
@@ -206,9 +207,6 @@ def apart(request, monkeypatch):
     return is_apart
 
 
-EITHER_WAY = pytest.mark.parametrize("apart", [True, False], ids=["apart", "joined"], indirect=True)
-
-
 ROWS = [(2, [1, 2, 2, 0]), (5, [5, 1, 3, 0, 4]), (16, [16, 9, 15])]  # span, counts
 
 
@@ -250,19 +248,33 @@ def test_values_of_another_size(device, dim, value_dim, kind):
     Case((4, 2, dim, 16), 3, [2, 3, 3], device, value_dim=value_dim, **kind).check()
 
 
-@EITHER_WAY
-@pytest.mark.parametrize("cut", [(10, 16), (1, 64)])
-@pytest.mark.parametrize(
-    ("shape", "span", "kind"),
+def in_16_bits(cases):
+    """Each in short chunks and in such as are many tiles, and either way; through the interpreter
+    every pair of these, on a GPU every three."""
+    cuts = ((10, 16), (1, 64))
+    return pytest.mark.parametrize(
+        ("case", "cut", "apart"),
+        [
+            (case, cut, is_apart)
+            for i, case in enumerate(cases)
+            for j, cut in enumerate(cuts)
+            for is_apart in (True, False)
+            if not INTERPRETED or (i + j) % 2 == is_apart
+        ],
+        indirect=["apart"],
+    )
+
+
+@in_16_bits(
     [
         ((4, 2, 64, 16), 4, {}),
         ((3, 1, 48, 16), 3, {"sinks": True, "window": 20, "softcap": 5.0}),
         ((8, 1, 32, 8), 7, {"window": 100}),
         ((2, 1, 256, 16), 2, {}),
-    ],
+    ]
 )
-def test_16_bits(device, half, monkeypatch, shape, span, kind, cut, apart):
-    """Short chunks, and such as are many tiles."""
+def test_16_bits(device, half, monkeypatch, case, cut, apart):
+    shape, span, kind = case
     monkeypatch.setattr(verify, "cut_for", lambda *_: (*cut, apart))
     case = Case(shape, span, [span, 1, 2, 0], device, half, **kind)
     (out, pages), (expected, expected_pages) = case.run(), case.expected()
@@ -359,10 +371,9 @@ def test_trees_of_both_forms_equal_the_reference(device, steps, kind):
     same_pages(pages, expected_pages, 1e-5)
 
 
-@EITHER_WAY
-@pytest.mark.parametrize("cut", [(10, 16), (1, 64)])
-@pytest.mark.parametrize(("span", "steps"), [(7, 0), (4, 5)])
-def test_trees_in_16_bits(device, half, monkeypatch, span, steps, cut, apart):
+@in_16_bits([(7, 0), (4, 5)])
+def test_trees_in_16_bits(device, half, monkeypatch, case, cut, apart):
+    span, steps = case
     monkeypatch.setattr(verify, "cut_for", lambda *_: (*cut, apart))
     case = Case((8, 2, 32, 8), span, [span, 1, 3], device, half, steps=steps, window=50)
     (out, pages), (expected, expected_pages) = case.run(), case.expected()
