@@ -30,7 +30,7 @@ COMPILED = {
     "rope-dynamic": "angles that depend on the context",
 }
 """What each has that no other compiled layer has. Compiled too: llama, mistral, qwen2 and qwen3
-below, deepseek-v3 in test_latent.py, gemma2, gemma3 and olmo3 in test_windows.py."""
+below, deepseek-v3 with layers ahead in test_latent.py, gemma2 and gemma3 in test_windows.py."""
 
 
 @pytest.mark.parametrize(
