@@ -264,7 +264,7 @@ def test_a_drafter_that_is_wrong_is_named(
     [
         [*TINY],
         [*TINY, "--quick"],
-        [*SMALL, "--backend", "cpu", "--quick"],
+        [*SMALL, "--backend", "cpu", "--quick", "--max-num-seqs", "2"],
         [*SMALL, "--backend", "cpu", "--quick", "--max-num-seqs", "2", *EAGLE3],
     ],
 )

@@ -29,8 +29,8 @@ COMPILED = {
     "deepseek-v2": "latent heads, experts in groups beside a dense part",
     "rope-dynamic": "angles that depend on the context",
 }
-"""What each has that no other compiled layer has. Compiled too: llama, mistral, qwen2 and qwen3
-below, deepseek-v3 in test_latent.py, gemma2, gemma3 and olmo3 in test_windows.py."""
+"""What each has that no other compiled layer has. Compiled too: llama and qwen3 below, deepseek-v3
+with layers ahead in test_latent.py, gemma2 and gemma3 in test_windows.py."""
 
 
 @pytest.mark.parametrize(
@@ -90,35 +90,53 @@ def test_every_batch_through_recorded_graphs(oracles):
     assert {key.rows for key in records} == {1, 2, 4, 8, 16, 17}
 
 
-@pytest.mark.parametrize("backend", ["eager", "cpu"])
-def test_chunked_prefill(oracles, backend):
+def test_chunked_prefill(oracles):
     oracle = oracles("qwen2")
-    traced = Traced(oracle.path, backend=backend, max_num_seqs=4, max_num_batched_tokens=13)
+    traced = Traced(oracle.path, backend="eager", max_num_seqs=4, max_num_batched_tokens=13)
     expect_equal(traced, oracle, prompts_of([100, 3, 57, 26], oracle.vocab_size))
 
 
-@pytest.mark.parametrize("backend", ["eager", "cpu"])
-def test_preemption_by_a_tiny_kv_budget(oracles, backend):
+PAGE = 2 * 2 * 16 * 2 * 16 * 4  # of llama: layers, k and v, page size, KV heads, head size, float32
+
+
+def test_preemption_by_a_tiny_kv_budget(oracles):
     oracle = oracles("llama")
-    page = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, page size, KV heads, head size, float32
     traced = Traced(
-        oracle.path, backend=backend, max_num_seqs=4, max_model_len=120, kv_cache_memory=13 * page
+        oracle.path, backend="eager", max_num_seqs=4, max_model_len=120, kv_cache_memory=13 * PAGE
     )
     expect_equal(traced, oracle, prompts_of([40, 30, 20, 50, 10, 44], oracle.vocab_size))
     assert traced.engine.lanes.num_preemptions > 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "cpu"])
-def test_prefix_cache_hits_change_nothing(oracles, backend):
+def prompts_that_begin_alike(vocab_size):
+    shared = prompts_of([48], vocab_size)[0]["prompt_token_ids"]
+    tails = prompts_of([1, 9, 20, 33], vocab_size, seed=5)
+    return [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+
+
+def test_prefix_cache_hits_change_nothing(oracles):
     oracle = oracles("mistral")
-    traced = Traced(oracle.path, backend=backend, max_num_seqs=4, max_num_batched_tokens=64)
-    shared = prompts_of([48], oracle.vocab_size)[0]["prompt_token_ids"]
-    tails = prompts_of([1, 9, 20, 33], oracle.vocab_size, seed=5)
-    prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
+    traced = Traced(oracle.path, backend="eager", max_num_seqs=4, max_num_batched_tokens=64)
+    prompts = prompts_that_begin_alike(oracle.vocab_size)
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
     stats = traced.engine.lanes[0].ledger.cache.stats
     assert stats.num_hit_tokens > 48 * len(prompts)
+
+
+def test_chunks_prefixes_and_preemption_through_recorded_graphs(oracles):
+    """All at once, as each engine is compiled anew."""
+    oracle = oracles("llama")
+    traced = Traced(
+        oracle.path, backend="cpu", max_num_seqs=4, max_num_batched_tokens=13, max_model_len=160,
+        kv_cache_memory=16 * PAGE,
+    )  # fmt: skip
+    prompts = prompts_that_begin_alike(oracle.vocab_size)
+    for _ in range(2):
+        expect_equal(traced, oracle, prompts)
+    scheduler = traced.engine.lanes[0]
+    assert scheduler.num_preemptions > 0 and scheduler.ledger.cache.stats.num_hit_tokens > 48
+    assert traced.engine.worker.decode.counts.replays > 0
 
 
 def test_dynamic_rope_does_not_share_prefixes(oracles):

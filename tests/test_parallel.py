@@ -43,7 +43,7 @@ TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 4}
 JOBS = {
     **{name: (name, SETTINGS) for name in FAMILIES if not name.startswith("rope")},
     **{f"{name}-spread": (name, SETTINGS) for name in ("gpt-oss", "deepseek-v2", "deepseek-v3")},
-    "gpt-oss-spread-graphs": ("gpt-oss", {**SETTINGS, "backend": "cpu", "max_num_seqs": 1}),
+    "llama-graphs": ("llama", {**SETTINGS, "backend": "cpu", "max_num_seqs": 2}),
     "llama-preempted": (
         "llama", {**SETTINGS, "max_model_len": 80, "kv_cache_memory": 8 * PAGE}
     ),
@@ -56,10 +56,10 @@ JOBS = {
 }  # fmt: skip
 APART = {
     **{f"{name}-apart": job for name, job in JOBS.items() if job[1] is SETTINGS},
-    **{
-        f"{name}-apart": JOBS[name]
-        for name in ("gpt-oss-spread-graphs", "deepseek-v3-mtp", "deepseek-v3-tree")
-    },
+    **{f"{name}-apart": JOBS[name] for name in ("deepseek-v3-mtp", "deepseek-v3-tree")},
+    "gpt-oss-spread-graphs-apart": (
+        "gpt-oss", {**SETTINGS, "backend": "cpu", "max_num_seqs": 1}  # one size to compile
+    ),
     "llama-preempted-apart": (
         "llama", {**SETTINGS, "max_model_len": 80, "kv_cache_memory": 7 * 2 * PAGE}
     ),

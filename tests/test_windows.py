@@ -47,12 +47,13 @@ def test_batches_from_1_to_9(oracles, family):
     ("family", "backend", "chunk"),
     [
         *((family, "eager", chunk) for family in HYBRIDS for chunk in (5, 40)),
-        *((family, "cpu", 13) for family in ("gemma2", "olmo3")),
+        ("gemma2", "cpu", 13),
     ],
 )
 def test_chunks_shorter_and_longer_than_the_window(oracles, family, backend, chunk):
     oracle = oracles(family)
-    traced = Traced(oracle.path, backend=backend, max_num_seqs=2, max_num_batched_tokens=chunk)
+    rows = 1 if backend == "cpu" else 2  # sizes to compile
+    traced = Traced(oracle.path, backend=backend, max_num_seqs=rows, max_num_batched_tokens=chunk)
     prompts = prompts_of([150, 3, 57], oracle.vocab_size)
     expect_equal(traced, oracle, prompts, num_tokens=20)
     traced.engine.check()
