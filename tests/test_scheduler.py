@@ -511,6 +511,21 @@ def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> W
     return world
 
 
+def test_what_a_drafter_has_not_followed_is_not_found() -> None:
+    """A prompt of one token is decoded, which a drafter does not follow."""
+    world = _world(page_size=1, windows=(None, None), ahead=1, most_behind=1)
+    world.add([1], max_tokens=1)
+    assert world.launch().is_decode
+    world.commit()
+    later = world.add([1, 2, 3], max_tokens=3)
+    world.turn()
+    assert later.num_cached == 0
+    world.run_out()
+    again = world.add([1, 2, 3], max_tokens=1)
+    world.drain()
+    assert again.num_cached == 2
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,), (1, None)])
 def test_soak_meets_everything(windows, caching: bool) -> None:

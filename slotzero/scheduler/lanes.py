@@ -76,7 +76,11 @@ class Lanes(Sequence[Scheduler]):
         if not step.rows:
             return None
         most_behind = self[0].config.most_behind
-        return step if most_behind is None else _with_drafter(step, most_behind)
+        if most_behind is not None:
+            step = _with_drafter(step, most_behind)
+        for lane, rows in zip(self, step.lanes, strict=True):
+            lane.remember(rows)
+        return step
 
     def abandon(self) -> None:
         for lane in self:

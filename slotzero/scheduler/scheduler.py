@@ -26,7 +26,7 @@ The rules it keeps:
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -172,12 +172,16 @@ class Scheduler:
         decoding = [r for r in choice.decoding if width > 1 or not _may_be_done(r)]
         rows = (*(_decode(request, most_new) for request in decoding), *choice.prefilling)
         for row in rows:
-            # only now: a row must not read, in the same step, what another row writes
-            if row.start < row.request.target:
-                self.ledger.remember(row.request)
             if row.samples and row.request.grammar is not None:
                 self.writer.constrained(row.request)
         return rows
+
+    def remember(self, rows: Iterable[Row]) -> None:
+        """Who comes later finds what of prompts these compute: not in the same step, where a row
+        must not read what another one writes, and not what a drafter does not follow."""
+        for row in rows:
+            if row.start < row.request.target:
+                self.ledger.remember(row.request)
 
     def commit(
         self, rows: Sequence[Row], sampled: Sequence[Sequence[int]]
