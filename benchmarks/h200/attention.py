@@ -15,10 +15,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import decode_line
 import torch
 
 from slotzero.kernels.nouns import Angles, Heads
-from slotzero.kernels.triton import decode, decode_line
+from slotzero.kernels.triton import decode
 from slotzero.kernels.triton.launch import compiling_ahead, num_processors
 
 DRY = os.environ.get("DRY") == "1"

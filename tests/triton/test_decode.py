@@ -1,6 +1,9 @@
 """Decode attention against the reference: every length in one grid, over hostile pages."""
 
+import importlib
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +11,10 @@ from shapes import SHAPES as ODD
 
 from slotzero.kernels.nouns import Angles, Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import decode, decode_line
-from slotzero.kernels.triton.kernels import LINE, TritonKernels
+from slotzero.kernels.triton import decode
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks/h200"))
+decode_line = importlib.import_module("decode_line")
 
 REFERENCE = ReferenceKernels()
 SHAPES = [*ODD, (4, 1, 256, 16), (32, 1, 32, 16)]
@@ -240,21 +245,11 @@ def test_a_line_of_any_rows(device, few_shares, lengths):
     Case((2, 1, 16, 16), lengths, device).check(num_layers=2, kind=decode_line)
 
 
-def test_a_line_of_16_bits_through_the_kernel_set(device, half, few_shares, monkeypatch):
-    monkeypatch.setattr(decode_line, "FROM_ROWS", 3)
-    kernels, case = TritonKernels(), Case((8, 2, 64, 16), [31, 90], device, half)
-    plan = kernels.plan(Tokens(*(t.to(device) for t in case.tokens)), None, case.heads)
-    assert len(plan) == LINE
-    joined, pages, *norms = (
-        t.to(device, half, copy=True) for t in (case.joined, case.kv, *case.norms)
-    )
-    angles = Angles(*(t.to(device) for t in case.angles))
-    for _ in range(2):
-        table = case.table.to(device)
-        out = kernels.attention(joined, *norms, None, angles, pages, table, plan, case.heads)
-    expected, expected_pages = case.expected()
-    assert (out.cpu().float() - expected).norm() / expected.norm() < 1e-2
-    same_pages(pages.cpu().float(), expected_pages, 0.1)
+def test_a_line_of_16_bits(device, half, few_shares):
+    case = Case((8, 2, 64, 16), [31, 90], device, half)
+    (out, pages), (expected, expected_pages) = case.run(2, decode_line), case.expected()
+    assert (out - expected).norm() / expected.norm() < 1e-2
+    same_pages(pages, expected_pages, 0.1)
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 600])

@@ -30,7 +30,6 @@ from slotzero.kernels.nouns import (
 from slotzero.kernels.triton import (
     bulk,
     decode,
-    decode_line,
     elementwise,
     experts,
     latent,
@@ -52,10 +51,10 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 CUBLAS = "cublas"
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
-DECODE, LINE = len(decode.Shares._fields), len(decode_line.Line._fields)
+DECODE = len(decode.Shares._fields)
 VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
-assert len({DECODE, LINE, VERIFY, PREFILL}) == 4
+assert len({DECODE, VERIFY, PREFILL}) == 3
 T = TypeVar("T")
 
 
@@ -118,8 +117,6 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         if heads.latent is not None:
             return latent.plan(tokens, rows, heads, branches)
         if rows is None:
-            if decode_line.takes(len(tokens.slots), heads):
-                return decode_line.plan(*tokens, heads)
             return decode.plan(*tokens, heads)
         if verify.takes(rows.span, heads):
             return verify.plan(tokens.slots, rows, heads, branches)
@@ -297,11 +294,6 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             shares = decode.Shares(*cast("tuple[Tensor, ...]", plan))
             return decode.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
-            )
-        if len(plan) == LINE:
-            line = decode_line.Line(*cast("tuple[Tensor, ...]", plan))
-            return decode_line.attend(
-                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, line, heads
             )
         if len(plan) == VERIFY:
             return verify.attend(

@@ -9,6 +9,9 @@ and the next one begins, tiles of the next one are already on their way.
 `plan`, once a step, says where each share begins. A row in one share is done there; of others every
 share stores its part, and whoever ends last merges them in order, as in decode.py. What it costs to
 begin a row counts as ROW_COST tiles. Rows of slot 0 are a tile without keys.
+
+No engine has it: attention.py beside it times it against decode.py, and the better one stays. It is
+for heads of up to 256 numbers of key and value, and up to 16 queries for each.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -37,7 +40,6 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-FROM_ROWS = 1 << 30  # none, until it is timed on a card
 ROW_COST = 1  # in tiles
 SMALLEST = 4  # tiles of a share: a short line is cut into fewer
 
@@ -318,12 +320,6 @@ def _line_kernel(
                     partial, peak_of, total_of, out_row, kv_head, tl.load(first_of + its), count,
                     dim, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
                 )  # fmt: skip
-
-
-def takes(rows: int, heads: Heads) -> bool:
-    """Whether such a batch is one line. Of other heads, queries and sums do not fit registers."""
-    group = heads.num_heads // heads.num_kv_heads
-    return rows >= FROM_ROWS and heads.head_dim + heads.value_dim <= 256 and group <= 16
 
 
 def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
