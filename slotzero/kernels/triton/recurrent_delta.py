@@ -26,7 +26,7 @@ from slotzero.kernels.nouns import Rows, Tokens
 from slotzero.kernels.nouns_recurrent import Scan
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.recurrent_chunks import Chunks, cut_for, padded, precision
-from slotzero.kernels.triton.recurrent_rows import falling, find_chunk, num_real, softplus
+from slotzero.kernels.triton.recurrent_rows import chunk_tokens, falling, find_chunk, softplus
 from slotzero.kernels.triton.recurrent_step import constants
 
 EPS = tl.constexpr(L2_EPS)
@@ -69,12 +69,9 @@ def _relate_kernel(
     row, low = find_chunk(tl.program_id(1), row_slots, row_starts, row_counts, num_rows, SIZE)
     if row >= num_rows:
         return
-    count, start = tl.load(row_counts + row), tl.load(row_starts + row)
-    begin = tl.load(row_ends + row) - count
-    num = num_real(slots, begin, count, tl.load(row_slots + row), PADDED)
-    position = low + lane
-    real = (lane < SIZE) & (position >= start) & (position < start + num)
-    token = (begin + position - start).to(tl.int64)
+    token, real = chunk_tokens(
+        row, low, lane, slots, row_slots, row_starts, row_counts, row_ends, SIZE, PADDED
+    )
     is_n, is_dim = real[:, None] & (n < STATE), real[:, None] & (dim < DIM)
     at = mixed + token[:, None] * mixed_stride
     query = tl.load(at + QUERIES_AT + group + n, mask=is_n, other=0.0)

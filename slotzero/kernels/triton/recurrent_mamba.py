@@ -18,7 +18,7 @@ from slotzero.kernels.nouns import Rows, Tokens
 from slotzero.kernels.nouns_recurrent import Scan
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.recurrent_chunks import Chunks, cut_for, precision
-from slotzero.kernels.triton.recurrent_rows import falling, find_chunk, num_real, softplus
+from slotzero.kernels.triton.recurrent_rows import chunk_tokens, falling, find_chunk, softplus
 from slotzero.kernels.triton.recurrent_step import constants
 
 MAX_HEADS = 8  # of a program
@@ -41,12 +41,9 @@ def _relate_kernel(
     row, low = find_chunk(tl.program_id(1), row_slots, row_starts, row_counts, num_rows, SIZE)
     if row >= num_rows:
         return
-    count, start = tl.load(row_counts + row), tl.load(row_starts + row)
-    begin = tl.load(row_ends + row) - count
-    num = num_real(slots, begin, count, tl.load(row_slots + row), PADDED)
-    position = low + lane
-    real = (lane < SIZE) & (position >= start) & (position < start + num)
-    token = (begin + position - start).to(tl.int64)
+    token, real = chunk_tokens(
+        row, low, lane, slots, row_slots, row_starts, row_counts, row_ends, SIZE, PADDED
+    )
     inside = real[:, None] & (n < STATE)[None, :]
     at = mixed + token[:, None] * mixed_stride + group + n[None, :]
     key = tl.load(at + KEYS_AT, mask=inside, other=0.0)

@@ -74,6 +74,21 @@ def find_chunk(chunk, row_slots, row_starts, row_counts, num_rows, SIZE: tl.cons
 
 
 @triton.jit
+def chunk_tokens(
+    row, low, lane, slots, row_slots, row_starts, row_counts, row_ends,
+    SIZE: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Of a row's chunk that begins at position low, lane by lane -> its token, and whether it has
+    one that is no padding"""
+    count, start = tl.load(row_counts + row), tl.load(row_starts + row)
+    begin = tl.load(row_ends + row) - count
+    num = num_real(slots, begin, count, tl.load(row_slots + row), PADDED)
+    position = low + lane
+    real = (lane < SIZE) & (position >= start) & (position < start + num)
+    return (begin + position - start).to(tl.int64), real
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)), to the last digits also where it is small"""
     power = tl.exp(-tl.abs(x))
