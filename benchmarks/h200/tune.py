@@ -88,7 +88,7 @@ def tune(
         if seconds[ranked[0]] == float("inf"):
             raise RuntimeError(f"{key}: nothing could be timed")
         chosen[key] = ranked[0]
-        shown = "; ".join(f"{1000 * seconds[name]:.4f} {name}" for name in ranked[:4])
+        shown = "; ".join(f"{1000 * seconds[name]:.4f} {name}" for name in ranked)
         print(f"{size}: {key}: {shown}", flush=True)
     engine.worker.kernels.choices.choose(chosen)
     return chosen

@@ -13,7 +13,7 @@ from slotzero.kernels.triton import bulk
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear, linear_add
-from slotzero.kernels.triton.tiles import PLAIN_ROWS, padded_rows, tiles_for
+from slotzero.kernels.triton.tiles import PLAIN_ROWS, Tile, padded_rows, tiles_for
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64, 130]
@@ -175,7 +175,7 @@ def test_whole_rows_of_weights_are_covered_once():
 @pytest.mark.parametrize("out", [190, 60])
 def test_tiles_that_do_not_fill_the_card_are_split(device, half, monkeypatch, out):
     """Six tiles of which two are split, and two of which both are."""
-    monkeypatch.setattr(bulk, "num_processors", lambda: 4)
+    monkeypatch.setattr(bulk, "num_processors", lambda: 2)  # with two programs each
     x, weight, bias, _ = made(130, out, 328, device, half)
     norm = torch.randn(out, device=device).to(half)
     before = torch.randn(130, out, device=device).to(half)
@@ -202,12 +202,16 @@ def test_what_cannot_be_copied_in_bulk(device, half):
 
 def test_how_many_tiles_are_split(monkeypatch):
     monkeypatch.setattr(bulk, "num_processors", lambda: 132)
-    assert bulk._split(448, 4096) == (52, 2)
-    assert bulk._split(64, 14336) == (64, 2)
-    assert bulk._split(32, 14336) == (32, 4)
-    assert bulk._split(32, 1024) == (32, 2)
-    assert bulk._split(264, 4096) == (0, 1)
-    assert bulk._split(224, 4096) == (92, 1)
+    monkeypatch.setattr(bulk, "shared_memory", lambda: 227 << 10)
+    alone, in_pairs = Tile(256, 64, 0, 4, 8, rows=128), Tile(64, 64, 0, 4, 4, rows=128)
+    assert bulk._split(448, 4096, alone) == (52, 2)
+    assert bulk._split(64, 14336, alone) == (64, 2)
+    assert bulk._split(32, 14336, alone) == (32, 4)
+    assert bulk._split(32, 1024, alone) == (32, 2)
+    assert bulk._split(264, 4096, alone) == (0, 1)
+    assert bulk._split(224, 4096, alone) == (92, 1)
+    assert bulk._split(96, 4096, in_pairs) == (96, 2)
+    assert bulk._split(300, 4096, in_pairs) == (36, 4)
 
 
 def test_rows_of_one_padded_size_have_the_same_tiles():

@@ -24,10 +24,12 @@ from slotzero.kernels.nouns import Activation, Normed
 from slotzero.kernels.triton.ends import ask, finish
 from slotzero.kernels.triton.launch import (
     INTERPRETED,
+    bring_near,
     launch,
     may_follow,
     num_processors,
     overlap,
+    shared_memory,
     wait_for_writer,
 )
 from slotzero.kernels.triton.tiles import Tile
@@ -35,12 +37,14 @@ from slotzero.kernels.triton.tiles import Tile
 ALIGNED = 16  # bytes
 PARTS = 32  # of squares, read at a time
 MOST_SHARES, LEAST_SHARE = 4, 512  # of one tile; of the inner dimension
-MOST_SPLIT = 1024  # tiles: fewer than a card has processors
+MOST_SPLIT = 1024  # tiles: fewer than programs run at once on a card
+SPARE_BYTES = 2048  # that a program has beside its stages
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts", "whole"])
 def _bulk_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out, partial, arrived,
+    x_box, weight_box, weight, bias, squares, slots, norm, out, weighted, squares_out, partial,
+    arrived,
     rows, num_out, num_parts, whole, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, SHARES: tl.constexpr,
@@ -60,6 +64,11 @@ def _bulk_kernel(
     part, first_m = tile // groups, tile % groups * ROWS
     gated: tl.constexpr = ACTIVATION is not None
     each: tl.constexpr = FEATURES // 2 if gated else FEATURES
+    m, n = first_m + tl.arange(0, ROWS), part * each + tl.arange(0, each)
+    bring_near(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+    if gated:
+        values = weight + num_out.to(tl.int64) * INNER
+        bring_near(values, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     wide: tl.constexpr = ROWS < 64
@@ -67,11 +76,11 @@ def _bulk_kernel(
     follow: tl.constexpr = ROWS if wide else FEATURES
     acc = tl.zeros([lead, follow], tl.float32)
     for k in tl.range(begin, end, DEPTH, num_stages=STAGES):
-        value = x.load([first_m, k])
+        value = x_box.load([first_m, k])
         if gated:
-            w = weight.load([0, part * each, k]).reshape(FEATURES, DEPTH)
+            w = weight_box.load([0, part * each, k]).reshape(FEATURES, DEPTH)
         else:
-            w = weight.load([part * each, k])
+            w = weight_box.load([part * each, k])
         acc = tl.dot(w, value.T, acc) if wide else tl.dot(value, w.T, acc)
 
     if SHARES > 1:  # noqa: SIM102  a compiler that looks at both sides of an `and`
@@ -98,7 +107,6 @@ def _bulk_kernel(
     elif wide:
         result = tl.trans(acc)
         second = result
-    m, n = first_m + tl.arange(0, ROWS), part * each + tl.arange(0, each)
     parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
     finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
@@ -129,7 +137,7 @@ def product(
     rows, num_out = out.shape
     each = tile.features if activation is None else tile.features // 2
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
-    split, shares = _split(tiles, weight.shape[1])
+    split, shares = _split(tiles, weight.shape[1], tile)
     partial = arrived = None
     if shares > 1:
         size = split * shares * tile.rows * tile.features
@@ -139,20 +147,34 @@ def product(
     weighted, squares_out = made or (None, None)
     launch(
         _bulk_kernel, (tiles - split + split * shares,),
-        _rows(x.x, tile), _weights(weight, tile, activation is not None), bias, x.squares, slots,
-        norm, out, weighted, squares_out, partial, arrived,
+        _rows(x.x, tile), _weights(weight, tile, activation is not None), weight, bias, x.squares,
+        slots, norm, out, weighted, squares_out, partial, arrived,
         rows, num_out, num_parts, tiles - split, out.stride(0), eps,
         INNER=weight.shape[1], FEATURES=tile.features, DEPTH=tile.depth, STAGES=tile.stages,
         ROWS=tile.rows, PARTS=PARTS, ACTIVATION=activation, SHARES=shares,
-        num_warps=tile.num_warps, **overlap(),
+        num_warps=tile.num_warps, maxnreg=_most_registers(tile), **overlap(),
     )  # fmt: skip
 
 
-def _split(tiles: int, inner: int) -> tuple[int, int]:
+def _split(tiles: int, inner: int, tile: Tile) -> tuple[int, int]:
     """-> how many of the last tiles are split, and into how many shares"""
-    rest = tiles % num_processors()
-    shares = num_processors() // rest if rest else 1
+    at_once = num_processors() * _resident(tile)
+    rest = tiles % at_once
+    shares = at_once // rest if rest else 1
     return rest, max(1, min(shares, MOST_SHARES, inner // LEAST_SHARE))
+
+
+def _resident(tile: Tile) -> int:
+    """Programs of one processor: two, where its memory and its registers hold them."""
+    staged = 2 * tile.stages * (tile.rows + tile.features) * tile.depth
+    sums = tile.rows * tile.features // (32 * tile.num_warps)  # registers of a thread
+    fits = 2 * (staged + SPARE_BYTES) <= shared_memory() and tile.num_warps * (sums + 64) <= 1024
+    return 2 if fits else 1
+
+
+def _most_registers(tile: Tile) -> int | None:
+    """Of a thread, where two programs of eight warps are to fit"""
+    return 128 if _resident(tile) == 2 and tile.num_warps == 8 else None
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from slotzero.kernels.triton import (
     elementwise,
     experts,
     latent,
+    line,
     opening,
     prefill,
     verify,
@@ -51,10 +52,10 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 CUBLAS = "cublas"
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
-DECODE = len(decode.Shares._fields)
+DECODE, LINE = len(decode.Shares._fields), len(line.Line._fields)
 VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
-assert len({DECODE, VERIFY, PREFILL}) == 3
+assert len({DECODE, LINE, VERIFY, PREFILL}) == 4
 T = TypeVar("T")
 
 
@@ -116,6 +117,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             branches.check(tokens, rows)
         if heads.latent is not None:
             return latent.plan(tokens, rows, heads, branches)
+        if rows is None and line.takes(len(tokens.slots), heads):
+            return line.plan(*tokens, heads)
         if rows is None:
             return decode.plan(*tokens, heads)
         if verify.takes(rows.span, heads):
@@ -294,6 +297,11 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             shares = decode.Shares(*cast("tuple[Tensor, ...]", plan))
             return decode.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
+            )
+        if len(plan) == LINE:
+            whole = line.Line(*cast("tuple[Tensor, ...]", plan))
+            return line.attend(
+                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, whole, heads
             )
         if len(plan) == VERIFY:
             return verify.attend(

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NEAR_BYTES = tl.constexpr(int(os.environ.get("NEAR", "64")))  # that one request brings into a cache
 
 # While compiling ahead: what was asked for. Other threads launch as ever.
 _ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("_ahead", default=None)
@@ -38,6 +39,23 @@ def may_follow(PDL: tl.constexpr):
 def wait_for_writer(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def bring_near(
+    weight, n, num_out, begin, INNER: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Asks for WHOLE weights of each feature n, from `begin` on, to be in the card's cache soon, so
+    that the memory is busy while a writer is waited for. Of bfloat16, [features, INNER]."""
+    if PDL and NEAR_BYTES > 0:
+        whole: tl.constexpr = min(WHOLE, INNER)
+        step: tl.constexpr = NEAR_BYTES // 2
+        k = tl.arange(0, triton.next_power_of_2(triton.cdiv(whole, step))) * step
+        k = tl.minimum(begin, INNER - whole) + tl.minimum(k, whole - 1)
+        at = weight + tl.minimum(n, num_out - 1)[:, None].to(tl.int64) * INNER + k[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1
+        )
 
 
 @functools.cache

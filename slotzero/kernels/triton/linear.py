@@ -1,8 +1,9 @@
 """Matrix products over few rows (1 to 256), where the time is the time to read the weight.
 
 Each program owns a few output features and reads their weights once; the rows come from cache. What
-surrounds a product is fused into it (`ends.py`). Where it fits, the first weights are requested
-before the wait for the rows. From 2 rows on a tile may be copied in bulk (`bulk.py`).
+surrounds a product is fused into it (`ends.py`). The first weights are requested before the wait
+for the rows, into registers where they fit, into the card's cache elsewhere. From 2 rows on a tile
+may be copied in bulk (`bulk.py`).
 
 Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
@@ -17,7 +18,13 @@ from slotzero.kernels.nouns import Activation, Normed
 from slotzero.kernels.triton import bulk
 from slotzero.kernels.triton.elementwise import add_norm
 from slotzero.kernels.triton.ends import ask, finish
-from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.launch import (
+    bring_near,
+    launch,
+    may_follow,
+    overlap,
+    wait_for_writer,
+)
 from slotzero.kernels.triton.tiles import PLAIN_ROWS, Tile, padded_rows
 
 VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of their own
@@ -242,6 +249,9 @@ def _staged_kernel(
     apart = num_out.to(tl.int64) * INNER
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
+    bring_near(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
+    if ACTIVATION is not None:
+        bring_near(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
@@ -277,6 +287,7 @@ def _shared_kernel(
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    bring_near(weight, n, num_out, share * SHARE, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     end = tl.minimum((share + 1) * SHARE, INNER)

@@ -9,9 +9,6 @@ and the next one begins, tiles of the next one are already on their way.
 `plan`, once a step, says where each share begins. A row in one share is done there; of others every
 share stores its part, and whoever ends last merges them in order, as in decode.py. What it costs to
 begin a row counts as ROW_COST tiles. Rows of slot 0 are a tile without keys.
-
-No engine has it: attention.py beside it times it against decode.py, and the better one stays. It is
-for heads of up to 256 numbers of key and value, and up to 16 queries for each.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -40,7 +37,9 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-ROW_COST = 1  # in tiles
+FEWEST_ROWS = 65  # below, decode.py has programs enough
+MOST_SIZE, MOST_GROUP = 512, 16  # of a key and its value; query heads of a KV head
+ROW_COST = 2  # in tiles
 SMALLEST = 4  # tiles of a share: a short line is cut into fewer
 
 
@@ -322,6 +321,12 @@ def _line_kernel(
                 )  # fmt: skip
 
 
+def takes(rows: int, heads: Heads) -> bool:
+    group = heads.num_heads // heads.num_kv_heads
+    size = heads.head_dim + heads.value_dim
+    return rows >= FEWEST_ROWS and size <= MOST_SIZE and group <= MOST_GROUP
+
+
 def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
     rows, kv_heads = len(slots), heads.num_kv_heads
     per_processor, keys, _, _ = shape_for(heads)
@@ -372,13 +377,9 @@ def attend(
 
 
 def shape_for(heads: Heads) -> tuple[int, int, int, int]:
-    """-> programs a processor, keys in a tile, warps, stages.
+    """-> programs a processor, keys in a tile, warps, stages; see benchmarks/h200.
 
-    Of the heads alone: the plan does not know in what they are stored. One warp has no other to
-    wait for; more of them are for what would not fit its registers.
+    Of the heads alone: the plan does not know in what they are stored.
     """
     size = heads.head_dim + heads.value_dim
-    parts = triton.next_power_of_2(triton.cdiv(heads.num_heads // heads.num_kv_heads, 16))
-    if size > 256:
-        return 4, 16, min(8, 4 * parts * triton.cdiv(size, 512)), 3
-    return 6, 32, min(8, parts), 3
+    return (4, 32, 2, 3) if size <= 256 else (4, 16, 4, 3)
