@@ -1,16 +1,21 @@
 """S7: a fault in any tensor is caught by a check, and the check names that tensor."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
-from slotzero.errors import ContractError
+from slotzero.errors import ContractError, RecordingError
 from slotzero.graph import Kind, Runner
+from slotzero.graph.backend import EagerBackend, PlainPieces, Recording, StepFunction
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
 from slotzero.sanitizer import mutants as mutants_module
@@ -18,6 +23,7 @@ from slotzero.sanitizer.bugs import BUGS, all_numbers
 from slotzero.sanitizer.certify import certify, checksums
 from slotzero.sanitizer.checks import CHECK_FUNCTIONS
 from slotzero.sanitizer.faults import FAULTS
+from slotzero.sanitizer.faults.device import KERNELS, LAYERS, RECORDINGS
 from slotzero.sanitizer.faults.recurrent import RECURRENT
 from slotzero.sanitizer.mutants import Mutant, mutate, padded_size, tensors_of
 from slotzero.sanitizer.report import ORDER, Certificate
@@ -281,6 +287,72 @@ def test_rows_laid_out_wrongly_are_named_over_latent_kv(monkeypatch, ahead):
     places = ("verify_slots", "verify_positions")
     for runner, place, fault in product(("verify-3", "draft-extend-3"), places, faults):
         assert f"{runner}: {place}: {fault}" in said
+
+
+class _NoValues(TorchFunctionMode):
+    """As in a capture: what would wait for a value of the device, and is no operator, raises."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ not in ("tolist", "cpu", "numpy"), func
+        return func(*args, **(kwargs or {}))
+
+
+class _NoCopies(TorchDispatchMode):
+    """Alike: what waits for a value, or brings one from the host, as an index by a list does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        refused = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.lift_fresh)
+        assert func.overloadpacket not in refused, func
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            masks = [i for i in args[1] if isinstance(i, Tensor) and i.dtype is torch.bool]
+            assert not masks, func
+        return func(*args, **(kwargs or {}))
+
+
+class CapturingBackend(EagerBackend):
+    """Warms up and captures, as the cuda backend does, and then runs eagerly."""
+
+    name = "capturing"
+
+    def record(self, function: StepFunction) -> Recording:
+        function(PlainPieces())
+        with _NoCopies(), _NoValues():
+            function(PlainPieces())
+        return super().record(function)
+
+
+def captured(monkeypatch: pytest.MonkeyPatch, engine: Engine, runners: list[Runner]) -> set[str]:
+    """The card is not here: what it would refuse is. -> faults that were put in"""
+    for runner in runners:
+        monkeypatch.setattr(runner, "backend", CapturingBackend())
+    return {mutant.fault for mutant in mutate(engine, checks=(), runners=runners)}
+
+
+def test_every_fault_of_the_device_can_be_captured(monkeypatch):
+    engine = engine_of("tiny:falcon-h1", "eager", "ngram")
+    device = {fault.name for fault in (*RECORDINGS, *KERNELS, *RECURRENT)}
+    with_faults(monkeypatch, *device)
+    runners = [r for r in engine.worker.runners if kind_of(r) in ("decode", "prefill", VERIFY)]
+    assert captured(monkeypatch, engine, runners) == device - {"draft that writes KV"}
+
+
+def test_faults_of_layers_can_be_captured(monkeypatch, assisted, ahead):
+    with_faults(monkeypatch, "draft that writes KV", *(fault.name for fault in LAYERS))
+    tried = captured(monkeypatch, assisted, [*assisted.worker.cycles[3]])
+    tried |= captured(monkeypatch, ahead, [ahead.worker.decode])
+    of_ranks = {"global count of real tokens instead of the rank's"}
+    assert tried == {"draft that writes KV", *(fault.name for fault in LAYERS)} - of_ranks
+
+
+def test_a_fault_that_cannot_be_captured_is_named(monkeypatch):
+    engine = engine_of("tiny:llama", "eager")
+    wrong = replace(KERNELS[0], effect=lambda case, rows: rows[[0]].tolist())
+    monkeypatch.setattr(mutants_module, "FAULTS", [wrong])
+    monkeypatch.setattr(engine.worker.decode, "backend", CapturingBackend())
+    table = next(e.name for e in tensors_of(engine.worker.decode) if e.kind is Kind.TABLE)
+    with pytest.raises(RecordingError, match=f"mutant decode: {table}: kernel writes slot 0: .*"):
+        mutate(engine)
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 4])

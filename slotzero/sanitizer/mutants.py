@@ -6,12 +6,13 @@ check names the tensor. It does not know how a fault is injected, nor what a che
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from slotzero.engine import Engine
-from slotzero.errors import ContractError, SlotzeroError
+from slotzero.errors import ContractError, RecordingError, SlotzeroError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 from slotzero.parallel.ranks import Ranks
@@ -106,18 +107,30 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
         _require_clean(sound)
         cases = [Case(engine, runner, e, scene, sound.plain) for e in tensors_of(runner)]
         for case, fault in _matrix(cases, shows_in_staging=False):
-            with fault.inject(case):
+            with _injected(case, fault):
                 caught_by, named = _first_failure(examination(scene), checks, ranks)
             _put_back(registry, scene)
             yield _mutant(case, fault, caught_by, named)
     for case, fault in _matrix(cases, shows_in_staging=True):
-        with fault.inject(case):
+        with _injected(case, fault):
             try:
                 with staged(engine, runner, key) as scene:
                     caught_by, named = _first_failure(examination(scene), checks, ranks)
             except SlotzeroError as error:
                 caught_by, named = "S0", _NAMED.findall(str(error))
         yield _mutant(case, fault, caught_by, named)
+
+
+@contextmanager
+def _injected(case: Case, fault: Fault) -> Iterator[None]:
+    """One that cannot be put in, or breaks more than its rule, is named."""
+    try:
+        with fault.inject(case):
+            yield
+    except Exception as error:  # a capture, or a kernel, raises whatever it raises
+        what = f"{case.runner.spec.name}: {case.entry.name}: {fault.name}"
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise RecordingError(f"mutant {what}: it could not be tried: {first}") from error
 
 
 def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Case, Fault]]:

@@ -97,16 +97,16 @@ class Case:
         return self.entry.tensor.movedim(self.entry.axis, 0)
 
     @cached_property
-    def foreign(self) -> int:
+    def foreign(self) -> int | None:
         """A row of this table that belongs to a slot which does not run, and is not hostile yet."""
         trap, tables = self.scene.trap, self.scene.tables
-        if self.entry.through:
-            pages = tables[self.entry.through][trap]
-            return int(pages[pages > 0][0])
         crowd = self.scene.crowd[self.runner.spec.published[0]]
-        idle = (slot for slot in crowd if slot not in self.plain.slots)
+        idle = [slot for slot in (*crowd, trap) if slot not in self.plain.slots]
+        if self.entry.through:
+            rows: list[int] = owned_rows(self.entry, idle, tables).nonzero()[:, 0].tolist()
+            return rows[0] if rows else None
         by_row = tables[self.entry.name].movedim(self.entry.axis, 0)
-        return next((s for s in idle if (by_row[s] != trap).any()), trap)
+        return next((s for s in idle if (by_row[s] != trap).any()), trap if idle else None)
 
     @cached_property
     def elsewhere(self) -> int | None:
@@ -120,10 +120,6 @@ class Case:
                 if only_theirs:
                     return only_theirs[0]
         return None
-
-    @property
-    def has_foreign(self) -> bool:
-        return self.scene.trap not in self.plain.slots
 
     @cached_property
     def unused(self) -> tuple[int, ...] | None:
@@ -156,6 +152,12 @@ class Case:
             for tensors in (self.scene.tables, self.plain.tensors)
         )
         return [int(row) for row in (before != after).any(0).nonzero()[:, 0]]
+
+    @cached_property
+    def begun(self) -> list[int]:
+        """Running slots whose text begins with this step."""
+        length = self.scene.tables["length"].tolist()
+        return [slot for slot in self.plain.slots if length[slot] == 0]
 
     @cached_property
     def row_unlike_padding(self) -> int | None:

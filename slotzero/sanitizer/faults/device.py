@@ -211,6 +211,10 @@ def _write_row_0(case: Case, rows: Tensor) -> None:
     rows[0].add_(1)
 
 
+def _has_foreign(case: Case) -> bool:
+    return case.foreign is not None
+
+
 def _write_foreign(case: Case, rows: Tensor) -> None:
     rows[case.foreign].add_(1)
 
@@ -249,7 +253,7 @@ def _leak(case: Case, values: Tensor) -> None:
 
 KERNELS: tuple[Fault, ...] = (
     KernelFault("kernel writes slot 0", TABLE, always, _write_row_0),
-    KernelFault("kernel writes another slot", TABLE, lambda case: case.has_foreign, _write_foreign),
+    KernelFault("kernel writes another slot", TABLE, _has_foreign, _write_foreign),
     KernelFault(
         "another group's location",
         TABLE,
@@ -268,7 +272,7 @@ KERNELS: tuple[Fault, ...] = (
         lambda case: case.kept is not None and _is_kv_of_another(case),
         write_kept,
     ),
-    KernelFault("kernel reads another slot", TABLE, lambda case: case.has_foreign, _read_foreign),
+    KernelFault("kernel reads another slot", TABLE, _has_foreign, _read_foreign),
     KernelFault(
         "kernel reads past its length",
         TABLE,

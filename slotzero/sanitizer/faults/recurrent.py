@@ -43,17 +43,13 @@ class WrongToken(Fault):
             yield
 
 
-def _begins(case: Case) -> list[int]:
-    """Running slots whose text begins with this step."""
-    if case.entry.name not in STATES or not case.written_rows:
-        return []
-    length = case.scene.tables["length"].tolist()
-    return [slot for slot in case.plain.slots if length[slot] == 0]
+def _begins(case: Case) -> bool:
+    return case.entry.name in STATES and bool(case.written_rows and case.begun)
 
 
 def _add_to_what_was(case: Case, now: Tensor, was: Tensor) -> None:
-    slots = _begins(case)
-    now[slots] += was[slots]
+    for slot in case.begun:
+        now[slot].add_(was[slot])
 
 
 RECURRENT: tuple[Fault, ...] = (
@@ -71,7 +67,7 @@ RECURRENT: tuple[Fault, ...] = (
     RecordedFault(
         "state not zeroed for a new request",
         TABLE,
-        lambda case: bool(_begins(case)),
+        _begins,
         _add_to_what_was,
     ),
 )
