@@ -25,7 +25,7 @@ MODELS = {  # heads, KV heads, dim
     "llama": (32, 8, 128), "qwen": (16, 8, 128), "gemma": (8, 4, 256), "gpt-oss": (64, 8, 64),
 }  # fmt: skip
 PAGE, LAYERS, REPEATS = 16, 16 if DEVICE.type == "cuda" else 2, 3
-SHAPE_FOR, ROW_COST = line.shape_for, line.ROW_COST
+SHAPE_FOR = line.shape_for
 
 
 def main() -> None:
@@ -84,9 +84,8 @@ class Case:
     def call(self, way: str, layers: int = 1):
         """-> of so many layers, a call that gives the last one's attention"""
         module = decode if way == "chunks" else line
-        shape = tuple(map(int, way.split("/"))) if "/" in way else None
-        line.shape_for = SHAPE_FOR if shape is None else lambda _: shape[:4]
-        line.ROW_COST = ROW_COST if shape is None else shape[4]
+        shape = line.Shape(*map(int, way.split("/"))) if "/" in way else None
+        line.shape_for = SHAPE_FOR if shape is None else lambda _: shape
         torch.manual_seed(0)
         pages = [torch.randn(self.pages_shape, device=DEVICE, dtype=DTYPE) for _ in range(layers)]
         plan = module.plan(self.slots, self.positions, self.heads)

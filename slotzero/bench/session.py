@@ -104,8 +104,8 @@ class Session:
         }
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
         unread += sizes.get("weight.input_embedding", 0)
-        if (shape := worker.model.experts) is not None:
-            stored = sum(sizes[f"weight.{name}_experts"] for name in ("gate_up", "down"))
+        if (shape := worker.model.experts) is not None:  # though all layers may be dense
+            stored = sum(sizes.get(f"weight.{name}_experts", 0) for name in ("gate_up", "down"))
             routed = stored * shape.num_experts // shape.num_all
             unread += round(routed * (1 - shape.top_k / shape.num_experts) ** rows)
         return worker.weight_bytes - unread

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import FAMILIES
+from oracle import FAMILIES, RECURRENT
 from shadow import Shadow
 from traced import Traced, prompts_of
 
@@ -113,10 +113,13 @@ def test_results_are_of_their_own_step():
         assert values.shape == (200, 64) and (values == step).all()
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["smollm2", "qwen3", "gemma3", "gemma4", "gpt-oss", "mimo-v2", "deepseek-v2", "deepseek-v3"],
-)
+KINDS = [
+    "smollm2", "qwen3", "gemma3", "gemma4", "gpt-oss", "mimo-v2", "deepseek-v2", "deepseek-v3",
+    *RECURRENT,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
     oracle = oracles(family)

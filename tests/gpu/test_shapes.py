@@ -71,7 +71,26 @@ GEMMA4 = Family(
     causal="Gemma4",
     query_norm=0.1,
 )  # fmt: skip
-NEWEST = {"deepseek-v2": DEEPSEEK_V2, "deepseek-v3": DEEPSEEK_V3, "gemma4": GEMMA4}
+FALCON_H1 = Family(
+    "FalconH1",
+    {**COMMON, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 8,
+     "num_key_value_heads": 2, "head_dim": 128, "mamba_n_heads": 48, "mamba_d_head": 64,
+     "mamba_d_state": 256, "mamba_d_ssm": 3072, "mamba_n_groups": 1, "mamba_d_conv": 4,
+     "mamba_chunk_size": 256, "initializer_range": 0.02},
+)  # fmt: skip
+QWEN3_NEXT = Family(
+    "Qwen3Next",
+    {**COMMON, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 4,
+     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+     "linear_num_value_heads": 32, "linear_num_key_heads": 16, "linear_key_head_dim": 128,
+     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 4,
+     "num_experts_per_tok": 4, "moe_intermediate_size": 512,
+     "shared_expert_intermediate_size": 512, "initializer_range": 0.02},
+)  # fmt: skip
+NEWEST = {
+    "deepseek-v2": DEEPSEEK_V2, "deepseek-v3": DEEPSEEK_V3, "gemma4": GEMMA4,
+    "falcon-h1": FALCON_H1, "qwen3-next": QWEN3_NEXT,
+}  # fmt: skip
 SHAPES = {"qwen3": QWEN3, "llama": LLAMA, "gemma3": GEMMA3, "gpt-oss": GPT_OSS, **NEWEST}
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -98,11 +98,14 @@ def small_grid(monkeypatch):
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
 
 
+SHORT = line.Shape(programs=1, keys=16, warps=1, stages=3, row_cost=2)
+
+
 @pytest.fixture
 def few_shares(monkeypatch):
     """Of a line, in which rows are in several shares and shares have several rows."""
     monkeypatch.setattr(line, "num_processors", lambda: 10)
-    monkeypatch.setattr(line, "shape_for", lambda _: (1, 16, 1, 3))
+    monkeypatch.setattr(line, "shape_for", lambda _: SHORT)
     monkeypatch.setattr(line, "SMALLEST", 1)
 
 
@@ -279,7 +282,7 @@ def test_a_line_has_every_tile_once(device, few_shares, window):
         expected = [(r, first[r] + i) for r in range(len(lengths)) for i in range(num[r])]
         assert sorted(parts) == expected
         costs = [
-            end - start + line.ROW_COST * len({r for r, _ in tiles[start:end]})
+            end - start + SHORT.row_cost * len({r for r, _ in tiles[start:end]})
             for start, end in itertools.pairwise(tile)
         ]
-        assert max(costs) - min(costs) <= 2 * line.ROW_COST + 1
+        assert max(costs) - min(costs) <= 2 * SHORT.row_cost + 1

@@ -152,7 +152,7 @@ def product(
         rows, num_out, num_parts, tiles - split, out.stride(0), eps,
         INNER=weight.shape[1], FEATURES=tile.features, DEPTH=tile.depth, STAGES=tile.stages,
         ROWS=tile.rows, PARTS=PARTS, ACTIVATION=activation, SHARES=shares,
-        num_warps=tile.num_warps, maxnreg=_most_registers(tile), **overlap(),
+        num_warps=tile.num_warps, **overlap(),
     )  # fmt: skip
 
 
@@ -170,11 +170,6 @@ def _resident(tile: Tile) -> int:
     sums = tile.rows * tile.features // (32 * tile.num_warps)  # registers of a thread
     fits = 2 * (staged + SPARE_BYTES) <= shared_memory() and tile.num_warps * (sums + 64) <= 1024
     return 2 if fits else 1
-
-
-def _most_registers(tile: Tile) -> int | None:
-    """Of a thread, where two programs of eight warps are to fit"""
-    return 128 if _resident(tile) == 2 and tile.num_warps == 8 else None
 
 
 @functools.cache

@@ -45,7 +45,7 @@ from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
 from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.sample import sample
-from slotzero.kernels.triton.tiles import MAX_ROWS, Tile, padded_rows, tiles_for
+from slotzero.kernels.triton.tiles import MAX_ROWS, STAGED_ROWS, Tile, padded_rows, tiles_for
 from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -141,7 +141,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        late = _is_few(len(tokens.slots), embedding.dtype)
+        late = _is_late(len(tokens.slots), embedding.dtype)
         return opening.open_step(tokens, table, embedding, scale, norm, eps, late)
 
     def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         if weight is None:
             return Normed(x, None)
-        return elementwise.norm(x, weight, eps, late=_is_few(len(x), x.dtype))
+        return elementwise.norm(x, weight, eps, late=_is_late(len(x), x.dtype))
 
     def settle(self, x: Normed, eps: float) -> Tensor:
         return applied(x, eps)
@@ -235,6 +235,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             return self.add_norm(change, residual, after, norm, eps)
 
         def run(tile: Tile | None, weight: Tensor) -> Normed:
+            if tile is None and bias is None:
+                return self.norm(residual.addmm_(x, weight.t()), norm, eps)
             if tile is None:
                 delta = _product(x, weight, bias, torch.empty_like(residual))
                 return self.add_norm(delta, residual, None, norm, eps)[1]
@@ -250,7 +252,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        late = _is_few(len(x), x.dtype)
+        late = _is_late(len(x), x.dtype)
         return residual, elementwise.add_norm(residual, x, after, norm, eps, late)
 
     def choose(
@@ -398,11 +400,18 @@ def _named_tiles(rows: int, inner: int, adds: bool, in_bulk: bool) -> dict[str, 
 
 
 def _is_few(rows: int, dtype: torch.dtype) -> bool:
-    """Whether rows may be multiplied by our kernels, and so whether norms are late.
+    """Whether rows may be multiplied by our kernels.
 
-    A late norm multiplies rows that were not scaled yet: bfloat16 holds them, float16 may not.
+    They may come under a late norm, which multiplies rows that were not scaled yet: bfloat16 holds
+    them, float16 may not.
     """
     return rows <= MAX_ROWS and dtype is torch.bfloat16
+
+
+def _is_late(rows: int, dtype: torch.dtype) -> bool:
+    """Whether what norms rows leaves the scaling to a product: cuBLAS, which more rows may be given
+    to, does not do it."""
+    return rows <= STAGED_ROWS and dtype is torch.bfloat16
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ and the next one begins, tiles of the next one are already on their way.
 
 `plan`, once a step, says where each share begins. A row in one share is done there; of others every
 share stores its part, and whoever ends last merges them in order, as in decode.py. What it costs to
-begin a row counts as ROW_COST tiles. Rows of slot 0 are a tile without keys.
+begin a row counts as some tiles more. Rows of slot 0 are a tile without keys.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -37,10 +37,19 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-FEWEST_ROWS = 65  # below, decode.py has programs enough
+FEWEST_ROWS = 17  # below, every row is cut, and decode.py cuts finer
 MOST_SIZE, MOST_GROUP = 512, 16  # of a key and its value; query heads of a KV head
-ROW_COST = 2  # in tiles
 SMALLEST = 4  # tiles of a share: a short line is cut into fewer
+
+
+class Shape(NamedTuple):
+    """How a line is walked along."""
+
+    programs: int  # of one processor, as many as run at once
+    keys: int  # of a tile
+    warps: int
+    stages: int
+    row_cost: int  # of a row's beginning, in tiles
 
 
 class Line(NamedTuple):
@@ -329,8 +338,8 @@ def takes(rows: int, heads: Heads) -> bool:
 
 def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
     rows, kv_heads = len(slots), heads.num_kv_heads
-    per_processor, keys, _, _ = shape_for(heads)
-    shares = max(1, per_processor * num_processors() // kv_heads)
+    shape = shape_for(heads)
+    shares = _shares(rows, max(1, shape.programs * num_processors() // kv_heads))
     row, begin, tile = slots.new_empty(3, shares + 1).unbind()
     slot, newest, first, num = slots.new_empty(4, rows + 1).unbind()
     done, parts = slots.new_empty(rows, kv_heads), rows + shares
@@ -339,7 +348,7 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
     line = Line(row[:-1], begin[:-1], tile, slot, newest, first, num, done, partial, peak, total)
     launch(
         _plan_kernel, (1,), slots, positions, rows, *line[:8], rows * kv_heads, shares, SMALLEST,
-        WINDOW=heads.window, KEYS=keys, COST=ROW_COST,
+        WINDOW=heads.window, KEYS=shape.keys, COST=shape.row_cost,
         ROWS=max(256, triton.next_power_of_2(rows + 1)), BLOCK=1024,
     )  # fmt: skip
     return line
@@ -360,8 +369,8 @@ def attend(
     out = joined.new_empty(len(joined), heads.out_size)
     group = triton.next_power_of_2(heads.num_heads // kv_heads)
     width = max(32, triton.next_power_of_2(value_dim))
-    _, keys, warps, stages = shape_for(heads)
-    warps = min(8, warps * (4 if joined.dtype.itemsize > 2 else 1))
+    shape = shape_for(heads)
+    warps = min(8, shape.warps * (4 if joined.dtype.itemsize > 2 else 1))
     launch(
         _line_kernel, (kv_heads, len(line.row)),
         joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *line,
@@ -369,17 +378,21 @@ def attend(
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], GROUP=max(16, group),
         MERGED=group, BATCH=max(1, min(16, 2048 * warps // (group * width))),
-        HALF=max(16, triton.next_power_of_2(dim // 2)), WIDTH=width, KEYS=keys,
+        HALF=max(16, triton.next_power_of_2(dim // 2)), WIDTH=width, KEYS=shape.keys,
         NORM=q_norm is not None, NORM_VALUES=heads.norms_values and heads.stores,
-        STORES=heads.stores, num_warps=warps, num_stages=stages, **overlap(),
+        STORES=heads.stores, num_warps=warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
     return out
 
 
-def shape_for(heads: Heads) -> tuple[int, int, int, int]:
-    """-> programs a processor, keys in a tile, warps, stages; see benchmarks/h200.
+def _shares(rows: int, most: int) -> int:
+    """So many of the most that rows of one length are all cut alike, or not at all"""
+    return most // rows * rows if rows <= most else triton.cdiv(rows, triton.cdiv(rows, most))
 
-    Of the heads alone: the plan does not know in what they are stored.
-    """
+
+def shape_for(heads: Heads) -> Shape:
+    """See benchmarks/h200. Of the heads alone: the plan does not know in what they are stored."""
     size = heads.head_dim + heads.value_dim
-    return (4, 32, 2, 3) if size <= 256 else (4, 16, 4, 3)
+    if size > 256:
+        return Shape(programs=2, keys=32, warps=4, stages=3, row_cost=2)
+    return Shape(programs=8, keys=32, warps=1, stages=2 if size > 128 else 3, row_cost=4)
