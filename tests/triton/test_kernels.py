@@ -8,6 +8,7 @@ from slotzero.kernels.nouns import Angles, Branches, Heads, Normed, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.elementwise import applied, norm
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.triton.launch import compiling_ahead
 
 REFERENCE = ReferenceKernels()
 
@@ -220,3 +221,19 @@ def test_a_head_that_no_kernel_holds_is_refused():
     ):
         with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
             kernels.refuse(heads)
+
+
+def test_while_compiling_ahead_what_no_kernel_writes_is_zeros(device):
+    """Other calls look it up: a place beyond a table would end the process."""
+    like = torch.zeros(2, 300, dtype=torch.int32, device=device)
+    makers = (
+        lambda: like.new_empty(300),
+        lambda: torch.empty_like(like),
+        lambda: torch.empty(600, dtype=torch.int32, device=device),
+        lambda: torch.empty_strided((2, 300), (1, 2), dtype=torch.int32, device=device),
+    )
+    with compiling_ahead():
+        for make in makers:
+            used = [make().fill_(1 << 30) for _ in range(8)]
+            del used  # what it had is given out again
+            assert not any(make().any() for _ in range(8))

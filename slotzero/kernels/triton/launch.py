@@ -20,11 +20,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NEAR_BYTES = tl.constexpr(int(os.environ.get("NEAR", "64")))  # that one request brings into a cache
+NEAR_BYTES = tl.constexpr(64)  # that one request brings into a card's cache
 
+_aten = torch.ops.aten
+_UNWRITTEN = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided
+}  # fmt: skip
 # While compiling ahead: what was asked for. Other threads launch as ever.
 _ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("_ahead", default=None)
 
@@ -47,7 +52,7 @@ def bring_near(
 ):  # fmt: skip
     """Asks for WHOLE weights of each feature n, from `begin` on, to be in the card's cache soon, so
     that the memory is busy while a writer is waited for. Of bfloat16, [features, INNER]."""
-    if PDL and NEAR_BYTES > 0:
+    if PDL:
         whole: tl.constexpr = min(WHOLE, INNER)
         step: tl.constexpr = NEAR_BYTES // 2
         k = tl.arange(0, triton.next_power_of_2(triton.cdiv(whole, step))) * step
@@ -99,15 +104,27 @@ def is_compiling() -> bool:
     return _ahead.get() is not None
 
 
+class _Zeroed(TorchDispatchMode):
+    """Memory that nobody has written yet is zeros."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made.zero_() if function.overloadpacket in _UNWRITTEN else made
+
+
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
     """Inside, launches only ask for their kernel; all are compiled, side by side, at the end.
 
-    One that does not compile is left for its first launch, where its error is expected.
+    What no kernel has written is zeros: a place that other calls, which do run, can look up. A
+    kernel that does not compile is left for its first launch, where its error is expected.
     """
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         before = _ahead.set(set())
         try:
-            yield
+            with _Zeroed():
+                yield
         finally:
             _ahead.reset(before)
