@@ -113,12 +113,17 @@ def asked(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
 
 
 def compile_all(engine: Engine, runner: Runner, size: GraphKey, keys: list[str]) -> None:
-    """Side by side: products without a choice ask for all their tiles."""
+    """Side by side: products without a choice ask for their likely tiles, which are all here."""
     kernels = engine.worker.kernels
     assert isinstance(kernels, TritonKernels)
-    kernels.choices.choose(dict.fromkeys(keys, "unknown"))
-    with torch.inference_mode():
-        kernels.prepare(lambda: runner.rehearse(size))
+    choices = kernels.choices
+    choices.choose(dict.fromkeys(keys, "unknown"))
+    choices.likely, likely = lambda key, candidates: list(candidates), choices.likely
+    try:
+        with torch.inference_mode():
+            kernels.prepare(lambda: runner.rehearse(size))
+    finally:
+        choices.likely = likely
 
 
 def step_seconds(engine: Engine, runner: Runner, size: GraphKey, choices: dict[str, str]) -> float:

@@ -49,3 +49,28 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, monkeyp
         choices.find("key", ["a", "b"], weight, lambda name, _: {"a": 1.0, "b": 2.0}[name]) == "a"
     )
     assert choices.known("key", ["a"]) == "a"
+
+
+def test_what_neighbours_have_chosen_is_likely(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
+    monkeypatch.setattr(tune, "SHIPPED", tmp_path / "shipped.json")
+    candidates = ["cublas", "a", "b", "c", "d"]
+    assert tune.Choices().likely("card/add/4096x4096/8", candidates) == candidates
+    shipped = {
+        "other card/add/4096x4096/8": "a",
+        "card/add/4096x2048/8": "d",
+        "card/add/512x512/8": "b",
+        "card/add/4096x8192/8": "gone",
+        "card/add/4096x14336/8": "cublas",
+        "card/add/4096x4096/16": "c",
+        "card/linear/4096x4096/8": "c",
+    }
+    tune.SHIPPED.write_text(json.dumps(shipped))
+    assert tune.Choices().likely("card/add/4096x4096/8", candidates) == ["cublas", "b", "d"]
+    assert tune.Choices().likely("new card/add/4096x4096/8", candidates) == ["cublas", "a", "d"]
+    monkeypatch.setattr(tune, "NEIGHBOURS", 1)
+    choices = tune.Choices()
+    assert choices.likely("card/add/4096x4096/8", candidates) == ["cublas", "d"]
+    assert choices.likely("card/add/600x512/8", candidates) == ["cublas", "b"]
+    assert choices.likely("card/add/4096x16384/8", candidates) == ["cublas"]
+    assert choices.likely("card/gated/4096x4096/8", candidates) == candidates

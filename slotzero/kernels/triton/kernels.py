@@ -379,15 +379,12 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             return run(next(iter(tiles.values()), None), weight)
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, (CUBLAS, *tiles))
-        if name is None and is_compiling():
-            for tile in tiles.values():
-                run(tile, weight)
-            return run(None, weight)
+        likely = self.choices.likely(key, (CUBLAS, *tiles)) if name is None else [name]
+        if is_compiling():
+            return [run(tiles.get(each), weight) for each in likely][-1]
         if name is None:
             before = None if changes is None else changes.clone()
-            name = self.choices.find(
-                key, (CUBLAS, *tiles), weight, lambda name, w: run(tiles.get(name), w)
-            )
+            name = self.choices.find(key, likely, weight, lambda name, w: run(tiles.get(name), w))
             if changes is not None and before is not None:
                 changes.copy_(before)
         return run(tiles.get(name), weight)

@@ -2,12 +2,14 @@
 
 A choice is asked for by name. What this machine has tried before is in the cache folder; what we
 have tried on cards we know comes with the package; anything else is timed on first use, over copies
-of the weight that together exceed the cache of the card, as a chain in a graph, as it will run.
+of the weight that together exceed the cache of the card, as a chain in a graph, as it will run. Few
+are timed, as each has to be compiled before: those that were the fastest for shapes nearby.
 """
 
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,7 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 SOURCES = "linear.py", "bulk.py", "ends.py", "tiles.py"  # of what is timed
 COLD_BYTES = 256 << 20  # several times the cache of a card
 LEAST_CALLS, MOST_COPIES = 8, 64
+NEIGHBOURS = 3  # shapes whose best are tried
 REPEATS = 5
 
 Run = Callable[[str, Tensor], object]  # a candidate, over a copy of the weight
@@ -42,6 +45,18 @@ class Choices:
             if key in names:
                 return names[key] if names[key] in candidates else None
         return None
+
+    def likely(self, key: str, candidates: Sequence[str]) -> list[str]:
+        """Of candidates, the first and those that neighbours have chosen, on this card if there are
+        such; all where nobody has."""
+        card, kind, shape, rows = key.rsplit("/", 3)
+        near: list[tuple[bool, float, str]] = []
+        for other, name in {**self._shipped, **self._tried}.items():
+            its_card, *its_kind, its_shape, its_rows = other.rsplit("/", 3)
+            if (its_kind, its_rows) == ([kind], rows) and name in candidates:
+                near.append((its_card != card, _distance(shape, its_shape), name))
+        names = {name for _, _, name in sorted(near)[:NEIGHBOURS]}
+        return [c for i, c in enumerate(candidates) if i == 0 or c in names or not names]
 
     def choose(self, names: Mapping[str, str]) -> None:
         """From here on in this process, whatever was found before; nothing is remembered."""
@@ -66,6 +81,12 @@ class Choices:
             ) as draft:
                 json.dump(self._tried, draft, indent=1, sort_keys=True)
             os.replace(draft.name, self._file)
+
+
+def _distance(one: str, other: str) -> float:
+    """Of shapes, as "4096x1024": by how many doublings they differ"""
+    sizes = zip(one.split("x"), other.split("x"), strict=True)
+    return sum(abs(math.log2(int(a) / int(b))) for a, b in sizes)
 
 
 def _version() -> str:
