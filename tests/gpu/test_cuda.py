@@ -1,6 +1,7 @@
 """CUDA graphs: recorded, replayed, and equal to eager to the bit. Run on a machine with a GPU."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -134,6 +135,20 @@ def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
     traced.generate(prompts_of([9, 21, 40, 2, 2], oracle.vocab_size), sampled)
     assert shadow.num_compared >= 126
     assert {name: d for name, d in shadow.differences.items() if d} == {}
+
+
+def test_a_shape_that_nobody_tried_is_timed(oracles, monkeypatch, tmp_path):
+    """And remembered; the answers are those of the same way again."""
+    monkeypatch.undo()  # any_tile
+    monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
+    oracle = oracles("qwen3")
+    prompts, answers = prompts_of([5, 30, 17], oracle.vocab_size), []
+    for _ in range(2):
+        traced = Traced(oracle.path, **{**SETTINGS, "dtype": "bfloat16"}, max_num_seqs=3)
+        answers.append(traced.generate(prompts))
+    (file,) = tmp_path.glob("tuned-*.json")
+    assert {key.split("/")[1] for key in json.loads(file.read_text())} >= {"linear", "add", "gated"}
+    assert answers[0] == answers[1]
 
 
 def test_history_leaves_no_trace(oracles):

@@ -9,6 +9,7 @@ from shapes import SHAPES as ODD
 from slotzero.kernels.nouns import Angles, Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import decode, line
+from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
 SHAPES = [*ODD, (4, 1, 256, 16), (32, 1, 32, 16)]
@@ -256,6 +257,31 @@ def test_a_line_of_16_bits(device, half, few_shares):
     (out, pages), (expected, expected_pages) = case.run(2, line), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
     same_pages(pages, expected_pages, 0.1)
+
+
+def test_the_set_takes_a_line_where_there_are_rows_for_it(device, few_shares, monkeypatch):
+    monkeypatch.setattr(line, "FEWEST_ROWS", 5)
+    case, kernels = Case((4, 2, 16, 16), [3, 40], device), TritonKernels()
+    for num in (2, 5):
+        tokens = Tokens(*(t[:num].to(device) for t in case.tokens))
+        plan = kernels.plan(tokens, None, case.heads)
+        assert len(plan) == len((line.Line if num == 5 else decode.Shares)._fields)
+        out = kernels.attention(
+            case.joined[:num].to(device), *(norm.to(device) for norm in case.norms), None,
+            Angles(*(t[:num].to(device) for t in case.angles)), case.kv.to(device, copy=True),
+            case.table.to(device), plan, case.heads,
+        )  # fmt: skip
+        assert torch.allclose(out.cpu(), case.expected()[0][:num], atol=1e-5)
+    assert not line.takes(64, Heads(64, 2, 16, 16, 1e-6, 1.0))
+    assert not line.takes(64, Heads(2, 1, 512, 512, 1e-6, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shares"),
+    [(32, 128), (64, 128), (96, 132), (128, 128), (256, 128), (200, 132), (500, 125)],
+)
+def test_rows_of_one_length_are_cut_alike(rows, shares):
+    assert line._shares(rows, 132) == shares
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 600])

@@ -109,6 +109,17 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
         assert close(applied(after, EPS), normed(residual.float(), norm.float())), tile
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_one_feature(device, half, rows):
+    """A compiler takes the number 1 for a constant."""
+    x, weight, bias, _ = made(rows, 1, 96, device, half)
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    for tile in tiles_to_try(rows, 96, adds=False):
+        out = torch.empty(rows, 1, device=device).to(half)
+        linear(Normed(x, None), EPS, weight, bias, out, tile)
+        assert close(out, expected), tile
+
+
 @pytest.mark.parametrize("size", [5, 16])
 def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
     x, weight, _, norm = made(size, 48, 256, device, half)

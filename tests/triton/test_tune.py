@@ -74,3 +74,5 @@ def test_what_neighbours_have_chosen_is_likely(tmp_path, monkeypatch):
     assert choices.likely("card/add/600x512/8", candidates) == ["cublas", "b"]
     assert choices.likely("card/add/4096x16384/8", candidates) == ["cublas"]
     assert choices.likely("card/gated/4096x4096/8", candidates) == candidates
+    choices._remember("card/add/4096x4096/8", "c")
+    assert choices.likely("card/add/4096x4095/8", candidates) == ["cublas", "d"]

@@ -37,7 +37,7 @@ from slotzero.kernels.triton.tiles import Tile
 ALIGNED = 16  # bytes
 PARTS = 32  # of squares, read at a time
 MOST_SHARES, LEAST_SHARE = 4, 512  # of one tile; of the inner dimension
-MOST_SPLIT = 1024  # tiles: fewer than programs run at once on a card
+MOST_SPLIT = 1024  # tiles: more than a card has programs at once
 SPARE_BYTES = 2048  # that a program has beside its stages
 
 
@@ -67,7 +67,7 @@ def _bulk_kernel(
     m, n = first_m + tl.arange(0, ROWS), part * each + tl.arange(0, each)
     bring_near(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     if gated:
-        values = weight + num_out.to(tl.int64) * INNER
+        values = weight + tl.cast(num_out, tl.int64) * INNER
         bring_near(values, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 

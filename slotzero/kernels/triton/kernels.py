@@ -382,7 +382,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         likely = self.choices.likely(key, (CUBLAS, *tiles)) if name is None else [name]
         if is_compiling():
             return [run(tiles.get(each), weight) for each in likely][-1]
-        if name is None:
+        name = likely[0]
+        if len(likely) > 1:
             before = None if changes is None else changes.clone()
             name = self.choices.find(key, likely, weight, lambda name, w: run(tiles.get(name), w))
             if changes is not None and before is not None:

@@ -39,6 +39,8 @@ from slotzero.kernels.triton.launch import (
 
 FEWEST_ROWS = 17  # below, every row is cut, and decode.py cuts finer
 MOST_SIZE, MOST_GROUP = 512, 16  # of a key and its value; query heads of a KV head
+MOST_SHARES = 512  # a row may have them all, and the plan goes through them in turn
+FEWEST_SHARES = 0.9  # of the most, to have rows cut alike
 SMALLEST = 4  # tiles of a share: a short line is cut into fewer
 
 
@@ -58,7 +60,7 @@ class Line(NamedTuple):
     row: Tensor  # [shares] of its first tile
     begin: Tensor  # [shares] the first key of that
     tile: Tensor  # [shares + 1] its first tile, in the line; the last one: all tiles
-    slot: Tensor  # [rows + 1] like the next three; one more, as the loop looks a row ahead
+    slot: Tensor  # [rows + 1] like the next three: the loop looks a row ahead, of what it uses
     newest: Tensor  # the newest position: its keys before are in the pages
     first: Tensor  # the first of its parts
     num: Tensor  # its parts
@@ -339,7 +341,8 @@ def takes(rows: int, heads: Heads) -> bool:
 def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
     rows, kv_heads = len(slots), heads.num_kv_heads
     shape = shape_for(heads)
-    shares = _shares(rows, max(1, shape.programs * num_processors() // kv_heads))
+    most = min(shape.programs * num_processors() // kv_heads, MOST_SHARES)
+    shares = _shares(rows, max(1, most))
     row, begin, tile = slots.new_empty(3, shares + 1).unbind()
     slot, newest, first, num = slots.new_empty(4, rows + 1).unbind()
     done, parts = slots.new_empty(rows, kv_heads), rows + shares
@@ -386,13 +389,17 @@ def attend(
 
 
 def _shares(rows: int, most: int) -> int:
-    """So many of the most that rows of one length are all cut alike, or not at all"""
-    return most // rows * rows if rows <= most else triton.cdiv(rows, triton.cdiv(rows, most))
+    """Nearly the most, so many that rows of one length are all cut alike or not at all"""
+    alike = most // rows * rows if rows <= most else triton.cdiv(rows, triton.cdiv(rows, most))
+    return alike if alike >= FEWEST_SHARES * most else most
 
 
 def shape_for(heads: Heads) -> Shape:
-    """See benchmarks/h200. Of the heads alone: the plan does not know in what they are stored."""
+    """See benchmarks/h200. By the heads alone: a plan does not know in what they are stored. All
+    are for 16 bits; of 32, fewer programs run at once."""
     size = heads.head_dim + heads.value_dim
     if size > 256:
         return Shape(programs=2, keys=32, warps=4, stages=3, row_cost=2)
-    return Shape(programs=8, keys=32, warps=1, stages=2 if size > 128 else 3, row_cost=4)
+    if size > 128:
+        return Shape(programs=8, keys=32, warps=1, stages=2, row_cost=4)
+    return Shape(programs=8, keys=32, warps=1, stages=3, row_cost=2)

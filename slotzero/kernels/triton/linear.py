@@ -1,6 +1,6 @@
 """Matrix products over few rows (1 to 256), where the time is the time to read the weight.
 
-Each program owns a few output features and reads their weights once; the rows come from cache. What
+Each program owns a few output features; their weights are read once, the rows come from cache. What
 surrounds a product is fused into it (`ends.py`). The first weights are requested before the wait
 for the rows, into registers where they fit, into the card's cache elsewhere. From 2 rows on a tile
 may be copied in bulk (`bulk.py`).
@@ -49,7 +49,7 @@ def _one_row_kernel(
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     m, k = tl.arange(0, 1), tl.arange(0, DEPTH)
     at = weight + n[:, None].to(tl.int64) * INNER + k[None, :]
-    apart = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
+    apart = tl.cast(num_out, tl.int64) * INNER  # from a gate's weights to its value's
     w = _load_weight(at, k[None, :], n[:, None], num_out, INNER, EVEN)
     w2 = w
     if ACTIVATION is not None:
@@ -116,7 +116,7 @@ def _plain_kernel(
     side = tl.arange(0, SIDE)[None, :, None, None, None]
     wn = tl.program_id(0) * FEATURES + side * each + tl.arange(0, each)[None, None, :, None, None]
     at = weight + wn.to(tl.int64) * INNER + k  # [lanes, side, each, 1, 4]
-    apart = num_out.to(tl.int64) * INNER
+    apart = tl.cast(num_out, tl.int64) * INNER
     w = _load_tiles(at, k, wn, num_out, INNER, EVEN, DEPTH, step)
     w2 = w
     if ACTIVATION is not None:
@@ -195,7 +195,7 @@ def _sliced_kernel(
     k = tl.arange(0, SLICES)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]  # [slices, depth]
     wk, wn = k[:, None, :], n[None, :, None]
     at = weight + wn.to(tl.int64) * INNER + wk  # [slices, features, depth]
-    apart = num_out.to(tl.int64) * INNER
+    apart = tl.cast(num_out, tl.int64) * INNER
     w = _load_tiles(at, wk, wn, num_out, INNER, EVEN, block, step)
     w2 = w
     if ACTIVATION is not None:
@@ -246,7 +246,7 @@ def _staged_kernel(
     k = tl.arange(0, DEPTH)
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
-    apart = num_out.to(tl.int64) * INNER
+    apart = tl.cast(num_out, tl.int64) * INNER
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
     bring_near(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)

@@ -23,7 +23,9 @@ from torch import Tensor
 from slotzero.cache import cache_dir
 
 SHIPPED = Path(__file__).with_name("tuned.json")
-SOURCES = "linear.py", "bulk.py", "ends.py", "tiles.py"  # of what is timed
+SOURCES = (  # of what is timed
+    "linear.py", "bulk.py", "ends.py", "tiles.py", "launch.py", "elementwise.py", "kernels.py",
+)  # fmt: skip
 COLD_BYTES = 256 << 20  # several times the cache of a card
 LEAST_CALLS, MOST_COPIES = 8, 64
 NEIGHBOURS = 3  # shapes whose best are tried
@@ -47,11 +49,11 @@ class Choices:
         return None
 
     def likely(self, key: str, candidates: Sequence[str]) -> list[str]:
-        """Of candidates, the first and those that neighbours have chosen, on this card if there are
-        such; all where nobody has."""
+        """Of candidates, the first and those that neighbours in what ships have, of this card if it
+        is there; all where there are none. They are the same throughout a start."""
         card, kind, shape, rows = key.rsplit("/", 3)
         near: list[tuple[bool, float, str]] = []
-        for other, name in {**self._shipped, **self._tried}.items():
+        for other, name in self._shipped.items():
             its_card, *its_kind, its_shape, its_rows = other.rsplit("/", 3)
             if (its_kind, its_rows) == ([kind], rows) and name in candidates:
                 near.append((its_card != card, _distance(shape, its_shape), name))

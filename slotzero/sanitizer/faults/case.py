@@ -106,7 +106,7 @@ class Case:
             rows: list[int] = owned_rows(self.entry, idle, tables).nonzero()[:, 0].tolist()
             return rows[0] if rows else None
         by_row = tables[self.entry.name].movedim(self.entry.axis, 0)
-        return next((s for s in idle if (by_row[s] != trap).any()), trap if idle else None)
+        return next((s for s in idle if (by_row[s] != trap).any()), idle[-1] if idle else None)
 
     @cached_property
     def elsewhere(self) -> int | None:
