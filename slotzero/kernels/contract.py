@@ -114,7 +114,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
 
     @abstractmethod
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
-        """x [rows, size] under an RMSNorm; without a weight, itself."""
+        """x [rows, size], a part of wider rows maybe, under an RMSNorm; without one, itself."""
 
     @abstractmethod
     def settle(self, x: Normed, eps: float) -> Tensor:

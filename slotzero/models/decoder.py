@@ -151,7 +151,7 @@ class Kind:
             return kernels.gate(gates, attended, "sigmoid")
         q, k = joined[:, : sizes[0]], joined[:, sizes[0] :]
         if layer.q_up is not None:
-            short = kernels.norm(q.contiguous(), q_norm, heads.norm_eps)
+            short = kernels.norm(q, q_norm, heads.norm_eps)
             q = kernels.linear(short, heads.norm_eps, layer.q_up, None, heads.sizes[0])
         shape = heads.num_heads, -1, heads.value_dim
         return kernels.attention_latent(

@@ -89,8 +89,8 @@ def test_open_pair(device, half, is_half, norms, size):
 @pytest.mark.parametrize("is_half", [True, False])
 def test_norm(device, half, is_half, late, size):
     dtype = half if is_half else torch.float32
-    x, weight = (torch.randn(5, size) * 3).to(dtype), torch.randn(size).to(dtype)
-    moved = x.to(device, copy=True)
+    wide, weight = (torch.randn(5, size + 3) * 3).to(dtype), torch.randn(size).to(dtype)
+    x, moved = wide[:, 3:], wide.to(device, copy=True)[:, 3:]
     got = norm(moved, weight.to(device), 1e-6, late)
     assert (got.squares is not None) == late
     want = REFERENCE.norm(x, weight, 1e-6).x

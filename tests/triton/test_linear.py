@@ -222,12 +222,12 @@ def test_how_many_tiles_are_split(monkeypatch):
     alone, in_pairs = Tile(256, 64, 0, 4, 8, rows=128), Tile(64, 64, 0, 4, 4, rows=128)
     assert bulk._split(448, 4096, alone) == (52, 2)
     assert bulk._split(64, 14336, alone) == (64, 2)
-    assert bulk._split(32, 14336, alone) == (32, 4)
+    assert bulk._split(16, 14336, alone) == (16, 8)
     assert bulk._split(32, 1024, alone) == (32, 2)
     assert bulk._split(264, 4096, alone) == (0, 1)
     assert bulk._split(224, 4096, alone) == (92, 1)
     assert bulk._split(96, 4096, in_pairs) == (96, 2)
-    assert bulk._split(300, 4096, in_pairs) == (36, 4)
+    assert bulk._split(300, 4096, in_pairs) == (36, 7)
 
 
 def test_rows_of_one_padded_size_have_the_same_tiles():

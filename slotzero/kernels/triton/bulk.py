@@ -36,7 +36,7 @@ from slotzero.kernels.triton.tiles import Tile
 
 ALIGNED = 16  # bytes
 PARTS = 32  # of squares, read at a time
-MOST_SHARES, LEAST_SHARE = 4, 512  # of one tile; of the inner dimension
+MOST_SHARES, LEAST_SHARE = 8, 512  # of one tile; of the inner dimension
 MOST_SPLIT = 1024  # tiles: more than a card has programs at once
 SPARE_BYTES = 2048  # that a program has beside its stages
 

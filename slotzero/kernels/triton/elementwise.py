@@ -23,7 +23,7 @@ def _scaled(wide, size, eps, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual, delta, after, weight, out, squares, rows, size, eps,
+    residual, delta, after, weight, out, squares, rows, size, residual_stride, eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
@@ -38,7 +38,8 @@ def _add_norm_kernel(
         by_after = tl.load(after + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_writer(PDL)
     at = row * size + column
-    value = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    residual_at = residual + row * residual_stride + column
+    value = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
     change = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
         part_at = delta + part * rows.to(tl.int64) * size + at
@@ -48,7 +49,7 @@ def _add_norm_kernel(
         change = (change * by_after).to(dtype).to(tl.float32)
     value += change
     if delta is not None:
-        tl.store(residual + at, value.to(dtype), mask=inside)
+        tl.store(residual_at, value.to(dtype), mask=inside)
     if weight is not None:
         value = value.to(dtype).to(tl.float32)
         if squares is not None:
@@ -157,7 +158,8 @@ def add_norm(
         squares = torch.empty(1, rows, device=residual.device) if late else None
         made = Normed(torch.empty_like(residual), squares)
     launch(
-        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size, eps,
+        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size,
+        residual.stride(0), eps,
         BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
         num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
