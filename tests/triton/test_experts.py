@@ -118,9 +118,30 @@ def test_chosen_by_other_numbers(device):
     assert not torch.allclose(got, through(TritonKernels(), x, 1e-6, slots, weights, shape)[0])
 
 
+def test_a_broken_row_chooses_experts_that_exist(device):
+    for shape in KINDS:
+        weights = made(shape, torch.float32, device)
+        x = torch.full((3, HIDDEN), torch.nan, device=device)
+        slots = torch.tensor([1, 0, 2], device=device).int()
+        which = TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape).which
+        assert (which[1] == shape.num_all).all()
+        assert ((which[[0, 2]] >= 0) & (which[[0, 2]] < shape.num_all)).all()
+
+
+def test_the_first_of_equal_ones_is_chosen(device):
+    shape = Experts(6, 3, INNER, "silu", scores="softmax")
+    weights = made(shape, torch.float32, device)
+    weights.router.zero_(), weights.router_bias.zero_()
+    x, slots = torch.randn(2, HIDDEN, device=device), torch.ones(2, device=device).int()
+    chosen = TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape)
+    assert chosen.which.tolist() == [[0, 1, 2]] * 2
+    assert torch.allclose(chosen.share, torch.full_like(chosen.share, 1 / 6))
+
+
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (3, 2), (40, 4), (128, 8)])
 @pytest.mark.parametrize("tokens", [1, 7, 90])
-def test_blocks_cover_every_choice_once(device, tokens, num_experts, top_k):
+def test_blocks_cover_every_choice_once(device, monkeypatch, tokens, num_experts, top_k):
+    monkeypatch.setattr(experts, "SORTED_BLOCK", 256)
     chosen = torch.rand(tokens, num_experts).topk(top_k).indices
     chosen[::3] = num_experts  # nobody's
     chosen[1::2, 0] = num_experts - 1  # one that many choose

@@ -24,7 +24,8 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-PLAN_BLOCKS = 32  # what one program of `choose` finds
+SORTED_BLOCK = 4096  # choices that are looked at together
+PLAN_BLOCKS = 32  # what one program of `sort` finds
 ADDED_BLOCK = 1024
 
 
@@ -39,9 +40,29 @@ class Tile(NamedTuple):
 class Order(NamedTuple):
     """Choices, one by one, in the order of their experts."""
 
-    order: Tensor  # [choices]: which choice, token * top_k + i, stands here
+    order: Tensor  # [choices] int32: which choice, token * top_k + i, stands here
     blocks: Tensor  # [blocks, 3] int32: expert or -1, first row, number of rows
     tile: Tile
+
+
+@triton.jit(do_not_specialize=["num"])
+def _sort_kernel(which, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program an expert, and one for nobody: it counts who stands before, and then sets down its
+    own in their order."""
+    may_follow(PDL)
+    expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    place = 0
+    for first in range(0, num, BLOCK):
+        its = tl.load(which + first + lane, mask=first + lane < num, other=expert)
+        place += tl.sum((its < expert).to(tl.int32), axis=0)
+    tl.store(starts + expert, place)
+    for first in range(0, num, BLOCK):
+        its = tl.load(which + first + lane, mask=first + lane < num, other=-1)
+        mine = (its == expert).to(tl.int32)
+        at = place + tl.cumsum(mine, axis=0) - 1
+        tl.store(order + at, first + lane, mask=mine > 0)
+        place += tl.sum(mine, axis=0)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -145,13 +166,16 @@ def _add_up_kernel(
 def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
     """chosen [T, top_k]: experts, or as many as there are for none; starts [experts + 1] is
     written; dtype is of what will be multiplied"""
-    num_experts = len(starts) - 1
-    tile = tile_for(chosen.numel() / num_experts, dtype, shared_memory())
-    which, order = chosen.flatten().sort(stable=True)
-    every = torch.arange(num_experts + 1, dtype=which.dtype, device=which.device)
-    torch.searchsorted(which, every, out_int32=True, out=starts)
-    num_blocks = min(len(which), triton.cdiv(len(which), tile.rows) + num_experts)
-    blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=which.device)
+    num_experts, num = len(starts) - 1, chosen.numel()
+    tile = tile_for(num / num_experts, dtype, shared_memory())
+    order = starts.new_empty(num)
+    block = min(SORTED_BLOCK, triton.next_power_of_2(num))
+    launch(
+        _sort_kernel, (num_experts + 1,), chosen, order, starts, num, BLOCK=block,
+        num_warps=max(1, block // 512), **overlap(),
+    )  # fmt: skip
+    num_blocks = min(num, triton.cdiv(num, tile.rows) + num_experts)
+    blocks = starts.new_empty(num_blocks, 3)
     launch(
         _blocks_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),), starts, blocks, num_blocks,
         EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=tile.rows,

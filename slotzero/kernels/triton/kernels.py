@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.composed import route
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.nouns import (
     NO_BRANCHES,
@@ -36,6 +35,7 @@ from slotzero.kernels.triton import (
     line,
     opening,
     prefill,
+    routing,
     verify,
 )
 from slotzero.kernels.triton import linear as few
@@ -268,13 +268,12 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         scores = self.linear(
             by or Normed(rows, None), eps, weights.router, weights.router_bias, shape.num_experts
         )
-        share, which = route(scores, weights, shape)
-        return Chosen(rows, share, which.masked_fill((slots == 0)[:, None], shape.num_all))
+        return Chosen(rows, *routing.route(scores, slots, weights, shape))
 
     def experts(
         self, chosen: Chosen, weights: ExpertWeights, shape: Experts, starts: Tensor
     ) -> Tensor:
-        rows, share, which = chosen
+        rows, share, which = (part.contiguous() for part in chosen)
         order = experts.sort(which, starts, rows.dtype)
         inner = experts.gated(rows, weights.gate_up, weights.gate_up_bias, order, shape.activation)
         results = experts.product(inner, weights.down, weights.down_bias, order)
