@@ -113,7 +113,8 @@ def loop(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
         token, place = (chosen == expert).nonzero(as_tuple=True)
         up = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
         down = None if weights.down_bias is None else weights.down_bias[expert]
-        inner = gated(F.linear(x[token], weights.gate_up[expert], up), shape.activation)
+        joined = F.linear(x[token], weights.gate_up[expert], up)
+        inner = gated(*joined.chunk(2, -1), shape.activation)
         result = F.linear(inner, weights.down[expert], down)
         out.index_add_(0, token, result * share[token, place, None].to(result.dtype))
     return out

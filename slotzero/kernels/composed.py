@@ -162,10 +162,11 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         out_features: int,
         activation: Activation,
     ) -> Tensor:
-        return gated(self.product(x.x, weight, bias, 2 * out_features), activation)
+        gates, values = self.product(x.x, weight, bias, 2 * out_features).chunk(2, -1)
+        return gated(gates, values, activation)
 
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-        return gated(torch.cat((gates, values), dim=-1), activation)
+        return gated(gates, values, activation)
 
     def linear_add_norm(
         self,
@@ -215,8 +216,9 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         joined = self.grouped_product(
             rows, weights.gate_up, weights.gate_up_bias, starts, 2 * shape.inner_size
         )
+        gates, values = joined.chunk(2, -1)
         results = self.grouped_product(
-            gated(joined, shape.activation),
+            gated(gates, values, shape.activation),
             weights.down, weights.down_bias, starts, wanted.shape[-1],
         )  # fmt: skip
         by_token = torch.empty_like(results).index_copy_(0, order, results)
@@ -332,9 +334,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def gated(joined: Tensor, activation: Activation) -> Tensor:
-    """[rows, 2 * size], gates and then values -> [rows, size]"""
-    gate, value = joined.chunk(2, -1)
+def gated(gate: Tensor, value: Tensor, activation: Activation) -> Tensor:
+    """[rows, size] each -> [rows, size]"""
     if activation == "silu":
         return F.silu(gate) * value
     if activation == "gelu_tanh":

@@ -157,7 +157,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
 
     @abstractmethod
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-        """activation(gates) * values, [rows, size] each"""
+        """activation(gates) * values, [rows, size] each; a row's gate may be one, expanded"""
 
     @abstractmethod
     def linear_add_norm(

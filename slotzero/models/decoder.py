@@ -182,6 +182,7 @@ class Kind:
         )  # fmt: skip
         slots, starts = inputs.slots, inputs.expert_starts
         assert starts is not None
+        normed = Normed(kernels.settle(normed, eps), None)  # once, for all who read it
         if layer.dense_gate_up is None or layer.dense_down is None:
             change = self._experts(normed, slots, weights, self.experts, starts)
             return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)

@@ -89,7 +89,7 @@ def check_gated(device, half, rows, shape, activation, tiles) -> None:
     x, weight, bias, norm = made(rows, *shape, device, half)
     size = shape[0] // 2
     joined = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    expected = composed.gated(joined, activation)
+    expected = composed.gated(*joined.chunk(2, -1), activation)
     for tile in tiles:
         out = torch.full((rows, size), torch.nan, device=device).to(half)
         linear(late(x, norm, 1), EPS, weight, bias, out, tile, activation=activation)
@@ -284,10 +284,14 @@ def test_an_added_norm_is_rounded_where_the_model_rounds(device, half):
 def test_a_gate_beside_a_product(device, half, size, activation):
     joined = torch.randn(3, 2 * size, device=device) * 6
     joined[0, 0], joined[1, size] = torch.nan, torch.nan
-    expected = composed.gated(joined, activation)
-    assert torch.allclose(gated(joined, activation), expected, atol=1e-5, equal_nan=True)
-    joined = joined[2:].to(half)
-    assert close(gated(joined, activation), composed.gated(joined.float(), activation))
+    parts = joined.chunk(2, -1)
+    expected = composed.gated(*parts, activation)
+    assert torch.allclose(gated(*parts, activation), expected, atol=1e-5, equal_nan=True)
+    gates, values = joined[2:].to(half).chunk(2, -1)
+    wide = composed.gated(gates.float(), values.float(), activation)
+    assert close(gated(gates, values, activation), wide)
+    one = gates[:, :1].expand_as(values)
+    assert torch.equal(gated(one, values, activation), gated(one.contiguous(), values, activation))
 
 
 @pytest.mark.parametrize("size", [6, 5000])

@@ -77,15 +77,16 @@ def _apply_kernel(
 
 @triton.jit
 def _gated_kernel(
-    joined, out, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    gates, values, out, size, gates_stride, gates_step, values_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     wait_for_writer(PDL)
-    gate = tl.load(joined + row * 2 * size + column, mask=inside, other=0.0)
-    value = tl.load(joined + row * 2 * size + size + column, mask=inside, other=0.0)
+    gate = tl.load(gates + row * gates_stride + column * gates_step, mask=inside, other=0.0)
+    value = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
     active, wide = activate(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
     active = active.to(gate.dtype).to(tl.float32)
     tl.store(out + row * size + column, (active * wide).to(gate.dtype), mask=inside)
@@ -182,12 +183,14 @@ def applied(normed: Normed, eps: float) -> Tensor:
     return out
 
 
-def gated(joined: Tensor, activation: Activation) -> Tensor:
-    """[rows, 2 * size], gates and then values -> activation(gate) * value"""
-    rows, size = joined.shape[0], joined.shape[1] // 2
-    out = joined.new_empty(rows, size)
+def gated(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+    """[rows, size] each, parts of wider rows maybe -> activation(gate) * value; a row may have one
+    gate, expanded"""
+    rows, size = values.shape
+    out = values.new_empty(rows, size)
     launch(
-        _gated_kernel, (rows, triton.cdiv(size, GATED_BLOCK)), joined, out, size,
+        _gated_kernel, (rows, triton.cdiv(size, GATED_BLOCK)),
+        gates, values, out, size, *gates.stride(), values.stride(0),
         ACTIVATION=activation, BLOCK=GATED_BLOCK, **overlap(),
     )  # fmt: skip
     return out

@@ -211,14 +211,15 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             if tile is None:
                 joined = x.x.new_empty(len(x.x), 2 * out_features)
                 _product(applied(x, eps), weight, bias, joined)
-                return elementwise.gated(joined, activation)
+                gates, values = joined.chunk(2, -1)
+                return elementwise.gated(gates, values, activation)
             out = x.x.new_empty(len(x.x), out_features)
             return few.linear(x, eps, weight, bias, out, tile, activation=activation)
 
         return self._run("gated", x.x, weight, run)
 
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-        return elementwise.gated(torch.cat((gates, values), dim=-1), activation)
+        return elementwise.gated(gates, values, activation)
 
     def linear_add_norm(
         self,
