@@ -192,7 +192,7 @@ class Chosen(NamedTuple):
 
     rows: Tensor  # [T, hidden]
     share: Tensor  # [T, num_chosen]: the weight of each choice
-    which: Tensor  # [T, num_chosen]: the expert; one past the last for none
+    which: Tensor  # [T, num_chosen] int32 or int64: the expert; one past the last for none
 
 
 class Aims(NamedTuple):

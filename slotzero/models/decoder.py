@@ -182,12 +182,13 @@ class Kind:
         )  # fmt: skip
         slots, starts = inputs.slots, inputs.expert_starts
         assert starts is not None
-        normed = Normed(kernels.settle(normed, eps), None)  # once, for all who read it
         if layer.dense_gate_up is None or layer.dense_down is None:
             change = self._experts(normed, slots, weights, self.experts, starts)
             return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
-        x, by = normed, None
-        if layer.expert_norm is not None:
+        by = None
+        if layer.expert_norm is None:
+            x = normed = Normed(kernels.settle(normed, eps), None)  # once, for all who read it
+        else:
             x = kernels.norm(residual, layer.expert_norm, eps)
             by = kernels.norm(residual, layer.router_norm, eps)
         size = config.beside_size or inner

@@ -128,6 +128,26 @@ def test_a_broken_row_chooses_experts_that_exist(device):
         assert ((which[[0, 2]] >= 0) & (which[[0, 2]] < shape.num_all)).all()
 
 
+def test_one_broken_score_is_seen(device):
+    for shape in KINDS:
+        weights = made(shape, torch.float32, device)
+        weights.router_bias[0] = torch.nan
+        x, slots = torch.randn(2, HIDDEN, device=device), torch.ones(2, device=device).int()
+        assert (
+            TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape).share.isnan().all()
+        )
+
+
+def test_nobody_is_chosen_twice(device):
+    """Though all that are left are shut out."""
+    shape = Experts(8, 6, INNER, "silu", **SIGMOID)
+    weights = made(shape, torch.float32, device)
+    weights.correction[4:] = float("-inf")
+    x, slots = torch.randn(3, HIDDEN, device=device), torch.ones(3, device=device).int()
+    for row in TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape).which.tolist():
+        assert len(set(row)) == 6 and {0, 1, 2, 3} <= set(row)
+
+
 def test_the_first_of_equal_ones_is_chosen(device):
     shape = Experts(6, 3, INNER, "silu", scores="softmax")
     weights = made(shape, torch.float32, device)

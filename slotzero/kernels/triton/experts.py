@@ -24,7 +24,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-SORTED_BLOCK = 4096  # choices that are looked at together
+SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices that are looked at together
 PLAN_BLOCKS = 32  # what one program of `sort` finds
 ADDED_BLOCK = 1024
 
@@ -45,17 +45,18 @@ class Order(NamedTuple):
     tile: Tile
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit
 def _sort_kernel(which, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A program an expert, and one for nobody: it counts who stands before, and then sets down its
     own in their order."""
     may_follow(PDL)
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     wait_for_writer(PDL)
-    place = 0
+    before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num, BLOCK):
         its = tl.load(which + first + lane, mask=first + lane < num, other=expert)
-        place += tl.sum((its < expert).to(tl.int32), axis=0)
+        before += (its < expert).to(tl.int32)
+    place = tl.sum(before, axis=0)
     tl.store(starts + expert, place)
     for first in range(0, num, BLOCK):
         its = tl.load(which + first + lane, mask=first + lane < num, other=-1)
@@ -169,7 +170,7 @@ def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
     num_experts, num = len(starts) - 1, chosen.numel()
     tile = tile_for(num / num_experts, dtype, shared_memory())
     order = starts.new_empty(num)
-    block = min(SORTED_BLOCK, triton.next_power_of_2(num))
+    block = min(SORTED_BLOCK, max(LEAST_SORTED, triton.next_power_of_2(num)))
     launch(
         _sort_kernel, (num_experts + 1,), chosen, order, starts, num, BLOCK=block,
         num_warps=max(1, block // 512), **overlap(),

@@ -93,11 +93,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
     if asked is None:
         kernel[grid](*args, **kwargs)
         return
-    kinds = (a.dtype if isinstance(a, Tensor) else type(a) for a in args)
-    wanted = (kernel, *kinds, *kwargs.items())
+    wanted = (kernel, *map(_kind, args), *kwargs.items())
     if wanted not in asked:
         asked.add(wanted)
         kernel.warmup(*args, grid=grid, **kwargs)
+
+
+def _kind(argument: Any) -> object:
+    """What a kernel is compiled for"""
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0
+    return type(argument)
 
 
 def is_compiling() -> bool:

@@ -28,6 +28,7 @@ def _route_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores are [groups, experts of each], padded to ROWS x COLUMNS."""
+    tl.static_assert(KIND != "softmax_of_chosen" or GROUPS == 1)
     may_follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     group, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
@@ -40,6 +41,7 @@ def _route_kernel(
     is_real = tl.load(slots + token) > 0
     score = tl.load(scores + token * scores_stride + expert, mask=inside, other=float("-inf"))
     score = score.to(tl.float32)
+    is_broken = tl.max(tl.max((score != score).to(tl.int32), axis=1), axis=0) > 0
     if KIND == "sigmoid":
         score = 1.0 / (1.0 + _exp(-score))
     elif KIND == "softmax":
@@ -61,14 +63,15 @@ def _route_kernel(
             judged = tl.where(group == its, float("-inf"), judged)
         wanted = tl.where(is_chosen[:, None], wanted, float("-inf"))
 
-    choice, last = tl.arange(0, CHOICES), GROUPS * EACH - 1
+    choice, last, is_free = tl.arange(0, CHOICES), GROUPS * EACH - 1, inside
     chosen = GROUPS * EACH + choice - TOP_K  # shared ones, behind those that are chosen
     its_share = tl.zeros([CHOICES], tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(tl.max(wanted, axis=1), axis=0)
-        its = tl.where((wanted == best) & inside, expert, last)
+        its = tl.where((wanted == best) & is_free, expert, last)
         its = tl.min(tl.min(its, axis=1), axis=0)
-        mine = tl.sum(tl.sum(tl.where(expert == its, score, 0.0), axis=1), axis=0)
+        is_free &= expert != its
+        mine = tl.sum(tl.sum(tl.where((expert == its) & inside, score, 0.0), axis=1), axis=0)
         chosen = tl.where(choice == i, its, chosen)
         its_share = tl.where(choice == i, mine, its_share)
         wanted = tl.where(expert == its, float("-inf"), wanted)
@@ -77,6 +80,7 @@ def _route_kernel(
         its_share = tl.where(is_chosen, its_share, float("-inf"))
         its_share = _exp(its_share - tl.max(its_share, axis=0))
         its_share /= tl.sum(its_share, axis=0)
+        its_share = its_share.to(scores.dtype.element_ty).to(tl.float32)  # as they are trained
     else:
         if IS_NORMED:
             its_share /= tl.sum(tl.where(is_chosen, its_share, 0.0), axis=0) + 1e-20
@@ -84,6 +88,7 @@ def _route_kernel(
     if factors is not None:
         its_share *= tl.load(factors + chosen, mask=is_chosen, other=1.0).to(tl.float32)
     its_share = tl.where(is_chosen, its_share, 1.0)
+    its_share = tl.where(is_broken, float("nan"), its_share)  # a NaN stays one
     chosen = tl.where(is_real, chosen, GROUPS * EACH + SHARED)
     at, wanted_choice = token * (TOP_K + SHARED) + choice, choice < TOP_K + SHARED
     tl.store(share + at, its_share, mask=wanted_choice)
