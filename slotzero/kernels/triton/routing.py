@@ -56,12 +56,12 @@ def _route_kernel(
             its = tl.min(tl.where(rest == best[:, None], column, COLUMNS), axis=1)
             rest = tl.where(column == its[:, None], float("-inf"), rest)
         judged = tl.where(group < GROUPS, judged, float("-inf"))
-        is_chosen = group < 0
+        is_open = group < 0
         for _ in tl.static_range(TOP_GROUPS):
             its = tl.min(tl.where(judged == tl.max(judged, axis=0), group, ROWS), axis=0)
-            is_chosen |= group == its
+            is_open |= group == its
             judged = tl.where(group == its, float("-inf"), judged)
-        wanted = tl.where(is_chosen[:, None], wanted, float("-inf"))
+        wanted = tl.where(is_open[:, None], wanted, float("-inf"))
 
     choice, last, is_free = tl.arange(0, CHOICES), GROUPS * EACH - 1, inside
     chosen = GROUPS * EACH + choice - TOP_K  # shared ones, behind those that are chosen
@@ -90,9 +90,9 @@ def _route_kernel(
     its_share = tl.where(is_chosen, its_share, 1.0)
     its_share = tl.where(is_broken, float("nan"), its_share)  # a NaN stays one
     chosen = tl.where(is_real, chosen, GROUPS * EACH + SHARED)
-    at, wanted_choice = token * (TOP_K + SHARED) + choice, choice < TOP_K + SHARED
-    tl.store(share + at, its_share, mask=wanted_choice)
-    tl.store(which + at, chosen, mask=wanted_choice)
+    at, is_kept = token * (TOP_K + SHARED) + choice, choice < TOP_K + SHARED
+    tl.store(share + at, its_share, mask=is_kept)
+    tl.store(which + at, chosen, mask=is_kept)
 
 
 def route(
