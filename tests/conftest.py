@@ -56,7 +56,7 @@ LONGEST = (
     "test_bad_input.py",
     "test_fleet_http.py",
 )
-SINGLY = "test_triton.py"
+SINGLY = "tests/test_triton.py", "tests/triton/", "tests/gpu/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,15 +67,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's, so that what its tests share is made once. Of one file, each test is
-    a process of its own anyway, and may be anybody's. Marks of groups would say the same, but from
+    """A file is one process's, so that what its tests share is made once. Tests of the kernels and
+    of a card share nothing, and may be anybody's. Marks of groups would say the same, but from
     pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return nodeid if file.endswith(SINGLY) else file
+            return nodeid if file.startswith(SINGLY) else file
 
     return ByFile(config, log)
 
