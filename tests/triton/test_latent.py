@@ -385,16 +385,16 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
     for rows in (1, 2, 64, 65, 5000):
         for pairs in (1, 16, 80, 1024, 20000):
             spare, smallest = latent.cut_for(rows, pairs)
-            assert spare >= 1 and smallest % 64 == 0
+            assert spare >= 1 and smallest % 32 == 0
             assert spare * pairs <= max(latent.MAX_PARTIAL, pairs)
 
 
 def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):
-    assert latent.tile_for(128, 576, 2) == latent.Tile(pairs=32, keys=64, warps=4)
-    assert latent.tile_for(16, 576, 2) == latent.Tile(pairs=16, keys=64, warps=4)
+    assert latent.tile_for(128, 576, 2) == latent.Tile(pairs=32, keys=32, ahead=2, warps=4)
+    assert latent.tile_for(16, 576, 2) == latent.Tile(pairs=16, keys=32, ahead=2, warps=4)
     monkeypatch.setattr(latent, "shared_memory", lambda: 99 << 10)
-    assert latent.tile_for(128, 576, 2).keys == 32
-    assert latent.tile_for(16, 576, 2).keys == 64
+    assert latent.tile_for(128, 576, 2).keys == 16
+    assert latent.tile_for(16, 576, 2).keys == 32
 
 
 def test_the_plan_of_latent_heads_is_its_own(device):

@@ -36,6 +36,7 @@ from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
 from slotzero.kernels.triton.decode import _plan_kernel
 from slotzero.kernels.triton.latent_rows import store
 from slotzero.kernels.triton.launch import (
+    bring_rows_near,
     launch,
     may_follow,
     overlap,
@@ -47,6 +48,8 @@ from slotzero.kernels.triton.verify import _level
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
 MAX_PAIRS = 32  # (token, head) pairs of a tile
+PROGRAMS = 264  # two for each multiprocessor of an H200
+NEAR_KEYS = 64
 BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
 MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
@@ -77,11 +80,18 @@ class Work(NamedTuple):
 class Tile(NamedTuple):
     pairs: int
     keys: int
+    ahead: int  # tiles that are asked for before one is computed with
     warps: int
+
+    @property
+    def stages(self) -> int:
+        """The pages of a tile are asked for as long before its rows as these before it is used."""
+        return 2 * self.ahead + 1
 
     def num_bytes(self, size: int, itemsize: int) -> int:
         """Of shared memory: queries, stored rows, weights, and which pages are next."""
-        return ((self.pairs + self.keys) * size + self.pairs * self.keys) * itemsize + 512
+        rows = self.pairs + self.ahead * self.keys
+        return (rows * size + self.pairs * self.keys) * itemsize + 512 * self.ahead
 
 
 @triton.jit(do_not_specialize=["table_stride", "span", "parts"])
@@ -91,7 +101,7 @@ def _attend_kernel(
     bases, bits_seen, sums, table_stride, span, parts, scale,
     HEADS: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, KEYS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
 
@@ -111,7 +121,9 @@ def _attend_kernel(
         if part * PAIRS >= size * HEADS:
             wait_for_writer(PDL)
             return
-    pair, dim, turn = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, WIDTH), tl.arange(0, TURN)
+    pair, turn = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, TURN)
+    low = tl.arange(0, WIDTH // 2)  # of a latent, which is in two halves: see below
+    high = WIDTH // 2 + low
     place = pair // HEADS  # of the token in its row
     inside = place < size
     real = tl.load(token_slots + token + place, mask=inside, other=0) > 0
@@ -125,6 +137,10 @@ def _attend_kernel(
         plain = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before it
         last_base, any_bits = anyone_of(base, bits)
     table = page_table + slot * table_stride
+    if NEAR > 0:
+        near = tl.minimum(begin + tl.arange(0, NEAR), tl.maximum(end, 1) - 1).to(tl.int64)
+        near = tl.load(table + near // PAGE).to(tl.int64) * PAGE + near % PAGE
+        bring_rows_near(kv_pages + near * (TURNED + LATENT), TURNED + LATENT, PDL)
     wait_for_writer(PDL)
     if sums is not None:  # noqa: SIM102  the compiler decides this one
         if begin >= end:
@@ -133,16 +149,18 @@ def _attend_kernel(
             return
 
     q_at = query + (token * HEADS + pair)[:, None] * (TURNED + LATENT)
-    held = real[:, None] & (dim < LATENT)[None, :]
-    q_turned = real[:, None] & (turn < TURNED)[None, :]
-    q_turned = tl.load(q_at + turn[None, :], mask=q_turned, other=0.0)
-    q_latent = tl.load(q_at + TURNED + dim[None, :], mask=held, other=0.0)
+    q_turned = _load_rows(q_at, turn, real, TURNED)
+    q_low = _load_rows(q_at + TURNED, low, real, LATENT)
+    q_high = _load_rows(q_at + TURNED, high, real, LATENT)
 
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
-    total = tl.zeros([PAIRS], tl.float32)
-    acc = tl.zeros([PAIRS, WIDTH], tl.float32)
-    # Three stages: the pages of a tile are asked for, then its rows, and then it is computed with.
-    for tile in tl.range(begin, end, KEYS, num_stages=3):
+    totals = tl.zeros([PAIRS, KEYS], tl.float32)  # added up at the end: sums across warps are slow
+    acc_low = tl.zeros([PAIRS, WIDTH // 2], tl.float32)
+    acc_high = acc_low
+    # In stages: the pages of a tile are asked for, then its rows, and then it is computed with.
+    # Scores of few pairs are two sums, which matrix units work on by turns: one would be a chain of
+    # additions that takes longer than the rows to come.
+    for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
         key, run = tile + tl.arange(0, KEYS), tile + tl.arange(0, KEYS // RUN) * RUN
         known = key < end
         if bits_seen is not None:
@@ -150,12 +168,15 @@ def _attend_kernel(
         page = tl.load(table + run // PAGE, mask=run < end, other=0)
         at = (page * PAGE + run % PAGE)[:, None] + tl.arange(0, RUN)[None, :]
         stored = kv_pages + (at.reshape([KEYS]).to(tl.int64) * (TURNED + LATENT))[:, None]
-        k_latent = known[:, None] & (dim < LATENT)[None, :]
-        k_latent = tl.load(stored + TURNED + dim[None, :], mask=k_latent, other=0.0)
-        k_turned = known[:, None] & (turn < TURNED)[None, :]
-        k_turned = tl.load(stored + turn[None, :], mask=k_turned, other=0.0)
-        score = tl.dot(q_latent, k_latent.T, input_precision="ieee")
-        score = tl.dot(q_turned, k_turned.T, score, input_precision="ieee") * scale
+        k_turned = _load_rows(stored, turn, known, TURNED)
+        k_low = _load_rows(stored + TURNED, low, known, LATENT)
+        k_high = _load_rows(stored + TURNED, high, known, LATENT)
+        score = tl.dot(q_turned, k_turned.T, input_precision="ieee")
+        score = tl.dot(q_low, k_low.T, score, input_precision="ieee")
+        if PAIRS > 16:
+            score = tl.dot(q_high, k_high.T, score, input_precision="ieee") * scale
+        else:
+            score = score * scale + tl.dot(q_high, k_high.T, input_precision="ieee") * scale
         if bits_seen is None:
             score = tl.where(key[None, :] <= newest[:, None], score, float("-inf"))
         elif tile + KEYS > plain:
@@ -167,21 +188,33 @@ def _attend_kernel(
             level = _level(new_peak)
         weight = tl.exp2(score - level[:, None])
         shrink = tl.exp2(peak - level)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(k_latent.dtype), k_latent, acc, input_precision="ieee")
+        totals = totals * shrink[:, None] + weight
+        weight = weight.to(k_low.dtype)
+        acc_low = tl.dot(weight, k_low, acc_low * shrink[:, None], input_precision="ieee")
+        acc_high = tl.dot(weight, k_high, acc_high * shrink[:, None], input_precision="ieee")
         peak = new_peak
 
+    total = tl.sum(totals, axis=1)
     if count == 1:
-        result = tl.where(real[:, None], acc / total[:, None], 0.0)
-        _store_pairs(out, token * HEADS + pair, dim, result, inside, LATENT)
+        flat = token * HEADS + pair
+        acc_low = tl.where(real[:, None], acc_low / total[:, None], 0.0)
+        acc_high = tl.where(real[:, None], acc_high / total[:, None], 0.0)
+        _store_pairs(out, flat, low, acc_low, inside, LATENT)
+        _store_pairs(out, flat, high, acc_high, inside, LATENT)
         if sums is not None:
             tl.store(sums + token * HEADS + pair, peak + tl.log2(total), mask=real)
         return
     flat = _partial_of(chunk, first, row) * (span * HEADS) + pair
-    _store_pairs(partial, flat, dim, acc, real, LATENT)
+    _store_pairs(partial, flat, low, acc_low, real, LATENT)
+    _store_pairs(partial, flat, high, acc_high, real, LATENT)
     tl.store(peak_of + flat, peak, mask=real)
     tl.store(total_of + flat, total, mask=real)
+
+
+@triton.jit
+def _load_rows(at, dim, known, SIZE: tl.constexpr):
+    """[rows, dim]: zeros past SIZE, and of rows that are not known"""
+    return tl.load(at + dim[None, :], mask=known[:, None] & (dim < SIZE)[None, :], other=0.0)
 
 
 @triton.jit
@@ -311,14 +344,10 @@ def attention(
 ) -> Tensor:
     """-> [T, out_size]"""
     assert heads.latent is not None
-    plain, turned = heads.latent.plain_dim, heads.latent.turned_dim
     num, num_heads = len(q), heads.num_heads
     query = q.new_empty(num, num_heads, heads.head_dim)
-    straight = q.view(num, num_heads, plain + turned)[:, :, :plain]
-    # before the rows are stored, so that they wait for it and whoever attends only for them
-    per_head(straight, up_k, query[:, :, turned:])
     own = None if work.own is None else k.new_empty(num, heads.head_dim)
-    store(q, k, k_norm, angles, kv_pages, page_table, *work[:2], query, own, heads)
+    store(q, k, k_norm, up_k, angles, kv_pages, page_table, *work[:2], query, own, heads)
     seen, sums = attend(query, kv_pages, page_table, work, heads)
     out = q.new_empty(num, num_heads, heads.latent.result_dim)
     per_head(seen, up_v.transpose(1, 2), out)
@@ -338,7 +367,7 @@ def attend(
     that is not all, [T, heads]: log2 of its softmax's sum, -inf of nothing, which is not written"""
     num_heads, latent, page = heads.num_heads, heads.value_dim, kv_pages.shape[1]
     turned = heads.head_dim - latent
-    turn, width = _padded(turned, 16), _padded(latent, 16)
+    turn, width = _padded(turned, 16), _padded(latent, 32)
     pairs, num_chunks = work.peak.shape[1], len(work.row)
     tile = tile_for(pairs, turn + width, query.dtype.itemsize)
     parts, groups = triton.cdiv(pairs, tile.pairs), triton.cdiv(pairs, MERGED_PAIRS)
@@ -350,8 +379,8 @@ def attend(
         query, kv_pages, page_table, seen, work.slots, *work[2:-1], sums,
         page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
         HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
-        KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys),
-        num_warps=tile.warps, **overlap(),
+        KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), STAGES=tile.stages,
+        NEAR=near_for(heads.head_dim, query.dtype.itemsize), num_warps=tile.warps, **overlap(),
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
@@ -366,28 +395,35 @@ def attend(
 def cut_for(rows: int, pairs: int) -> tuple[int, int]:
     """-> chunks beyond one a row, and the fewest keys of one, in whole tiles; `pairs` of a row.
 
-    Contexts are spread over 512 programs. But who merges a row reads all of its chunks: more than
-    64 of a row, or short ones in a large batch, cost more than they save.
+    Contexts are spread over as many programs as an H200 runs at a time. But who merges a row reads
+    all of its chunks: more than 64 of a row, or short ones in a large batch, cost more than they
+    save.
     """
     parts = triton.cdiv(pairs, MAX_PAIRS)
-    spread = min(triton.cdiv(512, parts) - rows, 64 * rows)
+    spread = min(triton.cdiv(PROGRAMS, parts) - rows // 2, 64 * rows)
     spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
-    return spare, 128 if rows <= 64 else 256
+    return spare, 32 if rows <= 64 else 256
 
 
 def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
 
-    32 pairs are 255 registers and 112 KB, and two such programs share a multiprocessor: one waits
-    for rows while the other computes. With 64, two groups of warps would compute all scores twice.
+    16 pairs are 184 registers and 93 KB, 32 are 255 and 113 KB, and two such programs share a
+    multiprocessor. With 64, two groups of warps would compute all scores twice.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
-        tile = Tile(pairs=16, keys=16, warps=8)
+        tile = Tile(pairs=16, keys=16, ahead=1, warps=8)
     else:
-        tile = Tile(pairs=16 if pairs <= 16 else MAX_PAIRS, keys=64, warps=4)
+        tile = Tile(pairs=16 if pairs <= 16 else MAX_PAIRS, keys=32, ahead=2, warps=4)
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)
     return tile
+
+
+def near_for(size: int, itemsize: int) -> int:
+    """Keys of a chunk that a card's cache asks for while the queries are waited for: of all
+    programs 20 MB, which it holds. Only whole parts of 16 bytes can be asked for."""
+    return NEAR_KEYS if size * itemsize % 16 == 0 else 0
 
 
 def _padded(size: int, least: int) -> int:

@@ -1,5 +1,7 @@
-"""Tokens of latent heads before they attend: a row of each is normed, turned and stored, and of
-each head's query what is to be turned is.
+"""Tokens of latent heads before they attend: a row of each is normed, turned and stored; of each
+head's query one part is turned, and the other brought to the latents by the head's own product.
+
+In a step of few tokens all of it is one kernel, of programs of three kinds.
 
 A token of slot 0 stores nothing; what becomes of its queries nobody reads.
 """
@@ -13,24 +15,38 @@ from slotzero.kernels.nouns import Angles, Heads
 from slotzero.kernels.triton.decode import _norm_and_rotate
 from slotzero.kernels.triton.elementwise import norm_part
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.per_head import cut_for, multiply_head, per_head
 from slotzero.kernels.triton.verify import _load_angles, _load_halves
 
 HEADS_PER_PROGRAM = 16  # of queries
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "tokens", "products", "blocks"])
 def _store_kernel(
-    q, k, k_norm, cos, sin, kv_pages, page_table, slots, positions, query, own,
-    q_stride, k_stride, table_stride, eps,
+    q, k, k_norm, up_k, cos, sin, kv_pages, page_table, slots, positions, query, own,
+    q_stride, k_stride, up_head, up_inner, up_column, table_stride, eps, tokens, products, blocks,
     HEADS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a token: its row, or what is turned of some of its heads' queries."""
+    """First programs of products, if there are any. Then of a token: its row, or what is turned of
+    some of its heads' queries."""
     may_follow(PDL)
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    head, half, one = tl.arange(0, BLOCK), tl.arange(0, HALF), tl.arange(0, 1)
     size: tl.constexpr = TURNED + LATENT
+    if ROWS > 0:  # noqa: SIM102  the compiler decides this one
+        if tl.program_id(0) < products:
+            program = tl.program_id(0) // HEADS
+            multiply_head(
+                q, up_k, query + TURNED, tokens, tl.program_id(0) % HEADS,
+                program % blocks * COLUMNS, program // blocks * ROWS,
+                q_stride, PLAIN + TURNED, up_head, up_inner, up_column, HEADS * size, size,
+                PLAIN, LATENT, DEPTH, COLUMNS, ROWS, PDL,
+            )  # fmt: skip
+            return
+    program = tl.program_id(0) - products
+    token, part = (program // PARTS).to(tl.int64), program % PARTS
+    head, half, one = tl.arange(0, BLOCK), tl.arange(0, HALF), tl.arange(0, 1)
     wait_for_writer(PDL)
 
     c, s = _load_angles(cos, sin, token + one, one == 0, half, TURNED)
@@ -70,6 +86,7 @@ def store(
     q: Tensor,  # [T, heads * (plain + turned)]
     k: Tensor,  # [T, turned + latent]
     k_norm: Tensor,
+    up_k: Tensor,  # [heads, plain, latent]
     angles: Angles,
     kv_pages: Tensor,
     page_table: Tensor,
@@ -79,16 +96,25 @@ def store(
     own: Tensor | None,  # [T, turned + latent]
     heads: Heads,
 ) -> None:
-    """The rows into their pages, and into `own` if it is given; what is turned of queries into
-    `query`."""
+    """The rows into their pages, and into `own` if it is given; the queries into `query`."""
     assert heads.latent is not None
-    shape, latent = heads.latent, heads.value_dim
+    shape, latent, num, num_heads = heads.latent, heads.value_dim, len(q), heads.num_heads
+    cut, products, blocks = cut_for(num, shape.plain_dim, latent, q.dtype), 0, 1
+    if cut is None:
+        straight = q.view(num, num_heads, -1)[:, :, : shape.plain_dim]
+        per_head(straight, up_k, query[:, :, shape.turned_dim :])
+    else:
+        blocks, row_blocks = cut.programs(num, latent)
+        products = num_heads * blocks * row_blocks
+    parts = 1 + triton.cdiv(num_heads, HEADS_PER_PROGRAM)
+    depth, columns, rows = cut or (0, 0, 0)
     launch(
-        _store_kernel, (len(q), 1 + triton.cdiv(heads.num_heads, HEADS_PER_PROGRAM)),
-        q, k, k_norm, *angles, kv_pages, page_table, slots, positions, query, own,
-        q.stride(0), k.stride(0), page_table.stride(0), heads.norm_eps,
-        HEADS=heads.num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim, LATENT=latent,
+        _store_kernel, (products + num * parts,),
+        q, k, k_norm, up_k, *angles, kv_pages, page_table, slots, positions, query, own,
+        q.stride(0), k.stride(0), *up_k.stride(), page_table.stride(0), heads.norm_eps,
+        num, products, blocks,
+        HEADS=num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim, LATENT=latent,
         PAGE=kv_pages.shape[1], BLOCK=HEADS_PER_PROGRAM,
         HALF=triton.next_power_of_2(shape.turned_dim // 2), WIDTH=triton.next_power_of_2(latent),
-        num_warps=4, **overlap(),
+        PARTS=parts, DEPTH=depth, COLUMNS=columns, ROWS=rows, num_warps=4, **overlap(),
     )  # fmt: skip

@@ -1,10 +1,12 @@
 """A product of each head's own, over few rows: what is absorbed into queries of latent heads, and
 what becomes of the latents that they see.
 
-A program holds some columns of one head's weight, requested before the wait for the rows, and takes
-all rows in turn.
+A program takes some columns of one head's weight, requested before the wait for the rows, and all
+rows or a block of them.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,30 +15,64 @@ from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 
-MAX_ROWS = 64  # above, cuBLAS
-ROWS, HELD = 16, 16384  # rows at a time; weights of a program
+MAX_ROWS = 256  # above, cuBLAS
+MAX_BLOCK, HELD = 64, 8192  # rows and weights of a program
+
+
+class Cut(NamedTuple):
+    """What a program holds: of a weight, of its columns, of rows."""
+
+    depth: int
+    columns: int
+    rows: int
+
+    def programs(self, rows: int, columns: int) -> tuple[int, int]:
+        return triton.cdiv(columns, self.columns), triton.cdiv(rows, self.rows)
+
+
+@triton.jit
+def multiply_head(
+    x, weight, out, rows, head, column, first,
+    x_row, x_head, weight_head, weight_inner, weight_column, out_row, out_head,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows from the `first` on, by BLOCK columns; it waits for who writes the rows."""
+    head = head.to(tl.int64)
+    k, n = tl.arange(0, DEPTH), column + tl.arange(0, BLOCK)
+    at = weight + head * weight_head + k[:, None] * weight_inner + n[None, :] * weight_column
+    w = tl.load(at, mask=(k < INNER)[:, None] & (n < COLUMNS)[None, :], other=0.0)
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    known = (row < rows)[:, None]
+    x_at = x + row[:, None] * x_row + head * x_head + k[None, :]
+    wait_for_writer(PDL)
+    result = tl.dot(tl.load(x_at, mask=known & (k < INNER)[None, :], other=0.0), w)
+    out_at = out + row[:, None] * out_row + head * out_head + n[None, :]
+    tl.store(out_at, result.to(out.dtype.element_ty), mask=known & (n < COLUMNS)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _per_head_kernel(
     x, weight, out, rows,
     x_row, x_head, weight_head, weight_inner, weight_column, out_row, out_head,
-    INNER: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    INNER: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
-    head = tl.program_id(0).to(tl.int64)
-    k, n = tl.arange(0, DEPTH), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = weight + head * weight_head + k[:, None] * weight_inner + n[None, :] * weight_column
-    w = tl.load(at, mask=(k < INNER)[:, None] & (n < COLUMNS)[None, :], other=0.0)
-    wait_for_writer(PDL)
-    for first in range(0, rows, ROWS):
-        row = (first + tl.arange(0, ROWS)).to(tl.int64)
-        known = (row < rows)[:, None]
-        x_at = x + row[:, None] * x_row + head * x_head + k[None, :]
-        result = tl.dot(tl.load(x_at, mask=known & (k < INNER)[None, :], other=0.0), w)
-        out_at = out + row[:, None] * out_row + head * out_head + n[None, :]
-        tl.store(out_at, result.to(out.dtype.element_ty), mask=known & (n < COLUMNS)[None, :])
+    multiply_head(
+        x, weight, out, rows, tl.program_id(0), tl.program_id(1) * BLOCK, tl.program_id(2) * ROWS,
+        x_row, x_head, weight_head, weight_inner, weight_column, out_row, out_head,
+        INNER, COLUMNS, DEPTH, BLOCK, ROWS, PDL,
+    )  # fmt: skip
+
+
+def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | None:
+    """None: cuBLAS"""
+    if rows > MAX_ROWS or dtype.itemsize > 2:
+        return None
+    depth = max(16, triton.next_power_of_2(inner))
+    block = min(max(16, triton.next_power_of_2(columns)), max(16, HELD // depth))
+    return Cut(depth, block, min(max(16, triton.next_power_of_2(rows)), MAX_BLOCK))
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -44,14 +80,13 @@ def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
     last dimension of x and out is contiguous, of the weight either is"""
     rows, heads, inner = x.shape
     columns = weight.shape[2]
-    if rows > MAX_ROWS or x.dtype.itemsize > 2:
+    cut = cut_for(rows, inner, columns, x.dtype)
+    if cut is None:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
         return
-    depth = max(16, triton.next_power_of_2(inner))
-    block = min(max(16, triton.next_power_of_2(columns)), max(16, HELD // depth))
     launch(
-        _per_head_kernel, (heads, triton.cdiv(columns, block)), x, weight, out, rows,
+        _per_head_kernel, (heads, *cut.programs(rows, columns)), x, weight, out, rows,
         x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
-        INNER=inner, COLUMNS=columns, DEPTH=depth, BLOCK=block, ROWS=ROWS, num_warps=4,
-        **overlap(),
+        INNER=inner, COLUMNS=columns, DEPTH=cut.depth, BLOCK=cut.columns, ROWS=cut.rows,
+        num_warps=4, **overlap(),
     )  # fmt: skip

@@ -7,6 +7,7 @@ MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
+BULK_ROWS = 128  # that a tile has above
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -90,7 +91,7 @@ def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
     elif rows <= STAGED_ROWS:
         size, cuts = 64, [(64, 128, 4, 4), (64, 128, 3, 4), (128, 64, 4, 4)]
     else:
-        size, cuts = 128, [(64, 64, 6, 4), (128, 64, 3, 8), (256, 64, 4, 8)]
+        size, cuts = BULK_ROWS, [(64, 64, 6, 4), (128, 64, 3, 8), (256, 64, 4, 8)]
     return tuple(
         Tile(features, depth, 0, stages, warps, rows=size)
         for features, depth, stages, warps in cuts
