@@ -49,7 +49,7 @@ from slotzero.kernels.triton.verify import _level
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
 MAX_PAIRS = 32  # (token, head) pairs of a tile
 PROGRAMS = 264  # two for each multiprocessor of an H200
-NEAR_KEYS = 64
+NEAR_KEYS = 64  # of a chunk
 BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
 MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
@@ -244,8 +244,8 @@ def _merge_kernel(
     group, chunk = tl.program_id(0) % groups, tl.program_id(0) // groups
     row, first = tl.load(row_of + chunk), tl.load(first_of + chunk)
     count = tl.load(count_of + chunk)
-    wait_for_writer(PDL)
     if (row < 0) | (count == 1):
+        wait_for_writer(PDL)
         return
     token, size = row.to(tl.int64) * span, span
     if firsts is not None:
@@ -258,6 +258,7 @@ def _merge_kernel(
         pair = some + tl.arange(0, TILE)
         place = pair // HEADS
         real = tl.load(token_slots + token + place, mask=pair < end, other=0) > 0
+        wait_for_writer(PDL)
         peak = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, WIDTH], tl.float32)
@@ -280,6 +281,7 @@ def _merge_kernel(
         tl.store(out_at, result, mask=(pair < end)[:, None] & (dim < LATENT)[None, :])
         if sums is not None:
             tl.store(sums + token * HEADS + pair, peak + tl.log2(total), mask=real)
+    wait_for_writer(PDL)  # who had no tile
 
 
 def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:

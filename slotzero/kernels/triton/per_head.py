@@ -13,10 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
 
 MAX_ROWS = 256  # above, cuBLAS
-MAX_BLOCK, HELD = 64, 8192  # rows and weights of a program
+MAX_BLOCK, HELD = 64, 8192  # rows of a program; of its weight, as often as there are row blocks
 
 
 class Cut(NamedTuple):
@@ -70,9 +76,15 @@ def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | No
     """None: cuBLAS"""
     if rows > MAX_ROWS or dtype.itemsize > 2:
         return None
-    depth = max(16, triton.next_power_of_2(inner))
-    block = min(max(16, triton.next_power_of_2(columns)), max(16, HELD // depth))
-    return Cut(depth, block, min(max(16, triton.next_power_of_2(rows)), MAX_BLOCK))
+    depth, block = _padded(inner), min(_padded(rows), MAX_BLOCK)
+    held = HELD * triton.next_power_of_2(triton.cdiv(rows, block))
+    while held > HELD and dtype.itemsize * (held + block * depth) > shared_memory():
+        held //= 2
+    return Cut(depth, min(_padded(columns), max(16, held // depth)), block)
+
+
+def _padded(size: int) -> int:
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
