@@ -7,8 +7,8 @@ lie in one accumulator, and a thread that has a gate has its value too. Past the
 features or depth a copy gives zeros. What there are 64 of, rows or features, leads: matrix units
 want that.
 
-Tiles that do not fill the card once more are shared out along the inner dimension, so that all
-processors have some.
+Tiles that do not fill the card once more are split along the inner dimension, so that all
+processors have some. Whoever finishes such a tile last adds its shares up, in order.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slotzero.kernels.nouns import Activation, Normed
-from slotzero.kernels.triton.ends import add_shares, ask, finish, is_last_share
+from slotzero.kernels.triton.ends import ask, finish
 from slotzero.kernels.triton.launch import (
     INTERPRETED,
     bring_near,
@@ -85,10 +85,17 @@ def _bulk_kernel(
 
     if SHARES > 1:  # noqa: SIM102  a compiler that looks at both sides of an `and`
         if split >= 0:
-            its, share = split // SHARES, split % SHARES
-            if not is_last_share(acc, partial, arrived, its, share, SHARES, lead, follow):
+            at = partial + tl.arange(0, lead)[:, None] * follow + tl.arange(0, follow)[None, :]
+            tl.store(at + split * (ROWS * FEATURES), acc)
+            tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+            its = split // SHARES
+            if tl.atomic_add(arrived + its, 1, sem="acq_rel") < SHARES - 1:
                 return
-            acc = add_shares(partial, its, SHARES, lead, follow)
+            tl.store(arrived + its, 0)  # for the next product
+            tl.debug_barrier()
+            acc = tl.zeros([lead, follow], tl.float32)
+            for i in tl.static_range(SHARES):
+                acc += tl.load(at + (its * SHARES + i) * (ROWS * FEATURES))
 
     result, second = acc, acc
     if gated:
@@ -131,7 +138,11 @@ def product(
     each = tile.features if activation is None else tile.features // 2
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
     split, shares = _split(tiles, weight.shape[1], tile)
-    partial, arrived = shared_out(split, shares, tile.rows * tile.features, out)
+    partial = arrived = None
+    if shares > 1:
+        size = split * shares * tile.rows * tile.features
+        partial = torch.empty(size, dtype=torch.float32, device=out.device)
+        arrived = arrivals()
     num_parts = 0 if x.squares is None else len(x.squares)
     weighted, squares_out = made or (None, None)
     launch(
@@ -161,19 +172,9 @@ def _resident(tile: Tile) -> int:
     return 2 if fits else 1
 
 
-def shared_out(
-    tiles: int, shares: int, size: int, out: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """-> for the shares of each tile, of `size` numbers: room, and how many are there"""
-    if shares == 1:
-        return None, None
-    assert tiles <= MOST_SPLIT
-    return torch.empty(tiles * shares * size, dtype=torch.float32, device=out.device), arrivals()
-
-
 @functools.cache
 def arrivals() -> Tensor:
-    """How many shares of a tile are there; zeros between products."""
+    """How many shares of a split tile are there; zeros between products."""
     device = "cpu" if INTERPRETED else "cuda"
     return torch.zeros(MOST_SPLIT, dtype=torch.int32, device=device)
 

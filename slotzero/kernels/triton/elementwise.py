@@ -21,10 +21,10 @@ def _scaled(wide, size, eps, dtype: tl.constexpr):
     return (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual, delta, after, weight, out, squares, size, residual_stride, eps,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    residual, delta, after, weight, out, squares, rows, size, residual_stride, eps,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -40,12 +40,15 @@ def _add_norm_kernel(
     at = row * size + column
     residual_at = residual + row * residual_stride + column
     value = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    change = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        part_at = delta + part * rows.to(tl.int64) * size + at
+        change += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+    if after is not None:
+        change = _scaled(change.to(dtype).to(tl.float32), size, eps, dtype)
+        change = (change * by_after).to(dtype).to(tl.float32)
+    value += change
     if delta is not None:
-        change = tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        if after is not None:
-            change = _scaled(change, size, eps, dtype)
-            change = (change * by_after).to(dtype).to(tl.float32)
-        value += change
         tl.store(residual_at, value.to(dtype), mask=inside)
     if weight is not None:
         value = value.to(dtype).to(tl.float32)
@@ -146,8 +149,9 @@ def add_norm(
     eps: float,
     late: bool,
 ) -> Normed:
-    """Adds delta, or nothing, to the residual, in place, and norms it; if late, the scale is left
-    to others. With `after`, delta is normed first; without a weight, the residual is not."""
+    """Adds delta, [rows, size] or several such or none, to the residual, in place, and norms it; if
+    late, the scale is left to others. With `after`, delta is normed first; without a weight, the
+    residual is not."""
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     made = Normed(residual, None)
@@ -155,8 +159,10 @@ def add_norm(
         squares = torch.empty(1, rows, device=residual.device) if late else None
         made = Normed(torch.empty_like(residual), squares)
     launch(
-        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, size,
-        residual.stride(0), eps, BLOCK=block, num_warps=num_warps(block), **overlap(),
+        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size,
+        residual.stride(0), eps,
+        BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
+        num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
     return made
 

@@ -3,9 +3,6 @@
 The program that adds to the residual multiplies by the next norm's weight and leaves the sum of its
 squares; the product that follows adds those up and scales its result, so that nobody waits for a
 norm.
-
-Where programs share out a tile's inner dimension, whoever is done last adds all shares up, in
-order: the sum does not depend on who that was.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -33,37 +30,6 @@ def ask(
         inside = (m[:, None] < rows) & (n[None, :] < num_out)
         before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
     return parts, before
-
-
-@triton.jit
-def is_last_share(
-    acc, partial, arrived, tile, share, SHARES: tl.constexpr, LEAD: tl.constexpr,
-    FOLLOW: tl.constexpr,
-):  # fmt: skip
-    """Leaves a share of the tile-th sum, [LEAD, FOLLOW] -> whether all the others are there."""
-    tl.store(_share_of(partial, tile * SHARES + share, LEAD, FOLLOW), acc)
-    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
-    is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SHARES - 1
-    if is_last:
-        tl.store(arrived + tile, 0)  # for the next product
-    return is_last
-
-
-@triton.jit
-def add_shares(
-    partial, tile, SHARES: tl.constexpr, LEAD: tl.constexpr, FOLLOW: tl.constexpr
-):  # fmt: skip
-    tl.debug_barrier()
-    acc = tl.zeros([LEAD, FOLLOW], tl.float32)
-    for i in tl.static_range(SHARES):
-        acc += tl.load(_share_of(partial, tile * SHARES + i, LEAD, FOLLOW))
-    return acc
-
-
-@triton.jit
-def _share_of(partial, number, LEAD: tl.constexpr, FOLLOW: tl.constexpr):
-    at = partial + number * (LEAD * FOLLOW)
-    return at + tl.arange(0, LEAD)[:, None] * FOLLOW + tl.arange(0, FOLLOW)[None, :]
 
 
 @triton.jit

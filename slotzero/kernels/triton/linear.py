@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slotzero.kernels.nouns import Activation, Normed
 from slotzero.kernels.triton import bulk
-from slotzero.kernels.triton.ends import add_shares, ask, finish, is_last_share
+from slotzero.kernels.triton.elementwise import add_norm
+from slotzero.kernels.triton.ends import ask, finish
 from slotzero.kernels.triton.launch import (
     bring_near,
     launch,
@@ -234,18 +235,13 @@ def _sliced_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def _staged_kernel(
     x, weight, bias, squares, slots, norm, out, weighted, squares_out,
-    rows, num_out, num_parts, x_stride, out_stride, eps, partial, arrived,
+    rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, SHARES: tl.constexpr,
+    PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
-    tile, share, begin, end = tl.program_id(0), tl.program_id(1), 0, INNER
-    if SHARES > 1:
-        depth: tl.constexpr = (INNER + DEPTH * SHARES - 1) // (DEPTH * SHARES) * DEPTH
-        begin = share * depth
-        end = tl.minimum(begin + depth, INNER)
-    n = tile * FEATURES + tl.arange(0, FEATURES)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     m = tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
@@ -253,12 +249,12 @@ def _staged_kernel(
     apart = tl.cast(num_out, tl.int64) * INNER
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
-    bring_near(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+    bring_near(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     if ACTIVATION is not None:
-        bring_near(weight + apart, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+        bring_near(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
-    for first in tl.range(begin, end, DEPTH, num_stages=STAGES):
+    for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
         known = (m < rows)[:, None]
         if not EVEN:
             known = known & (first + k < INNER)[None, :]
@@ -269,15 +265,45 @@ def _staged_kernel(
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = tl.dot(value, w2, acc2)
-    if SHARES > 1:
-        if not is_last_share(acc, partial, arrived, tile, share, SHARES, ROWS, FEATURES):
-            return
-        acc = add_shares(partial, tile, SHARES, ROWS, FEATURES)
     parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
     finish(
         acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-        tile, m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING[:1])
+def _shared_kernel(
+    x, weight, bias, out, rows, num_out, x_stride,
+    INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One share of the inner dimension, in float32, into out [shares, rows, features]."""
+    may_follow(PDL)
+    share = tl.program_id(1)
+    n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
+    at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
+    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    bring_near(weight, n, num_out, share * SHARE, INNER, STAGES * DEPTH, PDL)
+    wait_for_writer(PDL)
+
+    end = tl.minimum((share + 1) * SHARE, INNER)
+    for first in tl.range(share * SHARE, end, DEPTH, num_stages=STAGES):
+        known = (m < rows)[:, None]
+        if not EVEN:
+            known = known & (first + k < INNER)[None, :]
+        value = tl.load(x_at + first, mask=known, other=0.0)
+        w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
+        acc = tl.dot(value, w, acc)
+    row, feature = m[:, None], n[None, :]
+    if bias is not None:
+        added = tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        acc += tl.where(share == 0, added, 0.0)
+    out_at = out + (share * rows + row).to(tl.int64) * num_out + feature
+    tl.store(out_at, acc, mask=(row < rows) & (feature < num_out))
 
 
 def linear(
@@ -301,11 +327,30 @@ def linear_add(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, tile: Tile
 ) -> Normed:
     """Adds x times weight to the residual, in place -> the residual, about to be normed"""
+    if tile.shares > 1:
+        return add_norm(residual, _in_shares(x, weight, bias, tile), None, norm, 0.0, late=True)
     parts = triton.cdiv(len(weight), tile.features)
     squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
     made = Normed(torch.empty_like(residual), squares)
     _launch(Normed(x, None), 0.0, weight, bias, residual, tile, norm=norm, made=made)
     return made
+
+
+def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    """[shares, rows, features] in float32, to be added up"""
+    rows, inner = x.shape
+    num_out = len(weight)
+    out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(inner, tile.depth)
+    launch(
+        _shared_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
+        x, weight, bias, out, rows, num_out, x.stride(0),
+        INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
+        EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
+        SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
+        STAGES=tile.stages, ROWS=max(16, padded_rows(rows)), num_warps=tile.num_warps, **overlap(),
+    )  # fmt: skip
+    return out
 
 
 def _launch(
@@ -328,11 +373,9 @@ def _launch(
     num_out = out.shape[1]
     num_parts = 0 if x.squares is None else len(x.squares)
     kernel, block, parts, sizes = _one_row_kernel, tile.depth, 1024, {}
-    tiles, more = triton.cdiv(num_out, tile.features), list[Tensor | None]()
     if tile.stages:
         kernel, parts = _staged_kernel, 64
-        sizes = {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages, "SHARES": tile.shares}
-        more += bulk.shared_out(tiles, tile.shares, sizes["ROWS"] * tile.features, out)
+        sizes = {"ROWS": max(16, padded_rows(rows)), "STAGES": tile.stages}
     elif tile.slices > 1:
         least = 8 if tile.features >= 16 else 16
         kernel, parts = _sliced_kernel, 128
@@ -344,9 +387,9 @@ def _launch(
         sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
     weighted, squares_out = made or (None, None)
     launch(
-        kernel, (tiles, tile.shares),
+        kernel, (triton.cdiv(num_out, tile.features),),
         x.x, weight, bias, x.squares, slots, norm, out, weighted, squares_out,
-        rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps, *more,
+        rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
         PARTS=parts, ACTIVATION=activation,
