@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one process's, so that what its tests share is made once. Tests of the kernels and
-    of a card share nothing, and may be anybody's. Marks of groups would say the same, but from
+    of a card share little, and may be anybody's. Marks of groups would say the same, but from
     pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
     from xdist.scheduler import LoadScopeScheduling
 

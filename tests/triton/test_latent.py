@@ -8,7 +8,7 @@ import torch
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.nouns import Angles, Branches, Heads, Latent, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels, latent, latent_own, prefill
+from slotzero.kernels.triton import kernels, latent, latent_own, per_head, prefill
 from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -19,7 +19,7 @@ SHAPES = [  # heads, latent, turned, plain, result, page size
 ]
 SMALL = SHAPES[0]
 CUTS = [(6, 16), (1, 64), (10, 48)]  # spare chunks, and the fewest keys of one
-OF_TILES = [(4, 64), (1, 128)]  # the same of 16 bits, whose tiles have more keys
+OF_TILES = [(4, 32), (1, 256)]  # the same of 16 bits, whose tiles have more keys
 
 
 class Case:
@@ -370,13 +370,15 @@ def test_what_is_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
     """Or there would be more of them than the grid holds."""
     monkeypatch.undo()
     heads = Heads(16, 1, 40, 32, 1e-6, 1.0, latent=Latent(8, 8, 8))
-    slots, starts = torch.arange(1, 12).int().to(device), [-15] * 10 + [54 * 128]
+    spare, smallest = latent.cut_for(11, 16 * heads.num_heads)
+    length = (spare + 3) * smallest
+    slots, starts = torch.arange(1, 12).int().to(device), [-15] * 10 + [length]
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
     rows = Rows(slots, starts, torch.full_like(slots, 16), slots * 16, span=16)
     tokens = Tokens(slots.repeat_interleave(16), starts.repeat_interleave(16))
     work = latent.plan(tokens, rows, heads)
     last = work.row == 10
-    assert int((work.end - work.begin)[last].sum()) == 54 * 128 + 1
+    assert int((work.end - work.begin)[last].sum()) == length + 1
     assert (work.slot[last] == 11).all() and (work.slot[:10] == slots[:10]).all()
 
 
@@ -385,7 +387,7 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
     for rows in (1, 2, 64, 65, 5000):
         for pairs in (1, 16, 80, 1024, 20000):
             spare, smallest = latent.cut_for(rows, pairs)
-            assert spare >= 1 and smallest % 32 == 0
+            assert spare >= 1 and smallest % latent.tile_for(pairs, 576, 2).keys == 0
             assert spare * pairs <= max(latent.MAX_PARTIAL, pairs)
 
 
@@ -395,6 +397,37 @@ def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):
     monkeypatch.setattr(latent, "shared_memory", lambda: 99 << 10)
     assert latent.tile_for(128, 576, 2).keys == 16
     assert latent.tile_for(16, 576, 2).keys == 32
+
+
+def test_a_step_of_several_blocks_of_rows(device, half):
+    Case(SMALL, [(3, 1)] * 64 + [(None, 0), (40, 1)], device, span=1, dtype=half).check()
+
+
+@pytest.mark.parametrize("cut", OF_TILES[1:], indirect=True, ids=str)
+@pytest.mark.parametrize("num_heads", [16, 24])
+def test_a_chunk_of_many_tiles(device, half, cut, num_heads):
+    """More than are on their way at a time, for both widths of tiles."""
+    rows = [(255, 1), (None, 0), (200, 1)]
+    Case((num_heads, *SMALL[1:]), rows, device, span=1, dtype=half).check()
+
+
+@pytest.mark.parametrize("num", [64, 65, 200, 257])
+def test_products_of_each_head(device, half, num):
+    """In one block of rows, in several, and by cuBLAS."""
+    x = torch.randn(num, 3, 48, device=device).to(half)[:, :, :24]
+    weight = torch.randn(3, 24, 40, device=device).to(half)
+    for its in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
+        out = torch.full((num, 3, 48), torch.nan, device=device, dtype=half)
+        per_head.per_head(x, its, out[:, :, 8:])
+        expected = torch.einsum("rhi,hic->rhc", x.float(), its.float())
+        assert torch.allclose(out[:, :, 8:].float(), expected, rtol=2e-2, atol=2e-2)
+        assert out[:, :, :8].isnan().all()
+
+
+def test_a_card_with_less_memory_takes_fewer_columns(monkeypatch):
+    assert per_head.cut_for(256, 512, 128, torch.bfloat16) == (512, 64, 64)
+    monkeypatch.setattr(per_head, "shared_memory", lambda: 99 << 10)
+    assert per_head.cut_for(256, 512, 128, torch.bfloat16) == (512, 32, 64)
 
 
 def test_the_plan_of_latent_heads_is_its_own(device):

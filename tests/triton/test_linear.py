@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from slotzero.kernels import composed
 from slotzero.kernels.nouns import Normed
-from slotzero.kernels.triton import bulk
+from slotzero.kernels.triton import bulk, kernels
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear, linear_add
-from slotzero.kernels.triton.tiles import PLAIN_ROWS, Tile, padded_rows, tiles_for
+from slotzero.kernels.triton.tiles import BULK_ROWS, PLAIN_ROWS, Tile, padded_rows, tiles_for
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64, 130]
@@ -239,6 +239,13 @@ def test_rows_of_one_padded_size_have_the_same_tiles():
 
 def test_rows_are_padded_to_few_sizes():
     assert {padded_rows(rows) for rows in range(1, 257)} == {1, 8, 16, 64, 128, 256}
+
+
+def test_large_tiles_are_for_rows_that_all_but_fill_them():
+    for rows in range(1, 257):
+        tiles = kernels._named_tiles(rows, 576, False, True).values()
+        is_large = any(tile.rows == BULK_ROWS for tile in tiles)
+        assert is_large == (112 <= rows <= 128 or 240 <= rows <= 256), rows
 
 
 @pytest.mark.parametrize("size", [6, 576, 1024])

@@ -57,7 +57,7 @@ from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 CUBLAS = "cublas"
-MOST_EMPTY = 16  # rows of a large tile
+MOST_EMPTY = 16  # rows that a large tile may lack
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
 DECODE, LINE = len(decode.Shares._fields), len(line.Line._fields)

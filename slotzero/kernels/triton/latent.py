@@ -39,6 +39,7 @@ from slotzero.kernels.triton.launch import (
     bring_rows_near,
     launch,
     may_follow,
+    num_processors,
     overlap,
     shared_memory,
     wait_for_writer,
@@ -48,7 +49,6 @@ from slotzero.kernels.triton.verify import _level
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
 MAX_PAIRS = 32  # (token, head) pairs of a tile
-PROGRAMS = 264  # two for each multiprocessor of an H200
 NEAR_KEYS = 64  # of a chunk
 BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
@@ -105,8 +105,9 @@ def _attend_kernel(
 ):  # fmt: skip
     """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
 
-    What the plan says, and slots, are read before the wait: the plan is never launched to overlap,
-    and comes after all that it is made of."""
+    What the plan says, slots and the page table are read before the wait: the plan is never
+    launched to overlap, and comes after all that it is made of. Rows are only asked for: what is
+    being stored meanwhile goes through the same cache."""
     may_follow(PDL)
     part, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
@@ -159,7 +160,8 @@ def _attend_kernel(
     acc_high = acc_low
     # In stages: the pages of a tile are asked for, then its rows, and then it is computed with.
     # Scores of few pairs are two sums, which matrix units work on by turns: one would be a chain of
-    # additions that takes longer than the rows to come.
+    # additions that takes longer than the rows to come. Each is scaled by itself: of a plain sum
+    # the compiler makes one chain again.
     for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
         key, run = tile + tl.arange(0, KEYS), tile + tl.arange(0, KEYS // RUN) * RUN
         known = key < end
@@ -382,7 +384,7 @@ def attend(
         page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
         HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
         KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), STAGES=tile.stages,
-        NEAR=near_for(heads.head_dim, query.dtype.itemsize), num_warps=tile.warps, **overlap(),
+        NEAR=near_for(heads.head_dim, kv_pages.dtype.itemsize), num_warps=tile.warps, **overlap(),
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
@@ -397,12 +399,12 @@ def attend(
 def cut_for(rows: int, pairs: int) -> tuple[int, int]:
     """-> chunks beyond one a row, and the fewest keys of one, in whole tiles; `pairs` of a row.
 
-    Contexts are spread over as many programs as an H200 runs at a time. But who merges a row reads
-    all of its chunks: more than 64 of a row, or short ones in a large batch, cost more than they
-    save.
+    Contexts are spread over as many programs as run at a time, two of each processor; a row's last
+    chunk counts as half a one. But who merges a row reads all of its chunks: more than 64 of a row,
+    or short ones in a large batch, cost more than they save.
     """
     parts = triton.cdiv(pairs, MAX_PAIRS)
-    spread = min(triton.cdiv(PROGRAMS, parts) - rows // 2, 64 * rows)
+    spread = min(triton.cdiv(2 * num_processors(), parts) - rows // 2, 64 * rows)
     spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
     return spare, 32 if rows <= 64 else 256
 

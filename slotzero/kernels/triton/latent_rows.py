@@ -21,17 +21,18 @@ from slotzero.kernels.triton.verify import _load_angles, _load_halves
 HEADS_PER_PROGRAM = 16  # of queries
 
 
-@triton.jit(do_not_specialize=["table_stride", "tokens", "products", "blocks"])
+@triton.jit(do_not_specialize=["table_stride", "tokens", "products", "column_blocks"])
 def _store_kernel(
     q, k, k_norm, up_k, cos, sin, kv_pages, page_table, slots, positions, query, own,
-    q_stride, k_stride, up_head, up_inner, up_column, table_stride, eps, tokens, products, blocks,
+    q_stride, k_stride, up_head, up_inner, up_column, table_stride, eps, tokens, products,
+    column_blocks,
     HEADS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, SOME: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """First programs of products, if there are any. Then of a token: its row, or what is turned of
-    some of its heads' queries."""
+    """First programs of products, if there are any: ROWS tokens by BLOCK columns of a head. Then of
+    a token: its row, or what is turned of SOME of its heads' queries."""
     may_follow(PDL)
     size: tl.constexpr = TURNED + LATENT
     if ROWS > 0:  # noqa: SIM102  the compiler decides this one
@@ -39,19 +40,19 @@ def _store_kernel(
             program = tl.program_id(0) // HEADS
             multiply_head(
                 q, up_k, query + TURNED, tokens, tl.program_id(0) % HEADS,
-                program % blocks * COLUMNS, program // blocks * ROWS,
+                program % column_blocks * BLOCK, program // column_blocks * ROWS,
                 q_stride, PLAIN + TURNED, up_head, up_inner, up_column, HEADS * size, size,
-                PLAIN, LATENT, DEPTH, COLUMNS, ROWS, PDL,
+                PLAIN, LATENT, DEPTH, BLOCK, ROWS, PDL,
             )  # fmt: skip
             return
     program = tl.program_id(0) - products
     token, part = (program // PARTS).to(tl.int64), program % PARTS
-    head, half, one = tl.arange(0, BLOCK), tl.arange(0, HALF), tl.arange(0, 1)
+    head, half, one = tl.arange(0, SOME), tl.arange(0, HALF), tl.arange(0, 1)
     wait_for_writer(PDL)
 
     c, s = _load_angles(cos, sin, token + one, one == 0, half, TURNED)
     if part > 0:
-        head += (part - 1) * BLOCK
+        head += (part - 1) * SOME
         source = q + token * q_stride + head * (PLAIN + TURNED) + PLAIN
         a, b = _load_halves(source, TURNED // 2, head < HEADS, half, TURNED)
         a, b = _norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
@@ -99,22 +100,22 @@ def store(
     """The rows into their pages, and into `own` if it is given; the queries into `query`."""
     assert heads.latent is not None
     shape, latent, num, num_heads = heads.latent, heads.value_dim, len(q), heads.num_heads
-    cut, products, blocks = cut_for(num, shape.plain_dim, latent, q.dtype), 0, 1
+    cut, products, column_blocks = cut_for(num, shape.plain_dim, latent, q.dtype), 0, 1
     if cut is None:
         straight = q.view(num, num_heads, -1)[:, :, : shape.plain_dim]
         per_head(straight, up_k, query[:, :, shape.turned_dim :])
     else:
-        blocks, row_blocks = cut.programs(num, latent)
-        products = num_heads * blocks * row_blocks
+        column_blocks, row_blocks = cut.blocks(num, latent)
+        products = num_heads * column_blocks * row_blocks
     parts = 1 + triton.cdiv(num_heads, HEADS_PER_PROGRAM)
     depth, columns, rows = cut or (0, 0, 0)
     launch(
         _store_kernel, (products + num * parts,),
         q, k, k_norm, up_k, *angles, kv_pages, page_table, slots, positions, query, own,
         q.stride(0), k.stride(0), *up_k.stride(), page_table.stride(0), heads.norm_eps,
-        num, products, blocks,
+        num, products, column_blocks,
         HEADS=num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim, LATENT=latent,
-        PAGE=kv_pages.shape[1], BLOCK=HEADS_PER_PROGRAM,
+        PAGE=kv_pages.shape[1], SOME=HEADS_PER_PROGRAM,
         HALF=triton.next_power_of_2(shape.turned_dim // 2), WIDTH=triton.next_power_of_2(latent),
-        PARTS=parts, DEPTH=depth, COLUMNS=columns, ROWS=rows, num_warps=4, **overlap(),
+        PARTS=parts, DEPTH=depth, BLOCK=columns, ROWS=rows, num_warps=4, **overlap(),
     )  # fmt: skip

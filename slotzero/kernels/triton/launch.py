@@ -4,7 +4,8 @@ A kernel launched with `**overlap()` starts while the one before it still runs (
 dependent launch, where the card has it). Two rules make that safe, and every kernel that takes PDL
 keeps both: call `may_follow` first, so that the next one can start in turn; call `wait_for_writer`
 in every program before touching anything that an earlier kernel writes. Before it, only constants
-may be read, and what was written before the last kernel that took no part in this.
+may be read, and what was written before the last kernel that took no part in this. To ask for
+something to be near (`bring_near`) is no reading.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

@@ -22,17 +22,19 @@ from slotzero.kernels.triton.launch import (
 )
 
 MAX_ROWS = 256  # above, cuBLAS
-MAX_BLOCK, HELD = 64, 8192  # rows of a program; of its weight, as often as there are row blocks
+MAX_BLOCK = 64  # rows of a program
+HELD = 8192  # numbers of a weight that a program has, for each block of rows
 
 
 class Cut(NamedTuple):
-    """What a program holds: of a weight, of its columns, of rows."""
+    """What a program has."""
 
-    depth: int
+    depth: int  # of a weight
     columns: int
     rows: int
 
-    def programs(self, rows: int, columns: int) -> tuple[int, int]:
+    def blocks(self, rows: int, columns: int) -> tuple[int, int]:
+        """-> of columns, and of rows"""
         return triton.cdiv(columns, self.columns), triton.cdiv(rows, self.rows)
 
 
@@ -73,7 +75,8 @@ def _per_head_kernel(
 
 
 def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | None:
-    """None: cuBLAS"""
+    """With more blocks of rows a program has as many times the columns, so that rows are not read
+    more often. None: cuBLAS."""
     if rows > MAX_ROWS or dtype.itemsize > 2:
         return None
     depth, block = _padded(inner), min(_padded(rows), MAX_BLOCK)
@@ -97,7 +100,7 @@ def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
         return
     launch(
-        _per_head_kernel, (heads, *cut.programs(rows, columns)), x, weight, out, rows,
+        _per_head_kernel, (heads, *cut.blocks(rows, columns)), x, weight, out, rows,
         x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
         INNER=inner, COLUMNS=columns, DEPTH=cut.depth, BLOCK=cut.columns, ROWS=cut.rows,
         num_warps=4, **overlap(),
