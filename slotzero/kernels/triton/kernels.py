@@ -46,10 +46,10 @@ from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tiles import (
-    BULK_ROWS,
     MAX_ROWS,
     STAGED_ROWS,
     Tile,
+    fill_tiles,
     padded_rows,
     tiles_for,
 )
@@ -57,7 +57,6 @@ from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 CUBLAS = "cublas"
-MOST_EMPTY = 16  # rows that a large tile may lack
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
 DECODE, LINE = len(decode.Shares._fields), len(line.Line._fields)
@@ -401,10 +400,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
 
 @functools.cache
 def _named_tiles(rows: int, inner: int, adds: bool, in_bulk: bool) -> dict[str, Tile]:
-    """Large tiles only for rows that all but fill them: 80 took a third longer than 128 (H200)."""
-    if rows > STAGED_ROWS and -rows % BULK_ROWS > MOST_EMPTY:
-        return {}
-    tiles = tiles_for(rows, inner, adds)
+    tiles = tiles_for(rows, inner, adds) if fill_tiles(rows) else ()
     return {str(tile): tile for tile in tiles if in_bulk or not tile.rows}
 
 

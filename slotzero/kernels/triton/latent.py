@@ -36,7 +36,6 @@ from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
 from slotzero.kernels.triton.decode import _plan_kernel
 from slotzero.kernels.triton.latent_rows import store
 from slotzero.kernels.triton.launch import (
-    bring_rows_near,
     launch,
     may_follow,
     num_processors,
@@ -49,7 +48,6 @@ from slotzero.kernels.triton.verify import _level
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
 MAX_PAIRS = 32  # (token, head) pairs of a tile
-NEAR_KEYS = 64  # of a chunk
 BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
 MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
@@ -101,13 +99,12 @@ def _attend_kernel(
     bases, bits_seen, sums, table_stride, span, parts, scale,
     HEADS: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, KEYS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
 
-    What the plan says, slots and the page table are read before the wait: the plan is never
-    launched to overlap, and comes after all that it is made of. Rows are only asked for: what is
-    being stored meanwhile goes through the same cache."""
+    What the plan says, and slots, are read before the wait: the plan is never launched to overlap,
+    and comes after all that it is made of."""
     may_follow(PDL)
     part, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
@@ -138,10 +135,6 @@ def _attend_kernel(
         plain = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before it
         last_base, any_bits = anyone_of(base, bits)
     table = page_table + slot * table_stride
-    if NEAR > 0:
-        near = tl.minimum(begin + tl.arange(0, NEAR), tl.maximum(end, 1) - 1).to(tl.int64)
-        near = tl.load(table + near // PAGE).to(tl.int64) * PAGE + near % PAGE
-        bring_rows_near(kv_pages + near * (TURNED + LATENT), TURNED + LATENT, PDL)
     wait_for_writer(PDL)
     if sums is not None:  # noqa: SIM102  the compiler decides this one
         if begin >= end:
@@ -384,7 +377,7 @@ def attend(
         page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
         HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
         KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), STAGES=tile.stages,
-        NEAR=near_for(heads.head_dim, kv_pages.dtype.itemsize), num_warps=tile.warps, **overlap(),
+        num_warps=tile.warps, **overlap(),
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
@@ -412,7 +405,7 @@ def cut_for(rows: int, pairs: int) -> tuple[int, int]:
 def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
 
-    16 pairs are 184 registers and 93 KB, 32 are 255 and 113 KB, and two such programs share a
+    16 pairs are 194 registers and 93 KB, 32 are 255 and 113 KB, and two such programs share a
     multiprocessor. With 64, two groups of warps would compute all scores twice.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
@@ -422,12 +415,6 @@ def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)
     return tile
-
-
-def near_for(size: int, itemsize: int) -> int:
-    """Keys of a chunk that a card's cache asks for while the queries are waited for: of all
-    programs 20 MB, which it holds. Only whole parts of 16 bytes can be asked for."""
-    return NEAR_KEYS if size * itemsize % 16 == 0 else 0
 
 
 def _padded(size: int, least: int) -> int:

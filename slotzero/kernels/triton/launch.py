@@ -64,18 +64,6 @@ def bring_near(
         )
 
 
-@triton.jit
-def bring_rows_near(at, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """The same of whole rows of SIZE numbers, 16 bytes or a multiple of them, aligned."""
-    if PDL:
-        itemsize: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 8
-        num_bytes = tl.full(at.shape, SIZE * itemsize, tl.int32)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-            [at, num_bytes], tl.int32, False, 1,
-        )  # fmt: skip
-
-
 @functools.cache
 def overlap() -> dict[str, Any]:
     """Keywords of a launch: the kernel's PDL flag, and the launch attribute that goes with it."""

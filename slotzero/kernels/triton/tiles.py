@@ -7,7 +7,7 @@ MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
-BULK_ROWS = 128  # that a tile has above
+BULK_ROWS, MOST_EMPTY = 128, 16  # that a tile has above, and that may be missing
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -42,6 +42,11 @@ class Tile:
 def padded_rows(rows: int) -> int:
     """The rows that a kernel is compiled for; few sizes, because each is compiled at the start."""
     return next(size for size in (1, 8, 16, 64, 128, MAX_ROWS) if rows <= size)
+
+
+def fill_tiles(rows: int) -> bool:
+    """Large tiles are for rows that all but fill them: 80 took a third longer than 128 (H200)."""
+    return rows <= STAGED_ROWS or -rows % BULK_ROWS <= MOST_EMPTY
 
 
 @functools.cache
