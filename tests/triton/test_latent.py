@@ -16,10 +16,11 @@ SHAPES = [  # heads, latent, turned, plain, result, page size
     (4, 32, 8, 16, 16, 16),
     (7, 16, 16, 8, 12, 24),
     (3, 48, 6, 10, 8, 1),
+    (4, 32, 8, 16, 16, 64),
 ]
 SMALL = SHAPES[0]
 CUTS = [(6, 16), (1, 64), (10, 48)]  # spare chunks, and the fewest keys of one
-OF_TILES = [(4, 32), (1, 256)]  # the same of 16 bits, whose tiles have more keys
+OF_TILES = [(4, 64), (1, 256)]  # the same of 16 bits, whose tiles have more keys
 
 
 class Case:
@@ -392,10 +393,10 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
 
 
 def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):
-    assert latent.tile_for(128, 576, 2) == latent.Tile(pairs=32, keys=32, ahead=2, warps=4)
+    assert latent.tile_for(128, 576, 2) == latent.Tile(pairs=32, keys=64, ahead=1, warps=4)
     assert latent.tile_for(16, 576, 2) == latent.Tile(pairs=16, keys=32, ahead=2, warps=4)
     monkeypatch.setattr(latent, "shared_memory", lambda: 99 << 10)
-    assert latent.tile_for(128, 576, 2).keys == 16
+    assert latent.tile_for(128, 576, 2).keys == 32
     assert latent.tile_for(16, 576, 2).keys == 32
 
 

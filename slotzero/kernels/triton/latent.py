@@ -81,15 +81,10 @@ class Tile(NamedTuple):
     ahead: int  # tiles that are asked for before one is computed with
     warps: int
 
-    @property
-    def stages(self) -> int:
-        """The pages of a tile are asked for as long before its rows as these before it is used."""
-        return 2 * self.ahead + 1
-
     def num_bytes(self, size: int, itemsize: int) -> int:
-        """Of shared memory: queries, stored rows, weights, and which pages are next."""
+        """Of shared memory: queries, stored rows, weights."""
         rows = self.pairs + self.ahead * self.keys
-        return (rows * size + self.pairs * self.keys) * itemsize + 512 * self.ahead
+        return (rows * size + self.pairs * self.keys) * itemsize + 512
 
 
 @triton.jit(do_not_specialize=["table_stride", "span", "parts"])
@@ -99,12 +94,12 @@ def _attend_kernel(
     bases, bits_seen, sums, table_stride, span, parts, scale,
     HEADS: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
     PAIRS: tl.constexpr, KEYS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
 
-    What the plan says, and slots, are read before the wait: the plan is never launched to overlap,
-    and comes after all that it is made of."""
+    What the plan says, slots and the first pages are read before the wait: the plan is never
+    launched to overlap, and comes after all that it is made of."""
     may_follow(PDL)
     part, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
@@ -135,6 +130,8 @@ def _attend_kernel(
         plain = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before it
         last_base, any_bits = anyone_of(base, bits)
     table = page_table + slot * table_stride
+    pages = _load_pages(table, begin, end, KEYS, RUN, PAGE)
+    next_pages = _load_pages(table, begin + KEYS, end, KEYS, RUN, PAGE)
     wait_for_writer(PDL)
     if sums is not None:  # noqa: SIM102  the compiler decides this one
         if begin >= end:
@@ -151,18 +148,22 @@ def _attend_kernel(
     totals = tl.zeros([PAIRS, KEYS], tl.float32)  # added up at the end: sums across warps are slow
     acc_low = tl.zeros([PAIRS, WIDTH // 2], tl.float32)
     acc_high = acc_low
-    # In stages: the pages of a tile are asked for, then its rows, and then it is computed with.
-    # Scores of few pairs are two sums, which matrix units work on by turns: one would be a chain of
-    # additions that takes longer than the rows to come. Each is scaled by itself: of a plain sum
-    # the compiler makes one chain again.
-    for tile in tl.range(begin, end, KEYS, num_stages=STAGES):
-        key, run = tile + tl.arange(0, KEYS), tile + tl.arange(0, KEYS // RUN) * RUN
+    # Rows of AHEAD tiles are asked for before one is computed with, and the pages of each two tiles
+    # before its rows. Scores of few pairs are two sums, which matrix units work on by turns: one
+    # would be a chain of additions that takes longer than the rows to come. Each is scaled by
+    # itself: of a plain sum the compiler makes one chain again.
+    for tile in tl.range(begin, end, KEYS, num_stages=AHEAD + 1):
+        key = tile + tl.arange(0, KEYS)
         known = key < end
         if bits_seen is not None:
             known = known & sees(key, last_base, any_bits)
-        page = tl.load(table + run // PAGE, mask=run < end, other=0)
-        at = (page * PAGE + run % PAGE)[:, None] + tl.arange(0, RUN)[None, :]
-        stored = kv_pages + (at.reshape([KEYS]).to(tl.int64) * (TURNED + LATENT))[:, None]
+        page = tl.zeros([KEYS], tl.int32)
+        for i in tl.static_range(KEYS // RUN):
+            page = tl.where(tl.arange(0, KEYS) // RUN == i, pages[i], page)
+        at = (page * PAGE + key % PAGE).to(tl.int64)
+        stored = kv_pages + (at * (TURNED + LATENT))[:, None]
+        pages = _made(next_pages, KEYS // RUN)
+        next_pages = _load_pages(table, tile + 2 * KEYS, end, KEYS, RUN, PAGE)
         k_turned = _load_rows(stored, turn, known, TURNED)
         k_low = _load_rows(stored + TURNED, low, known, LATENT)
         k_high = _load_rows(stored + TURNED, high, known, LATENT)
@@ -204,6 +205,25 @@ def _attend_kernel(
     _store_pairs(partial, flat, high, acc_high, real, LATENT)
     tl.store(peak_of + flat, peak, mask=real)
     tl.store(total_of + flat, total, mask=real)
+
+
+@triton.jit
+def _load_pages(table, first, end, KEYS: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr):
+    """Of KEYS keys, RUN of which are in one page: numbers, which need no layout"""
+    pages = ()
+    for i in tl.static_range(0, KEYS, RUN):
+        page = tl.load(table + (first + i) // PAGE, mask=first + i < end, other=0)
+        pages += (page,)  # type: ignore[assignment]
+    return pages
+
+
+@triton.jit
+def _made(pages, NUM: tl.constexpr):
+    """The same: of a loop that hands on what it was given, the compiler asks for no tile ahead."""
+    made = ()
+    for i in tl.static_range(NUM):
+        made += (tl.maximum(pages[i], 0),)  # type: ignore[assignment]
+    return made
 
 
 @triton.jit
@@ -376,7 +396,7 @@ def attend(
         query, kv_pages, page_table, seen, work.slots, *work[2:-1], sums,
         page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
         HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
-        KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), STAGES=tile.stages,
+        KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), AHEAD=tile.ahead,
         num_warps=tile.warps, **overlap(),
     )  # fmt: skip
     launch(
@@ -399,19 +419,20 @@ def cut_for(rows: int, pairs: int) -> tuple[int, int]:
     parts = triton.cdiv(pairs, MAX_PAIRS)
     spread = min(triton.cdiv(2 * num_processors(), parts) - rows // 2, 64 * rows)
     spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
-    return spare, 32 if rows <= 64 else 256
+    return spare, 256 if rows > 64 else 32 if pairs <= 16 else 64
 
 
 def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
 
-    16 pairs are 194 registers and 93 KB, 32 are 255 and 113 KB, and two such programs share a
+    16 pairs are 191 registers and 93 KB, 32 are 255 and 115 KB, and two such programs share a
     multiprocessor. With 64, two groups of warps would compute all scores twice.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         tile = Tile(pairs=16, keys=16, ahead=1, warps=8)
     else:
-        tile = Tile(pairs=16 if pairs <= 16 else MAX_PAIRS, keys=32, ahead=2, warps=4)
+        few, many = Tile(16, keys=32, ahead=2, warps=4), Tile(MAX_PAIRS, keys=64, ahead=1, warps=4)
+        tile = few if pairs <= 16 else many
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)
     return tile
