@@ -78,9 +78,9 @@ def tune(
     chosen = {key: known.get(key, CUBLAS) for key in keys}
     compile_all(engine, runner, size, keys)
     for key in keys:
-        shape, padded = key.split("/")[2:]
+        kind, shape, padded = key.split("/")[1:]
         inner = int(shape.partition("x")[2])
-        candidates = [CUBLAS, *map(str, tiles_for(int(padded), inner, adds="/add/" in key))]
+        candidates = [CUBLAS, *map(str, tiles_for(int(padded), inner, kind))]
         seconds = {
             name: step_seconds(engine, runner, size, {**chosen, key: name}) for name in candidates
         }

@@ -18,14 +18,15 @@ from slotzero.kernels.triton.tiles import BULK_ROWS, PLAIN_ROWS, Tile, padded_ro
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64, 130]
 EPS = 1e-3
-PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, adds=False) if tile.slices == 1]
+PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, "linear") if tile.slices == 1]
+KINDS = ["linear", "gated", "add", "logits"]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
 
-def tiles_to_try(rows, inner, adds):
+def tiles_to_try(rows, inner, kind):
     """All of them; but the interpreter sees no stages, and of warps only a plain tile's. Nor does
     it tell 3 rows from 5, but in a plain tile: any other has them padded to 8."""
-    tiles = tiles_for(rows, inner, adds=adds)
+    tiles = tiles_for(rows, inner, kind)
     if not INTERPRETED:
         return tiles
     seen = {
@@ -65,7 +66,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_linear_after_a_late_norm(device, half, rows, shape):
     x, weight, bias, norm = made(rows, *shape, device, half)
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    for tile in tiles_to_try(rows, shape[1], adds=False):
+    for tile in tiles_to_try(rows, shape[1], "linear"):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
         linear(late(x, norm, 5), EPS, weight, bias, out, tile)
         assert close(out, expected), tile
@@ -74,13 +75,13 @@ def test_linear_after_a_late_norm(device, half, rows, shape):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated(device, half, rows, shape):
-    check_gated(device, half, rows, shape, "silu", tiles_to_try(rows, shape[1], adds=False))
+    check_gated(device, half, rows, shape, "silu", tiles_to_try(rows, shape[1], "gated"))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("rows", [1, 11, 64])
 def test_other_activations(device, half, rows, activation):
-    tiles = tiles_for(rows, SHAPES[1][1], adds=False)
+    tiles = tiles_for(rows, SHAPES[1][1], "gated")
     check_gated(device, half, rows, SHAPES[1], activation, {tiles[0], tiles[-1]})
 
 
@@ -102,7 +103,7 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     x, weight, bias, _ = made(rows, *shape, device, half)
     before, norm = (torch.randn(n, shape[0], device=device).to(half) for n in (rows, 1))
     expected = before.float() + F.linear(x.float(), weight.float(), bias.float())
-    for tile in tiles_to_try(rows, shape[1], adds=True):
+    for tile in tiles_to_try(rows, shape[1], "add"):
         residual = before.clone()
         after = linear_add(x, weight, bias, residual, norm[0], tile)
         assert close(residual, expected), tile
@@ -114,7 +115,7 @@ def test_one_feature(device, half, rows):
     """A compiler takes the number 1 for a constant."""
     x, weight, bias, _ = made(rows, 1, 96, device, half)
     expected = F.linear(x.float(), weight.float(), bias.float())
-    for tile in tiles_to_try(rows, 96, adds=False):
+    for tile in tiles_to_try(rows, 96, "linear"):
         out = torch.empty(rows, 1, device=device).to(half)
         linear(Normed(x, None), EPS, weight, bias, out, tile)
         assert close(out, expected), tile
@@ -127,7 +128,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
     hostile = x.clone()
     hostile[bad] = torch.nan
     others = [row for row in range(size) if row not in bad]
-    for tile in tiles_to_try(size, 256, adds=False):
+    for tile in tiles_to_try(size, 256, "linear"):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(size, 48, device=device).to(half)
@@ -156,7 +157,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
     slots = torch.arange(rows, dtype=torch.int32, device=device) % 3
     expected = F.linear(x.float(), weight.float(), bias.float())
     expected[slots == 0] = 0
-    for tile in tiles_to_try(rows, SHAPES[2][1], adds=False):
+    for tile in tiles_to_try(rows, SHAPES[2][1], "linear"):
         out = torch.full((rows, SHAPES[2][0]), torch.nan, device=device)
         linear(Normed(x, None), EPS, weight, bias, out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile
@@ -165,7 +166,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
 
 def test_plain_tiles_are_for_few_rows():
     for rows in range(2, 257):
-        plain = [tile for tile in tiles_for(rows, 576, adds=True) if tile.slices == 1]
+        plain = [tile for tile in tiles_for(rows, 576, "add") if tile.slices == 1]
         assert plain == (PLAIN if rows <= PLAIN_ROWS else [])
     for tile in PLAIN:
         side = min(tile.features, tile.num_warps)
@@ -175,12 +176,12 @@ def test_plain_tiles_are_for_few_rows():
 
 def test_whole_rows_of_weights_are_covered_once():
     for inner in (16, 72, 576, 1024, 1536, 2048, 3072):
-        whole = [tile for tile in tiles_for(PLAIN_ROWS, inner, adds=False) if tile.ahead > 1]
+        whole = [tile for tile in tiles_for(PLAIN_ROWS, inner, "linear") if tile.ahead > 1]
         assert whole or inner < 512
         for tile in whole:
             covered = tile.depth * tile.slices * tile.ahead
             assert inner <= covered < inner + 16 * tile.slices
-    assert all(tile.ahead == 1 for tile in tiles_for(PLAIN_ROWS, 4096, adds=False))
+    assert all(tile.ahead == 1 for tile in tiles_for(PLAIN_ROWS, 4096, "linear"))
 
 
 @pytest.mark.parametrize(("rows", "processors"), [(12, 1), (130, 2)])
@@ -194,7 +195,7 @@ def test_tiles_that_do_not_fill_the_card_are_split(
     norm = torch.randn(out, device=device).to(half)
     before = torch.randn(rows, out, device=device).to(half)
     expected = F.linear(x.float(), weight.float(), bias.float())
-    tile = next(t for t in tiles_for(rows, 328, adds=False) if t.rows and t.features == 64)
+    tile = next(t for t in tiles_for(rows, 328, "linear") if t.rows and t.features == 64)
     runs = []
     for least in (64, 64, 512):
         monkeypatch.setattr(bulk, "LEAST_SHARE", least)
@@ -233,8 +234,18 @@ def test_how_many_tiles_are_split(monkeypatch):
 def test_rows_of_one_padded_size_have_the_same_tiles():
     """A choice is made once for all of them: a tile that some lack would be chosen anew."""
     for rows in range(1, 257):
-        for adds in (False, True):
-            assert tiles_for(rows, 576, adds) == tiles_for(padded_rows(rows), 576, adds)
+        for kind in KINDS:
+            assert tiles_for(rows, 576, kind) == tiles_for(padded_rows(rows), 576, kind)
+
+
+def test_what_a_tile_has_on_its_way_fits_an_h200():
+    for rows in range(2, 257):
+        for kind in KINDS:
+            for tile in tiles_for(rows, 576, kind):
+                twice = kind == "gated" and not tile.rows  # a bulk tile has half as many of each
+                beside = tile.rows or max(16, padded_rows(rows))
+                wide = beside + tile.features * (2 if twice else 1)
+                assert 2 * tile.stages * wide * tile.depth <= 227 << 10, (rows, kind, tile)
 
 
 def test_rows_are_padded_to_few_sizes():
@@ -243,7 +254,7 @@ def test_rows_are_padded_to_few_sizes():
 
 def test_large_tiles_are_for_rows_that_all_but_fill_them():
     for rows in range(1, 257):
-        tiles = kernels._named_tiles(rows, 576, False, True).values()
+        tiles = kernels._named_tiles(rows, 576, "linear", True).values()
         is_large = any(tile.rows == BULK_ROWS for tile in tiles)
         assert is_large == (112 <= rows <= 128 or 240 <= rows <= 256), rows
 

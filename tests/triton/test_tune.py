@@ -13,10 +13,10 @@ def test_what_ships_names_tiles_that_exist():
     shipped = json.loads(tune.SHIPPED.read_text())
     assert shipped
     for key, name in shipped.items():
-        rows = int(key.rsplit("/", 1)[1])
-        inner = int(key.split("/")[2].partition("x")[2])
+        kind, shape, padded = key.split("/")[1:]
+        rows, inner = int(padded), int(shape.partition("x")[2])
         assert padded_rows(rows) == rows, key
-        tiles = tiles_for(rows, inner, adds="/add/" in key)
+        tiles = tiles_for(rows, inner, kind)
         assert name in {CUBLAS, *map(str, tiles)}, key
 
 

@@ -381,7 +381,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         rows, (out_features, in_features) = len(x), weight.shape
         tiles: dict[str, Tile] = {}
         if _is_few(rows, x.dtype):
-            tiles = _named_tiles(rows, in_features, kind == "add", bulk.takes(x, weight))
+            tiles = _named_tiles(rows, in_features, kind, bulk.takes(x, weight))
         if INTERPRETED or not tiles:
             return run(next(iter(tiles.values()), None), weight)
         key = self.key(kind, out_features, in_features, rows)
@@ -399,8 +399,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
 
 
 @functools.cache
-def _named_tiles(rows: int, inner: int, adds: bool, in_bulk: bool) -> dict[str, Tile]:
-    tiles = tiles_for(rows, inner, adds) if fill_tiles(rows) else ()
+def _named_tiles(rows: int, inner: int, kind: str, in_bulk: bool) -> dict[str, Tile]:
+    tiles = tiles_for(rows, inner, kind) if fill_tiles(rows) else ()
     return {str(tile): tile for tile in tiles if in_bulk or not tile.rows}
 
 

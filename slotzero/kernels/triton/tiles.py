@@ -50,13 +50,15 @@ def fill_tiles(rows: int) -> bool:
 
 
 @functools.cache
-def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
+def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
     """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
-    that is added to the residual has few features, so its inner dimension may be shared out. All
-    rows of one padded size have the same: a choice is made once for them."""
+    that is added to the residual ("add") has few features, so its inner dimension may be shared
+    out; stages of a "gated" one are twice as large. All rows of one padded size have the same: a
+    choice is made once for them."""
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
+    adds = kind == "add"
     bulk = _bulk(rows, adds)
     if rows > STAGED_ROWS:
         return bulk
@@ -73,10 +75,10 @@ def tiles_for(rows: int, inner: int, adds: bool) -> tuple[Tile, ...]:
             (32, 128, 5, 4),
             (64, 64, 4, 4),
             (64, 128, 4, 4),
-            (64, 128, 5, 4),
-            (64, 128, 6, 4),
             (128, 64, 4, 8),
         ]
+        if kind != "gated":
+            staged += [(64, 128, 5, 4), (64, 128, 6, 4)]
         shared = [(64, 128, 4, 4, 2), (64, 128, 4, 4, 4)]
     return (
         *(Tile(f, depth, slices, 0, warps) for f, depth, slices, warps in sliced),
