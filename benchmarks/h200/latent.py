@@ -19,7 +19,7 @@ import gc
 import json
 
 import torch
-from stack import open_stack, step_seconds
+from stack import apart, open_stack, step_seconds
 from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
@@ -73,9 +73,12 @@ def main() -> None:
         print("| heads | tokens | before | absorbed | expanded | faster | differ |")
         print("|---|---|---|---|---|---|---|")
     for heads in args.heads:
-        results += chunks(heads, args.chunks) if args.prefill else measure(heads, args)
-        gc.collect()
-        torch.cuda.empty_cache()
+        if args.prefill:
+            results += chunks(heads, args.chunks)
+            gc.collect()
+            torch.cuda.empty_cache()
+        else:
+            results += apart(measure, heads, args)
     print(json.dumps({"commandline": vars(args), "results": results}))
 
 

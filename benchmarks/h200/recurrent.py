@@ -18,10 +18,10 @@ small-delta --rows 1 2 --prompts 2x40.
 import argparse
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
-from stack import open_stack, step_seconds
+from stack import apart, open_stack, step_seconds
 from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
@@ -81,14 +81,14 @@ def main() -> None:
             steps = ((rows, drafts) for rows in args.rows for drafts in (0, args.drafts))
             results += table(decode(name, *step, device, bandwidth) for step in steps)
             results += table(prefill(name, prompt, device) for prompt in args.prompts)
+    gc.collect()
+    torch.cuda.empty_cache()
     for name in args.models:
-        results += table(whole(name, args.rows))
-        gc.collect()
-        torch.cuda.empty_cache()
+        results += table(apart(whole, name, args.rows))
     print(json.dumps({"commandline": vars(args), "bandwidth": bandwidth, "results": results}))
 
 
-def table(measured: Iterator[dict]) -> list[dict]:
+def table(measured: Iterable[dict]) -> list[dict]:
     """Printed as it is measured"""
     results: list[dict] = []
     for result in measured:
@@ -174,17 +174,19 @@ def decode(name: str, rows: int, drafts: int, device: torch.device, bandwidth: f
     }
 
 
-def whole(name: str, rows: list[int]) -> Iterator[dict]:
+def whole(name: str, rows: list[int]) -> list[dict]:
     session = open_stack(MODELS[name], max_num_seqs=max(rows), max_model_len=2 * CONTEXT)
-    for num in rows:
-        spent = step_seconds(session, num, CONTEXT)
-        if spent is not None:
-            yield {
-                "model": name,
-                "rows": num,
-                "ms": round(1000 * spent, 4),
-                "of_limit": round(session.least_seconds([CONTEXT] * num) / spent, 3),
-            }
+    spent = {num: step_seconds(session, num, CONTEXT) for num in rows}
+    return [
+        {
+            "model": name,
+            "rows": num,
+            "ms": round(1000 * seconds, 4),
+            "of_limit": round(session.least_seconds([CONTEXT] * num) / seconds, 3),
+        }
+        for num, seconds in spent.items()
+        if seconds is not None
+    ]
 
 
 def prefill(name: str, prompt: str, device: torch.device) -> dict:

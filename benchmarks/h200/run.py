@@ -2,16 +2,16 @@
 
     python benchmarks/h200/run.py path/to/qwen3-0.6b path/to/llama-3.1-8b --out results.json
 
-A path is a folder with a config.json. One engine per model, prefix caching off, at most 256 rows.
-The name of a result is the model's folder and the workload. Prints a table, then one JSON line.
+A path is a folder with a config.json. An engine and a process for each model, prefix caching off,
+at most 256 rows. The name of a result is the model's folder and the workload. Prints a table, then
+one JSON line.
 """
 
 import argparse
-import gc
 import json
 from pathlib import Path
 
-import torch
+from stack import apart
 
 from slotzero.bench.session import Session
 from slotzero.bench.workloads import WORKLOADS
@@ -28,18 +28,16 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, float] = {}
     for model in args.models:
-        name = NAMES.get(model.name, model.name)
-        measure(model, name, args.workloads, results)
-        gc.collect()
-        torch.cuda.empty_cache()
+        results |= apart(measure, model, args.workloads)
         if args.out:
             args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
 
 
-def measure(model: Path, name: str, workloads: list[str], results: dict[str, float]) -> None:
+def measure(model: Path, workloads: list[str]) -> dict[str, float]:
     settings = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
-    session = Session(str(model), settings)
+    session, name = Session(str(model), settings), NAMES.get(model.name, model.name)
+    results: dict[str, float] = {}
     num_sizes = len(session.engine.worker.recorded_keys)
     print(
         f"{name}: loaded in {session.load_seconds:.1f} s, {num_sizes} sizes recorded in "
@@ -62,6 +60,7 @@ def measure(model: Path, name: str, workloads: list[str], results: dict[str, flo
             f"{1000 * first:.1f} ms, {share:.0%} of the bandwidth limit",
             flush=True,
         )
+    return results
 
 
 if __name__ == "__main__":

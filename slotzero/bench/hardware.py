@@ -3,7 +3,6 @@
 It does not know models. What a machine does not tell is None, never a guess.
 """
 
-import functools
 import platform
 import shutil
 import subprocess
@@ -73,12 +72,8 @@ def describe(device: torch.device) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-@functools.cache
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading one large tensor: the ceiling of anything that decodes.
-
-    Read once a process: on an H200 where an engine had run before, it came out 12 % lower.
-    """
+    """Bytes per second of reading one large tensor: the ceiling of anything that decodes."""
     is_gpu = device.type == "cuda"
     num_bytes = _GPU_READ_BYTES if is_gpu else _CPU_READ_BYTES
     num_reads = _GPU_READS if is_gpu else 1
