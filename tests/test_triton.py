@@ -30,3 +30,40 @@ def test_through_the_interpreter(names):
     assert done.returncode == 0, done.stdout + done.stderr
     passed = set(re.findall(r"^PASSED \S+/test_(\w+)\.py::", done.stdout, re.MULTILINE))
     assert passed == set(names), done.stdout
+
+
+@pytest.mark.parametrize("pairs", [16, 128])
+def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
+    """Compiled for an H200, which takes no card: if the compiler gave up copying rows while it
+    computes, the results would be the same."""
+    triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from slotzero.kernels.triton import latent
+
+    monkeypatch.setattr(latent, "shared_memory", lambda: 227 << 10)
+    kernel, tile = latent._attend_kernel, latent.tile_for(pairs, 576, 2)
+    constants = {
+        "HEADS": pairs, "TURNED": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
+        "KEYS": tile.keys, "TURN": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead, "PDL": True,
+    }  # fmt: skip
+    constants |= dict.fromkeys(("firsts", "sizes", "bases", "bits_seen", "sums"))
+    kinds = dict.fromkeys(("query", "kv_pages", "out"), "*bf16")
+    kinds |= dict.fromkeys(("partial", "peak_of", "total_of"), "*fp32")
+    kinds |= dict.fromkeys(("table_stride", "span", "parts"), "i32") | {"scale": "fp32"}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "*i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, given, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tile.warps, "launch_pdl": True},
+    )
+    assert compiled.asm["ttgir"].count("async_copy_global_to_local") >= 3
+    assert compiled.metadata.shared <= tile.num_bytes(576, 2)

@@ -126,8 +126,8 @@ def chunks(num_heads: int, named: list[str]) -> list[dict]:
             result |= {f"{form}_ms": round(1000 * spent, 4)}
             result |= {f"{form}_tflops": round(operations(chunk, form) / spent / 1e12, 1)}
         result["faster"] = round(result["absorbed_ms"] / result["expanded_ms"], 2)
-        apart = (outs["absorbed"] - outs["expanded"]).norm() / outs["absorbed"].norm()
-        result["differ"] = round(float(apart), 5)
+        gap = (outs["absorbed"] - outs["expanded"]).norm() / outs["absorbed"].norm()
+        result["differ"] = round(float(gap), 5)
         print(
             "| {heads} | {tokens:,} | {before:,} | {absorbed_ms} ms, {absorbed_tflops} TFLOP/s | "
             "{expanded_ms} ms, {expanded_tflops} TFLOP/s | {faster} | {differ} |".format(**result),

@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def table(measured: Iterable[dict]) -> list[dict]:
-    """Printed as it is measured"""
+    """Printed one after the other"""
     results: list[dict] = []
     for result in measured:
         if not results:

@@ -299,6 +299,7 @@ def test_many_heads(device):
         (SHAPES[1], UNIFORM, {"span": 5}),
         (SHAPES[0], UNIFORM, {"span": 5, "older": 9}),
         (SHAPES[2], RAGGED[:3], {}),
+        (SHAPES[3], RAGGED[:3], {}),
     ],
 )
 def test_16_bits(device, half, cut, shape, rows, kind):

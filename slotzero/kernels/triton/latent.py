@@ -49,6 +49,7 @@ from slotzero.kernels.triton.verify import _level
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
 MAX_PAIRS = 32  # (token, head) pairs of a tile
 BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
+MOST_PAGES = tl.constexpr(8)  # of a tile, whose numbers every thread may have for itself
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
 MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
 
@@ -130,8 +131,10 @@ def _attend_kernel(
         plain = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before it
         last_base, any_bits = anyone_of(base, bits)
     table = page_table + slot * table_stride
-    pages = _load_pages(table, begin, end, KEYS, RUN, PAGE)
-    next_pages = _load_pages(table, begin + KEYS, end, KEYS, RUN, PAGE)
+    few: tl.constexpr = KEYS // RUN <= MOST_PAGES
+    if few:
+        pages = _load_pages(table, begin, end, KEYS, RUN, PAGE)
+        next_pages = _load_pages(table, begin + KEYS, end, KEYS, RUN, PAGE)
     wait_for_writer(PDL)
     if sums is not None:  # noqa: SIM102  the compiler decides this one
         if begin >= end:
@@ -157,13 +160,16 @@ def _attend_kernel(
         known = key < end
         if bits_seen is not None:
             known = known & sees(key, last_base, any_bits)
-        page = tl.zeros([KEYS], tl.int32)
-        for i in tl.static_range(KEYS // RUN):
-            page = tl.where(tl.arange(0, KEYS) // RUN == i, pages[i], page)
+        if few:
+            page = tl.zeros([KEYS], tl.int32)
+            for i in tl.static_range(KEYS // RUN):
+                page = tl.where(tl.arange(0, KEYS) // RUN == i, pages[i], page)
+            pages = _made(next_pages, KEYS // RUN)
+            next_pages = _load_pages(table, tile + 2 * KEYS, end, KEYS, RUN, PAGE)
+        else:
+            page = tl.load(table + key // PAGE, mask=key < end, other=0)
         at = (page * PAGE + key % PAGE).to(tl.int64)
         stored = kv_pages + (at * (TURNED + LATENT))[:, None]
-        pages = _made(next_pages, KEYS // RUN)
-        next_pages = _load_pages(table, tile + 2 * KEYS, end, KEYS, RUN, PAGE)
         k_turned = _load_rows(stored, turn, known, TURNED)
         k_low = _load_rows(stored + TURNED, low, known, LATENT)
         k_high = _load_rows(stored + TURNED, high, known, LATENT)
@@ -425,8 +431,9 @@ def cut_for(rows: int, pairs: int) -> tuple[int, int]:
 def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
 
-    16 pairs are 191 registers and 93 KB, 32 are 255 and 115 KB, and two such programs share a
-    multiprocessor. With 64, two groups of warps would compute all scores twice.
+    16 pairs are 191 registers and 93 KB, 32 are 255 (some are spilled, 128 bytes of each thread)
+    and 115 KB, and two such programs share a multiprocessor. With 64, two groups of warps would
+    compute all scores twice.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
         tile = Tile(pairs=16, keys=16, ahead=1, warps=8)

@@ -53,8 +53,8 @@ def fill_tiles(rows: int) -> bool:
 def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
     """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
     that is added to the residual ("add") has few features, so its inner dimension may be shared
-    out; stages of a "gated" one are twice as large. All rows of one padded size have the same: a
-    choice is made once for them."""
+    out; a stage of a "gated" one holds twice the weights. All rows of one padded size have the
+    same: a choice is made once for them."""
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
