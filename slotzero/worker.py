@@ -33,7 +33,7 @@ from slotzero.parallel.crew import Crew
 from slotzero.parallel.orders import Message, Orders, Timing
 from slotzero.parallel.ranks import Ranks
 from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
-from slotzero.pools.pages import KvPool, PagePool
+from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
 from slotzero.pools.tables import SlotTables, Staging
 from slotzero.runners import passes
@@ -545,7 +545,7 @@ def _resolve(
     tokens = config.max_num_batched_tokens or max(rows, 512 if on_cpu else 8192)
     widths = choose_widths(config)
     ahead = places_ahead(widths[-1], config.tree)
-    chunk = max(tokens, 4 * ahead + MOST_PENDING * (ahead > 0))  # as SchedulerConfig.reach
+    chunk = reach(tokens, ahead, MOST_PENDING if ahead else 0)
     demand = Demand(rows, chunk, config.expected_len, config.max_model_len, max_position)
     caches, num_snapshots = config.enable_prefix_caching and shares_prefixes, 0
     if states is not None:

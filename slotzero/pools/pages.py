@@ -103,3 +103,9 @@ class KvPool(NamedTuple):
         if self.interval:
             return max(0, position // self.interval * self.interval // page_size - 1)
         return 0 if self.window is None else max(0, position - self.window + 1) // page_size
+
+
+def reach(batch: int, ahead: int, behind: int) -> int:
+    """Tokens of one request that a window may have to span beyond itself: those of a chunk, or
+    drafts of a step, of the steps before that are not committed, and of the next."""
+    return max(batch, 4 * ahead + behind)

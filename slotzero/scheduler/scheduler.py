@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
 from slotzero.pools.ledger import PageLedger
-from slotzero.pools.pages import KvPool
+from slotzero.pools.pages import KvPool, reach
 from slotzero.pools.slots import SlotPool
 from slotzero.request import FinishReason, Request, Status
 from slotzero.step import Row
@@ -56,12 +56,6 @@ class SchedulerConfig:
     """Tokens that were decoded without drafts by which a drafter may be behind; None: there is no
     drafter."""
     enable_prefix_caching: bool = True
-
-    @property
-    def reach(self) -> int:
-        """Tokens of one request that a window may have to span beyond itself: those of a chunk, or
-        drafts of a step, of the steps before that are not committed, and of the next."""
-        return max(self.max_num_batched_tokens, 4 * self.ahead + (self.most_behind or 0))
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "page_size"):
@@ -262,7 +256,8 @@ class Scheduler:
                 raise PoolError(f"request {request.id} waits, yet holds a slot, pages or KV")
 
     def _require_room_for_one(self, group: KvPool) -> None:
-        max_len, batch = self.config.max_model_len, self.config.reach
+        config, max_len = self.config, self.config.max_model_len
+        batch = reach(config.max_num_batched_tokens, config.ahead, config.most_behind or 0)
         if group.interval:
             asked = f"a step of {batch} tokens with snapshot_interval={group.interval} needs"
             remedy = "raise snapshot_interval or lower max_num_batched_tokens"
