@@ -1,4 +1,5 @@
-"""Runs tests/triton through Triton's interpreter, which is chosen before triton is imported."""
+"""Runs tests/triton through Triton's interpreter, which is chosen before triton is imported; and
+what only its compiler shows."""
 
 import os
 import re

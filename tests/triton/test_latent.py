@@ -8,7 +8,7 @@ import torch
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.nouns import Angles, Branches, Heads, Latent, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels, latent, latent_own, per_head, prefill
+from slotzero.kernels.triton import kernels, latent, latent_own, latent_plan, per_head, prefill
 from slotzero.kernels.triton.kernels import TritonKernels
 
 REFERENCE = ReferenceKernels()
@@ -152,7 +152,7 @@ def keys(base, bits, end):
 def cut(request, monkeypatch):
     """A grid of few programs, in which short rows are in several chunks and blocks."""
     chosen = getattr(request, "param", CUTS[0])
-    monkeypatch.setattr(latent, "cut_for", lambda *_: chosen)
+    monkeypatch.setattr(latent_plan, "cut_for", lambda *_: chosen)
     monkeypatch.setattr(prefill, "BLOCK_ROWS", 32)
 
 
@@ -257,7 +257,8 @@ def test_only_ragged_rows_without_trees_are_expanded(device, expanded, kind):
     )
     rows = case.rows and Rows(*(t.to(device) for t in case.rows[:4]), span=case.rows.span)
     branches = Branches(*(t.to(device) for t in case.branches)) if case.trees else None
-    work = latent.plan(Tokens(*(t.to(device) for t in case.tokens)), rows, case.heads, branches)
+    tokens = Tokens(*(t.to(device) for t in case.tokens))
+    work = latent_plan.plan(tokens, rows, case.heads, branches)
     assert (work.own is not None) == (kind == {})
 
 
@@ -347,7 +348,7 @@ def test_the_plan_covers_every_key_once(device, monkeypatch, span):
         starts = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32)
         parts = [t.to(device) for t in (slots, starts, torch.full_like(slots, span), slots)]
         tokens = Tokens(*(t.repeat_interleave(span) for t in parts[:2]))
-        work = latent.plan(tokens, None if span == 1 else Rows(*parts, span=span), heads)
+        work = latent_plan.plan(tokens, None if span == 1 else Rows(*parts, span=span), heads)
         covered, places = [0] * len(lengths), []
         columns = (t.tolist() for t in (work.row, work.begin, work.end, work.first, work.num))
         for i, (row, begin, end, first, num) in enumerate(zip(*columns, strict=True)):
@@ -372,13 +373,13 @@ def test_what_is_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
     """Or there would be more of them than the grid holds."""
     monkeypatch.undo()
     heads = Heads(16, 1, 40, 32, 1e-6, 1.0, latent=Latent(8, 8, 8))
-    spare, smallest = latent.cut_for(11, 16 * heads.num_heads)
+    spare, smallest = latent_plan.cut_for(11, 16 * heads.num_heads)
     length = (spare + 3) * smallest
     slots, starts = torch.arange(1, 12).int().to(device), [-15] * 10 + [length]
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
     rows = Rows(slots, starts, torch.full_like(slots, 16), slots * 16, span=16)
     tokens = Tokens(slots.repeat_interleave(16), starts.repeat_interleave(16))
-    work = latent.plan(tokens, rows, heads)
+    work = latent_plan.plan(tokens, rows, heads)
     last = work.row == 10
     assert int((work.end - work.begin)[last].sum()) == length + 1
     assert (work.slot[last] == 11).all() and (work.slot[:10] == slots[:10]).all()
@@ -388,9 +389,9 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
     monkeypatch.undo()
     for rows in (1, 2, 64, 65, 5000):
         for pairs in (1, 16, 80, 1024, 20000):
-            spare, smallest = latent.cut_for(rows, pairs)
+            spare, smallest = latent_plan.cut_for(rows, pairs)
             assert spare >= 1 and smallest % latent.tile_for(pairs, 576, 2).keys == 0
-            assert spare * pairs <= max(latent.MAX_PARTIAL, pairs)
+            assert spare * pairs <= max(latent_plan.MAX_PARTIAL, pairs)
 
 
 def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):

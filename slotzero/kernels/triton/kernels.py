@@ -32,6 +32,7 @@ from slotzero.kernels.triton import (
     elementwise,
     experts,
     latent,
+    latent_plan,
     line,
     opening,
     prefill,
@@ -123,7 +124,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         if branches is not None:
             branches.check(tokens, rows)
         if heads.latent is not None:
-            return latent.plan(tokens, rows, heads, branches)
+            return latent_plan.plan(tokens, rows, heads, branches)
         if rows is None and line.takes(len(tokens.slots), heads):
             return line.plan(*tokens, heads)
         if rows is None:
@@ -337,7 +338,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
-        work = latent.Work(*cast("tuple[Tensor, ...]", plan))
+        work = latent_plan.Work(*cast("tuple[Tensor, ...]", plan))
         return latent.attention(q, k, k_norm, up_k, up_v, angles, kv_pages, page_table, work, heads)
 
     def sample(

@@ -29,51 +29,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.nouns import NO_BRANCHES, Angles, Branches, Heads, Latent, Rows, Tokens
-from slotzero.kernels.triton import latent_own, prefill
+from slotzero.kernels.nouns import Angles, Heads, Latent
+from slotzero.kernels.triton import latent_own
 from slotzero.kernels.triton.activation import LOG2E
 from slotzero.kernels.triton.branches import anyone_of, load_branches, sees
-from slotzero.kernels.triton.decode import _plan_kernel
+from slotzero.kernels.triton.latent_plan import MAX_PAIRS, Work
 from slotzero.kernels.triton.latent_rows import store
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
-    num_processors,
     overlap,
     shared_memory,
     wait_for_writer,
 )
 from slotzero.kernels.triton.per_head import per_head
-from slotzero.kernels.triton.verify import _level
+from slotzero.kernels.triton.verify import _level, _padded
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
-MAX_PAIRS = 32  # (token, head) pairs of a tile
-BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
 MOST_PAGES = tl.constexpr(8)  # of a tile, whose numbers every thread may have for itself
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
-MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
-
-
-class Work(NamedTuple):
-    """The plan. Its rows are those of the step, or blocks of ragged ones."""
-
-    slots: Tensor  # [T]
-    positions: Tensor
-    starts: Tensor  # [rows]: the last position that the first token sees in pages
-    firsts: Tensor | None  # of blocks: the first token, and how many
-    sizes: Tensor | None
-    row: Tensor  # [num_chunks], like the next five: as in decode's Shares
-    slot: Tensor
-    begin: Tensor
-    end: Tensor  # of a row's last chunk: past its first token's key
-    first: Tensor
-    num: Tensor
-    partial: Tensor  # [2 * spare, pairs of a row, latent] float32
-    peak: Tensor  # [2 * spare, pairs of a row] float32
-    total: Tensor
-    bases: Tensor | None  # of branches
-    seen: Tensor | None
-    own: Tensor | None  # blocks of latent_own.py; None: all is seen in pages
 
 
 class Tile(NamedTuple):
@@ -310,49 +284,6 @@ def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
     return ("latent", latent, MAX_LATENT), ("turned_dim", shape.turned_dim, MAX_TURNED)
 
 
-def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None) -> Work:
-    """What all layers of a step share, for rows of any kind."""
-    assert heads.latent is not None
-    firsts = sizes = own = None
-    if rows is None:
-        slots, starts, span = *tokens, 1
-    elif rows.span > 0:
-        slots, starts, span = rows.slots, rows.starts, rows.span
-    else:
-        group = min(heads.num_heads, BLOCK_HEADS)
-        (blocks,) = prefill.plan(
-            rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
-        )
-        slots, firsts, sizes, starts, befores = _columns(blocks)
-        span = prefill.block_tokens(group)
-        if branches is None and latent_own.pays(len(tokens.slots), rows, heads.latent):
-            starts, own = befores - 1, latent_own.plan(len(tokens.slots), rows)
-    num_rows, pairs = len(slots), span * heads.num_heads
-    spare, smallest = cut_for(num_rows, pairs)
-    num_chunks = num_rows + spare
-    num_chunks += -num_chunks % 4  # the parts of one allocation are aligned
-    row, slot, begin, end, first, num = slots.new_empty(6, num_chunks).unbind()
-    partial = torch.empty(2 * spare, pairs, heads.value_dim, device=slots.device)
-    peak, total = (torch.empty(2 * spare, pairs, device=slots.device) for _ in range(2))
-    nobody = row, 0  # counts the programs that are done
-    launch(
-        _plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
-        *nobody, num_chunks, spare, smallest,
-        WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=_padded(num_rows, 256), BLOCK=1024,
-    )  # fmt: skip
-    bases, seen, _ = branches or NO_BRANCHES
-    return Work(
-        *tokens, starts, firsts, sizes, row, slot, begin, end, first, num, partial, peak, total,
-        bases, seen, own,
-    )  # fmt: skip
-
-
-def _columns(blocks: Tensor) -> tuple[Tensor, ...]:
-    """Each contiguous and, like whatever else a kernel is given, aligned"""
-    num = len(blocks)
-    return blocks.new_empty(blocks.shape[1], num + -num % 4)[:, :num].copy_(blocks.t()).unbind()
-
-
 def attention(
     q: Tensor,  # [T, heads * (plain + turned)]
     k: Tensor,  # [T, turned + latent]
@@ -415,19 +346,6 @@ def attend(
     return seen, sums
 
 
-def cut_for(rows: int, pairs: int) -> tuple[int, int]:
-    """-> chunks beyond one a row, and the fewest keys of one, in whole tiles; `pairs` of a row.
-
-    Contexts are spread over as many programs as run at a time, two of each processor; a row's last
-    chunk counts as half a one. But who merges a row reads all of its chunks: more than 64 of a row,
-    or short ones in a large batch, cost more than they save.
-    """
-    parts = triton.cdiv(pairs, MAX_PAIRS)
-    spread = min(triton.cdiv(2 * num_processors(), parts) - rows // 2, 64 * rows)
-    spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
-    return spare, 256 if rows > 64 else 32 if pairs <= 16 else 64
-
-
 def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
 
@@ -443,7 +361,3 @@ def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)
     return tile
-
-
-def _padded(size: int, least: int) -> int:
-    return max(least, int(triton.next_power_of_2(size)))

@@ -20,6 +20,7 @@ from slotzero.kernels.triton.launch import (
     shared_memory,
     wait_for_writer,
 )
+from slotzero.kernels.triton.verify import _padded
 
 MAX_ROWS = 256  # above, cuBLAS
 MAX_BLOCK = 64  # rows of a program
@@ -79,15 +80,11 @@ def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | No
     more often. None: cuBLAS."""
     if rows > MAX_ROWS or dtype.itemsize > 2:
         return None
-    depth, block = _padded(inner), min(_padded(rows), MAX_BLOCK)
+    depth, block = _padded(inner, 16), min(_padded(rows, 16), MAX_BLOCK)
     held = HELD * triton.next_power_of_2(triton.cdiv(rows, block))
     while held > HELD and dtype.itemsize * (held + block * depth) > shared_memory():
         held //= 2
-    return Cut(depth, min(_padded(columns), max(16, held // depth)), block)
-
-
-def _padded(size: int) -> int:
-    return max(16, int(triton.next_power_of_2(size)))
+    return Cut(depth, min(_padded(columns, 16), max(16, held // depth)), block)
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
