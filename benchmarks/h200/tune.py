@@ -21,10 +21,10 @@ from slotzero.bench.rows import standing
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
 from slotzero.graph import GraphKey, Runner
-from slotzero.kernels.triton.kernels import CUBLAS, TritonKernels
-from slotzero.kernels.triton.tiles import tiles_for
+from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.triton.tiles import PADDED_ROWS, Cublas, ways_for
 
-ROWS = (1, 8, 16, 64, 128, 256)
+CUBLAS = str(Cublas())
 CONTEXT = 384
 REPEATS = 5
 
@@ -32,7 +32,7 @@ REPEATS = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--rows", nargs="+", type=int, default=PADDED_ROWS)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--speculative")
     parser.add_argument("--speculative-model")
@@ -80,7 +80,7 @@ def tune(
     for key in keys:
         kind, shape, padded = key.split("/")[1:]
         inner = int(shape.partition("x")[2])
-        candidates = [CUBLAS, *map(str, tiles_for(int(padded), inner, kind))]
+        candidates = [str(way) for way in ways_for(int(padded), inner, kind)]
         seconds = {
             name: step_seconds(engine, runner, size, {**chosen, key: name}) for name in candidates
         }

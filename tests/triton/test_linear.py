@@ -9,14 +9,22 @@ from torch.nn import functional as F
 
 from slotzero.kernels import composed
 from slotzero.kernels.nouns import Normed
-from slotzero.kernels.triton import bulk, kernels
+from slotzero.kernels.triton import bulk
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
+from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear, linear_add
-from slotzero.kernels.triton.tiles import BULK_ROWS, PLAIN_ROWS, Tile, padded_rows, tiles_for
+from slotzero.kernels.triton.tiles import (
+    BULK_ROWS,
+    PLAIN_ROWS,
+    Tile,
+    padded_rows,
+    tiles_for,
+    ways_for,
+)
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
-ROWS = [1, 3, 5, 11, 64, 130]
+ROWS = [1, 3, 5, 11, 64, 250]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, "linear") if tile.slices == 1]
 KINDS = ["linear", "gated", "add", "logits"]
@@ -110,6 +118,33 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
         assert close(applied(after, EPS), normed(residual.float(), norm.float())), tile
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the library shares out products on a card only")
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("rows", [5, 64, 100, 130])
+def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
+    x, weight, bias, _ = made(rows, 96, 256, device, half)
+    before, norm = (torch.randn(n, 96, device=device).to(half) for n in (rows, 1))
+    bias = bias if has_bias else None
+    expected = before.float() + F.linear(x, weight, bias).float()
+    ours, ways = TritonKernels(), ways_for(rows, 256, "add")
+    assert {"cublas", "cublas, 2 shares"} <= set(map(str, ways))
+    for way in ways:
+        ours.choices.choose({ours.key("add", 96, 256, rows): str(way)})
+        residual = before.clone()
+        _, after = ours.linear_add_norm(x, weight, bias, residual, None, norm[0], EPS)
+        assert close(residual, expected), way
+        assert close(ours.settle(after, EPS), normed(residual.float(), norm.float())), way
+
+
+def test_the_library_shares_out_what_is_added_and_begins_where_it_may():
+    shared = {
+        (rows, inner, kind)
+        for rows, inner, kind in itertools.product((1, 8, 200), (2056, 2048), KINDS)
+        if "cublas, 2 shares" in map(str, ways_for(rows, inner, kind))
+    }
+    assert shared == {(8, 2048, "add"), (200, 2048, "add")}
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_one_feature(device, half, rows):
     """A compiler takes the number 1 for a constant."""
@@ -184,7 +219,7 @@ def test_whole_rows_of_weights_are_covered_once():
     assert all(tile.ahead == 1 for tile in tiles_for(PLAIN_ROWS, 4096, "linear"))
 
 
-@pytest.mark.parametrize(("rows", "processors"), [(12, 1), (130, 2)])
+@pytest.mark.parametrize(("rows", "processors"), [(12, 1), (250, 2)])
 @pytest.mark.parametrize("out", [190, 60])
 def test_tiles_that_do_not_fill_the_card_are_split(
     device, half, monkeypatch, rows, processors, out
@@ -249,14 +284,13 @@ def test_what_a_tile_has_on_its_way_fits_an_h200():
 
 
 def test_rows_are_padded_to_few_sizes():
-    assert {padded_rows(rows) for rows in range(1, 257)} == {1, 8, 16, 64, 128, 256}
+    assert {padded_rows(rows) for rows in range(1, 257)} == {1, 8, 16, 64, 104, 128, 232, 256}
 
 
 def test_large_tiles_are_for_rows_that_all_but_fill_them():
     for rows in range(1, 257):
-        tiles = kernels._named_tiles(rows, 576, "linear", True).values()
-        is_large = any(tile.rows == BULK_ROWS for tile in tiles)
-        assert is_large == (112 <= rows <= 128 or 240 <= rows <= 256), rows
+        is_large = any(tile.rows == BULK_ROWS for tile in tiles_for(rows, 576, "linear"))
+        assert is_large == (105 <= rows <= 128 or 233 <= rows <= 256), rows
 
 
 @pytest.mark.parametrize("size", [6, 576, 1024])

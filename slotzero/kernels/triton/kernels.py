@@ -49,15 +49,14 @@ from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tiles import (
     MAX_ROWS,
     STAGED_ROWS,
+    Cublas,
     Tile,
-    fill_tiles,
     padded_rows,
-    tiles_for,
+    ways_for,
 )
 from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
-CUBLAS = "cublas"
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
 DECODE, LINE = len(decode.Shares._fields), len(line.Line._fields)
@@ -65,6 +64,7 @@ VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
 assert len({DECODE, LINE, VERIFY, PREFILL}) == 4
 T = TypeVar("T")
+Way = Cublas | Tile
 
 
 class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
@@ -180,10 +180,10 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
     ) -> Tensor:
         out = x.x.new_empty(len(x.x), out_features)
 
-        def run(tile: Tile | None, weight: Tensor) -> Tensor:
-            if tile is None:
+        def run(way: Way, weight: Tensor) -> Tensor:
+            if isinstance(way, Cublas):
                 return _product(applied(x, eps), weight, bias, out)
-            return few.linear(x, eps, weight, bias, out, tile)
+            return few.linear(x, eps, weight, bias, out, way)
 
         return self._run("linear", x.x, weight, run)
 
@@ -196,11 +196,11 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         softcap: float | None,
         out: Tensor,
     ) -> None:
-        def run(tile: Tile | None, weight: Tensor) -> Tensor:
-            if tile is None:
+        def run(way: Way, weight: Tensor) -> Tensor:
+            if isinstance(way, Cublas):
                 rows = applied(x, eps).masked_fill((slots == 0)[:, None], 0)
                 return _product(rows, weight, None, out)
-            return few.linear(x, eps, weight, None, out, tile, slots=slots)
+            return few.linear(x, eps, weight, None, out, way, slots=slots)
 
         self._run("logits", x.x, weight, run)
         if softcap is not None:
@@ -215,14 +215,14 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         out_features: int,
         activation: Activation,
     ) -> Tensor:
-        def run(tile: Tile | None, weight: Tensor) -> Tensor:
-            if tile is None:
+        def run(way: Way, weight: Tensor) -> Tensor:
+            if isinstance(way, Cublas):
                 joined = x.x.new_empty(len(x.x), 2 * out_features)
                 _product(applied(x, eps), weight, bias, joined)
                 gates, values = joined.chunk(2, -1)
                 return elementwise.gated(gates, values, activation)
             out = x.x.new_empty(len(x.x), out_features)
-            return few.linear(x, eps, weight, bias, out, tile, activation=activation)
+            return few.linear(x, eps, weight, bias, out, way, activation=activation)
 
         return self._run("gated", x.x, weight, run)
 
@@ -243,13 +243,17 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             change = self.linear(Normed(x, None), eps, weight, bias, residual.shape[1])
             return self.add_norm(change, residual, after, norm, eps)
 
-        def run(tile: Tile | None, weight: Tensor) -> Normed:
-            if tile is None and bias is None:
+        def run(way: Way, weight: Tensor) -> Normed:
+            if isinstance(way, Tile):
+                return few.linear_add(x, weight, bias, residual, norm, way)
+            if way.shares > 1:
+                delta = _in_shares(x, weight, bias, way.shares)
+            elif bias is None:
                 return self.norm(residual.addmm_(x, weight.t()), norm, eps)
-            if tile is None:
+            else:
                 delta = _product(x, weight, bias, torch.empty_like(residual))
-                return self.add_norm(delta, residual, None, norm, eps)[1]
-            return few.linear_add(x, weight, bias, residual, norm, tile)
+            late = _is_late(len(x), x.dtype)
+            return elementwise.add_norm(residual, delta, None, norm, eps, late)
 
         return residual, self._run("add", x, weight, run, changes=residual)
 
@@ -372,37 +376,38 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         kind: str,
         x: Tensor,
         weight: Tensor,
-        run: Callable[[Tile | None, Tensor], T],
+        run: Callable[[Way, Tensor], T],
         changes: Tensor | None = None,
     ) -> T:
-        """By our own kernel where it is the fastest, by cuBLAS (None) elsewhere.
+        """The way that is the fastest: by our own kernel, or by cuBLAS.
 
         `changes` is what a run reads and writes, to be put back after a trial.
         """
         rows, (out_features, in_features) = len(x), weight.shape
-        tiles: dict[str, Tile] = {}
+        ways: Mapping[str, Way] = {"cublas": Cublas()}
         if _is_few(rows, x.dtype):
-            tiles = _named_tiles(rows, in_features, kind, bulk.takes(x, weight))
-        if INTERPRETED or not tiles:
-            return run(next(iter(tiles.values()), None), weight)
+            ways = _named_ways(rows, in_features, kind, bulk.takes(x, weight))
+        if INTERPRETED or len(ways) == 1:
+            tiles = (way for way in ways.values() if isinstance(way, Tile))
+            return run(next(tiles, Cublas()), weight)
         key = self.key(kind, out_features, in_features, rows)
-        name = self.choices.known(key, (CUBLAS, *tiles))
-        likely = self.choices.likely(key, (CUBLAS, *tiles)) if name is None else [name]
+        name = self.choices.known(key, tuple(ways))
+        likely = self.choices.likely(key, tuple(ways)) if name is None else [name]
         if is_compiling():
-            return [run(tiles.get(each), weight) for each in likely][-1]
+            return [run(ways[each], weight) for each in likely][-1]
         name = likely[0]
         if len(likely) > 1:
             before = None if changes is None else changes.clone()
-            name = self.choices.find(key, likely, weight, lambda name, w: run(tiles.get(name), w))
+            name = self.choices.find(key, likely, weight, lambda name, w: run(ways[name], w))
             if changes is not None and before is not None:
                 changes.copy_(before)
-        return run(tiles.get(name), weight)
+        return run(ways[name], weight)
 
 
 @functools.cache
-def _named_tiles(rows: int, inner: int, kind: str, in_bulk: bool) -> dict[str, Tile]:
-    tiles = tiles_for(rows, inner, kind) if fill_tiles(rows) else ()
-    return {str(tile): tile for tile in tiles if in_bulk or not tile.rows}
+def _named_ways(rows: int, inner: int, kind: str, in_bulk: bool) -> dict[str, Way]:
+    ways = ways_for(rows, inner, kind)
+    return {str(way): way for way in ways if in_bulk or isinstance(way, Cublas) or not way.rows}
 
 
 def _is_few(rows: int, dtype: torch.dtype) -> bool:
@@ -426,3 +431,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, shares: int) -> Tensor:
+    """[shares, rows, features] in float32, to be added up"""
+    share = weight.shape[1] // shares
+    parts = x.view(len(x), shares, share).transpose(0, 1)
+    weights = weight.view(len(weight), shares, share).permute(1, 2, 0)
+    made = torch.bmm(parts, weights, out_dtype=torch.float32)
+    if bias is not None:
+        made[0].add_(bias)
+    return made

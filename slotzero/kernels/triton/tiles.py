@@ -7,7 +7,9 @@ MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
-BULK_ROWS, MOST_EMPTY = 128, 16  # that a tile has above, and that may be missing
+BULK_ROWS = 128  # that a tile has above
+PADDED_ROWS = (1, 8, 16, 64, 104, 128, 232, MAX_ROWS)
+SHARES, ALIGNED = 2, 8  # of the library; where each begins
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -39,14 +41,31 @@ class Tile:
         return f"{rows}{self.features}x{self.depth}, {how}, {self.num_warps} warps{shares}"
 
 
+@dataclass(frozen=True)
+class Cublas:
+    """A product that is left to the library: at once, or as several `shares` of the inner
+    dimension, in float32; another kernel adds them up."""
+
+    shares: int = 1
+
+    def __str__(self) -> str:
+        return f"cublas, {self.shares} shares" if self.shares > 1 else "cublas"
+
+
 def padded_rows(rows: int) -> int:
-    """The rows that a kernel is compiled for; few sizes, because each is compiled at the start."""
-    return next(size for size in (1, 8, 16, 64, 128, MAX_ROWS) if rows <= size)
+    """The rows that a kernel is compiled for, and a choice is made for; few sizes, because each is
+    compiled, or timed, at the start."""
+    return next(size for size in PADDED_ROWS if rows <= size)
 
 
-def fill_tiles(rows: int) -> bool:
-    """Large tiles are for rows that all but fill them: 80 took a third longer than 128 (H200)."""
-    return rows <= STAGED_ROWS or -rows % BULK_ROWS <= MOST_EMPTY
+@functools.cache
+def ways_for(rows: int, inner: int, kind: str) -> tuple[Cublas | Tile, ...]:
+    """What is worth trying: tiles, and before them what the library can do. It shares out a product
+    that is added to the residual itself, too, but with one more kernel (H200, 224 rows of
+    Llama-3.1-8B: 54 us, so 44), and not always where it should."""
+    shared = kind == "add" and rows > 1 and inner % (SHARES * ALIGNED) == 0
+    library = (Cublas(), Cublas(SHARES)) if shared else (Cublas(),)
+    return *library, *tiles_for(rows, inner, kind)
 
 
 @functools.cache
@@ -92,10 +111,11 @@ def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
     """Few, because each is compiled where a model's shapes are not known. Over more than 16 rows,
-    none that adds to the residual was ever the fastest."""
+    none that adds to the residual was ever the fastest. Large ones are for rows that all but fill
+    them: 80 took a third longer than 128 (H200)."""
     if rows <= SLICED_ROWS:
         size, cuts = 16, [(64, 128, 5, 4), (64, 256, 3, 4)]
-    elif adds:
+    elif adds or (rows > STAGED_ROWS and padded_rows(rows) % BULK_ROWS):
         size, cuts = 0, []
     elif rows <= STAGED_ROWS:
         size, cuts = 64, [(64, 128, 4, 4), (64, 128, 3, 4), (128, 64, 4, 4)]
