@@ -24,7 +24,7 @@ from slotzero.kernels.triton.tiles import (
 )
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
-ROWS = [1, 3, 5, 11, 64, 250]
+ROWS = [1, 3, 5, 11, 64, 70, 250]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, "linear") if tile.slices == 1]
 KINDS = ["linear", "gated", "add", "logits"]
@@ -120,14 +120,14 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
 
 @pytest.mark.skipif(INTERPRETED, reason="the library shares out products on a card only")
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("rows", [5, 64, 100, 130])
+@pytest.mark.parametrize("rows", [5, 64, 65, 100, 130, 256])
 def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
     x, weight, bias, _ = made(rows, 96, 256, device, half)
     before, norm = (torch.randn(n, 96, device=device).to(half) for n in (rows, 1))
     bias = bias if has_bias else None
     expected = before.float() + F.linear(x, weight, bias).float()
     ours, ways = TritonKernels(), ways_for(rows, 256, "add")
-    assert {"cublas", "cublas, 2 shares"} <= set(map(str, ways))
+    assert len(ways) > 1
     for way in ways:
         ours.choices.choose({ours.key("add", 96, 256, rows): str(way)})
         residual = before.clone()
@@ -139,10 +139,10 @@ def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
 def test_the_library_shares_out_what_is_added_and_begins_where_it_may():
     shared = {
         (rows, inner, kind)
-        for rows, inner, kind in itertools.product((1, 8, 200), (2056, 2048), KINDS)
+        for rows, inner, kind in itertools.product((1, 64, 65, 256), (2056, 2048), KINDS)
         if "cublas, 2 shares" in map(str, ways_for(rows, inner, kind))
     }
-    assert shared == {(8, 2048, "add"), (200, 2048, "add")}
+    assert shared == {(65, 2048, "add"), (256, 2048, "add")}
 
 
 @pytest.mark.parametrize("rows", ROWS)

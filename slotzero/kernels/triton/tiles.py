@@ -9,7 +9,7 @@ SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
 BULK_ROWS = 128  # that a tile has above
 PADDED_ROWS = (1, 8, 16, 64, 104, 128, 232, MAX_ROWS)
-SHARES, ALIGNED = 2, 8  # of the library; where each begins
+SHARES, ALIGNED = 2, 8  # of a product of the library; numbers, of which each has whole ones
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -60,10 +60,10 @@ def padded_rows(rows: int) -> int:
 
 @functools.cache
 def ways_for(rows: int, inner: int, kind: str) -> tuple[Cublas | Tile, ...]:
-    """What is worth trying: tiles, and before them what the library can do. It shares out a product
-    that is added to the residual itself, too, but with one more kernel (H200, 224 rows of
-    Llama-3.1-8B: 54 us, so 44), and not always where it should."""
-    shared = kind == "add" and rows > 1 and inner % (SHARES * ALIGNED) == 0
+    """What is worth trying: what the library can do, and tiles. It would share out many a product
+    over more than 64 rows itself, but then adds the shares up in a kernel of its own, before ours
+    that adds them to the residual."""
+    shared = kind == "add" and rows > STAGED_ROWS and inner % (SHARES * ALIGNED) == 0
     library = (Cublas(), Cublas(SHARES)) if shared else (Cublas(),)
     return *library, *tiles_for(rows, inner, kind)
 
@@ -111,14 +111,16 @@ def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
     """Few, because each is compiled where a model's shapes are not known. Over more than 16 rows,
-    none that adds to the residual was ever the fastest. Large ones are for rows that all but fill
-    them: 80 took a third longer than 128 (H200)."""
+    none that adds to the residual was ever the fastest. Those of 128 rows are for rows that all but
+    fill them: 80 took a third longer than 128 (H200)."""
     if rows <= SLICED_ROWS:
         size, cuts = 16, [(64, 128, 5, 4), (64, 256, 3, 4)]
-    elif adds or (rows > STAGED_ROWS and padded_rows(rows) % BULK_ROWS):
+    elif adds:
         size, cuts = 0, []
     elif rows <= STAGED_ROWS:
         size, cuts = 64, [(64, 128, 4, 4), (64, 128, 3, 4), (128, 64, 4, 4)]
+    elif padded_rows(rows) % BULK_ROWS:
+        size, cuts = 64, [(64, 128, 3, 4)]
     else:
         size, cuts = BULK_ROWS, [(64, 64, 6, 4), (128, 64, 3, 8), (256, 64, 4, 8)]
     return tuple(
