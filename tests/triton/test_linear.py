@@ -105,7 +105,7 @@ def check_gated(device, half, rows, shape, activation, tiles) -> None:
         assert close(out, expected), tile
 
 
-@pytest.mark.parametrize("rows", ROWS[:-1])  # of more, cuBLAS's are added
+@pytest.mark.parametrize("rows", ROWS[:-2])  # of more, cuBLAS's are added
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     x, weight, bias, _ = made(rows, *shape, device, half)
