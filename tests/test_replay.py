@@ -1,7 +1,14 @@
-"""Replay against eager on the same padded buffers, on the CPU backend."""
+"""Replay against eager on the same padded buffers, on the CPU backend; rehearsal against both."""
 
+import pytest
+import torch
 from shadow import Shadow
+from torch.utils import _pytree
 from traced import GREEDY, Traced, prompts_of
+
+from slotzero.graph.backend import OncePieces, PlainPieces
+from slotzero.kernels.contract import Kernels
+from slotzero.loading.tiny import TINY_CONFIGS
 
 # Inductor fuses norm, rope and activation, and sums a norm in another order than eager torch does;
 # everything that is no floating-point arithmetic of a layer must be equal to the bit.
@@ -26,3 +33,48 @@ def test_lazy_recording_records_what_is_used_and_eager_start_records_all(oracles
     traced = Traced(oracle.path, backend="cpu", max_num_seqs=9)
     traced.generate(prompts_of([4], oracle.vocab_size), GREEDY)
     assert [key.rows for key in traced.engine.worker.decode.records] == [1]
+
+
+@pytest.mark.parametrize("kind", TINY_CONFIGS)
+def test_a_rehearsal_asks_kernels_for_what_a_step_asks_for(kind, monkeypatch):
+    """In the same shapes, but not for every layer."""
+    worker = Traced(f"tiny:{kind}", backend="eager", max_num_seqs=4).engine.worker
+    asked = []
+
+    def note(name, call):
+        def noted(*args, **kwargs):
+            leaves = _pytree.tree_leaves((args, kwargs))
+            asked.append((name, *(t.shape for t in leaves if isinstance(t, torch.Tensor))))
+            return call(*args, **kwargs)
+
+        return noted
+
+    for name in Kernels.__abstractmethods__:
+        monkeypatch.setattr(worker.kernels, name, note(name, getattr(worker.kernels, name)))
+    with torch.inference_mode():
+        for runner in worker.runners:
+            *_, key = runner.all_keys()
+            runner.rehearse(key)
+            rehearsed = asked[:]
+            asked.clear()
+            runner.eager(key)
+            assert set(rehearsed) == set(asked)
+            assert len(rehearsed) <= len(asked)
+            asked.clear()
+
+
+def test_equal_pieces_run_once():
+    ran = []
+
+    def piece(x, y):
+        ran.append(None if y is None else tuple(y.shape))
+        return x + 1, y
+
+    once, plain, x = OncePieces(), PlainPieces(), torch.zeros(2)
+    first = once(piece, x, x)
+    assert once(piece, x + 5, x)[0] is first[0] and len(ran) == 1
+    once(piece, x, None)
+    once(piece, x, torch.zeros(3))
+    once(piece, x.int(), x)
+    assert ran == [(2,), None, (3,), (2,)]
+    assert plain(piece, x + 5, x)[0].tolist() == [6, 6]

@@ -13,7 +13,14 @@ from functools import partial
 import torch
 
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph.backend import Backend, EagerBackend, Pieces, PlainPieces, Recording
+from slotzero.graph.backend import (
+    Backend,
+    EagerBackend,
+    OncePieces,
+    Pieces,
+    PlainPieces,
+    Recording,
+)
 from slotzero.graph.ladder import Ladder, Refusal
 from slotzero.graph.observer import Observer
 from slotzero.graph.proof import flaw
@@ -145,9 +152,10 @@ class Runner:
                     yield GraphKey(self.spec.name, size, num_rows)
 
     def rehearse(self, key: GraphKey) -> None:
-        """Runs one size over an empty step, so that whoever prepares for it has seen it."""
+        """Runs one size over an empty step, but equal layers once, so that whoever prepares for it
+        has seen what it runs."""
         self._publish_nobody()
-        self.spec.function(key, PlainPieces())
+        self.spec.function(key, OncePieces())
 
     def record(self, key: GraphKey) -> Record:
         """Records one size over an empty step; one that fails is served eagerly, and says so."""
