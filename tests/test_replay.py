@@ -44,7 +44,7 @@ def test_a_rehearsal_asks_kernels_for_what_a_step_asks_for(kind, monkeypatch):
     def note(name, call):
         def noted(*args, **kwargs):
             leaves = _pytree.tree_leaves((args, kwargs))
-            asked.append((name, *(t.shape for t in leaves if isinstance(t, torch.Tensor))))
+            asked.append((name, *(t.shape if isinstance(t, torch.Tensor) else t for t in leaves)))
             return call(*args, **kwargs)
 
         return noted
