@@ -73,6 +73,8 @@ def test_equal_pieces_run_once():
     once, plain, x = OncePieces(), PlainPieces(), torch.zeros(2)
     first = once(piece, x, x)
     assert once(piece, x + 5, x)[0] is first[0] and len(ran) == 1
+    assert once(torch.add, x, x + 2).tolist() == [2, 2]
+    assert once(torch.sub, x, x + 2).tolist() == [-2, -2]
     once(piece, x, None)
     once(piece, x, torch.zeros(3))
     once(piece, x.int(), x)
