@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[..., T], *args: Any) -> T:
-    """What a function gives in a process of its own, as an engine has. An H200 reads memory that was
-    given back and taken again 12 % slower."""
+    """What a function gives in a process of its own, as an engine has. An H200 reads memory that
+    was given back and taken again 12 % slower."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

@@ -22,9 +22,9 @@ from slotzero.config import EngineConfig
 from slotzero.engine import Engine
 from slotzero.graph import GraphKey, Runner
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.triton.tiles import PADDED_ROWS, Cublas, ways_for
+from slotzero.kernels.triton.tiles import LIBRARY, PADDED_ROWS, ways_for
 
-CUBLAS = str(Cublas())
+CUBLAS = str(LIBRARY)
 CONTEXT = 384
 REPEATS = 5
 

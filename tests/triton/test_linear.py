@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from slotzero.kernels import composed
 from slotzero.kernels.nouns import Normed
-from slotzero.kernels.triton import bulk
+from slotzero.kernels.triton import bulk, kernels
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
@@ -128,12 +128,25 @@ def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
     expected = before.float() + F.linear(x, weight, bias).float()
     ours, ways = TritonKernels(), ways_for(rows, 256, "add")
     assert len(ways) > 1
+    assert set(kernels._named_ways(rows, 256, "add", bulk.takes(x, weight)).values()) == set(ways)
     for way in ways:
         ours.choices.choose({ours.key("add", 96, 256, rows): str(way)})
         residual = before.clone()
         _, after = ours.linear_add_norm(x, weight, bias, residual, None, norm[0], EPS)
         assert close(residual, expected), way
         assert close(ours.settle(after, EPS), normed(residual.float(), norm.float())), way
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_shares_of_the_library_add_up(monkeypatch, has_bias):
+    """In float32, which torch can on a card only."""
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    x, weight, bias, _ = made(70, 96, 256, "cpu", torch.bfloat16)
+    bias = bias if has_bias else None
+    shares = kernels._in_shares(x, weight, bias, 2)
+    assert shares.dtype is torch.float32 and not torch.equal(shares[0], shares[1])
+    expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    assert torch.allclose(shares.sum(0), expected, atol=1e-4)
 
 
 def test_the_library_shares_out_what_is_added_and_begins_where_it_may():

@@ -47,10 +47,12 @@ from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
 from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tiles import (
+    LIBRARY,
     MAX_ROWS,
     STAGED_ROWS,
     Cublas,
     Tile,
+    Way,
     padded_rows,
     ways_for,
 )
@@ -64,7 +66,6 @@ VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
 assert len({DECODE, LINE, VERIFY, PREFILL}) == 4
 T = TypeVar("T")
-Way = Cublas | Tile
 
 
 class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
@@ -384,12 +385,11 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         `changes` is what a run reads and writes, to be put back after a trial.
         """
         rows, (out_features, in_features) = len(x), weight.shape
-        ways: Mapping[str, Way] = {"cublas": Cublas()}
-        if _is_few(rows, x.dtype):
-            ways = _named_ways(rows, in_features, kind, bulk.takes(x, weight))
-        if INTERPRETED or len(ways) == 1:
-            tiles = (way for way in ways.values() if isinstance(way, Tile))
-            return run(next(tiles, Cublas()), weight)
+        if not _is_few(rows, x.dtype):
+            return run(LIBRARY, weight)
+        ways = _named_ways(rows, in_features, kind, bulk.takes(x, weight))
+        if INTERPRETED:  # there is no library
+            return run(next((w for w in ways.values() if isinstance(w, Tile)), LIBRARY), weight)
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, tuple(ways))
         likely = self.choices.likely(key, tuple(ways)) if name is None else [name]

@@ -7,9 +7,9 @@ MAX_ROWS = 256
 PLAIN_ROWS = 8  # up to here a product may do without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
-BULK_ROWS = 128  # that a tile has above
+BULK_ROWS = 128  # that a large tile has
 PADDED_ROWS = (1, 8, 16, 64, 104, 128, 232, MAX_ROWS)
-SHARES, ALIGNED = 2, 8  # of a product of the library; numbers, of which each has whole ones
+SHARES, WHOLE = 2, 8  # of a product of the library; numbers that are read at once
 WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
 
 
@@ -52,19 +52,23 @@ class Cublas:
         return f"cublas, {self.shares} shares" if self.shares > 1 else "cublas"
 
 
+Way = Cublas | Tile
+LIBRARY = Cublas()
+
+
 def padded_rows(rows: int) -> int:
-    """The rows that a kernel is compiled for, and a choice is made for; few sizes, because each is
-    compiled, or timed, at the start."""
+    """The rows that a choice is made for, and up to 64 those that a kernel is compiled for; few
+    sizes, because each is timed, or compiled, at the start."""
     return next(size for size in PADDED_ROWS if rows <= size)
 
 
 @functools.cache
-def ways_for(rows: int, inner: int, kind: str) -> tuple[Cublas | Tile, ...]:
+def ways_for(rows: int, inner: int, kind: str) -> tuple[Way, ...]:
     """What is worth trying: what the library can do, and tiles. It would share out many a product
     over more than 64 rows itself, but then adds the shares up in a kernel of its own, before ours
     that adds them to the residual."""
-    shared = kind == "add" and rows > STAGED_ROWS and inner % (SHARES * ALIGNED) == 0
-    library = (Cublas(), Cublas(SHARES)) if shared else (Cublas(),)
+    shared = kind == "add" and rows > STAGED_ROWS and inner % (SHARES * WHOLE) == 0
+    library = (LIBRARY, Cublas(SHARES)) if shared else (LIBRARY,)
     return *library, *tiles_for(rows, inner, kind)
 
 
