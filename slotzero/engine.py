@@ -227,7 +227,10 @@ class Engine:
                 self._widths.learn(depth, num_right)  # a place left empty was wrong too
 
     def _abandon(self) -> None:
-        """A step failed: whoever runs ends; whoever waits goes on waiting."""
+        """A step failed: whoever runs ends; whoever waits goes on waiting. The writes of this step
+        may be lost, and with them what resets a slot after its last owner."""
+        for writer in self.worker.writers:
+            writer.staging.take_back()
         self.lanes.abandon()
         try:  # what other ranks have sampled must not be taken for what they will
             for _, results in self._in_flight:
@@ -287,9 +290,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
         asked = structured_outputs(params.structured_outputs)
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos or asked is not None:
-            stop_ids |= set(self.eos_token_ids)
+        stop_ids = params.ends_at(self.eos_token_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(stop_ids)} stop ids with the model's own: at most {MAX_STOP_IDS} fit, "
@@ -302,7 +303,7 @@ class Engine:
             params=params,
             seed=params.seed or 0,  # `add` draws one where none was given
             arrival=0,
-            stop_ids=frozenset(stop_ids),
+            stop_ids=stop_ids,
             max_len=len(tokens) + min(params.max_tokens or room, room),
             grammar=None if asked is None else self._grammars.begin(asked),
         )

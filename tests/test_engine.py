@@ -329,6 +329,28 @@ def test_a_step_that_fails_ends_its_rows_and_nobody_else(
         assert answer_alone(engine, *ask) == expected[i]
 
 
+@pytest.mark.parametrize("place", ["prepare", "put"])
+def test_a_slot_forgets_its_last_owner_though_a_step_fails(
+    reference: Engine, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The step that fails was to reset the slot."""
+    engine = make(max_num_seqs=1, max_model_len=64)
+    worker = engine.worker
+    strange = greedy(5, logit_bias={42: 100.0, 9: 2.0}, stop_token_ids=[3, 4], top_k=5)
+    assert answer_alone(engine, prompt_of(9), strange) == [42] * 5
+    engine.add("lost", prompt_of(20), greedy(5))
+
+    def fragile(*_: object) -> None:
+        raise MemoryError("the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.tables if place == "put" else worker.prefills[0], place, fragile)
+        with pytest.raises(MemoryError, match="the device"):
+            engine.step()
+    ask = prompt_of(11), greedy(5)
+    assert answer_alone(engine, *ask) == answer_alone(reference, *ask)
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_planning_that_fails_leaves_nobody_hanging(reference: Engine, failing: int) -> None:
     """A row that cannot be written: whoever was planned beside it ends, rightly or aborted."""
@@ -418,6 +440,7 @@ def preempted(backend: str, **more: bool) -> list[int]:
     answer = among(engine, [(prompt_of(20), replace(SEEDED, max_tokens=50))], 1)
     assert answer.request.num_preemptions > 0
     assert (answer.request.num_cached > 0) == engine.limits.enable_prefix_caching
+    assert answer.request.num_found == 0  # only what it had stored itself
     return answer.token_ids
 
 
@@ -429,7 +452,7 @@ def with_a_cached_prefix(backend: str) -> list[int]:
     engine = make(backend=backend, max_num_seqs=4)
     answer_alone(engine, [*PROMPT[:33], 1, 2, 3], greedy(4))
     answer = among(engine, neighbours(2), 2)
-    assert answer.request.num_cached == 32
+    assert answer.request.num_cached == answer.request.num_found == 32
     return answer.token_ids
 
 

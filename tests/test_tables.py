@@ -45,6 +45,23 @@ def test_every_row_starts_neutral() -> None:
         assert tables[name].dim() == (1 if WIDTHS[name] == 1 else 2)
 
 
+def test_what_was_taken_can_be_staged_again() -> None:
+    tables = make()
+    tables.stage("length", 1, [5])
+    tables.stage("top_k", 2, [7])
+    lost = tables.take()
+    assert lost is not None and rows_of(tables, "length") == neutral_rows("length")
+    tables.stage("length", 3, [9])
+    tables.stage("length", 1, [6])
+    tables.take_back()
+    tables.apply()
+    assert rows_of(tables, "length") == [[0], [6], [0], [9]]
+    assert rows_of(tables, "top_k")[2] == [7]
+    tables.take_back()  # written once more, as it is
+    tables.apply()
+    assert rows_of(tables, "length") == [[0], [6], [0], [9]]
+
+
 @pytest.mark.parametrize("name", WIDTHS)
 def test_a_value_lands_in_its_slot_and_column_alone(name: str) -> None:
     for slot in range(1, NUM_SLOTS + 1):

@@ -46,6 +46,7 @@ class Staging:
             self._places[spec.name] = _Place(spec, self.num_words)
             self.num_words += spec.width * (num_slots + 1)
         self._staged: list[tuple[int, int]] = []  # (first word, number of words), in order
+        self._taken: list[tuple[int, int]] = []  # of the last time
         self._latest = np.zeros(self.num_words, np.int32)  # by word: the last value staged, if any
         self._written: dict[int, dict[str, int]] = {}  # slot -> table -> words away from neutral
 
@@ -77,12 +78,17 @@ class Staging:
     def take(self) -> np.ndarray | None:
         """What was staged, [2, n]: words and their values. Where a word was staged twice, both
         writes have the later value, so their order does not matter."""
-        if not self._staged:
+        self._taken, self._staged = self._staged, []
+        if not self._taken:
             return None
-        offsets = np.concatenate([np.arange(i, i + n, dtype=np.int32) for i, n in self._staged])
-        values = np.concatenate([self._latest[i : i + n] for i, n in self._staged])
-        self._staged.clear()
+        offsets = np.concatenate([np.arange(i, i + n, dtype=np.int32) for i, n in self._taken])
+        values = np.concatenate([self._latest[i : i + n] for i, n in self._taken])
         return np.stack([offsets, values])
+
+    def take_back(self) -> None:
+        """What was taken last is staged again: it may have reached no table. What did is written
+        once more, with what is the latest value then."""
+        self._staged, self._taken = self._taken + self._staged, []
 
     def place_of(self, offset: int) -> tuple[str, int, int]:
         """-> table, slot and column of a word of the arena"""
