@@ -253,7 +253,7 @@ class LLM:
             prompt_token_ids=job.tokens,
             outputs=[self._completion(i, answer) for i, answer in enumerate(siblings)],
             finished=all(answer.finished for answer in siblings),
-            num_cached_tokens=min(siblings[0].request.num_cached, len(job.tokens)),
+            num_cached_tokens=siblings[0].request.num_found,
         )
 
     def _completion(self, index: int, answer: Answer) -> CompletionOutput:

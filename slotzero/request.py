@@ -74,6 +74,8 @@ class Request:
     most_in_flight: int = 0
     """Tokens that they will bring at most."""
     num_cached: int = 0
+    num_found: int = 0
+    """Of the prompt, in the prefix cache, when it was admitted for the first time."""
     num_behind: int = 0
     """Tokens that were computed and a drafter has not followed yet."""
     num_preemptions: int = 0

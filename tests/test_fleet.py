@@ -142,7 +142,7 @@ def test_too_many_waiting_is_said_at_once(served: Served, monkeypatch: pytest.Mo
     async def ask() -> list[list[int]]:
         errands = [served.fleet.submit(f"{i}", [i + 1], GREEDY) for i in range(3)]
         with pytest.raises(OverloadedError, match="3 requests wait already") as caught:
-            served.fleet.submit("3", [5], GREEDY)
+            served.fleet.admit()
         assert caught.value.retry_after > 0
         answers = [await tokens_of(errand) for errand in errands]
         return [*answers, await tokens_of(served.fleet.submit("3", [5], GREEDY))]

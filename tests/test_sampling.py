@@ -88,12 +88,12 @@ def draws(
 @pytest.mark.parametrize(
     ("name", "values"),
     {
-        "n": [0, -1],
-        "temperature": [-0.1, NAN, INF],
+        "n": [0, -1, 10**9],
+        "temperature": [-0.1, NAN, INF, 10**400],
         "top_k": [-2],
         "top_p": [0.0, -0.5, 2.0, NAN],
         "min_p": [-0.1, 1.1, NAN],
-        "repetition_penalty": [0.0, -1.0, INF, NAN],
+        "repetition_penalty": [0.0, -1.0, INF, NAN, 1e-38, 1e4],
         "presence_penalty": [-2.1, 2.1, NAN],
         "frequency_penalty": [-2.1, 2.1, NAN],
         "logit_bias": [
@@ -102,6 +102,10 @@ def draws(
             dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
             {"x": 1.0},
             {1: None},
+            {1: 10**400},
+            {1.9: 5.0},
+            {INF: 1.0},
+            [1],
         ],
         "max_tokens": [0, -1],
         "min_tokens": [-1, 17],
@@ -144,6 +148,13 @@ def test_the_edges_are_accepted() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=10_000).min_tokens == 10_000
 
 
+def test_the_end_of_the_sequence_ends_an_answer_unless_it_is_ignored() -> None:
+    shaped = {"structured_outputs": {"regex": "a+"}}
+    assert SamplingParams(stop_token_ids=[5]).ends_at([1, 2]) == {1, 2, 5}
+    assert SamplingParams(stop_token_ids=[5], ignore_eos=True).ends_at([1, 2]) == {5}
+    assert SamplingParams(ignore_eos=True, **shaped).ends_at([1, 2]) == {1, 2}  # type: ignore[arg-type]
+
+
 # ---- tables ----
 
 
@@ -174,16 +185,13 @@ def test_seed_words_fit_int32_and_give_the_seed_back(seed: int) -> None:
 def test_values_beyond_the_table_types_stay_usable() -> None:
     extreme = SamplingParams(
         temperature=1e300,
-        repetition_penalty=1e-300,
         logit_bias={1: -1e300},
         top_k=2**40,
         max_tokens=None,
         min_tokens=2**40,
     )
     tables = tables_of([Request(extreme)])
-    floats = (tables.temperature, tables.repetition_penalty, tables.bias_values)
-    assert all(table.isfinite().all() for table in floats)
-    assert tables.repetition_penalty[1] > 0
+    assert all(table.isfinite().all() for table in (tables.temperature, tables.bias_values))
     assert tables.top_k[1] == tables.min_tokens[1] == 2**31 - 1
 
 

@@ -128,6 +128,7 @@ class FakeClient:
         self.submitted: list[tuple[str, list[int], dict[str, Any]]] = []
         self.closed: list[str] = []
         self.log: list[str] = []
+        self.num_admitted = 0
 
     async def start(self) -> None:
         self.log.append("start")
@@ -137,6 +138,9 @@ class FakeClient:
 
     async def stop(self) -> None:
         self.log.append("stop")
+
+    def admit(self) -> None:
+        self.num_admitted += 1
 
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> FakeStream:
         if self.error is not None and len(self.submitted) >= getattr(self, "num_allowed", 0):
@@ -599,6 +603,7 @@ def test_n_answers_have_neighbouring_seeds() -> None:
     assert made["usage"]["prompt_tokens"] == 21  # once
     assert made["usage"]["completion_tokens"] == 4 + 4 + 6
     assert len(set(client.closed)) == 3
+    assert client.num_admitted == 1, "many answers are one request to a full server"
 
 
 def test_n_answers_are_streamed_together() -> None:

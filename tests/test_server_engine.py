@@ -396,7 +396,7 @@ def test_one_that_waits_is_cancelled_too(served: Served) -> None:
         ([1, 259], {}, "prompt: token id 259 is not in the vocabulary"),
         ([1], {"temperature": -1}, "temperature=-1: must be"),
         ([1], {"top_p": "much"}, "top_p='much': must be a number"),
-        ([1], {"logit_bias": [1, 2]}, "sampling parameters: "),
+        ([1], {"logit_bias": [1, 2]}, "logit_bias=[1, 2]: keys are token ids"),
         ([1], {"logit_bias": {"x": 2}}, "logit_bias="),
         ([1], {"colour": "red"}, "'colour' is not a sampling parameter"),
         ([1], {"n": 2}, "'n' is not a sampling parameter"),
@@ -780,6 +780,21 @@ def make_desk() -> Iterator[MakeDesk]:
 
 def kinds(messages: list[Any], kind: type) -> list[Any]:
     return [message for message in messages if isinstance(message, kind)]
+
+
+def test_whoever_comes_does_not_stop_those_who_are_there(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes to add a request, a step comes between."""
+    monkeypatch.setattr(process, "MOST_RECEIVING", 0.0)
+    desk = make_desk()
+    desk.turn(Add("a", prompt_of(5), dict(LONG)))
+    steps = desk.engine.num_steps
+    desk.turn(*(Add(f"{i}", prompt_of(5), dict(LONG)) for i in range(3)))
+    assert (desk.engine.num_steps, desk.inbox.qsize()) == (steps + 1, 2)
+    desk.turn()
+    desk.turn()
+    assert (desk.engine.num_steps, desk.inbox.qsize()) == (steps + 3, 0)
 
 
 def test_a_cancelled_request_leaves_its_slot_within_two_steps(make_desk: MakeDesk) -> None:

@@ -243,6 +243,14 @@ def test_what_is_no_grammar_is_refused_in_one_line(asked: Any, message: str) -> 
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_refused_is_refused_again_without_a_compiler() -> None:
+    ours, asked = grammars(), StructuredOutputs(regex="(a")
+    for _ in range(3):
+        with pytest.raises(RequestError, match="structured_outputs: regex"):
+            ours.begin(asked)
+    assert ours._compiled.cache_info().misses == 1
+
+
 def test_without_llguidance_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=re.escape("pip install 'slotzero[server]'")):

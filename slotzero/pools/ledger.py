@@ -113,8 +113,10 @@ class PageLedger:
         ]
         request.num_computed = request.num_cached = num_cached
         self._set_num_paged(request, num_cached, chunk_end)
-        self.cache.stats.num_asked_tokens += len(tokens)
-        self.cache.stats.num_hit_tokens += num_cached
+        if not request.num_preemptions:  # after one, a request finds what it stored itself
+            request.num_found = num_cached
+            self.cache.stats.num_asked_tokens += len(tokens)
+            self.cache.stats.num_hit_tokens += num_cached
         return True
 
     def grow(

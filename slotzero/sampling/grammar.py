@@ -75,6 +75,8 @@ class Grammars:
     def begin(self, asked: StructuredOutputs) -> Grammar:
         """A new answer; raises RequestError where this is no grammar, or none that we can keep."""
         start = self._compiled(asked.kind, asked.text)
+        if isinstance(start, str):
+            raise RequestError(start)
         return Grammar(start.matcher.deep_copy(), start.allowed, self._vocabulary)
 
     def prepare(self) -> None:
@@ -107,7 +109,8 @@ class Grammars:
             ) from None
         return _Vocabulary(tokenizer, known, _words_of(ends, num_words))
 
-    def _compile(self, kind: Kind, text: str) -> "_Start":
+    def _compile(self, kind: Kind, text: str) -> "_Start | str":
+        """-> or why not: to find out may take a second, and is remembered too"""
         vocabulary = self._vocabulary
         from llguidance import LLMatcher, LLParserLimits
 
@@ -129,7 +132,7 @@ class Grammars:
         except ValueError as error:
             wrong = str(error)
         if wrong:
-            raise RequestError(f"structured_outputs: {kind}: {_line(wrong)}")
+            return f"structured_outputs: {kind}: {_line(wrong)}"
         return start
 
 

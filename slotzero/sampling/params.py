@@ -5,7 +5,8 @@ A value that cannot be honoured is refused here, by name, before anything runs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,8 @@ from slotzero.sampling.structured import StructuredOutputs, structured_outputs
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 300
+LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3  # of repetition: a logit stays finite
+MAX_ANSWERS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +81,15 @@ class SamplingParams:
             if not ok:
                 raise RequestError(f"{name}={_short(getattr(self, name))}: {rule}")
 
+    def ends_at(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """Tokens that end the answer and are no part of it."""
+        goes_on = self.ignore_eos and self.structured_outputs is None
+        return frozenset((*(() if goes_on else eos_token_ids), *self.stop_token_ids))
+
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         finite = math.isfinite
         return (
-            ("n", self.n >= 1, "must be at least 1"),
+            ("n", 1 <= self.n <= MAX_ANSWERS, f"must be between 1 and {MAX_ANSWERS}"),
             (
                 "temperature",
                 finite(self.temperature) and self.temperature >= 0,
@@ -92,8 +100,8 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1 (0 keeps every token)"),
             (
                 "repetition_penalty",
-                finite(self.repetition_penalty) and self.repetition_penalty > 0,
-                "must be a finite number above 0 (1 changes nothing)",
+                LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
+                f"must be between {LEAST_PENALTY:g} and {MOST_PENALTY:g} (1 changes nothing)",
             ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
@@ -137,6 +145,7 @@ class SamplingParams:
         )
 
 
+MOST_INTEGER = 1 << 1000  # that a float holds
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed")
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -148,6 +157,8 @@ def _check_number(name: str, value: object, *, integer: bool) -> None:
     may_be_none = name in ("max_tokens", "logprobs", "seed")
     if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and may_be_none)):
         raise RequestError(f"{name}={value!r}: must be {'an integer' if integer else 'a number'}")
+    if not integer and isinstance(value, int) and abs(value) > MOST_INTEGER:
+        raise RequestError(f"{name}={_short(value)}: is too large")
 
 
 def _items(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
@@ -163,6 +174,13 @@ def _short(value: object) -> str:
 
 def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:
     try:
-        return MappingProxyType({int(token): float(value) for token, value in bias.items()})
-    except (TypeError, ValueError):
-        raise RequestError(f"logit_bias={bias!r}: keys are token ids, values are numbers") from None
+        return MappingProxyType({_token(token): float(value) for token, value in bias.items()})
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        raise RequestError(
+            f"logit_bias={_short(bias)}: keys are token ids, values are numbers"
+        ) from None
+
+
+def _token(key: int | str) -> int:
+    """Of JSON, a key is text."""
+    return int(key) if isinstance(key, str) else operator.index(key)

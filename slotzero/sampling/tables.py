@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-FLOAT32_TINY = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def encode(
         "top_k": [min(max(params.top_k, 0), INT32_MAX)],
         "top_p": [params.top_p],
         "min_p": [params.min_p],
-        "repetition_penalty": [max(_float32(params.repetition_penalty), FLOAT32_TINY)],
+        "repetition_penalty": [params.repetition_penalty],
         "presence_penalty": [params.presence_penalty],
         "frequency_penalty": [params.frequency_penalty],
         "seed": [_signed_word(seed), _signed_word(seed >> 32)],

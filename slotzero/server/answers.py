@@ -41,11 +41,6 @@ class Ask:
     echo: str = ""
     """Text before the answer's own."""
 
-    def stop_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
-        """Tokens that end this answer and are no part of it."""
-        ends = () if self.params.ignore_eos else eos_token_ids
-        return frozenset((*ends, *self.params.stop_token_ids))
-
 
 @dataclass(frozen=True)
 class TokenRow:
@@ -74,7 +69,7 @@ class Piece:
 class Answer:
     def __init__(self, ask: Ask, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
         self.ask = ask
-        self._stop_ids = ask.stop_ids(eos_token_ids)
+        self._stop_ids = ask.params.ends_at(eos_token_ids)
         self._transcript = Transcript(tokenizer, ask.params)
         self._num_given = 0
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text

@@ -307,6 +307,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Progress():
+                self._last_words = None  # it went on
                 for grown in message.grown:
                     self._deliver(grown)
             case Refused():

@@ -102,10 +102,13 @@ class Fleet:
         """Submitted and without a first token."""
         return self.num_moving + sum(replica.num_waiting for replica in self.replicas)
 
-    def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> "Errand":
-        """Refuses at once (OverloadedError, EngineUnavailableError); the errand raises the rest."""
+    def admit(self) -> None:
+        """Before whoever comes submits anything: one that asks for many answers comes once."""
         if self.num_ready and not self.is_draining and self.num_waiting >= self.max_waiting:
             raise OverloadedError(f"{self.num_waiting} requests wait already: try again later")
+
+    def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> "Errand":
+        """Refuses at once (EngineUnavailableError); the errand raises the rest."""
         return Errand(self, request_id, prompt, params)
 
     def send(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:

@@ -8,6 +8,7 @@ other end to judge, so it ignores them.
 
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # torch is imported only when signals and the socket are take
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
 
+MOST_RECEIVING = 0.01  # seconds between two steps: a request may bring a grammar that takes one
 SOONEST, LATEST = 0.25, 2.0  # seconds between two Stats: when something changed, and at all
 MOST_FAILURES = 2  # failed steps in a row after which the device is not believed in any more
 _READ = 1 << 18
@@ -120,7 +122,8 @@ class EngineLoop:
         return 1
 
     def turn(self) -> None:
-        """All messages that are there, then one step. Without work it waits, not for ever."""
+        """What messages there are, for a while, then one step. Without work it waits, not for
+        ever."""
         self._receive()
         if self._engine.has_work:
             self._step()
@@ -139,10 +142,12 @@ class EngineLoop:
         else:
             self._outbox.flush()
             timeout = max(0.0, self._report_due - time.monotonic())
+        until = math.inf
         try:
-            while True:
-                self._apply(self._inbox.get(timeout > 0, timeout))
-                timeout = 0.0
+            while time.monotonic() < until or not self._engine.has_work:
+                message = self._inbox.get(timeout > 0, timeout)
+                timeout, until = 0.0, min(until, time.monotonic() + MOST_RECEIVING)
+                self._apply(message)
         except queue.Empty:
             if timeout > SOONEST and not self._has_grammars:  # nobody has come for a while
                 self._has_grammars = True
@@ -191,7 +196,7 @@ class EngineLoop:
             request.id,
             tokens,
             [TokenLogprobs(p.chosen, p.top_ids[:wanted], p.top_values[:wanted]) for p in logprobs],
-            min(request.num_cached, len(request.prompt_token_ids)),
+            request.num_found,
             request.finish_reason,
             request.stop_reason,
         )

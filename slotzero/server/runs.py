@@ -42,6 +42,8 @@ class Client(Replica, Protocol):
 
     async def start(self) -> None: ...
 
+    def admit(self) -> None: ...
+
     def submit(
         self, request_id: str, prompt: list[int], params: Mapping[str, Any]
     ) -> GrownStream: ...
@@ -73,6 +75,7 @@ class Run:
     async def submit(self) -> None:
         """All of them or none; raises what the client raises."""
         name = uuid.uuid4().hex
+        self._client.admit()
         try:
             for i, answer in enumerate(self.answers):
                 ask = answer.ask
