@@ -7,7 +7,7 @@ and model allow.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from slotzero.errors import ConfigError
 from slotzero.speculative.shape import TreeShape
@@ -119,7 +119,10 @@ class EngineConfig:
     """Progress bars while loading and recording."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", os.fspath(self.model))
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        for name, kinds in _KINDS.items():
+            _check_kind(name, kinds, getattr(self, name))
         for name, ok, rule in (
             ("backend", self.backend in BACKENDS, f"is one of {', '.join(BACKENDS)}"),
             ("dtype", self.dtype in DTYPES, f"is one of {', '.join(DTYPES)}"),
@@ -166,19 +169,22 @@ class EngineConfig:
                 f"snapshot_interval={self.snapshot_interval} is not a multiple of "
                 f"page_size={self.page_size}: a snapshot stands where a page ends"
             )
+        drafters = ", ".join(DRAFTERS)
+        self._check_details("speculative", None, f"say which kind it is, one of {drafters}")
         self._check_speculation()
+        self._check_details("sanitize", "off", "say how often, --sanitize sample or full")
         self._check_nodes()
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
-    def _check_speculation(self) -> None:
+    def _check_details(self, name: str, off: str | None, remedy: str) -> None:
+        """What is said of something that is off would have no effect."""
         for field in fields(self):
-            value, is_detail = getattr(self, field.name), field.name.startswith("speculative_")
-            if self.speculative is None and is_detail and value != field.default:
-                raise ConfigError(
-                    f"{field.name}={value!r} without speculative: "
-                    f"say which kind it is, one of {', '.join(DRAFTERS)}"
-                )
+            value, is_detail = getattr(self, field.name), field.name.startswith(f"{name}_")
+            if getattr(self, name) == off and is_detail and value != field.default:
+                raise ConfigError(f"{field.name}={value!r} without {name}: {remedy}")
+
+    def _check_speculation(self) -> None:
         num = self.speculative_num_draft_tokens
         if self.speculative_topk == 1 and num not in (None, self.speculative_steps + 1):
             raise ConfigError(
@@ -216,6 +222,17 @@ def refuse_ranks(settings: Mapping[str, Any], what: str) -> None:
     size = settings.get("tensor_parallel_size", 1)
     if size != 1:
         raise ConfigError(f"tensor_parallel_size={size}: {what} is for one rank, drop it")
+
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_KINDS = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(EngineConfig).items()}
+
+
+def _check_kind(name: str, kinds: tuple[type, ...], value: object) -> None:
+    accepted = (*kinds, int) if float in kinds else kinds
+    if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
+        words = " or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
+        raise ConfigError(f"{name} is {words}, got {value!r}")
 
 
 def _in_range(value: int, most: int) -> bool:

@@ -266,7 +266,7 @@ class Engine:
 
     def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         """The request that `add` would queue, or a RequestError that names what is wrong."""
-        limit = self.limits.max_model_len
+        limit, most = self.limits.max_model_len, self.worker.model.max_position
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
@@ -276,7 +276,8 @@ class Engine:
         if len(tokens) >= limit:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens and the context holds {limit}, one of them "
-                "for the answer: shorten the prompt or raise --max-model-len"
+                "for the answer: shorten the prompt"
+                + (f" or raise --max-model-len, up to {most}" if limit < most else "")
             )
         vocab = self.worker.vocab_size
         for what, ids in (

@@ -204,6 +204,10 @@ class LLM:
             raise RequestError(f"prompts: a prompt or a list of them, not {type(given).__name__}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(given)
+        wrong = [p for p in params if not isinstance(p, SamplingParams)]
+        if isinstance(params, Mapping) or wrong:
+            kind = type(wrong[0] if isinstance(params, list | tuple) else params).__name__
+            raise RequestError(f"sampling_params: a SamplingParams or a list of them, not {kind}")
         if len(params) != len(given):
             raise RequestError(f"{len(given)} prompts with {len(params)} sampling parameters")
         return [self._job(i, *both) for i, both in enumerate(zip(given, params, strict=True))]

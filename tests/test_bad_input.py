@@ -29,6 +29,7 @@ from slotzero.errors import (
 )
 from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.params import expected_tensors
+from slotzero.pools import budget
 from slotzero.tokenizer import Tokenizer
 
 CONFIG = dict(TINY_CONFIGS["llama"])
@@ -291,6 +292,8 @@ def test_stop_strings_need_a_tokenizer() -> None:
         ({"page_size": 0}, ConfigError, ["page_size", "power of two"]),
         ({"gpu_memory_utilization": 1.5}, ConfigError, ["gpu_memory_utilization", "(0, 1]"]),
         ({"gpu_memory_utilization": math.nan}, ConfigError, ["gpu_memory_utilization"]),
+        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' without sanitize"]),
+        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 without sanitize"]),
         pytest.param(
             {"dtype": "float16"}, ConfigError, ["float16", "float32"],
             marks=pytest.mark.skipif(not NO_GPU, reason="is allowed on a GPU"),
@@ -320,6 +323,35 @@ def test_a_choice_that_does_not_exist(run: Run, setting: str) -> None:
     assert code == 2
     assert "fast" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kind"),
+    [
+        ("enforce_eager", "no", "true or false"),
+        ("enable_prefix_caching", "false", "true or false"),
+        ("seed", "x", "a whole number"),
+        ("max_num_seqs", True, "a whole number"),
+        ("max_num_seqs", 2.5, "a whole number"),
+        ("max_model_len", "x", "a whole number"),
+        ("gpu_memory_utilization", "x", "a number"),
+        ("speculative", 3, "a text"),
+        ("model", 5, "a text"),
+    ],
+)
+def test_a_setting_of_another_kind(setting: str, value: object, kind: str) -> None:
+    refuse(ConfigError, [f"{setting} is {kind}, got {value!r}"], lambda: make(**{setting: value}))
+
+
+def test_weights_that_no_memory_holds_are_refused_before_any_is_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(budget, "available_bytes", lambda: 1 << 16)
+    refuse(CapacityError, ["weights:", "64.0 KiB", "a smaller model"], make)
+
+
+def test_a_prompt_without_its_flag(run: Run) -> None:
+    refused_by_command(run, 2, ["'hi'", "--prompt TEXT"], "tiny:llama", "hi")
 
 
 def test_settings_that_contradict_or_do_not_exist() -> None:

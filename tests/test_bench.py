@@ -19,6 +19,7 @@ from slotzero.bench.plot import Panel, Series, draw
 from slotzero.bench.report import summary
 from slotzero.bench.rows import refusal, standing
 from slotzero.bench.session import Session
+from slotzero.bench.sheets import Sheet, print_sheets
 from slotzero.bench.timeline import Timeline
 from slotzero.bench.workloads import WORKLOADS, fixed, fixed_spec, mixed
 from slotzero.cli import bench as command
@@ -172,9 +173,10 @@ def test_what_cannot_be_measured_is_one_line(
 @pytest.mark.parametrize(
     ("words", "remedies"),
     [
-        (["graphs", "--context", "511"], ["--context", "--max-model-len"]),
+        (["graphs", "--context", "511"], ["lower --context\n"]),
+        (["graphs", "--max-model-len", "99", "--context", "98"], ["--context", "--max-model-len"]),
         (["graphs", "--kv-cache-memory", "1M", "--sizes", "16"], ["400 KV pages", "--context"]),
-        (["cost", "--context", "511"], ["--context", "--max-model-len"]),
+        (["cost", "--context", "511"], ["lower --context\n"]),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_with_the_remedy(
@@ -183,6 +185,18 @@ def test_rows_that_do_not_fit_are_refused_with_the_remedy(
     assert main(["bench", words[0], *QWEN, *words[1:]]) == 4
     shown = capsys.readouterr().err
     assert all(remedy in shown for remedy in remedies)
+
+
+def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not even where a line has 80 columns, as in a log."""
+    numbers = [f"{i}234.567" for i in range(15)]
+    header = [f"column {i}" for i in range(15)]
+    print_sheets({"a": 1}, [Sheet("wide", [numbers], header), Sheet("narrow", [["a", "b"]])])
+    *shown, last = capsys.readouterr().out.splitlines()
+    assert last == '{"a": 1}'
+    (row,) = [line for line in shown if numbers[0] in line]
+    assert all(number in row for number in numbers)
+    assert all(name in "".join(shown) for name in header)
 
 
 @pytest.mark.parametrize(

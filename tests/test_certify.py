@@ -365,6 +365,9 @@ def test_a_width_that_the_context_cannot_hold_is_left_out(run: Run) -> None:
 
 def test_quick_says_what_it_leaves_out(run: Run) -> None:
     _, out, _ = run(*TINY, "--quick")
+    _, text, _ = run(*TINY, "--quick", "--json", "-")
+    said = json.loads(text)["left_out"]
+    assert said["decode[4] S5"] == "a quick look tries it at decode[1]"
     assert "decode[2]" not in out
     assert "decode: 2 of 3 sizes tried: a quick look" in out
     assert "prefill: 1 of 12 sizes tried: a quick look" in out

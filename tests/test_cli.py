@@ -383,7 +383,7 @@ def test_bad_lines_are_named_and_the_others_answered(run: Run, llm: LLM, tmp_pat
     assert result.code == 2
     assert result.out == f"{answer(llm, 'good')}\n\n{answer(llm, 'fine')}\n"
     errors = result.err.splitlines()
-    assert [error.split(": ")[2] for error in errors] == ["line 2", "line 3", "line 4"]
+    assert [error.split(": ")[2] for error in errors] == [f"{file}, line {n}" for n in (2, 3, 4)]
     assert "empty" in errors[0]
     assert "512" in errors[1]
     assert "UTF-8" in errors[2]

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,12 @@ def test_cached_tokens_are_counted() -> None:
 def test_as_many_parameters_as_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts with 1 sampling parameters"):
         llm.generate(["a", "b"], [SHORT], use_tqdm=False)
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 2}, [{"max_tokens": 2}], "short", [SHORT, 5]])
+def test_what_are_no_parameters(llm: LLM, given: Any) -> None:
+    with pytest.raises(RequestError, match=r"^sampling_params: a SamplingParams or a list"):
+        llm.generate(["a"] * len(given), given, use_tqdm=False)
 
 
 def test_a_bad_prompt_is_named_by_its_place_and_nothing_runs(llm: LLM) -> None:

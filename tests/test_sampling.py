@@ -112,6 +112,8 @@ def draws(
         "stop": ["", ["a", ""]],
         "stop_token_ids": [list(range(MAX_STOP_IDS // 2 + 1))],
         "logprobs": [-1, MAX_LOGPROBS + 1],
+        "ignore_eos": ["no", 1],
+        "detokenize": [None],
     }.items(),
 )
 def test_a_bad_value_is_refused_by_name(name: str, values: list[Any]) -> None:

@@ -1012,7 +1012,8 @@ def test_the_format_is_found_in_the_template() -> None:
     assert choose_format("auto", LLAMA_TEMPLATE) is LLAMA
     assert choose_format("auto", "{{ messages }}") is None
     assert choose_format("auto", None) is None
-    assert choose_format("llama", None) is LLAMA
+    assert choose_format("llama", HERMES_TEMPLATE) is LLAMA
+    assert choose_format("llama", "{{ messages }}") is None, "it shows no tools"
     assert choose_format("none", HERMES_TEMPLATE) is None
 
 

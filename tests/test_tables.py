@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotzero.errors import ContractError
+from slotzero.errors import CapacityError, ContractError
 from slotzero.graph import Registry
+from slotzero.pools import budget
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, encode, mask_tables
@@ -60,6 +61,12 @@ def test_what_was_taken_can_be_staged_again() -> None:
     tables.take_back()  # written once more, as it is
     tables.apply()
     assert rows_of(tables, "length") == [[0], [6], [0], [9]]
+
+
+def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "available_bytes", lambda: 1 << 10)
+    with pytest.raises(CapacityError, match=r"tables of 3 requests: .* lower --max-num-seqs"):
+        make()
 
 
 @pytest.mark.parametrize("name", WIDTHS)

@@ -82,7 +82,8 @@ def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
     if max(lens) >= limit:
         return Refusal(
             f"{key} at a context of {context} needs {max(lens) + 1} tokens a row and the context "
-            f"holds {limit}: lower --context or raise --max-model-len"
+            f"holds {limit}: lower --context"
+            + (" or raise --max-model-len" if limit < engine.worker.model.max_position else "")
         )
     ledger, page_size = engine.lanes[0].ledger, engine.limits.page_size
     for name, window, available in zip(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Report = dict[str, Any]
+WIDEST = 1000  # characters
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ def print_sheets(report: Report, sheets: Sequence[Sheet]) -> None:
             table.add_column(overflow="fold")
         for line in sheet.lines:
             table.add_row(*line)
+        if sheet.header:  # a number that is cut says nothing
+            needed = console.measure(table, options=console.options.update(max_width=WIDEST))
+            console.width = max(console.width, needed.maximum)
         console.print(table)
     print(json.dumps(report, ensure_ascii=False), flush=True)
 

@@ -46,7 +46,7 @@ class Ready:
 def parser() -> argparse.ArgumentParser:
     made = flags.command_parser("generate", "[MODEL] [-] [flags]", DESCRIPTION)
     flags.add_model(made)
-    made.add_argument("source", nargs="?", choices=[STDIN], help="read prompts from standard input")
+    made.add_argument("source", nargs="?", metavar=STDIN, help="read prompts from standard input")
     group = made.add_argument_group("prompts")
     group.add_argument(
         "--prompt",
@@ -98,6 +98,8 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 def _read(args: argparse.Namespace) -> list[Ask]:
     wants_stdin = args.source == STDIN
+    if args.source is not None and not wants_stdin:
+        raise ConfigError(f"{args.source!r} is no flag: a prompt is given with --prompt TEXT")
     if args.model == STDIN:  # `generate -`: the model was left out
         args.model, wants_stdin = None, True
     given = (bool(args.prompt), args.prompt_file is not None, wants_stdin)

@@ -21,7 +21,7 @@ STDIN = "-"
 class Ask:
     """One prompt: text, or a conversation, or what is wrong with it."""
 
-    place: str  # "line 3"; empty where there is only one
+    place: str  # "questions.txt, line 3"; empty where there is only one
     text: str | None = None
     messages: Sequence[Message] | None = None
     error: str = ""
@@ -64,7 +64,7 @@ def _from_lines(data: bytes, *, is_json: bool, name: str) -> Iterator[Ask]:
         raise ConfigError(f"{name} holds no prompt")
     for number, line in enumerate(lines, start=1):
         read = _from_json if is_json else _from_text
-        yield read(f"line {number}", line.removesuffix(b"\r"))
+        yield read(f"{name}, line {number}", line.removesuffix(b"\r"))
 
 
 def _from_text(place: str, data: bytes) -> Ask:

@@ -263,6 +263,8 @@ def _show(report: "Report") -> None:
 
 
 def _chosen_layers(given: tuple[int, int, int] | None, num: int) -> tuple[int, int, int]:
+    if num < 3:
+        raise ConfigError(f"the model has {num} layers, and a head sees three: take a deeper one")
     layers = given or _default_layers(num)
     if len(set(layers)) < 3 or not all(0 <= layer < num for layer in layers):
         raise ConfigError(

@@ -136,7 +136,7 @@ def _single_file(path: Path) -> Path:
             "convert them to safetensors"
         )
     raise CorruptCheckpointError(
-        f"{path / _SINGLE} is missing; download it, or use load format dummy"
+        f"{path / _SINGLE} is missing; download it, or use --load-format dummy"
     )
 
 

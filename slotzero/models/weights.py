@@ -4,6 +4,7 @@ Stacking keeps the registry short, so that every replay can afford to check ever
 knows the kernels' packed layout; it does not know where a checkpoint lives.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from slotzero.models.param import Param, Stored
 from slotzero.models.params import ahead_prefixes, params_of, unread_tensors
 from slotzero.models.shards import cut, sharded
 from slotzero.parallel.ranks import ALONE, Ranks
+from slotzero.pools.budget import refuse_beyond
+
+OR_SMALLER = " or --dtype bfloat16"
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
@@ -159,26 +163,33 @@ def _params_of(config: ModelConfig, ranks: Ranks) -> list[Param]:
 def _allocate(
     params: list[Param], registry: Registry, kernels: Kernels, dtype: torch.dtype, prefix: str
 ) -> dict[str, Tensor]:
+    wanted = {p.name: _stored(p, kernels, dtype) for p in params}
+    total = sum(math.prod(shape) * kind.itemsize for shape, kind in wanted.values())
+    refuse_beyond(total, registry.device, "weights", "use a smaller model")
     tensors = {}
-    for p in params:
-        shape: tuple[int, ...] = (p.out_features,)
-        if p.columns is not None:
-            shape = (p.out_features, p.columns)
-            shape = kernels.packed_shape(*shape) if p.is_packed else shape
-        if p.experts is not None:
-            shape = (p.experts, *shape)
-        if p.layers is not None:
-            shape = (len(p.layers), *shape)
-        wanted = torch.float32 if p.is_wide else dtype
+    for name, (shape, kind) in wanted.items():
         try:
-            tensor = torch.empty(shape, dtype=wanted, device=registry.device)
+            tensor = torch.empty(shape, dtype=kind, device=registry.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise CapacityError(
-                f"weight {p.name} {list(shape)} does not fit into memory: "
-                "use a smaller model or --dtype bfloat16"
+                f"weight {name} {list(shape)} does not fit into memory: use a smaller model"
+                + ("" if dtype.itemsize == 2 or registry.device.type == "cpu" else OR_SMALLER)
             ) from error
-        tensors[p.name] = registry.constant(f"weight.{prefix}{p.name}", tensor)
+        tensors[name] = registry.constant(f"weight.{prefix}{name}", tensor)
     return tensors
+
+
+def _stored(p: Param, kernels: Kernels, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """-> the shape and the type in which it is stored"""
+    shape: tuple[int, ...] = (p.out_features,)
+    if p.columns is not None:
+        shape = (p.out_features, p.columns)
+        shape = kernels.packed_shape(*shape) if p.is_packed else shape
+    if p.experts is not None:
+        shape = (p.experts, *shape)
+    if p.layers is not None:
+        shape = (len(p.layers), *shape)
+    return shape, torch.float32 if p.is_wide else dtype
 
 
 def _places(param: Param, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:

@@ -66,9 +66,22 @@ def free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int(total * (1 - utilization)) - CUDA_RESERVE)
+    return int(available_bytes() * CPU_SHARE)
+
+
+def available_bytes() -> int:
+    """Of the machine's memory."""
     with open("/proc/meminfo") as lines:
         available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return int(available * 1024 * CPU_SHARE)
+    return available * 1024
+
+
+def refuse_beyond(num_bytes: int, device: torch.device, what: str, remedy: str) -> None:
+    """On a CPU, whose memory is promised without being there; a GPU refuses by itself."""
+    if device.type == "cpu" and num_bytes > (available := available_bytes()):
+        raise CapacityError(
+            f"{what}: {show(num_bytes)}, and {show(available)} of memory are left: {remedy}"
+        )
 
 
 def split(

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotzero.errors import ContractError
+from slotzero.errors import CapacityError, ContractError
 from slotzero.graph import Registry
+from slotzero.pools.budget import refuse_beyond
 from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, TableSpec, mask_tables
 
 _DTYPES = {"int32": (torch.int32, np.int32), "float32": (torch.float32, np.float32)}
@@ -121,8 +122,14 @@ class SlotTables(Staging):
             *mask_tables(vocab_size),
             *more,
         )
+        what, remedy = f"tables of {num_slots} requests", "lower --max-num-seqs or --max-model-len"
+        num_bytes = 4 * (num_slots + 1) * sum(spec.width for spec in specs)
+        refuse_beyond(2 * num_bytes, registry.device, what, remedy)  # with what is staged
         super().__init__(num_slots, specs)
-        self._arena = torch.zeros(self.num_words, dtype=torch.int32, device=registry.device)
+        try:
+            self._arena = torch.zeros(self.num_words, dtype=torch.int32, device=registry.device)
+        except RuntimeError as error:
+            raise CapacityError(f"{what} do not fit into memory: {remedy}") from error
         self._views = {
             name: registry.table(name, self._view(place), follows=place.spec.follows)
             for name, place in self._places.items()

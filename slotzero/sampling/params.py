@@ -67,6 +67,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in _INTEGERS + _NUMBERS:
             _check_number(name, getattr(self, name), integer=name in _INTEGERS)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={_short(getattr(self, name))}: must be true or false")
         stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if not all(isinstance(text, str) for text in stop):
             raise RequestError(f"stop={_short(self.stop)}: must be a string or a list of strings")
@@ -114,7 +117,7 @@ class SamplingParams:
             (
                 "max_tokens",
                 self.max_tokens is None or self.max_tokens >= 1,
-                "must be at least 1, or None for as many as the context holds",
+                "must be at least 1; without it, as many as the context holds",
             ),
             (
                 "min_tokens",
@@ -147,6 +150,9 @@ class SamplingParams:
 
 MOST_INTEGER = 1 << 1000  # that a float holds
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed")
+_FLAGS = (
+    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculative",
+)  # fmt: skip
 _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip

@@ -85,7 +85,8 @@ class Certificate:
             "runners": self.runners,
             "sizes": self.sizes,
             "seconds": round(self.seconds, 3),
-            "left_out": self.uncertified,
+            "left_out": {**self.uncertified, **{f"{cell.size} {cell.check}": cell.left_out
+                                                for cell in self.cells if cell.left_out}},
             "failures": [asdict(violation) | {"rule": RULES[violation.check]}
                          for violation in self.violations],
         }  # fmt: skip

@@ -39,10 +39,10 @@ class ToolPlan:
 
 def choose_format(setting: str, template: str | None) -> CallFormat | None:
     """The format in which this model writes calls, from the template that taught it."""
+    if template is None or "tools" not in template:
+        return None  # the model would not be told of them
     if setting != "auto":
         return FORMATS[setting]
-    if template is None or "tools" not in template:
-        return None
     if HERMES.opening in template:
         return HERMES
     if LLAMA.opening in template or '"parameters"' in template:
@@ -54,7 +54,11 @@ def plan_tools(body: ChatRequest, form: CallFormat | None) -> ToolPlan:
     if not body.tools or body.tool_choice == "none":
         return ToolPlan()
     if form is None:
-        raise FieldError("tools", "tools: this model's chat template has no known form of them")
+        raise FieldError(
+            "tools",
+            "tools: this model's chat template does not show them, or in no form that is known: "
+            "name it by --tool-call-parser",
+        )
     wanted = _wanted(body.tools, body.tool_choice)
     if wanted is None:
         _refuse_strict(body.tools)
