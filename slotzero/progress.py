@@ -1,13 +1,18 @@
-"""Progress bars on standard error, for work that takes longer than a breath."""
+"""Progress on standard error, for work that takes longer than a breath: bars on a terminal, and in
+a log a line now and then."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from slotzero.graph.runner import Record
+
+EVERY = 10.0  # seconds between two lines of a log
 
 
 @contextmanager
@@ -81,12 +86,47 @@ def load_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int], None]]:
         yield lambda more: bar.update(task, advance=more)
 
 
-def _bar(shown: bool) -> "Progress":
+class Lines:
+    """As far as rich's Progress is used here. Work that ends soon says nothing."""
+
+    def __init__(self) -> None:
+        self._due = time.monotonic() + EVERY
+        self._description, self._done, self._total = "", 0.0, 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def add_task(self, description: str, total: float | None = None) -> "TaskID":
+        from rich.progress import TaskID
+
+        self._description, self._total = description, total or 0.0
+        return TaskID(0)
+
+    def update(
+        self,
+        task: "TaskID",
+        *,
+        completed: float | None = None,
+        advance: float = 0.0,
+        total: float | None = None,
+        description: str | None = None,
+    ) -> None:
+        self._done = self._done + advance if completed is None else completed
+        self._total, self._description = total or self._total, description or self._description
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + EVERY
+            share = f" ({self._done / self._total:.0%})" if self._total else ""
+            print(f"{self._description}{share}", file=sys.stderr, flush=True)
+
+
+def _bar(shown: bool) -> "Progress | Lines":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    # in a log file a bar is only blank lines
-    shown = shown and console.is_terminal
+    if shown and not console.is_terminal:
+        return Lines()
     return Progress(*columns, console=console, transient=True, disable=not shown)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slotzero import LLM, SamplingParams, __version__
+from slotzero import LLM, SamplingParams, __version__, progress
 from slotzero.cli import chat, doctor, flags, generate
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
@@ -540,3 +540,21 @@ def test_leaving_an_answer_keeps_what_was_said(llm: LLM) -> None:
     while llm.engine.has_work:  # the step that was in flight
         assert llm.engine.step() == []
     llm.engine.check()
+
+
+def test_in_a_log_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for every, shown, expected in (
+        (10.0, True, ""),
+        (0.0, False, ""),
+        (0.0, True, "generating, 7 tokens (25%)\ngenerating, 9 tokens (100%)\n"),
+    ):
+        monkeypatch.setattr(progress, "EVERY", every)
+        with progress.prompts_bar(shown, 4) as update:
+            update(1, 7)
+            update(3, 2)
+        assert capsys.readouterr().err == expected
+    with progress.certify_bar(True, None) as tried:
+        tried("decode[8]")
+    assert capsys.readouterr().err == "tried decode[8]\n"
