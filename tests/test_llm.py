@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+import slotzero
 from slotzero import LLM, SamplingParams
 from slotzero.errors import ConfigError, RequestError, TokenizerMissingError
 from slotzero.llm import CompletionOutput, StreamChunk
@@ -711,3 +712,8 @@ def test_logits_of_a_batch_stay_with_their_rows(twin) -> None:
             rows = torch.log_softmax(oracle.generate(prompt, 6)[1], -1)
             for token, row, by_id in zip(answer.token_ids, rows, answer.logprobs, strict=True):
                 assert by_id[token].logprob == pytest.approx(row[token].item(), abs=1e-4)
+
+
+def test_names_are_found_before_they_are_loaded() -> None:
+    assert {"LLM", "SamplingParams", "__version__"} <= set(dir(slotzero))
+    assert all(hasattr(slotzero, name) for name in dir(slotzero))

@@ -5,6 +5,7 @@ NEUTRAL: accepted where its value asks for what happens anyway, else refused by 
 is not here at all is refused too.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -209,5 +210,5 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
 def _refusal(name: str, allowed: tuple[Any, ...]) -> str:
     remedy = _INSTEAD.get(name) or "leave it out"
     if allowed and name not in _INSTEAD:
-        remedy += f" or send {allowed[0]!r}"
+        remedy += f" or send {json.dumps(allowed[0])}"
     return f"{name}: not supported; {remedy}"
