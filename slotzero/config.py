@@ -236,12 +236,12 @@ def _check_kind(name: str, kinds: tuple[type, ...], value: object) -> None:
 
 
 def _in_range(value: int, most: int) -> bool:
-    return isinstance(value, int) and 1 <= value <= most
+    return 1 <= value <= most
 
 
 def _positive(value: int | None) -> bool:
-    return value is None or (isinstance(value, int) and value >= 1)
+    return value is None or value >= 1
 
 
 def _power_of_two(value: int) -> bool:
-    return isinstance(value, int) and value >= 1 and value & (value - 1) == 0
+    return value >= 1 and value & (value - 1) == 0

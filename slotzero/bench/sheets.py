@@ -25,8 +25,8 @@ def print_sheets(report: Report, sheets: Sequence[Sheet]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False)
     for sheet in sheets:
+        console = Console(highlight=False, markup=False)
         table = Table(title=sheet.title, title_justify="left", show_header=bool(sheet.header))
         for i, name in enumerate(sheet.header):
             table.add_column(name, justify="right" if i else "left", no_wrap=True)

@@ -18,7 +18,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 300
 LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3  # of repetition: a logit stays finite
-MAX_ANSWERS = 16384
+MAX_N = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class SamplingParams:
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         finite = math.isfinite
         return (
-            ("n", 1 <= self.n <= MAX_ANSWERS, f"must be between 1 and {MAX_ANSWERS}"),
+            ("n", 1 <= self.n <= MAX_N, f"must be between 1 and {MAX_N}"),
             (
                 "temperature",
                 finite(self.temperature) and self.temperature >= 0,
