@@ -1,14 +1,19 @@
 """The set as a whole: its calls against composed.py, and what it refuses."""
 
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 
 from slotzero.errors import ContractError, UnsupportedModelError
 from slotzero.kernels.nouns import Angles, Branches, Heads, Normed, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.elementwise import applied, norm
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.triton.launch import compiling_ahead
+from slotzero.kernels.triton.launch import _Compilers, compiling_ahead
 
 REFERENCE = ReferenceKernels()
 
@@ -231,9 +236,32 @@ def test_while_compiling_ahead_what_no_kernel_writes_is_zeros(device):
         lambda: torch.empty_like(like),
         lambda: torch.empty(600, dtype=torch.int32, device=device),
         lambda: torch.empty_strided((2, 300), (1, 2), dtype=torch.int32, device=device),
+        lambda: like.new_empty_strided((2, 300), (1, 2)),
     )
     with compiling_ahead():
         for make in makers:
             used = [make().fill_(1 << 30) for _ in range(8)]
             del used  # what it had is given out again
             assert not any(make().any() for _ in range(8))
+
+
+def test_compiling_ahead_imports_no_compiler_of_torch():
+    """It would be seconds of every start."""
+    code = """
+import sys, torch
+from slotzero.kernels.triton.launch import compiling_ahead
+with compiling_ahead():
+    torch.empty(3)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_launches_a_kernel_is_compiled_with_it(monkeypatch):
+    made = []
+    driver = SimpleNamespace(launcher_cls=lambda *given: made.append(given))
+    kernel = SimpleNamespace(src="source", metadata="its sizes")
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    with _Compilers() as pool:
+        assert pool.submit(lambda: kernel).result() is kernel
+    assert made == [("source", "its sizes")]

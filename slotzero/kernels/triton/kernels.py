@@ -44,7 +44,7 @@ from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.elementwise import applied
 from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
 from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
-from slotzero.kernels.triton.launch import INTERPRETED, compiling_ahead, is_compiling
+from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
 from slotzero.kernels.triton.sample import sample
 from slotzero.kernels.triton.tiles import (
     LIBRARY,
@@ -369,8 +369,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
 
     def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
         """Of a choice: what may make another tile the fastest."""
-        card = torch.cuda.get_device_name()
-        return f"{card}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
+        return f"{card_name()}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
 
     def _run(
         self,

@@ -21,15 +21,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NEAR_BYTES = tl.constexpr(64)  # that one request brings into a card's cache
 
-_aten = torch.ops.aten
 _UNWRITTEN = {
-    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided
+    torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided
 }  # fmt: skip
 # While compiling ahead: what was asked for. Other threads launch as ever.
 _ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("_ahead", default=None)
@@ -82,6 +81,11 @@ def shared_memory() -> int:
 
 
 @functools.cache
+def card_name() -> str:
+    return torch.cuda.get_device_name()
+
+
+@functools.cache
 def num_processors() -> int:
     """Of this card."""
     if INTERPRETED:
@@ -113,14 +117,28 @@ def is_compiling() -> bool:
     return _ahead.get() is not None
 
 
-class _Zeroed(TorchDispatchMode):
-    """Memory that nobody has written yet is zeros."""
+class _Zeroed(TorchFunctionMode):
+    """Memory that nobody has written yet is zeros. Of the calls that our code makes: a mode of the
+    dispatcher would see more, and imports a compiler, which takes seconds."""
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         made = function(*args, **(kwargs or {}))
-        return made.zero_() if function.overloadpacket in _UNWRITTEN else made
+        return made.zero_() if function in _UNWRITTEN else made
+
+
+class _Compilers(ThreadPoolExecutor):
+    def submit(self, compile_kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """With what launches the kernel, which some versions of Triton compile too, and would one
+        by one, each at a first launch."""
+
+        def compile_both() -> Any:
+            kernel = compile_kernel(*args, **kwargs)
+            triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(compile_both)
 
 
 @contextmanager
@@ -130,7 +148,7 @@ def compiling_ahead() -> Iterator[None]:
     What no kernel has written is zeros: a place that other calls, which do run, can look up. A
     kernel that does not compile is left for its first launch, where its error is expected.
     """
-    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with _Compilers() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         before = _ahead.set(set())
         try:
             with _Zeroed():
