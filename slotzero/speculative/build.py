@@ -142,7 +142,7 @@ def _mtp(settings: EngineConfig, target: Target) -> Prepared:
 
 
 def _assistant(name: str, load_format: str, target: Target) -> Prepared:
-    checkpoint = open_checkpoint(name, load_format)
+    checkpoint = open_checkpoint(name, load_format, is_model=False)
     registry, kernels = target.registry, target.kernels
     config = fit_assistant(checkpoint, target.config)
     for group in config.model.groups:
@@ -213,13 +213,13 @@ def _open_head(settings: EngineConfig) -> Checkpoint | None:
         name = DEFAULT_MODEL
     if name == DEFAULT_MODEL:
         return FolderCheckpoint(PACKAGED_HEAD)
-    return open_checkpoint(name, "auto")
+    return open_checkpoint(name, "auto", is_model=False)
 
 
 def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     if settings.speculative_model is None:
         raise ConfigError("speculative=draft: name the draft model with --speculative-model")
-    checkpoint = open_checkpoint(settings.speculative_model, settings.load_format)
+    checkpoint = open_checkpoint(settings.speculative_model, settings.load_format, is_model=False)
     if checkpoint.config.get("model_type") == MODEL_TYPE:
         raise ConfigError(
             f"speculative=draft: {checkpoint.name} is an assistant, which reads its target's KV; "
