@@ -28,6 +28,7 @@ from slotzero.errors import (
     UnsupportedModelError,
 )
 from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.memory import Memory
 from slotzero.models.params import expected_tensors
 from slotzero.pools import budget
 from slotzero.tokenizer import Tokenizer
@@ -346,7 +347,7 @@ def test_a_setting_of_another_kind(setting: str, value: object, kind: str) -> No
 def test_weights_that_no_memory_holds_are_refused_before_any_is_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budget, "available_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(budget, "memory", lambda: Memory(1 << 16, 1 << 16))
     refuse(CapacityError, ["weights:", "64.0 KiB", "a smaller model"], make)
 
 

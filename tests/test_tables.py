@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slotzero.errors import CapacityError, ContractError
 from slotzero.graph import Registry
+from slotzero.memory import Memory
 from slotzero.pools import budget
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import SamplingParams
@@ -64,7 +65,7 @@ def test_what_was_taken_can_be_staged_again() -> None:
 
 
 def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(budget, "memory", lambda: Memory(1 << 10, 1 << 10))
     with pytest.raises(CapacityError, match=r"tables of 3 requests: .* lower --max-num-seqs"):
         make()
 

@@ -1,4 +1,4 @@
-"""This machine: its names, its memory, and how fast it reads.
+"""This machine: its names, and how fast it reads.
 
 It does not know models. What a machine does not tell is None, never a guess.
 """
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -45,15 +45,6 @@ def cpu_features() -> list[str]:
     text = _cpuinfo()
     there = set((_first(text, "flags") or _first(text, "Features") or "").split())
     return [feature for feature in CPU_FEATURES if feature in there]
-
-
-def memory() -> Mapping[str, int | None]:
-    """Bytes in all, and bytes that could be had now."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        text = ""
-    return {"total": _kilobytes(text, "MemTotal"), "available": _kilobytes(text, "MemAvailable")}
 
 
 def gpus() -> list[str]:
@@ -127,11 +118,6 @@ def _first(text: str, field: str) -> str | None:
         if name.strip() == field:
             return value.strip()
     return None
-
-
-def _kilobytes(text: str, field: str) -> int | None:
-    value = _first(text, field)
-    return int(value.split()[0]) * 1024 if value else None
 
 
 def _output_of(*command: str) -> str:

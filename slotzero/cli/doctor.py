@@ -53,15 +53,16 @@ def _machine() -> dict[str, Any]:
     import torch
 
     from slotzero.bench import hardware
+    from slotzero.memory import memory
 
-    memory = hardware.memory()
+    held = memory()
     return {
         "cpu": hardware.cpu_name(),
         "cores": os.cpu_count(),
         "threads_used": torch.get_num_threads(),
         "cpu_features": hardware.cpu_features(),
-        "memory_bytes": memory["total"],
-        "memory_available_bytes": memory["available"],
+        "memory_bytes": held.total,
+        "memory_available_bytes": held.available,
         "gpus": hardware.gpus(),
     }
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from slotzero.errors import CapacityError
+from slotzero.memory import memory
 
 CPU_SHARE = 0.25  # of the memory that is available: the rest belongs to the user's machine
 CUDA_RESERVE = 2 << 30  # graphs, workspaces and activations
@@ -66,19 +67,12 @@ def free_bytes(device: torch.device, utilization: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int(total * (1 - utilization)) - CUDA_RESERVE)
-    return int(available_bytes() * CPU_SHARE)
-
-
-def available_bytes() -> int:
-    """Of the machine's memory."""
-    with open("/proc/meminfo") as lines:
-        available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return available * 1024
+    return int(memory().available * CPU_SHARE)
 
 
 def refuse_beyond(num_bytes: int, device: torch.device, what: str, remedy: str) -> None:
     """On a CPU, whose memory is promised without being there; a GPU refuses by itself."""
-    if device.type == "cpu" and num_bytes > (available := available_bytes()):
+    if device.type == "cpu" and num_bytes > (available := memory().available):
         raise CapacityError(
             f"{what}: {show(num_bytes)}, and {show(available)} of memory are left: {remedy}"
         )

@@ -1,0 +1,68 @@
+"""What memory there is: a machine's, and less of it in a container."""
+
+from pathlib import Path
+
+import pytest
+
+from slotzero import memory as module
+from slotzero.memory import Memory, memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(module, "_GROUPS", tmp_path / "groups")
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 << 20} kB\nMemAvailable:   {40 << 20} kB\n")
+    return tmp_path
+
+
+def write(root: Path, name: str, text: object) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(str(text))
+
+
+def test_a_machine(root: Path) -> None:
+    assert memory() == Memory(64 * GIB, 40 * GIB)
+    write(root, "proc/self/cgroup", "0::/\n")  # a group without limits
+    assert memory() == Memory(64 * GIB, 40 * GIB)
+
+
+def test_this_machine() -> None:
+    held = memory()
+    assert 0 < held.available <= held.total
+
+
+@pytest.mark.parametrize("own", ["/", "/kubepods/pod/box"])
+def test_a_container_has_less(root: Path, own: str) -> None:
+    """Its folder is the top where it has a name space of its own, else deep inside."""
+    write(root, "proc/self/cgroup", f"0::{own}\n")
+    folder = f"groups{own}".rstrip("/")
+    write(root, f"{folder}/memory.max", 8 * GIB)
+    write(root, f"{folder}/memory.current", 5 * GIB)
+    write(root, f"{folder}/memory.stat", f"anon 9\ninactive_file {2 * GIB}\nactive_file 7\n")
+    assert memory() == Memory(8 * GIB, 5 * GIB)
+
+
+def test_a_group_outside_may_have_less_still(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/slice/service\n")
+    for folder, limit, used in (("slice", 4 * GIB, 3 * GIB), ("slice/service", "max", GIB)):
+        write(root, f"groups/{folder}/memory.max", f"{limit}\n")
+        write(root, f"groups/{folder}/memory.current", f"{used}\n")
+    assert memory() == Memory(4 * GIB, 1 * GIB)
+
+
+def test_the_first_version_of_control_groups(root: Path) -> None:
+    write(root, "proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/of-the-machine\n")
+    write(root, "groups/memory/memory.limit_in_bytes", 2 * GIB)
+    write(root, "groups/memory/memory.usage_in_bytes", 3 * GIB)  # more than it may: none is left
+    assert memory() == Memory(2 * GIB, 0)
+    write(root, "groups/memory/memory.limit_in_bytes", 9223372036854771712)  # no limit
+    assert memory() == Memory(64 * GIB, 40 * GIB)
+
+
+def test_a_system_that_tells_little(root: Path) -> None:
+    (root / "proc/meminfo").unlink()
+    held = memory()
+    assert held.total == held.available > 0
