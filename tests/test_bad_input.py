@@ -465,6 +465,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "window": (mistral(sliding_window=513), Unsupported, ["sliding_window=513", "1 to"]),
     "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
     "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
+    "two ropes": (
+        config(
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            rope_scaling={"type": "yarn", "factor": 8.0},
+        ),
+        Unsupported,
+        ["rope_parameters and rope_scaling do not agree", "take rope_scaling out"],
+    ),
     "rope field": (
         rope(rope_type="linear", factor=2.0, mystery=1),
         Unsupported,

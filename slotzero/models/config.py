@@ -15,7 +15,7 @@ from slotzero.models.latent import latent_heads
 from slotzero.models.mixtures import beside_size, experts_of, sparse_layers
 from slotzero.models.per_layer import heads_of, owners_and_readers, with_full_heads
 from slotzero.models.recurrent import Mixers, Recurrent, layers_of, plainly, recurrent_of
-from slotzero.models.rope import RopeConfig, parse_rope
+from slotzero.models.rope import RopeConfig, parse_rope, refuse_two_ropes
 
 FULL, SLIDING, LATENT = "full", "sliding", "latent"
 LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
@@ -415,6 +415,7 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: Family) -> None:
             f"config field quantization_config has quant_method={method!r}: "
             f"only {', '.join(DEQUANTISED)} is implemented"
         )
+    refuse_two_ropes(config)
 
 
 def quantisation_of(config: Mapping[str, Any]) -> str | None:

@@ -65,10 +65,28 @@ _FIELDS: Mapping[str, set[str]] = {
 }
 
 
+def refuse_two_ropes(config: Mapping[str, Any]) -> None:
+    """rope_parameters is the newer name; who adds the older one, as many a model's page says to,
+    means it."""
+    newer, older = (_of_kind(config.get(f"rope_{name}")) for name in ("parameters", "scaling"))
+    if newer and older and any(newer.get(field) != older[field] for field in older):
+        raise UnsupportedModelError(
+            "config fields rope_parameters and rope_scaling do not agree: write what is meant into "
+            "rope_parameters, and take rope_scaling out"
+        )
+
+
+def _of_kind(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same, its kind under one name"""
+    if not given:
+        return {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    return {name: given[name] for name in given if name != "type"} | {"rope_type": kind}
+
+
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
+    given = _of_kind(config.get("rope_parameters") or config.get("rope_scaling"))
+    kind = given.pop("rope_type", "default")
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     rotary_dim = int(head_dim * (given.pop("partial_rotary_factor", None) or 1.0))
     if kind == "proportional":
