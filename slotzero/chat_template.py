@@ -22,15 +22,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotzero.errors import RequestError
 
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "self")
+
+
+def variable_of_ours(given: Mapping[str, Any]) -> str | None:
+    """A name among a client's variables that it may not set."""
+    return next((name for name in given if name in RESERVED), None)
+
 
 def render_chat(template: str, variables: Mapping[str, Any]) -> str:
     try:
         return _compiled(template).render(variables)
     except Exception as error:  # a template can raise anything, from TypeError to RecursionError
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise RequestError(
-            f"the model's chat template refuses these messages: {reason}; mend them or use --raw"
-        ) from None
+        raise RequestError(f"the model's chat template refuses these messages: {reason}") from None
 
 
 @lru_cache(maxsize=16)

@@ -22,6 +22,7 @@ MAX_TOPK = 8
 SANITIZE_MODES = ("off", "sample", "full")
 SANITIZE_ACTIONS = ("log", "raise", "fallback")
 EXECUTORS = ("local", "ray")
+GENERATION_CONFIGS = ("auto", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class EngineConfig:
     """A folder, a .gguf file, a hub id, tiny:FAMILY, or smollm2 (embedded)."""
     load_format: str = "auto"
     """auto, or dummy for random weights from config.json alone."""
+    generation_config: str = "auto"
+    """What requests to a server, and calls without parameters, leave out of temperature, top_k,
+    top_p, min_p and repetition_penalty: auto is what the model's generation_config.json has."""
     dtype: str = "auto"
     """Of weights and KV: auto is the checkpoint's on a GPU (float16 if quantised and large), else
     float32."""
@@ -127,6 +131,11 @@ class EngineConfig:
             ("backend", self.backend in BACKENDS, f"is one of {', '.join(BACKENDS)}"),
             ("dtype", self.dtype in DTYPES, f"is one of {', '.join(DTYPES)}"),
             ("load_format", self.load_format in LOAD_FORMATS, "is auto or dummy"),
+            (
+                "generation_config",
+                self.generation_config in GENERATION_CONFIGS,
+                f"is one of {', '.join(GENERATION_CONFIGS)}",
+            ),
             ("max_model_len", _positive(self.max_model_len), "is at least 1"),
             ("max_num_seqs", _positive(self.max_num_seqs), "is at least 1"),
             ("max_num_batched_tokens", _positive(self.max_num_batched_tokens), "is at least 1"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slotzero.config import EngineConfig
-from slotzero.errors import RequestError, TokenizerMissingError
+from slotzero.errors import PoolError, RequestError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import parse_config
@@ -57,6 +57,12 @@ class Answer:
         return self.request.finish_reason
 
     @property
+    def failure(self) -> str:
+        """Why it was given up, where whoever asked can mend that; else empty."""
+        grammar = self.request.grammar
+        return grammar.failure if grammar is not None and self.finish_reason == "abort" else ""
+
+    @property
     def token_ids(self) -> list[int]:
         return self.request.output_token_ids
 
@@ -78,6 +84,8 @@ class Engine:
             self.worker = Worker(config, checkpoint, progress, self.crew)
         self.limits = limits = self.worker.limits
         self.eos_token_ids = checkpoint.eos_token_ids
+        self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
+        """Of requests that do not say; whoever makes their parameters takes them from here."""
         tokenizer = self.tokenizer
         self._grammars = Grammars(
             checkpoint.tokenizer if tokenizer is None else lambda: tokenizer,
@@ -131,24 +139,24 @@ class Engine:
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
         """Queues one request (n is for the caller); raises RequestError, disturbing nobody."""
         request = self.validate(request_id, prompt, params)
-        with self.lock:
+        with self.lock, uninterrupted():
             if request_id in self._answers:
                 raise RequestError(f"request {request_id}: this id is in use; choose another")
             self._arrivals += 1
             request.arrival = self._arrivals
             if params.seed is None:
                 request.seed = self._seeds.getrandbits(63)
-            self.lanes.add(request)
             transcript = None
             if params.detokenize and self.tokenizer is not None:
                 transcript = Transcript(self.tokenizer, params)
             answer = Answer(request, transcript)
+            self.lanes.add(request)
             self._answers[request_id] = answer
             return answer
 
     def cancel(self, request_id: str) -> None:
         """At any moment; a request that is unknown or finished is left alone."""
-        with self.lock:
+        with self.lock, uninterrupted():
             answer = self._answers.pop(request_id, None)
             if answer is not None:
                 self.lanes.of(answer.request).cancel(answer.request)
@@ -168,6 +176,11 @@ class Engine:
                 step = self.lanes.plan(self._width())
                 if step is not None:
                     self._launch(step)
+                elif self.lanes.has_work and not self._in_flight:
+                    raise PoolError(
+                        f"of {self.lanes.num_running} requests that run and "
+                        f"{self.lanes.num_waiting} that wait, none can go on"
+                    )
                 if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
                     return self._commit()
                 return []

@@ -6,9 +6,11 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slotzero.chat_template import variable_of_ours
 from slotzero.config import DEFAULT_MODEL, EngineConfig
 from slotzero.engine import Answer, Engine
 from slotzero.errors import ConfigError, RequestError, TokenizerMissingError
+from slotzero.interrupt import uninterrupted
 from slotzero.progress import prompts_bar
 from slotzero.sampling.params import SamplingParams
 from slotzero.tokenizer import Tokenizer
@@ -110,10 +112,11 @@ class LLM:
         settings = {k: v for k, v in settings.items() if (k, v) not in _MEANINGLESS}
         unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
         if unknown:
-            near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 4, 0.4)
+            near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 2)
+            hint = f"; near it: {', '.join(near)}" if near else ""
             raise ConfigError(
-                f"LLM has no setting {unknown[0]!r}; near it: {', '.join(near) or 'nothing'}; "
-                "all are fields of slotzero.config.EngineConfig"
+                f"LLM has no setting {unknown[0]!r}{hint}; all are fields of "
+                "slotzero.config.EngineConfig"
             )
         self.engine = Engine(EngineConfig(model=model, **settings))
         self._ids = itertools.count()
@@ -124,6 +127,10 @@ class LLM:
                 "this LLM has no tokenizer (skip_tokenizer_init=True): give prompt_token_ids"
             )
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call without any: the model's own, see EngineConfig.generation_config."""
+        return SamplingParams(**self.engine.sampling)
 
     def generate(
         self,
@@ -140,13 +147,26 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation, or a list of them, through the model's chat template."""
-        prompts = self.chat_prompts(messages, add_generation_prompt=add_generation_prompt)
+        """One conversation, or a list of them, through the model's chat template. Tools are shown
+        to the model; its calls are text."""
+        prompts = self.chat_prompts(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         return self._run(self._jobs(prompts, sampling_params), use_tqdm)
 
     def chat_prompts(
-        self, messages: Conversations, *, add_generation_prompt: bool = True
+        self,
+        messages: Conversations,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
         """Conversations as prompts; the template brings its own special tokens."""
         if isinstance(messages, str):
@@ -154,6 +174,11 @@ class LLM:
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         tokenizer = self.get_tokenizer()
+        if tools and "tools" not in (tokenizer.tool_template or ""):
+            raise RequestError("tools: this model's chat template does not show them")
+        variables = dict(chat_template_kwargs or {})
+        if (taken := variable_of_ours(variables)) is not None:
+            raise RequestError(f"chat_template_kwargs: {taken!r} is ours to set")
         prompts: list[Prompt] = []
         for conversation in conversations:
             if isinstance(conversation, str) or not all(
@@ -163,7 +188,10 @@ class LLM:
             if not conversation:
                 raise RequestError("the conversation is empty: give at least one message")
             text = tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt
+                [_template_message(i, message) for i, message in enumerate(conversation)],
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
             )
             tokens = tokenizer.encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": tokens})
@@ -188,11 +216,13 @@ class LLM:
                 self.engine.step()  # others may be in it, and others may step for us
                 with self.engine.lock:
                     chunks = [s.next_chunk() for s in streamed if s.has_grown]
+                    failure = _failure(answers)
                 streamed = [s for s in streamed if not s.is_over]
                 yield from chunks
+                if failure:
+                    raise RequestError(failure)
         finally:
-            for answer in itertools.chain.from_iterable(answers):
-                self.engine.cancel(answer.request.id)
+            self._cancel(answers)
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
         """Everything checked before anything is queued."""
@@ -203,7 +233,7 @@ class LLM:
         if not isinstance(given, Sequence):
             raise RequestError(f"prompts: a prompt or a list of them, not {type(given).__name__}")
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(given)
+            params = [params or self.get_default_sampling_params()] * len(given)
         wrong = [p for p in params if not isinstance(p, SamplingParams)]
         if isinstance(params, Mapping) or wrong:
             kind = type(wrong[0] if isinstance(params, list | tuple) else params).__name__
@@ -229,7 +259,14 @@ class LLM:
             answers.append([])
             for params in job.siblings:
                 request_id = f"{next(self._ids)}"
-                answers[-1].append(self.engine.add(request_id, job.tokens, params))
+                with uninterrupted():  # or it would be in the engine, and nobody would know
+                    answers[-1].append(self.engine.add(request_id, job.tokens, params))
+
+    def _cancel(self, answers: list[list[Answer]]) -> None:
+        """Whoever is not finished; all of them, however often Ctrl-C is pressed."""
+        with uninterrupted():
+            for answer in itertools.chain.from_iterable(answers):
+                self.engine.cancel(answer.request.id)
 
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
         answers: list[list[Answer]] = []
@@ -243,11 +280,13 @@ class LLM:
                     self.engine.step()
                     with self.engine.lock:
                         now = sum(a.finished for a in own), sum(len(a.token_ids) for a in own)
+                        failure = _failure(answers) if now[0] > finished else ""
+                    if failure:
+                        raise RequestError(failure)
                     progress(now[0] - finished, now[1] - made)
                     finished, made = now
         finally:
-            for answer in itertools.chain.from_iterable(answers):
-                self.engine.cancel(answer.request.id)  # only what an error left behind
+            self._cancel(answers)
         return [self._output(job, siblings) for job, siblings in zip(jobs, answers, strict=True)]
 
     def _output(self, job: _Job, siblings: list[Answer]) -> RequestOutput:
@@ -289,6 +328,12 @@ class LLM:
         return self.engine.tokenizer.decode([token], skip_special_tokens=False)
 
 
+def _failure(answers: Sequence[Sequence[Answer]]) -> str:
+    """Why one of them was given up, where that can be mended; else empty."""
+    failed = ((i, a.failure) for i, siblings in enumerate(answers) for a in siblings if a.failure)
+    return next((f"prompt {i}: {failure}" for i, failure in failed), "")
+
+
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:
     """Answer i of a seeded request has seed + i, in 64 bits."""
     if params.seed is None:
@@ -316,3 +361,28 @@ def _parts(prompt: object) -> tuple[str | None, Sequence[int] | None]:
     if not isinstance(prompt.get("prompt") or "", str):
         raise RequestError(f"'prompt' is text, not {type(prompt['prompt']).__name__}")
     return prompt.get("prompt"), prompt.get("prompt_token_ids")
+
+
+def _template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """As chat templates know it: its text is one string."""
+    where, role, content = f"messages[{place}]", message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RequestError(f"{where}: role={role!r} must be a text, such as 'user'")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "\n".join(_part_text(where, part) for part in content)
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise RequestError(f"{where}: content={content!r} must be a text, or a list of its parts")
+    return {**message, "content": content}
+
+
+def _part_text(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise RequestError(
+            f"{where}: a part of content is {kind!r}; models here take text alone, as "
+            "{'type': 'text', 'text': ...}"
+        )
+    return text

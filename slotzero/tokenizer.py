@@ -130,7 +130,7 @@ class Tokenizer:
             raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
         template = self.tool_template if tools else self.chat_template
         if template is None:
-            raise RequestError("this model has no chat template; use --raw or send a plain prompt")
+            raise RequestError("this model has no chat template; send a plain prompt")
         own = {
             "messages": messages,
             "tools": tools,
@@ -205,6 +205,12 @@ class Detokenizer:
         if len(self._window) > _MAX_WINDOW_LEN:
             self._slide(num_held=len(text) - num_final)
         return new
+
+    def held(self) -> str:
+        """What bytes that are held back are read as, unless more of them come."""
+        if not self._window or self._window[-1] not in self._tokenizer.byte_ids:
+            return ""
+        return self._decode()[self._num_given :]
 
     def flush(self) -> str:
         rest = self._decode()[self._num_given :]

@@ -35,6 +35,8 @@ class Transcript:
         if not may_stop:
             self._search_from = len(self.text)
             return None
+        if self._stops and self._find(before, self._detokenizer.held()) is not None:
+            self.text += self._detokenizer.flush()
         return self._cut(before)
 
     def close(self) -> str | None:
@@ -47,12 +49,17 @@ class Transcript:
         self.text += self._detokenizer.flush()
         return self._cut(before)
 
-    def _cut(self, before: int) -> str | None:
-        found: tuple[int, str] | None = None
+    def _find(self, before: int, held: str = "") -> tuple[int, str] | None:
+        """The first stop string that ends after `before`, and where it begins"""
+        text, found = self.text + held, None
         for stop in self._stops:
-            at = self.text.find(stop, max(self._search_from, before - len(stop) + 1))
+            at = text.find(stop, max(self._search_from, before - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = (at, stop)
+        return found
+
+    def _cut(self, before: int) -> str | None:
+        found = self._find(before)
         if found is None:
             return None
         at, stop = found

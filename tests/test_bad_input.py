@@ -434,6 +434,7 @@ def rope(**fields: Any) -> Callable[[Path], None]:
     return config(rope_scaling=fields)
 
 
+EMBEDDING = "model.embed_tokens.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 K_BIAS = "model.layers.0.self_attn.k_proj.bias"
 Corrupt, Unsupported = CorruptCheckpointError, UnsupportedModelError
@@ -465,6 +466,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "window": (mistral(sliding_window=513), Unsupported, ["sliding_window=513", "1 to"]),
     "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
     "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
+    "a rope of text": (config(rope_scaling="x"), Unsupported, ["rope_scaling='x'"]),
+    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "fields"]),
+    "KV heads of text": (config(num_key_value_heads="2"), Unsupported, ["num_key_value_heads='2'"]),
+    "an architecture of text": (
+        config(architectures="LlamaForCausalLM"),
+        Unsupported,
+        ["architectures='LlamaForCausalLM': no list"],
+    ),
+    "another head than the embedding": (
+        lambda folder: (
+            config(tie_word_embeddings=True)(folder),
+            tensors(lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}))(folder),
+        ),
+        Unsupported,
+        ["lm_head.weight is not the embedding", "tie_word_embeddings", "config.json"],
+    ),
     "two ropes": (
         config(
             rope_parameters={"rope_type": "default", "rope_theta": 1e4},

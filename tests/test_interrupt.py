@@ -5,6 +5,7 @@ import pytest
 from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
+from slotzero import engine as engine_module
 from slotzero.interrupt import uninterrupted
 
 
@@ -50,6 +51,51 @@ def test_an_interrupted_generate_leaves_a_usable_engine(oracles):
     again = llm.generate(prompts, use_tqdm=False)
     assert len(expected) == len(again) == 3
     llm.engine.check()
+
+
+@pytest.mark.parametrize("place", ["add", "cancel"])
+def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
+    """While requests are added, and a second one while they are cancelled."""
+    oracle = oracles("llama")
+    llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
+    prompts = prompts_of([20, 5, 9, 7], oracle.vocab_size)
+    lanes, calls = llm.engine.lanes, []
+    add, cancel = lanes.add, llm.engine.cancel
+
+    def interrupting(call):
+        def interrupted(*given):
+            calls.append(given)
+            result = call(*given)
+            if len(calls) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        return interrupted
+
+    if place == "add":
+        lanes.add = interrupting(add)
+    else:
+        run = llm.engine.worker.run
+        llm.engine.worker.run = lambda step: signal.raise_signal(signal.SIGINT) or run(step)
+        llm.engine.cancel = interrupting(cancel)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, use_tqdm=False)
+    assert len(calls) == (2 if place == "add" else 4)
+    assert not lanes.has_work
+    assert not llm.engine._answers
+    llm.engine.check()
+
+
+def test_a_request_whose_text_cannot_begin_is_not_queued(monkeypatch):
+    llm = LLM("tiny:llama", backend="eager", max_model_len=64, show_progress=False)
+
+    def fail(*_):
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(engine_module, "Transcript", fail)
+    with pytest.raises(RuntimeError, match="no text"):
+        llm.generate([[1, 2, 3]], use_tqdm=False)
+    assert not llm.engine.has_work
 
 
 def test_a_step_that_fails_leaves_no_false_prefix(oracles):

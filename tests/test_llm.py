@@ -366,6 +366,48 @@ def test_chat_without_the_generation_prompt(llm: LLM) -> None:
     assert output.prompt == "<bos>user: hello<eos>"
 
 
+def test_chat_joins_the_parts_of_a_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
+    (prompt,) = llm.chat_prompts([{"role": "user", "content": parts}])
+    assert prompt["prompt"] == "<bos>user: hello\nyou<eos>assistant: "
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    (prompt,) = llm.chat_prompts([*HELLO, calls])
+    assert prompt["prompt"] == "<bos>user: hello<eos>assistant: <eos>assistant: "
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "hello"}, r"messages\[1\]: role=None must be a text"),
+        ({"role": "user"}, r"messages\[1\]: content=None must be a text"),
+        ({"role": "user", "content": 5}, r"messages\[1\]: content=5 must be a text"),
+        ({"role": "user", "content": ["hello"]}, r"a part of content is 'str'; .* text alone"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+            r"messages\[1\]: a part of content is 'image_url'; .* text alone",
+        ),
+    ],
+)
+def test_chat_refuses_what_no_template_would(llm: LLM, message: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.chat([*HELLO, message], SHORT, use_tqdm=False)
+
+
+def test_chat_hands_tools_and_variables_to_the_template(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with pytest.raises(RequestError, match="tools: this model's chat template does not show them"):
+        llm.chat(HELLO, SHORT, use_tqdm=False, tools=tools)
+    template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }}"
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    asked = {"tools": tools, "chat_template_kwargs": {"mood": "calm"}}
+    (output,) = llm.chat(HELLO, SHORT, use_tqdm=False, **asked)
+    assert output.prompt == "weather calm"
+    with pytest.raises(RequestError, match="chat_template_kwargs: 'messages' is ours to set"):
+        llm.chat(HELLO, SHORT, use_tqdm=False, chat_template_kwargs={"messages": []})
+
+
 def test_an_empty_conversation_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="the conversation is empty"):
         llm.chat([], SHORT, use_tqdm=False)

@@ -3,17 +3,19 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import APIError, AsyncOpenAI, BadRequestError, OpenAI
+from pydantic import BaseModel
 from served import ADD, HEADERS, HELLO, KEY, PATIENCE, Server, children, tiny_server, wait_until
 
 from slotzero import LLM, SamplingParams
@@ -255,6 +257,45 @@ def test_structured_answers(client: OpenAI) -> None:
         model="tiny", prompt="x", max_tokens=20, extra_body={"guided_choice": ["yes", "no"]}
     )
     assert picked.choices[0].text in ("yes", "no")
+    wanted: Any = {"structured_outputs": {"json": ADD["function"]["parameters"]}}
+    parts = client.completions.create(
+        model="tiny", prompt="x", max_tokens=200, seed=1, extra_body=wanted
+    )
+    assert set(json.loads(parts.choices[0].text)) == {"a", "b"}
+
+
+ENDLESS: Any = {"guided_regex": "(a|b){4}c{1000000}"}  # four letters, and it is too much
+
+
+def check_endless(error: Any) -> None:
+    assert (error["type"], error["param"]) == ("invalid_request_error", "guided_regex")
+    assert error["code"] is None
+    assert "too many expressions constructed" in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_a_structure_that_becomes_too_complex(server: Server, client: OpenAI) -> None:
+    """It is the client's to mend, and nothing that a retry could."""
+    engines = children(server.process.pid)
+    asked: Any = {"model": "tiny", "prompt": "x", "max_tokens": 20}
+    for n in (1, 2):
+        with pytest.raises(BadRequestError) as caught:
+            client.completions.create(**asked, n=n, extra_body=ENDLESS)
+        check_endless(caught.value.body)
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=ENDLESS)
+    check_endless(caught.value.body)
+    text = ""
+    with pytest.raises(APIError) as failed:
+        for chunk in client.completions.create(**asked, stream=True, extra_body=ENDLESS):
+            text += chunk.choices[0].text
+    check_endless(failed.value.body)
+    assert re.fullmatch("[ab]{4}c", text)
+    stopped = client.completions.create(**asked, stop="c", extra_body=ENDLESS).choices[0]
+    assert (stopped.finish_reason, len(stopped.text)) == ("stop", 4)
+    server.wait_until_idle()
+    assert server.log.read_text().count("a request was given up: structured_outputs: regex: ") >= 5
+    assert children(server.process.pid) == engines
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
@@ -278,6 +319,27 @@ def test_forced_tool_calls(client: OpenAI, choice: Any) -> None:
             name += part.function.name or ""
             arguments += part.function.arguments or ""
     assert (name, arguments) == ("add", call.function.arguments)
+
+
+class Pair(BaseModel):
+    """Add two numbers."""
+
+    a: Literal[1, 2]
+    b: bool
+
+
+def test_answers_and_calls_are_parsed(client: OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 200, "seed": 3}
+    tidy = dict.fromkeys(("9", "10", "13", "32"), -100)  # no white space
+    parse = client.chat.completions.parse
+    answer = parse(**asked, logit_bias=tidy, response_format=Pair).choices[0].message
+    assert isinstance(answer.parsed, Pair)
+    tools: Any = [openai.pydantic_function_tool(Pair)]
+    forced = parse(**asked, logit_bias=tidy, tools=tools, tool_choice="required")
+    (call,) = forced.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Pair)
+    free = parse(**asked, logit_bias={"257": 100}, tools=tools)
+    assert (free.choices[0].message.content, free.choices[0].finish_reason) == ("", "stop")
 
 
 def test_an_answer_can_be_sent_back(client: OpenAI) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slotzero import LLM, SamplingParams
 from slotzero.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -112,12 +113,16 @@ def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
         open_checkpoint(str(sharded))
 
 
-def test_a_tensor_that_the_index_forgot_is_named_on_read(sharded: Path) -> None:
+def test_a_tensor_that_the_index_forgot_is_there_and_another_is_named_on_read(
+    sharded: Path,
+) -> None:
     index = json.loads((sharded / INDEX).read_text())
     del index["weight_map"]["model.norm.weight"]
     write_json(sharded / INDEX, index)
-    with pytest.raises(CorruptCheckpointError, match=r"no tensor model\.norm\.weight"):
-        open_checkpoint(str(sharded)).read("model.norm.weight")
+    checkpoint = open_checkpoint(str(sharded))
+    assert torch.equal(checkpoint.read("model.norm.weight"), random_tensors()["model.norm.weight"])
+    with pytest.raises(CorruptCheckpointError, match=r"no tensor model\.other\.weight"):
+        checkpoint.read("model.other.weight")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", ""])
@@ -261,6 +266,51 @@ def test_other_names_that_lead_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").touch()
     with pytest.raises(ModelNotFoundError, match=r"pass the file .*a\.gguf"):
         open_checkpoint(str(tmp_path))
+
+
+def test_an_index_of_no_names_and_one_that_leaves_out(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    whole = json.loads(index.read_text())
+    name, file = next(iter(whole["weight_map"].items()))
+    for wrong in (5, None):
+        write_json(index, {"weight_map": whole["weight_map"] | {name: wrong}})
+        with pytest.raises(CorruptCheckpointError, match=f"{name} is in {wrong}; download it"):
+            open_checkpoint(str(sharded))
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    save_file(load_file(sharded / file) | {bias: torch.ones(64)}, sharded / file)
+    write_json(index, whole)
+    checkpoint = open_checkpoint(str(sharded))
+    assert set(checkpoint.names()) == {*whole["weight_map"], bias}
+    with pytest.raises(UnsupportedModelError, match=f"tensor {bias} is not part"):
+        LLM(str(sharded), backend="eager", skip_tokenizer_init=True, show_progress=False)
+
+
+def test_a_tied_embedding_may_be_stored_twice(single: Path) -> None:
+    write_json(single / "config.json", CONFIG | {"tie_word_embeddings": True})
+    file = single / "model.safetensors"
+    stored = load_file(file)
+    save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file)
+    small = {"backend": "eager", "skip_tokenizer_init": True, "show_progress": False}
+    LLM(str(single), **small)
+
+
+def test_what_a_model_would_be_sampled_with(single: Path) -> None:
+    assert open_checkpoint(str(single)).sampling() == {}
+    file = single / "generation_config.json"
+    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "do_sample": True}
+    write_json(file, said)
+    expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    for load_format in ("auto", "dummy"):
+        assert open_checkpoint(str(single), load_format).sampling() == expected
+    small = {"max_model_len": 32, "max_num_seqs": 1, "backend": "eager"}
+    small |= {"skip_tokenizer_init": True, "show_progress": False}
+    assert LLM(str(single), **small).get_default_sampling_params() == SamplingParams(**expected)
+    plain = LLM(str(single), **small, generation_config="none")
+    assert plain.get_default_sampling_params() == SamplingParams()
+    write_json(file, {"top_p": 7})
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json: top_p=7: .*config none"):
+        open_checkpoint(str(single)).sampling()
+    LLM(str(single), **small, generation_config="none")
 
 
 def test_the_hub_offline_says_how_to_get_the_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from slotzero.server import fleet
 from slotzero.server.app import make_app
 from slotzero.server.messages import Grown, Stats, TokenLogprobs
 from slotzero.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
-from slotzero.server.settings import ServerSettings
+from slotzero.server.settings import TOOL_CALL_PARSERS, ServerSettings
 from slotzero.server.status import TABLE, error_reply, status_of
 from slotzero.server.tool_calls import (
     FORCED,
@@ -49,7 +49,7 @@ from slotzero.server.tool_calls import (
     CallParser,
     Said,
 )
-from slotzero.server.tools import choose_format
+from slotzero.server.tools import FORMATS, choose_format
 from slotzero.tokenizer import Tokenizer
 
 EOS = 257
@@ -190,9 +190,14 @@ def tool_tokenizer(template: str) -> Tokenizer:
     return Tokenizer(plain._backend, plain._special_tokens, template)
 
 
-def app_of(client: FakeClient, tokenizer: Tokenizer | None = None, **given: Any) -> Any:
-    given = {"served_model_name": ("tiny", "other/name")} | given
-    return make_app(client, tokenizer or Tokenizer.bytes_tokenizer(), ServerSettings(**given))
+def app_of(
+    client: FakeClient,
+    tokenizer: Tokenizer | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Any:
+    settings = ServerSettings(**{"served_model_name": ("tiny", "other/name")} | given)
+    return make_app(client, tokenizer or Tokenizer.bytes_tokenizer(), settings, sampling)
 
 
 def ask(
@@ -388,6 +393,27 @@ def test_bad_messages_are_named(messages: Any, param: str) -> None:
     assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_no_text_are_said_to_be_none(kind: str) -> None:
+    content = [{"type": "text", "text": "See:"}, {"type": kind, kind: {"url": "x"}}]
+    messages = [*CHAT["messages"], {"role": "user", "content": content}]
+    where = "messages[1].content[1].type"
+    for path, body in (
+        ("/v1/chat/completions", CHAT | {"messages": messages}),
+        ("/tokenize", {"messages": messages}),
+    ):
+        error = refused(path, body)
+        assert error["param"] == where
+        assert error["message"] == f"{where}: {kind!r}, but this model takes text alone"
+
+
+def test_what_a_template_refuses_names_no_flag() -> None:
+    tokenizer = tool_tokenizer("{{ raise_exception('no system role') }}")
+    error = refused("/v1/chat/completions", CHAT, tokenizer=tokenizer)
+    assert error["param"] == "messages"
+    assert error["message"].endswith("refuses these messages: no system role")
+
+
 # Fields
 
 
@@ -490,6 +516,18 @@ WRONG_FIELDS = [
     ({"guided_choice": [str(i) for i in range(100_000)]}, "guided_choice"),
     ({"guided_regex": "a" * 100_001}, "guided_regex"),
     ({"guided_json": {"enum": ["a" * 100_000]}}, "guided_json"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+     "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
 ]  # fmt: skip
 
 
@@ -509,8 +547,6 @@ def test_a_wrong_field_is_named(body: dict[str, Any], param: str) -> None:
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens"),
-        ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
             "response_format.json_schema.schema",
@@ -566,11 +602,18 @@ def test_a_field_that_is_missing_is_named() -> None:
         ({"guided_json": '{"type": "object"}'}, {"json_schema": {"type": "object"}}),
         ({"guided_regex": "a+"}, {"regex": "a+"}),
         ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json": {"a": 1}}}, {"json_schema": {"a": 1}}),
+        ({"structured_outputs": {"json": '{"a": 1}', "regex": None}}, {"json_schema": {"a": 1}}),
+        ({"structured_outputs": {"regex": "a+", "json_object": False}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
     ],
 )  # fmt: skip
 def test_structure_reaches_the_engine(asked: dict[str, Any], structure: dict[str, Any]) -> None:
     client = FakeClient()
     chat(client, **asked)
+    assert client.params["structured_outputs"] == structure
+    complete(client, **asked)
     assert client.params["structured_outputs"] == structure
 
 
@@ -588,6 +631,77 @@ def test_a_structure_that_is_refused_is_named() -> None:
     refusal = RequestRefusedError("RequestError", "too hard")
     error = refused_completion(client=FakeClient(refusal=refusal), guided_regex="a")
     assert error["param"] == "guided_regex"
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "name"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        ({"guided_json": {}}, "json_schema", "guided_json"),
+        ({"guided_regex": "a"}, "regex", "guided_regex"),
+        ({"guided_choice": ["a"]}, "choice", "guided_choice"),
+        ({"structured_outputs": {"json": {}}}, "json_schema", "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a"}}, "regex", "structured_outputs.regex"),
+    ],
+)
+def test_a_structure_has_the_clients_name_in_the_text_too(
+    asked: dict[str, Any], kind: str, name: str
+) -> None:
+    for message, shown in (
+        (f"structured_outputs: {kind}: wrong: regex", f"{name}: wrong: regex"),
+        (f"structured_outputs: {kind}='x' is wrong", f"{name}='x' is wrong"),
+        ("structured_outputs: no token can begin", f"{name}: no token can begin"),
+    ):
+        client = FakeClient(refusal=RequestRefusedError("RequestError", message))
+        for error in (
+            refused_chat(client=client, **asked),
+            refused_completion(client=client, **asked),
+        ):
+            assert (error["param"], error["message"]) == (name, shown)
+
+
+def test_a_tool_whose_schema_is_wrong_is_named() -> None:
+    message = "structured_outputs: json_schema: no such type"
+    error = refused(
+        "/v1/chat/completions",
+        CHAT | {"tools": [WEATHER], "tool_choice": "required"},
+        FakeClient(refusal=RequestRefusedError("RequestError", message)),
+        tokenizer=tool_tokenizer(HERMES_TEMPLATE),
+    )
+    assert (error["param"], error["message"]) == ("tools", "tools: no such type")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens=0: must be at least 1; "),
+        ({"max_tokens": 0}, "max_tokens=0: must be at least 1; "),
+        (
+            {"max_completion_tokens": 3, "min_tokens": 5},
+            "min_tokens=5: must be at least 0 and at most max_completion_tokens",
+        ),
+        ({"guided_choice": []}, "guided_choice=[] is empty; "),
+        ({"guided_regex": "a" * 100_001}, "guided_regex: 100001 characters, at most 100000"),
+        ({"guided_json": "[1]"}, "guided_json=[1] must be a JSON object"),
+        (
+            {"guided_regex": "a\ud800"},
+            "guided_regex has half a character at position 1; send valid Unicode",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", "\ud800"]}},
+            "structured_outputs.choice[1] has half a character at position 0; ",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs: give one of json, json_object, regex, choice, got json and regex",
+        ),
+    ],
+)
+def test_the_text_of_an_error_names_what_was_sent(body: dict[str, Any], message: str) -> None:
+    content = json.dumps(CHAT | body).encode()
+    response = ask(FakeClient(), "/v1/chat/completions", content=content)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
 
 
 # Answers
@@ -748,6 +862,7 @@ _MESSAGES = (
 )
 HERMES_TEMPLATE = "{% if tools %}{{ tools | tojson }} use <tool_call>\n{% endif %}" + _MESSAGES
 LLAMA_TEMPLATE = "{% if tools %}{{ tools | tojson }} <|python_tag|>\n{% endif %}" + _MESSAGES
+ODD_TEMPLATE = "{% if tools %}{{ tools | tojson }} call as [f(x)]\n{% endif %}" + _MESSAGES
 PARIS = '{"name": "weather", "arguments": {"city": "Paris"}}'
 PARIS_LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
 NOW = '{"name": "time", "arguments": {}}'
@@ -769,7 +884,8 @@ def parsed(form: CallFormat, pieces: list[str]) -> tuple[str, list[tuple[str, st
                 assert isinstance(event, Argued)
                 name, arguments = calls[event.index]
                 calls[event.index] = (name, arguments + event.text)
-    assert len(set(ids)) == len(calls) == parser.num_calls == parser.num_done
+    assert len(set(ids)) == len(calls) == parser.num_calls
+    assert parser.num_calls - parser.num_done in (0, 1)  # the last may be cut off
     return text, calls
 
 
@@ -927,6 +1043,10 @@ def test_a_call_that_is_cut_off_says_length() -> None:
     (choice,) = chat(client, tokenizer, tools=[WEATHER], max_tokens=55)["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
+    forced = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 44}
+    (choice,) = chat(FakeClient(PARIS), tokenizer, **forced)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
 
 
 def test_one_call_and_no_more() -> None:
@@ -954,8 +1074,16 @@ def test_a_choice_that_forces_a_call() -> None:
     assert schema["properties"]["arguments"] == WEATHER["function"]["parameters"]
     chat(client, tokenizer, tools=[WEATHER, TIME], tool_choice="required")
     assert len(client.params["structured_outputs"]["json_schema"]["anyOf"]) == 2
-    strict = {"type": "function", "function": TIME["function"] | {"strict": True}}
-    chat(client, tokenizer, tools=[strict], tool_choice="required")
+
+
+def test_a_strict_tool_is_enforced_only_where_a_call_is_forced() -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    client = FakeClient([f"<tool_call>{PARIS}</tool_call>", PARIS])
+    for choice, is_enforced in (("auto", False), ("required", True)):
+        tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+        (made,) = chat(client, tokenizer, tools=[strict], tool_choice=choice)["choices"]
+        assert made["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+        assert ("structured_outputs" in client.params) == is_enforced
 
 
 def test_tool_choice_none_keeps_tools_out() -> None:
@@ -971,10 +1099,6 @@ def test_tool_choice_none_keeps_tools_out() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-        ),
         (
             {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "odd"}}},
             "tool_choice",
@@ -1010,11 +1134,34 @@ def test_a_conversation_with_tools_goes_on() -> None:
 def test_the_format_is_found_in_the_template() -> None:
     assert choose_format("auto", HERMES_TEMPLATE) is HERMES
     assert choose_format("auto", LLAMA_TEMPLATE) is LLAMA
-    assert choose_format("auto", "{{ messages }}") is None
-    assert choose_format("auto", None) is None
     assert choose_format("llama", HERMES_TEMPLATE) is LLAMA
-    assert choose_format("llama", "{{ messages }}") is None, "it shows no tools"
-    assert choose_format("none", HERMES_TEMPLATE) is None
+    assert choose_format("hermes", ODD_TEMPLATE) is HERMES
+    assert {*FORMATS, "auto", "none"} == {*TOOL_CALL_PARSERS}
+
+
+@pytest.mark.parametrize(
+    ("setting", "template", "why"),
+    [
+        ("auto", "{{ messages }}", "no chat template that shows them"),
+        ("hermes", "{{ messages }}", "no chat template that shows them"),
+        ("auto", None, "no chat template that shows them"),
+        ("auto", ODD_TEMPLATE, "serve it with --tool-call-parser hermes or llama"),
+        ("none", HERMES_TEMPLATE, "switched off on this server (--tool-call-parser none)"),
+        ("none", "{{ messages }}", "switched off on this server (--tool-call-parser none)"),
+    ],
+)
+def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> None:
+    plain = Tokenizer.bytes_tokenizer()
+    error = refused(
+        "/v1/chat/completions",
+        CHAT | {"tools": [WEATHER]},
+        tokenizer=Tokenizer(plain._backend, plain._special_tokens, template),
+        tool_call_parser=setting,
+    )
+    assert error["param"] == "tools"
+    assert why in error["message"]
+    whys = ("no chat template", "serve it with", "switched off")
+    assert sum(one in error["message"] for one in whys) == 1
 
 
 # What is wrong before any field is
@@ -1597,3 +1744,14 @@ def test_the_curl_line_can_be_pasted() -> None:
     assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
     assert json.loads(words[-1])["model"] == "it's"
     assert "Authorization: Bearer KEY" in words
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)]
+)
+def test_what_a_request_leaves_out_of_sampling_is_the_models(path: str, body: Any) -> None:
+    client, own = FakeClient(), {"temperature": 0.6, "top_k": 20}
+    reply = ask(client, f"/v1/{path}", body | {"temperature": 0.0}, sampling=own)
+    assert reply.status_code == 200
+    assert client.params["top_k"] == 20
+    assert client.params["temperature"] == 0.0

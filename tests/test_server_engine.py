@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from slotzero.errors import (
     RankLostError,
     RequestRefusedError,
 )
+from slotzero.sampling.grammar import Grammar
 from slotzero.server import client as client_module
 from slotzero.server import process
 from slotzero.server.client import EngineClient
@@ -848,6 +850,43 @@ def test_who_grew_unseen_in_a_failed_step_is_refused(make_desk: MakeDesk) -> Non
     messages = desk.turn()
     assert kinds(messages, Refused) == [Refused("a", "RuntimeError", "no such row")]
     assert not kinds(messages, Progress)
+
+
+def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
+    make_desk: MakeDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is nobody else's failure, and none of the engine."""
+    pytest.importorskip("llguidance")
+    desk = make_desk()
+    endless = greedy(20, structured_outputs={"regex": "(a|b){4}c{1000000}"})
+    messages = desk.turn(Add("bad", prompt_of(5), endless), Add("good", prompt_of(5), greedy(30)))
+    messages += desk.finish()
+    (refused,) = kinds(messages, Refused)
+    assert (refused.id, refused.error) == ("bad", "RequestError")
+    assert re.match(r"structured_outputs: regex: .*too many expressions", refused.message)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a request was given up: {refused.message}"
+    ]
+    before = messages[: messages.index(refused)]
+    bad = [g for p in kinds(before, Progress) for g in p.grown if g.id == "bad"]
+    assert len(bad) == 5 and bad[-1].token_ids == [ord("c")]
+    assert not any(grown.finish_reason for grown in bad)
+    assert not kinds(messages, Failed)
+    assert kinds(messages, Progress)[-1].grown[0].finish_reason == "length"
+    assert desk.loop._asked == desk.engine._answers == {}
+    desk.engine.check()
+
+
+def test_broken_logits_give_a_structured_request_up_without_a_word(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(Grammar, "advance", lambda *_: False)
+    desk = make_desk()
+    asked = greedy(20, structured_outputs={"regex": "[a-z]+"})
+    messages = desk.turn(Add("a", prompt_of(5), asked)) + desk.finish()
+    assert not kinds(messages, Refused)
+    assert kinds(messages, Progress)[-1].grown[0].finish_reason == "abort"
 
 
 def test_two_failed_steps_in_a_row_are_the_end(make_desk: MakeDesk) -> None:

@@ -39,6 +39,12 @@ MAIL = r"[a-z]{2,5}@[a-z]{2,5}\.(com|org)"
 COLOURS = ["red", "green", "greenish", "né"]
 # A random model would leave hardly a string or a list: it is told to like their ends.
 TIDY = {ord('"'): 6.0, ord("]"): 6.0, ord("}"): 4.0} | dict.fromkeys(b" \t\r\n", -100.0)
+# Four letters are fine; then llguidance must write the million down, and gives up.
+ENDLESS = {"regex": "(a|b){4}c{1000000}"}
+ENDLESS_ERROR = (
+    "structured_outputs: regex: the answer cannot go on "
+    "(lexer error: too many expressions constructed): ask for a simpler one"
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "schema": {"json_schema": PERSON},
     "regex": {"regex": MAIL},
@@ -82,6 +88,8 @@ def test_one_shape_is_kept_as_text() -> None:
         asked = StructuredOutputs(json_schema=given)
         assert (asked.kind, json.loads(asked.text)) == ("json_schema", schema)
         assert list(json.loads(asked.text)["properties"]) == ["b", "a"]
+        assert StructuredOutputs(json=given) == asked
+        assert SamplingParams(structured_outputs={"json": given}).structured_outputs == asked
     assert StructuredOutputs(json_object=True, regex=None).kind == "json_object"
     assert StructuredOutputs(regex="a|b", json_object=False).text == "a|b"
     assert StructuredOutputs(choice=["b", "é"]).text == '["b", "\\u00e9"]'
@@ -98,7 +106,8 @@ def test_one_shape_is_kept_as_text() -> None:
         5,
         [],
         {},
-        {"json": {}},
+        {"json": {}, "json_schema": {}},
+        {"json": "{"},
         {"grammar": "start: x"},
         {"json_object": False},
         {"json_object": "yes"},
@@ -118,6 +127,19 @@ def test_one_shape_is_kept_as_text() -> None:
 def test_a_bad_shape_is_refused_by_name(asked: Any) -> None:
     with pytest.raises(RequestError, match=r"^structured_outputs"):
         SamplingParams(structured_outputs=asked)
+
+
+def test_what_is_wrong_with_a_shape_is_said() -> None:
+    for asked, message in (
+        ({"choice": []}, "choice=[] is empty; give at least one text"),
+        ({"regex": "a\ud800"}, "regex has half a character at position 1; send valid Unicode"),
+        ({"choice": ["a", "\ud800"]}, "choice[1] has half a character at position 0; send valid"),
+        ({"json": "[1]"}, "json='[1]' must be a JSON object"),
+        ({"json": {}, "regex": "a"}, "give one of json_schema, json_object, regex, choice, json, "),
+    ):
+        with pytest.raises(RequestError) as raised:
+            SamplingParams(structured_outputs=asked)
+        assert str(raised.value).startswith(f"structured_outputs: {message}")
 
 
 def test_a_schema_too_deep_to_write_down_is_refused() -> None:
@@ -167,6 +189,44 @@ def test_a_grammar_ends_when_only_its_end_is_left() -> None:
 def test_a_wrong_token_is_noticed() -> None:
     assert not begin("ab").advance(ord("b"))
     assert not begin("ab").advance(EOS)
+
+
+def test_a_grammar_that_becomes_too_complex_says_so_and_a_wrong_token_does_not() -> None:
+    for token, failure in ((ord("c"), ENDLESS_ERROR), (ord("a"), "")):
+        grammar = begin(ENDLESS["regex"])
+        assert after(grammar, "abba") == {ord("c")}
+        assert not grammar.advance(token)
+        assert grammar.failure == failure
+
+
+def test_an_answer_that_was_too_complex_does_not_spoil_the_next() -> None:
+    model = grammars()
+    for _ in range(3):
+        grammar = model.begin(StructuredOutputs(**ENDLESS))
+        assert after(grammar, "abba") == {ord("c")}
+        assert not grammar.advance(ord("c"))
+    assert model._compiled.cache_info().misses == 1
+
+
+def test_a_grammar_that_can_say_nothing_of_the_next_token_says_why() -> None:
+    """The token was taken, and then it was too much to see what may follow."""
+    grammar = begin("[a-z]+")
+
+    class Overtaxed:
+        def consume_token(self, token: int) -> bool:
+            return True
+
+        def unsafe_compute_mask_ptr(self, *_: int) -> None: ...
+
+        def is_error(self) -> bool:
+            return True
+
+        def get_error(self) -> str:
+            return "too much\n<non-verbose/>"
+
+    grammar._matcher = Overtaxed()  # type: ignore[assignment]
+    assert not grammar.advance(ord("a"))
+    assert "(too much)" in grammar.failure
 
 
 def test_answers_of_one_grammar_do_not_share_their_place() -> None:
@@ -228,8 +288,6 @@ def test_choices_are_texts_whatever_is_in_them() -> None:
         ({"regex": "(?=a)b"}, "regex: look-around"),
         ({"regex": "[^\\x00-\\u{10ffff}]"}, "regex: no text can match it"),
         ({"regex": "(a?){500}a{500}"}, "regex: lexer error: too many expressions"),
-        ({"regex": "\ud800"}, "regex: 'utf-8' codec can't encode"),
-        ({"choice": ["\ud800"]}, "choice: "),
         ({"json_schema": {"type": "nope"}}, "json_schema: Invalid type: nope"),
         ({"json_schema": {"$ref": "#/nope"}}, "json_schema: Pointer '/nope' does not exist"),
         ({"json_schema": {"uniqueItems": True}}, "json_schema: Unimplemented keys"),
@@ -373,7 +431,39 @@ def test_broken_logits_end_a_structured_answer_and_no_other(engine: Engine) -> N
     finally:
         del engine.worker.run
     assert (bad.finish_reason, len(bad.token_ids), bad.token_ids[-1]) == ("abort", 6, 0)
+    assert bad.failure == ""
     assert (good.finish_reason, len(good.token_ids)) == ("length", 12)
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_answer_and_no_other(engine: Engine) -> None:
+    bad = engine.add("bad", [1], shaped(ENDLESS))
+    good = engine.add("good", [2], greedy(12))
+    short = engine.add("short", [2], shaped("regex", max_tokens=4))
+    drain(engine)
+    assert (bad.finish_reason, len(bad.token_ids), bad.token_ids[-1]) == ("abort", 5, ord("c"))
+    assert bad.failure == ENDLESS_ERROR
+    for answer, length in ((good, 12), (short, 4)):
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", length)
+        assert answer.failure == ""
+    check_nothing_leaked(engine)
+
+
+def test_what_stops_an_answer_does_so_before_its_grammar_fails(engine: Engine) -> None:
+    for letter, more in (("x", {"stop": "c"}), ("y", {"stop_token_ids": [ord("c")]})):
+        answer = ask(engine, shaped({"regex": f"(a|{letter}){{4}}c{{1000000}}"}, **more))
+        assert (answer.finish_reason, len(answer.text), answer.failure) == ("stop", 4, "")
+
+
+def test_a_grammar_that_fails_while_its_request_waits(engine: Engine) -> None:
+    """Preempted with the sample in flight that is too much."""
+    answer = engine.add("one", [1], shaped(ENDLESS))
+    while len(answer.token_ids) < 4 or not answer.request.num_in_flight:
+        assert not answer.finished
+        engine.step()
+    engine.lanes[0]._preempt(answer.request)
+    drain(engine)
+    assert (answer.finish_reason, answer.failure) == ("abort", ENDLESS_ERROR)
+    check_nothing_leaked(engine)
 
 
 # ---- neighbours, chunks, preemption, cancelling ----
@@ -567,6 +657,44 @@ def test_n_answers_and_streams() -> None:
         check_shape("regex", text)
     with pytest.raises(RequestError, match="prompt 0: structured_outputs: regex: unclosed group"):
         llm.generate("hello", shaped({"regex": "("}), use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny:llama", backend="eager", show_progress=False, max_num_seqs=4)
+
+
+def test_generate_raises_what_a_grammar_fails_of(llm: LLM) -> None:
+    """The others, running and waiting, are gone with it; the next call is as before."""
+    plain = greedy(40)
+    before = llm.generate("hello", plain, use_tqdm=False)[0].outputs
+    prompts = ["hello", "there", *["more"] * 6]
+    asked = [plain, shaped(ENDLESS, n=2), *[plain] * 6]
+    with pytest.raises(RequestError) as raised:
+        llm.generate(prompts, asked, use_tqdm=False)
+    assert str(raised.value) == f"prompt 1: {ENDLESS_ERROR}"
+    drain(llm.engine)
+    check_nothing_leaked(llm.engine)
+    assert llm.generate("hello", plain, use_tqdm=False)[0].outputs == before
+
+
+def test_a_stream_gives_what_there_is_and_raises_what_a_grammar_fails_of(llm: LLM) -> None:
+    texts = ["", ""]
+    with pytest.raises(RequestError) as raised:
+        for chunk in llm.stream(["hello", "there"], [greedy(40), shaped(ENDLESS)]):
+            texts[chunk.prompt_index] += chunk.text
+    assert str(raised.value) == f"prompt 1: {ENDLESS_ERROR}"
+    assert re.fullmatch("[ab]{4}c", texts[1])
+    whole = llm.generate("hello", greedy(40), use_tqdm=False)[0].outputs[0].text
+    assert 0 < len(texts[0]) < len(whole) and whole.startswith(texts[0])
+    drain(llm.engine)
+    check_nothing_leaked(llm.engine)
+
+
+def test_broken_logits_are_no_error_of_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Grammar, "advance", lambda *_: False)
+    output = llm.generate("hello", shaped("regex"), use_tqdm=False)[0].outputs[0]
+    assert (output.finish_reason, len(output.token_ids)) == ("abort", 1)
 
 
 # ---- recorded ----

@@ -16,7 +16,9 @@ from slotzero.errors import (
 )
 from slotzero.loading.gguf_tokenizer import gguf_tokenizer
 from slotzero.loading.source import open_checkpoint
+from slotzero.sampling.params import SamplingParams
 from slotzero.tokenizer import Detokenizer, Tokenizer, byte_letters
+from slotzero.transcript import Transcript
 
 BYTES = Tokenizer.bytes_tokenizer()
 SMOLLM2 = open_checkpoint("smollm2").tokenizer()
@@ -158,6 +160,19 @@ def test_a_character_of_four_tokens_comes_whole() -> None:
 
 def test_flush_gives_the_half_character_that_is_left() -> None:
     assert stream(BYTES, list("a🎉".encode()[:-1]), skip=True)[-1] == "\ufffd"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("stop", ["\n", "a\n", "\n\n", "中"])
+def test_a_stop_string_of_bytes_is_found_with_its_last_one(name: str, stop: str) -> None:
+    """A decoder that reads a run of bytes at its end would find it a token later, or never."""
+    before = b"" if stop.startswith("a") else b"a"
+    ids = [byte_id(name, byte) for byte in before + stop.encode()]
+    transcript = Transcript(TOKENIZERS[name], SamplingParams(stop=stop))
+    found = [transcript.push(token, hide=False, may_stop=True) for token in ids]
+    assert found == [None] * (len(ids) - 1) + [stop]
+    assert transcript.text == before.decode()
+    assert transcript.close() is None
 
 
 def test_special_tokens_do_not_show_unless_asked_for() -> None:
@@ -313,7 +328,7 @@ def test_what_goes_wrong_in_a_template_is_the_error_of_the_request(
 
 
 def test_a_model_without_template_names_the_way_around() -> None:
-    with pytest.raises(RequestError, match="--raw"):
+    with pytest.raises(RequestError, match="no chat template; send a plain prompt"):
         with_template(None).apply_chat_template(USER)
 
 

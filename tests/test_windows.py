@@ -17,7 +17,7 @@ from traced import Traced, prompts_of
 from slotzero import LLM, SamplingParams
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
-from slotzero.errors import CapacityError, UnsupportedModelError
+from slotzero.errors import CapacityError, PoolError, UnsupportedModelError
 from slotzero.loading.mxfp4 import dequantise
 from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.config import parse_config
@@ -371,3 +371,32 @@ def test_groups_of_whole_context_get_as_many_pages_each():
     demand = Demand(max_num_seqs=64, chunk=64, expected_len=512, limit=4096)
     pages, _ = split(shapes, 300 * sum(s.num_bytes for s in shapes), demand)
     assert pages["full"] == pages["draft"] > 280
+
+
+def test_the_least_memory_that_is_taken_is_enough_for_one_with_drafts() -> None:
+    """A chunk asks for the places of drafts after it: those were not counted, and a request that
+    was alone waited for pages for ever."""
+    settings = {
+        "model": "tiny:gemma3", "backend": "eager", "page_size": 16, "max_model_len": 512,
+        "max_num_seqs": 4, "max_num_batched_tokens": 208, "speculative": "draft",
+        "speculative_model": "tiny:gemma3", "speculative_steps": 6, "speculative_topk": 8,
+        "skip_tokenizer_init": True, "show_progress": False,
+    }  # fmt: skip
+    for memory in range(1_310_720, 2 << 20, 32 << 10):
+        try:
+            engine = Engine(EngineConfig(**settings, kv_cache_memory=memory))
+        except CapacityError:
+            continue
+        break
+    answer = engine.add("a", [i % 200 for i in range(500)], SamplingParams(max_tokens=8))
+    for _ in range(30):
+        engine.step()
+    assert answer.finished
+
+
+def test_nobody_who_can_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(EngineConfig(model="tiny:llama", backend="eager", show_progress=False))
+    engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
+    monkeypatch.setattr(engine.lanes, "plan", lambda width: None)
+    with pytest.raises(PoolError, match="of 0 requests that run and 1 that wait, none can go on"):
+        engine.step()

@@ -9,13 +9,14 @@ is left to the dataclass, so a default is written down once.
 
 import argparse
 import ast
+import difflib
 import functools
 import inspect
 import re
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Any, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from slotzero.cli.drafters import drafter, speculative_config
 from slotzero.config import (
@@ -24,6 +25,7 @@ from slotzero.config import (
     DRAFTERS,
     DTYPES,
     EXECUTORS,
+    GENERATION_CONFIGS,
     LOAD_FORMATS,
     SANITIZE_ACTIONS,
     SANITIZE_MODES,
@@ -56,6 +58,7 @@ CHOICES = {
     "backend": BACKENDS,
     "dtype": DTYPES,
     "executor": EXECUTORS,
+    "generation_config": GENERATION_CONFIGS,
     "load_format": LOAD_FORMATS,
     "sanitize": SANITIZE_MODES,
     "sanitize_action": SANITIZE_ACTIONS,
@@ -87,8 +90,18 @@ SAMPLING_FIELDS = (
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """With a flag that was perhaps meant."""
+        what, _, words = message.partition("unrecognized arguments: ")
+        if not what:
+            near = difflib.get_close_matches(words.split()[0], self._option_string_actions, 1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+
 def command_parser(name: str, usage: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"slotzero {name}",
         usage=f"slotzero {name} {usage}",
         description=description,

@@ -83,14 +83,19 @@ def run(args: argparse.Namespace) -> int:
         from slotzero.server.app import make_app
         from slotzero.server.fleet import Fleet
 
-        tokenizer = open_checkpoint(config.model, config.load_format).tokenizer()
+        checkpoint = open_checkpoint(config.model, config.load_format)
+        tokenizer = checkpoint.tokenizer()
+        sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
+        if sampling:
+            said = ", ".join(f"{name} {value}" for name, value in sampling.items())
+            print(f"requests that do not say have {said}, by generation_config.json", flush=True)
         fleet = Fleet(
             engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
             settings.data_parallel_size,
             max_waiting=settings.max_waiting,
             launch=launch,
         )
-        app = make_app(fleet, tokenizer, settings)
+        app = make_app(fleet, tokenizer, settings, sampling)
         asyncio.run(_serve(app, fleet, settings, listener, address))
     if fleet.exit_code:
         from slotzero.errors import EngineUnavailableError

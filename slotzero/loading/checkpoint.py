@@ -45,6 +45,10 @@ class Checkpoint(ABC):
     def tokenizer(self) -> "Tokenizer":
         """The checkpoint's tokenizer with its chat template; raises TokenizerMissingError."""
 
+    def sampling(self) -> Mapping[str, Any]:
+        """What its makers would have for fields of SamplingParams that a request leaves out."""
+        return {}
+
 
 class Shown(Checkpoint):
     """Another checkpoint, some of whose tensors are shown otherwise than they are stored."""
@@ -57,3 +61,6 @@ class Shown(Checkpoint):
 
     def tokenizer(self) -> "Tokenizer":
         return self._stored.tokenizer()
+
+    def sampling(self) -> Mapping[str, Any]:
+        return self._stored.sampling()

@@ -33,6 +33,7 @@ class DummyCheckpoint(Checkpoint):
         *,
         eos_token_ids: tuple[int, ...],
         make_tokenizer: Callable[[], Tokenizer],
+        sampling: Callable[[], Mapping[str, Any]] = dict,
         seed: int = 0,
     ) -> None:
         self.name = name
@@ -40,6 +41,7 @@ class DummyCheckpoint(Checkpoint):
         self.eos_token_ids = eos_token_ids
         self._shapes = expected_tensors(config)
         self._make_tokenizer = make_tokenizer
+        self._sampling = sampling
         self._seed = seed
 
     def names(self) -> Collection[str]:
@@ -58,6 +60,9 @@ class DummyCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         return self._make_tokenizer()
+
+    def sampling(self) -> Mapping[str, Any]:
+        return self._sampling()
 
 
 def tensor_seed(seed: int, name: str) -> int:

@@ -3,11 +3,12 @@
 It does not read weights until it is asked: opening looks at the header of each file, and `read`
 maps one tensor.
 
-The rule: all files are there and whole, and the index and the files agree, or opening fails and
-names the file. A download that was cut off is found in milliseconds, not after minutes of loading.
+The rule: all files are there and whole, and have what the index says, or opening fails and names
+the file; what it leaves out is there too, for whoever knows what may be. A download that was cut
+off is found in milliseconds, not after minutes of loading.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -15,15 +16,23 @@ from typing import Any, final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slotzero.errors import CorruptCheckpointError, ModelNotFoundError, UnsupportedModelError
+from slotzero.errors import (
+    CorruptCheckpointError,
+    ModelNotFoundError,
+    RequestError,
+    UnsupportedModelError,
+)
 from slotzero.loading.checkpoint import Checkpoint, Part
 from slotzero.loading.json_file import read_json, read_json_if_there, token_ids
 from slotzero.loading.text_part import text_config
 from slotzero.models.config import DEQUANTISED, quantisation_of
+from slotzero.sampling.params import SamplingParams
 from slotzero.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_GENERATION = "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @final
@@ -67,6 +76,9 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_folder(self._path)
 
+    def sampling(self) -> Mapping[str, Any]:
+        return folder_sampling(self._path)
+
     def _refuse_quantised(self) -> None:
         """Quantised tensors can have familiar names: they would load, and be wrong."""
         method = quantisation_of(self.config)
@@ -85,6 +97,9 @@ class FolderCheckpoint(Checkpoint):
         file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise CorruptCheckpointError(f"{index} has no weight_map; download it again")
+        for name, file in file_of.items():
+            if not isinstance(file, str):
+                raise CorruptCheckpointError(f"{index}: {name} is in {file!r}; download it again")
         stored = {file: self._open(self._path / file) for file in sorted(set(file_of.values()))}
         for name, file in file_of.items():
             if name not in stored[file]:
@@ -92,7 +107,8 @@ class FolderCheckpoint(Checkpoint):
                     f"{self._path / file} has no tensor {name}, though {index.name} says so; "
                     "download both again"
                 )
-        return {name: self._path / file for name, file in file_of.items()}
+        left_out = {name: file for file, names in stored.items() for name in names}
+        return {name: self._path / file for name, file in (left_out | file_of).items()}
 
     def _open(self, file: Path) -> frozenset[str]:
         if not file.is_file():
@@ -115,8 +131,21 @@ def folder_config(path: Path) -> dict[str, Any]:
 
 def folder_eos_token_ids(path: Path) -> tuple[int, ...]:
     """generation_config.json knows more ends (of a turn, of a message) than config.json."""
-    generation = read_json_if_there(path / "generation_config.json").get("eos_token_id")
+    generation = read_json_if_there(path / _GENERATION).get("eos_token_id")
     return token_ids(generation) or token_ids(folder_config(path).get("eos_token_id"))
+
+
+def folder_sampling(path: Path) -> dict[str, Any]:
+    file = path / _GENERATION
+    stored = read_json_if_there(file)
+    found = {name: stored[name] for name in _SAMPLING if stored.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise CorruptCheckpointError(
+            f"{file}: {error}; mend it, or use --generation-config none"
+        ) from None
+    return found
 
 
 def _single_file(path: Path) -> Path:

@@ -20,7 +20,12 @@ from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.loading.checkpoint import Checkpoint
 from slotzero.loading.dummy import DummyCheckpoint
-from slotzero.loading.folder import FolderCheckpoint, folder_config, folder_eos_token_ids
+from slotzero.loading.folder import (
+    FolderCheckpoint,
+    folder_config,
+    folder_eos_token_ids,
+    folder_sampling,
+)
 from slotzero.loading.fp8 import Fp8Checkpoint
 from slotzero.loading.gguf import GgufCheckpoint
 from slotzero.loading.mxfp4 import Mxfp4Checkpoint
@@ -88,6 +93,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
         name or path.resolve().name,
         eos_token_ids=folder_eos_token_ids(path),
         make_tokenizer=partial(Tokenizer.from_folder, path),
+        sampling=partial(folder_sampling, path),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.nouns import Activation, Experts, Heads
-from slotzero.models.fields import activation, eps, plain_activation, positive
+from slotzero.models.fields import activation, eps, mapping, plain_activation, positive
 from slotzero.models.latent import latent_heads
 from slotzero.models.mixtures import beside_size, experts_of, sparse_layers
 from slotzero.models.per_layer import heads_of, owners_and_readers, with_full_heads
@@ -383,6 +383,8 @@ def _scales(config: Mapping[str, Any], model_type: str) -> Scales:
 def family_of(config: Mapping[str, Any]) -> Family:
     named = ARCHITECTURES.get(str(config.get("model_type")), str(config.get("model_type")))
     architectures = config.get("architectures") or [named]
+    if not isinstance(architectures, list):
+        raise UnsupportedModelError(f"config field architectures={architectures!r}: no list")
     family = FAMILIES.get(architectures[0])
     if family is None:
         raise UnsupportedModelError(
@@ -419,8 +421,8 @@ def _refuse_unimplemented(config: Mapping[str, Any], family: Family) -> None:
 
 
 def quantisation_of(config: Mapping[str, Any]) -> str | None:
-    given = config.get("quantization_config")
-    return None if given is None else str(dict(given).get("quant_method", "unknown"))
+    given = mapping(config, "quantization_config")
+    return str(given.get("quant_method", "unknown")) if given else None
 
 
 def _groups(
@@ -442,7 +444,7 @@ def _groups(
     scalar, softcap = config.get("query_pre_attn_scalar"), config.get("attn_logit_softcapping")
     full = Heads(
         num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        num_kv_heads=_num_kv_heads(config, num_heads),
         head_dim=head_dim,
         value_dim=config.get("v_head_dim") or head_dim,
         norm_eps=eps(config),
@@ -482,6 +484,11 @@ def _groups(
 def _score_scale(config: Mapping[str, Any], family: Family) -> float | None:
     given = config.get("attention_multiplier")
     return family.score_scale if given is None else float(given)
+
+
+def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
+    field = "num_key_value_heads"
+    return num_heads if config.get(field) is None else positive(config, field)
 
 
 def _layer_kinds(config: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:

@@ -35,6 +35,14 @@ def plain_activation(config: Mapping[str, Any]) -> Activation:
     return "relu"
 
 
+def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Empty where there is none"""
+    value = config.get(field)
+    if value is not None and not isinstance(value, Mapping):
+        raise UnsupportedModelError(f"config field {field}={value!r}: fields of its own are needed")
+    return value or {}
+
+
 def eps(config: Mapping[str, Any]) -> float:
     return float(config.get("rms_norm_eps", 1e-6))
 

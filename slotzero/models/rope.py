@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
+from slotzero.models.fields import mapping
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ _FIELDS: Mapping[str, set[str]] = {
 def refuse_two_ropes(config: Mapping[str, Any]) -> None:
     """rope_parameters is the newer name; who adds the older one, as many a model's page says to,
     means it."""
-    newer, older = (_of_kind(config.get(f"rope_{name}")) for name in ("parameters", "scaling"))
+    newer, older = (_of_kind(mapping(config, f"rope_{n}")) for n in ("parameters", "scaling"))
     if newer and older and any(newer.get(field) != older[field] for field in older):
         raise UnsupportedModelError(
             "config fields rope_parameters and rope_scaling do not agree: write what is meant into "
@@ -76,7 +77,7 @@ def refuse_two_ropes(config: Mapping[str, Any]) -> None:
         )
 
 
-def _of_kind(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _of_kind(given: Mapping[str, Any]) -> dict[str, Any]:
     """The same, its kind under one name"""
     if not given:
         return {}
@@ -85,7 +86,7 @@ def _of_kind(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-    given = _of_kind(config.get("rope_parameters") or config.get("rope_scaling"))
+    given = _of_kind(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
     kind = given.pop("rope_type", "default")
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     rotary_dim = int(head_dim * (given.pop("partial_rotary_factor", None) or 1.0))
@@ -145,7 +146,7 @@ def _mscale(scale: float, weight: float = 1.0) -> float:
 
 def correction(config: Mapping[str, Any], rope: RopeConfig) -> float:
     """By how much more than cos and sin tell, keys and queries of a scaled context are scaled."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     weight = given.get("mscale_all_dim")
     return _mscale(rope.factor, weight) if rope.kind != "default" and weight else 1.0
 

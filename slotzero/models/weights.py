@@ -26,6 +26,7 @@ OR_SMALLER = " or --dtype bfloat16"
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
+_HEAD, _COMPARED = "lm_head.weight", 1 << 14  # rows at a time
 # Stored by some exporters and derived by us.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
@@ -247,11 +248,12 @@ def _refuse_unexpected(
             f"{checkpoint.name}: tensor {missing[0]} is missing ({len(missing)} in all): "
             "the checkpoint is incomplete, fetch it again"
         )
-    tied = {"lm_head.weight"}  # a copy of the embedding that some exporters store
+    if config.tied_embeddings and _HEAD in names:
+        _refuse_another_head(config, checkpoint)
     ahead_of = ahead_prefixes(config)
     extra = sorted(
         n
-        for n in names - expected - tied - unread_tensors(config) - besides
+        for n in names - expected - {_HEAD} - unread_tensors(config) - besides
         if not n.endswith(_IGNORED) and not n.startswith(ahead_of)
     )
     if extra:
@@ -259,6 +261,20 @@ def _refuse_unexpected(
             f"{checkpoint.name}: tensor {extra[0]} is not part of this architecture as we know it "
             f"({len(extra)} such)"
         )
+
+
+def _refuse_another_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Some exporters store a tied embedding twice; a head that was trained by itself is another."""
+    (embedding,) = (p for p in params_of(config) if p.name == "embedding")
+    (source,) = embedding.stored(0)
+    for begin in range(0, config.vocab_size, _COMPARED):
+        rows = slice(begin, begin + _COMPARED), slice(None)
+        one, other = (checkpoint.read_part(name, *rows) for name in (source.name, _HEAD))
+        if one.whole != other.whole or not torch.equal(one.tensor, other.tensor):
+            raise UnsupportedModelError(
+                f"{checkpoint.name}: tensor {_HEAD} is not the embedding that tie_word_embeddings "
+                "says it is: set that to false in config.json"
+            )
 
 
 def _assemble(

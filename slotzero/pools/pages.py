@@ -106,6 +106,7 @@ class KvPool(NamedTuple):
 
 
 def reach(batch: int, ahead: int, behind: int) -> int:
-    """Tokens of one request that a window may have to span beyond itself: those of a chunk, or
-    drafts of a step, of the steps before that are not committed, and of the next."""
-    return max(batch, 4 * ahead + behind)
+    """Tokens of one request that a window may have to span beyond itself: those of a chunk and the
+    places of drafts after it, or drafts of a step, of the steps before that are not committed, and
+    of the next."""
+    return max(batch + ahead, 4 * ahead + behind)

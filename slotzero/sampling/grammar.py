@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
@@ -36,20 +37,29 @@ class Grammar:
     """The answer so far, as a state of its grammar; `allowed` is [words] uint32, bit i % 32 of word
     i // 32 for token i."""
 
-    def __init__(
-        self, matcher: "LLMatcher", allowed: np.ndarray, vocabulary: "_Vocabulary"
-    ) -> None:
-        self._matcher = matcher
+    def __init__(self, kind: Kind, start: "_Start", vocabulary: "_Vocabulary") -> None:
+        self._kind = kind
+        self._start = start
+        self._matcher = start.copy()
         self._vocabulary = vocabulary
-        self.allowed = allowed
+        self.allowed = start.allowed
+        self.failure = ""
+        """Why no token can follow one that was allowed: the grammar has become too complex."""
 
     def advance(self, token: int) -> bool:
-        """The answer has one token more. False: it was not allowed, or the grammar has become too
-        complex to go on."""
-        if not self._matcher.consume_token(token):
+        """The answer has one token more. False: it was not allowed, or there is a `failure`."""
+        word, bit = divmod(token, _WORD_BITS)
+        if not int(self.allowed[word]) >> bit & 1:
             return False
-        self.allowed = self._vocabulary.allowed(self._matcher)
-        return not self._matcher.is_error()
+        if self._matcher.consume_token(token):
+            self.allowed = self._vocabulary.allowed(self._matcher)
+        if self._matcher.is_error():
+            self._start.is_spent = True
+            self.failure = (
+                f"structured_outputs: {self._kind}: the answer cannot go on "
+                f"({_line(self._matcher.get_error())}): ask for a simpler one"
+            )
+        return not self.failure
 
     def can_go_on(self, banned: Collection[int] = ()) -> bool:
         """Whether anything but the end of the sequence and these tokens is allowed."""
@@ -77,7 +87,7 @@ class Grammars:
         start = self._compiled(asked.kind, asked.text)
         if isinstance(start, str):
             raise RequestError(start)
-        return Grammar(start.matcher.deep_copy(), start.allowed, self._vocabulary)
+        return Grammar(asked.kind, start, self._vocabulary)
 
     def prepare(self) -> None:
         """Builds what the first request would wait for: most of a second for 50,000 tokens."""
@@ -90,7 +100,7 @@ class Grammars:
             from llguidance import LLTokenizer
         except ImportError:
             raise RequestError(
-                "structured_outputs need llguidance: pip install 'slotzero[server]'"
+                "structured_outputs: llguidance is missing: pip install 'slotzero[server]'"
             ) from None
         backend = Backend.from_str(self._make_tokenizer().to_json())
         ends = [i for i in self._eos_token_ids if backend.id_to_token(i) is not None]
@@ -126,8 +136,11 @@ class Grammars:
                         text, defaults={"whitespace_pattern": _JSON_SPACE}
                     )
             limits = LLParserLimits(verbose_errors=False)
-            matcher = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=limits)
-            start = _Start(matcher, vocabulary.allowed(matcher))
+            make = functools.partial(
+                LLMatcher, vocabulary.tokenizer, source, log_level=0, limits=limits
+            )
+            matcher = make()
+            start = _Start(make, matcher, vocabulary.allowed(matcher))
             wrong = matcher.get_error() or start.trial()
         except ValueError as error:
             wrong = str(error)
@@ -136,11 +149,20 @@ class Grammars:
         return start
 
 
-class _Start(NamedTuple):
+@dataclass(slots=True)
+class _Start:
     """A grammar before its first token; its matcher is copied, never moved."""
 
+    make: Callable[[], "LLMatcher"]
     matcher: "LLMatcher"
     allowed: np.ndarray
+    is_spent: bool = False
+    """Copies share a lexer, and one of them has brought it to its limits."""
+
+    def copy(self) -> "LLMatcher":
+        if self.is_spent:
+            self.matcher, self.is_spent = self.make(), False
+        return self.matcher.deep_copy()
 
     def trial(self) -> str:
         """What is wrong after one token: some limits of a grammar show only then."""

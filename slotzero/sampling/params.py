@@ -1,6 +1,6 @@
 """How one request wants its tokens chosen. Pure data: it knows neither tensors nor slots.
 
-Field names and meanings follow vLLM's `SamplingParams`, so that a script ports by its import.
+Field names and meanings follow vLLM's `SamplingParams`; those that are not here are refused.
 A value that cannot be honoured is refused here, by name, before anything runs.
 """
 

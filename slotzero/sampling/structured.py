@@ -14,6 +14,7 @@ from slotzero.errors import RequestError
 
 Kind = Literal["json_schema", "json_object", "regex", "choice"]
 KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice")
+NAMES = (*KINDS, "json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +27,36 @@ class StructuredOutputs:
     """The whole answer matches this regular expression (Rust's syntax: no look-around)."""
     choice: Sequence[str] | None = None
     """The answer is one of these texts."""
+    json: str | Mapping[str, Any] | None = None
+    """Another name of json_schema (vLLM's); what it holds is kept there."""
 
     def __post_init__(self) -> None:
         for name, ok, rule in (
             ("json_object", isinstance(self.json_object, bool | None), "must be true"),
             ("regex", self.regex is None or isinstance(self.regex, str), "must be text"),
             ("choice", self.choice is None or _is_texts(self.choice), "must be a list of texts"),
+            ("choice", self.choice is None or self.choice, "is empty; give at least one text"),
         ):
             if not ok:
                 raise _refused(name, getattr(self, name), rule)
-        if self.json_schema is not None:
-            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        named = [name for name in NAMES if getattr(self, name) not in (None, False)]
+        if len(named) != 1:
+            got = " and ".join(named) or "none"
+            raise RequestError(f"structured_outputs: give one of {', '.join(NAMES)}, got {got}")
+        if self.regex is not None:
+            _check_unicode("regex", self.regex)
         if self.choice is not None:
+            for i, text in enumerate(self.choice):
+                _check_unicode(f"choice[{i}]", text)
             object.__setattr__(self, "choice", tuple(self.choice))
-        if len(self._named()) != 1:
-            got = " and ".join(self._named()) or "none"
-            raise RequestError(f"structured_outputs: give one of {', '.join(KINDS)}, got {got}")
+        if named[0] in ("json_schema", "json"):
+            text = _schema_text(named[0], getattr(self, named[0]))
+            object.__setattr__(self, "json_schema", text)
+            object.__setattr__(self, "json", None)
 
     @property
     def kind(self) -> Kind:
-        return self._named()[0]
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
     @property
     def text(self) -> str:
@@ -60,9 +71,6 @@ class StructuredOutputs:
             case "choice":
                 return json.dumps(self.choice)
 
-    def _named(self) -> list[Kind]:
-        return [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
-
 
 def structured_outputs(asked: object) -> StructuredOutputs | None:
     """What a request asks for: nothing, the thing itself, or a mapping of its fields."""
@@ -71,23 +79,23 @@ def structured_outputs(asked: object) -> StructuredOutputs | None:
     if not isinstance(asked, Mapping):
         shown = reprlib.repr(asked)
         raise RequestError(
-            f"structured_outputs={shown}: must be a dict with one of {', '.join(KINDS)}"
+            f"structured_outputs={shown}: must be a dict with one of {', '.join(NAMES)}"
         )
-    unknown = [name for name in asked if name not in KINDS]
+    unknown = [name for name in asked if name not in NAMES]
     if unknown:
-        raise RequestError(f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(KINDS)}")
+        raise RequestError(f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(NAMES)}")
     return StructuredOutputs(**asked)
 
 
-def _schema_text(schema: object) -> str:
+def _schema_text(name: str, schema: object) -> str:
     """In the order in which it was given: that is the order of an answer's properties."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping):
-            raise _refused("json_schema", schema, "must be a JSON object")
+            raise _refused(name, schema, "must be a JSON object")
         return json.dumps(parsed, allow_nan=False, default=_plain)
     except (ValueError, TypeError, RecursionError) as error:
-        raise _refused("json_schema", schema, f"is not JSON ({error})") from None
+        raise _refused(name, schema, f"is not JSON ({error})") from None
 
 
 def _plain(value: object) -> Any:
@@ -99,7 +107,17 @@ def _plain(value: object) -> Any:
 def _is_texts(value: object) -> bool:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return False
-    return bool(value) and all(isinstance(text, str) for text in value)
+    return all(isinstance(text, str) for text in value)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")  # as of a prompt: JSON may hold half of a surrogate pair
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"structured_outputs: {name} has half a character at position {error.start}; "
+            "send valid Unicode"
+        ) from None
 
 
 def _refused(name: str, value: object, rule: str) -> RequestError:

@@ -266,7 +266,8 @@ class Scheduler:
             asked, remedy = f"max_model_len={max_len} needs", "lower it"
             needed = self.ledger.pages_for(max_len)
         else:  # a window and a chunk, which may begin in the middle of a page
-            asked = f"a window of {group.window} with max_num_batched_tokens={batch} needs"
+            tokens = config.max_num_batched_tokens
+            asked = f"a window of {group.window} with max_num_batched_tokens={tokens} needs"
             remedy = "lower max_num_batched_tokens or max_model_len"
             needed = self.ledger.pages_for(min(max_len, group.window - 1 + batch)) + 1
         if needed > group.pool.max_free:
@@ -386,7 +387,7 @@ class Scheduler:
             asked_for = token in request.params.stop_token_ids
             self.finish(request, "stop", token if asked_for else None)
         elif request.grammar is not None and not request.grammar.advance(token):
-            self.finish(request, "abort")  # its logits were broken: no token was left to choose
+            self.finish(request, "abort")  # its grammar says why, or its logits were broken
         elif request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
             self.finish(request, "stop")
         elif request.num_tokens >= request.max_len:

@@ -4,7 +4,7 @@ It starts the engine with itself and stops it at its end. The rule: whatever is 
 request, the reply has OpenAI's error shape, and names the field where there is one.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,8 +34,14 @@ from slotzero.server.status import (
 from slotzero.tokenizer import Tokenizer
 
 
-def make_app(client: Client, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
-    front = Front(client, tokenizer, settings, Metrics(client))
+def make_app(
+    client: Client,
+    tokenizer: Tokenizer,
+    settings: ServerSettings,
+    sampling: Mapping[str, Any] | None = None,
+) -> FastAPI:
+    """`sampling`: of requests that do not say."""
+    front = Front(client, tokenizer, settings, Metrics(client), sampling or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

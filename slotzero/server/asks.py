@@ -5,15 +5,22 @@ here, under the name that the client gave it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
-from slotzero.sampling.structured import StructuredOutputs, structured_outputs
+from slotzero.sampling.structured import KINDS, StructuredOutputs, structured_outputs
 from slotzero.server.answers import Ask
-from slotzero.server.protocol import ChatRequest, CompletionRequest, Generation
+from slotzero.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    ResponseFormat,
+    Structure,
+)
 from slotzero.server.status import FieldError, param_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default
@@ -34,14 +41,21 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
 )
-_GUIDED = ("response_format", "guided_json", "guided_regex", "guided_choice")
+_WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+# where a message of ours names a field: as its first words, and as its last
+_FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|(?<=\w )[a-z_]+$")
 
 
 def chat_asks(
-    body: ChatRequest, prompt: list[int], schema: dict[str, Any] | None, has_tools: bool
+    body: ChatRequest,
+    prompt: list[int],
+    schema: dict[str, Any] | None,
+    has_tools: bool,
+    sampling: Mapping[str, Any],
 ) -> list[Ask]:
-    """`schema`: what the answer must be because tool_choice forces a call."""
-    given = _given(body)
+    """`schema`: what the answer must be because tool_choice forces a call. `sampling`: what the
+    model would have of fields that are left out."""
+    given = {**sampling, **_given(body)}
     limits = (body.max_completion_tokens, body.max_tokens)
     given["max_tokens"] = next((limit for limit in limits if limit is not None), None)
     if body.logprobs:
@@ -52,7 +66,7 @@ def chat_asks(
     if schema is not None:
         if structure is not None:
             raise FieldError(name, f"{name}: not with a tool_choice that forces a call")
-        name, structure = "tool_choice", {"json_schema": schema}
+        name, structure = "tools", {"json_schema": schema}
     names = {"prompt": "messages", "logprobs": "top_logprobs", "structured_outputs": name}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
@@ -60,9 +74,12 @@ def chat_asks(
 
 
 def completion_asks(
-    body: CompletionRequest, prompts: Sequence[list[int]], echoes: Sequence[str]
+    body: CompletionRequest,
+    prompts: Sequence[list[int]],
+    echoes: Sequence[str],
+    sampling: Mapping[str, Any],
 ) -> list[Ask]:
-    given = _given(body)
+    given = {**sampling, **_given(body)}
     given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
@@ -87,23 +104,44 @@ def _given(body: Generation) -> dict[str, Any]:
 
 def _structure(body: Generation) -> tuple[str, dict[str, Any] | None]:
     """-> the field that asks for a structure, and the structure"""
-    asked = [name for name in _GUIDED if getattr(body, name, None) is not None]
+    asked = [name for name in _WAYS if getattr(body, name) is not None]
     if len(asked) > 1:
         raise FieldError(asked[1], f"{asked[1]}: {asked[0]} says already what the answer must be")
     if not asked:
         return "response_format", None
     (name,) = asked
-    if name == "response_format":
-        assert isinstance(body, ChatRequest)
-        return name, _response_format(body)
-    if name == "guided_json":
-        return name, {"json_schema": _schema(body.guided_json)}
-    return name, {name.removeprefix("guided_"): getattr(body, name)}
+    wanted = getattr(body, name)
+    if isinstance(wanted, ResponseFormat):
+        return name, _response_format(wanted)
+    if isinstance(wanted, Structure):
+        return _structured_outputs(wanted)
+    return name, _shape(name, name.removeprefix("guided_"), wanted)
 
 
-def _response_format(body: ChatRequest) -> dict[str, Any] | None:
-    wanted = body.response_format
-    assert wanted is not None
+def _structured_outputs(wanted: Structure) -> tuple[str, dict[str, Any]]:
+    kinds = {
+        "json": wanted.json_,
+        "json_object": wanted.json_object or None,
+        "regex": wanted.regex,
+        "choice": wanted.choice,
+    }
+    given = [kind for kind, value in kinds.items() if value is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none"
+        raise FieldError(
+            "structured_outputs",
+            f"structured_outputs: give one of {', '.join(kinds)}, got {got}",
+        )
+    (kind,) = given
+    name = f"structured_outputs.{kind}"
+    return name, _shape(name, kind, kinds[kind])
+
+
+def _shape(name: str, kind: str, value: Any) -> dict[str, Any]:
+    return {"json_schema": _schema(name, value)} if kind == "json" else {kind: value}
+
+
+def _response_format(wanted: ResponseFormat) -> dict[str, Any] | None:
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
         raise FieldError(
             "response_format.json_schema",
@@ -117,13 +155,13 @@ def _response_format(body: ChatRequest) -> dict[str, Any] | None:
     return {"json_object": True} if wanted.type == "json_object" else None
 
 
-def _schema(given: dict[str, Any] | str | None) -> Any:
+def _schema(name: str, given: dict[str, Any] | str) -> Any:
     if not isinstance(given, str):
         return given
     try:
         return json.loads(given)
     except (ValueError, RecursionError):
-        raise FieldError("guided_json", "guided_json: is text, but not JSON") from None
+        raise FieldError(name, f"{name}: is text, but not JSON") from None
 
 
 def _asks(
@@ -175,9 +213,11 @@ def about(param: str) -> Iterator[None]:
 
 
 def refusal(message: str, names: dict[str, str]) -> FieldError:
-    """An error of SamplingParams or of the engine, under the client's name for the field."""
+    """An error of SamplingParams or of the engine, under the client's names for the fields. Our
+    name for a structure is that of its kind too."""
     param = param_of(RequestError(message), message)
-    return FieldError(names.get(param, param) if param else None, message)
+    shown = _FIELD.sub(lambda found: names.get(found[0].partition(":")[0], found[0]), message)
+    return FieldError(names.get(param, param) if param else None, shown)
 
 
 def _seed(seed: int | None, i: int) -> dict[str, int]:

@@ -3,7 +3,8 @@ them. It knows no request in particular.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
 from slotzero.server.answers import Ask
@@ -17,12 +18,18 @@ from slotzero.tokenizer import Tokenizer
 
 class Front:
     def __init__(
-        self, client: Client, tokenizer: Tokenizer, settings: ServerSettings, metrics: Metrics
+        self,
+        client: Client,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        metrics: Metrics,
+        sampling: Mapping[str, Any],
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = metrics
+        self.sampling = sampling
         self.started_at = int(time.time())
         self.names = settings.served_model_name or (DEFAULT_MODEL,)
         self.call_format = choose_format(settings.tool_call_parser, tokenizer.tool_template)

@@ -36,7 +36,7 @@ class TokenLogprobs(Struct, array_like=True, frozen=True):
 
 
 class Grown(Struct, array_like=True, frozen=True):
-    """What one request gained in a step; the last one has a finish_reason."""
+    """What one request gained in a step; the last one has a finish_reason, or a Refused follows."""
 
     id: str
     token_ids: list[int]
@@ -53,7 +53,7 @@ class Progress(Struct, tag="progress", array_like=True, frozen=True):
 
 
 class Refused(Struct, tag="refused", array_like=True, frozen=True):
-    """A request that the engine will not run."""
+    """A request that the engine will not run, or not to its end."""
 
     id: str
     error: str  # the class, in errors.py

@@ -94,7 +94,7 @@ METRICS = (
         "slotzero_spec_decode_num_accepted_tokens_per_pos_total", "counter", ("engine", "position"),
         "Drafted tokens that were accepted, by their position in the draft, from 0.",
     ),
-    Metric("slotzero_requests_total", "counter", (), "Requests that arrived over HTTP."),
+    Metric("slotzero_requests_total", "counter", (), "Requests over HTTP that were well formed."),
     Metric("slotzero_steps_total", "counter", ("engine",), "Steps of the engine."),
     Metric(
         "slotzero_replays_total", "counter", ("engine", "runner", "size"),

@@ -179,6 +179,11 @@ class EngineLoop:
         self._num_failures = 0
         if grown:
             self._outbox.put(Progress([self._growth(answer) for answer in grown]))
+        for answer in grown:
+            if answer.failure:
+                _log.warning("a request was given up: %s", answer.failure)
+                told = _told(RequestError(answer.failure))
+                self._outbox.put(Refused(answer.request.id, *told))
 
     def _growth(self, answer: "Answer") -> Grown:
         request = answer.request
@@ -197,7 +202,7 @@ class EngineLoop:
             tokens,
             [TokenLogprobs(p.chosen, p.top_ids[:wanted], p.top_values[:wanted]) for p in logprobs],
             request.num_found,
-            request.finish_reason,
+            None if answer.failure else request.finish_reason,
             request.stop_reason,
         )
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slotzero.sampling.params import MAX_LOGIT_BIAS
 from slotzero.server.conversation import Asked, Message, NamedTool, Tool
@@ -62,6 +62,15 @@ class ResponseFormat(Asked):
     json_schema: JsonSchema | None = None
 
 
+class Structure(Asked):
+    """What an answer must look like: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
 class StreamOptions(Asked):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -74,6 +83,21 @@ def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
     if any(not 1 <= len(text) <= MAX_STOP_LEN for text in stops):
         raise FieldError("stop", f"stop: a string has between 1 and {MAX_STOP_LEN} characters")
     return stop
+
+
+def _refuse_media(messages: Any) -> Any:
+    """Parts that are no text: by what they are, not by what else they might have been."""
+    for i, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for j, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                where = f"messages[{i}].content[{j}].type"
+                raise FieldError(where, f"{where}: {kind[:40]!r}, but this model takes text alone")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES), BeforeValidator(_refuse_media)]
 
 
 def _token_ids(bias: dict[str, float]) -> dict[str, float]:
@@ -102,6 +126,7 @@ class Generation(Asked):
     stop: Annotated[str | list[str] | None, AfterValidator(_check_stops)] = None
     max_tokens: int | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's
     top_k: int | None = None
     min_p: float | None = None
@@ -111,6 +136,8 @@ class Generation(Asked):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: Structure | None = None
+    # its older names
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -127,14 +154,13 @@ class Generation(Asked):
 
 
 class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     # they say nothing about the answer
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -187,7 +213,7 @@ class CompletionRequest(Generation):
 class TokenizeRequest(Asked):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

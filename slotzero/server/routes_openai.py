@@ -92,7 +92,7 @@ def openai_routes(front: Front) -> APIRouter:
             text, tokens = await asyncio.to_thread(encode)
         front.check_tokens(tokens, "messages")
         log_prompt(request, text)
-        asks = chat_asks(body, tokens, plan.schema, plan.form is not None)
+        asks = chat_asks(body, tokens, plan.schema, plan.form is not None, front.sampling)
         return await reply(request, asks, ChatWriter(body, front.tokenizer, plan), body.stream)
 
     @router.post("/completions", responses=responses(CompletionReply, True), response_model=None)
@@ -115,7 +115,7 @@ def openai_routes(front: Front) -> APIRouter:
         for prompt in prompts:
             front.check_tokens(prompt, "prompt")
         log_prompt(request, given)
-        asks = completion_asks(body, prompts, echoes)
+        asks = completion_asks(body, prompts, echoes, front.sampling)
         return await reply(
             request, asks, CompletionWriter(body, asks, front.tokenizer), body.stream
         )

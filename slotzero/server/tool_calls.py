@@ -74,6 +74,7 @@ class CallParser:
         self.num_calls = 0
         """Those that were begun."""
         self.num_done = 0
+        """Those that ended; the last may be cut off."""
 
     def push(self, text: str) -> list[Event]:
         self._held += text
@@ -84,7 +85,8 @@ class CallParser:
     def close(self) -> list[Event]:
         """No more text."""
         if self._object is not None:
-            self._fail()
+            if self.num_calls == self.num_done:  # else it is cut off, and never done
+                self._fail()
         elif self._state == self._opened:
             self._say(self._form.opening)
         if not self._is_rest_of_call():

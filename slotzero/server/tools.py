@@ -4,6 +4,7 @@ It knows requests and templates; the reading itself is in tool_calls.py. A choic
 is kept by grammar: the answer can only be that call's JSON.
 
 The rule: tools that this model could not be told of, or whose calls could not be read, are refused.
+Where the model is free to call, its arguments are what it writes, `strict` or not.
 """
 
 import json
@@ -11,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slotzero.chat_template import variable_of_ours
 from slotzero.server.conversation import Message, NamedTool, Tool, ToolCall
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.status import FieldError
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
 
-FORMATS: Mapping[str, CallFormat | None] = {"hermes": HERMES, "llama": LLAMA, "none": None}
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "self")
+FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama": LLAMA}
 
 
 @dataclass(frozen=True)
@@ -37,31 +38,35 @@ class ToolPlan:
         return CallParser(self.form, self.names) if self.form else None
 
 
-def choose_format(setting: str, template: str | None) -> CallFormat | None:
-    """The format in which this model writes calls, from the template that taught it."""
+def choose_format(setting: str, template: str | None) -> CallFormat | str:
+    """The format in which this model writes calls, from the template that taught it; or why tools
+    are refused."""
+    if setting == "none":
+        return "tools: switched off on this server (--tool-call-parser none)"
     if template is None or "tools" not in template:
-        return None  # the model would not be told of them
+        return (
+            "tools: this model has no chat template that shows them, whatever --tool-call-parser "
+            "says; serve a model that has one"
+        )
     if setting != "auto":
         return FORMATS[setting]
     if HERMES.opening in template:
         return HERMES
     if LLAMA.opening in template or '"parameters"' in template:
         return LLAMA
-    return None
+    return (
+        "tools: this model's chat template shows them, but the form of a call is not found in it; "
+        f"serve it with --tool-call-parser {' or '.join(FORMATS)}"
+    )
 
 
-def plan_tools(body: ChatRequest, form: CallFormat | None) -> ToolPlan:
+def plan_tools(body: ChatRequest, form: CallFormat | str) -> ToolPlan:
+    """`form`: of choose_format."""
     if not body.tools or body.tool_choice == "none":
         return ToolPlan()
-    if form is None:
-        raise FieldError(
-            "tools",
-            "tools: this model's chat template does not show them, or in no form that is known: "
-            "name it by --tool-call-parser",
-        )
+    if isinstance(form, str):
+        raise FieldError("tools", form)
     wanted = _wanted(body.tools, body.tool_choice)
-    if wanted is None:
-        _refuse_strict(body.tools)
     if body.response_format is not None and body.response_format.type != "text":
         raise FieldError("response_format", "response_format: not with tools, or tool_choice=none")
     return ToolPlan(
@@ -82,16 +87,6 @@ def _wanted(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[Tool]
             raise FieldError("tool_choice", f"tool_choice: {name!r} is none of the tools")
         return named
     return list(tools) if choice == "required" else None
-
-
-def _refuse_strict(tools: Sequence[Tool]) -> None:
-    for i, tool in enumerate(tools):
-        if tool.function.strict:
-            raise FieldError(
-                f"tools[{i}].function.strict",
-                "strict: only with tool_choice 'required' or a named function; a model that is "
-                "free to call may err",
-            )
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
@@ -160,7 +155,7 @@ def _template_call(where: str, call: ToolCall) -> dict[str, Any]:
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    taken = next((name for name in given or () if name in RESERVED), None)
+    taken = variable_of_ours(given or {})
     if taken is not None:
         raise FieldError("chat_template_kwargs", f"chat_template_kwargs: {taken!r} is ours to set")
     return dict(given or {})
