@@ -9,7 +9,7 @@ The rule: whatever goes wrong in a template is the error of one request, never o
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -23,6 +23,59 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slotzero.errors import RequestError
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "self")
+
+
+class MessageError(RequestError):
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"{field}: {what}")
+        self.field = field
+
+
+def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates know it: its text is one string, arguments of calls are objects."""
+    where = f"messages[{place}]"
+    made = {name: value for name, value in message.items() if value is not None}
+    role, content, calls = made.get("role"), made.get("content"), made.get("tool_calls")
+    if not isinstance(role, str):
+        raise MessageError(f"{where}.role", f"{role!r} is no text, such as 'user'")
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+        content = "\n".join(parts)
+    if content is None and not (role == "assistant" and calls):
+        raise MessageError(f"{where}.content", "missing")
+    if not isinstance(content or "", str):
+        raise MessageError(f"{where}.content", "is neither text nor a list of its parts")
+    if calls:
+        made["tool_calls"] = [
+            _template_call(f"{where}.tool_calls[{i}].function", call)
+            for i, call in enumerate(calls)
+        ]
+    made["role"] = "system" if role == "developer" else role
+    return made | {"content": content or ""}
+
+
+def _part_text(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise MessageError(where, f"is of type {kind!r}, but this model takes text alone")
+    text: str = part["text"]
+    return text
+
+
+def _template_call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessageError(where, "a name and arguments are needed")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise MessageError(f"{where}.arguments", "must be a JSON object, as text")
+    named = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": named}
 
 
 def variable_of_ours(given: Mapping[str, Any]) -> str | None:

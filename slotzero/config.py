@@ -33,7 +33,8 @@ class EngineConfig:
     """auto, or dummy for random weights from config.json alone."""
     generation_config: str = "auto"
     """What requests to a server, and calls without parameters, leave out of temperature, top_k,
-    top_p, min_p and repetition_penalty: auto is what the model's generation_config.json has."""
+    top_p, min_p and repetition_penalty: auto is what the model's generation_config.json has. The
+    commands chat and generate have values of their own."""
     dtype: str = "auto"
     """Of weights and KV: auto is the checkpoint's on a GPU (float16 if quantised and large), else
     float32."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slotzero.config import EngineConfig
-from slotzero.errors import PoolError, RequestError, TokenizerMissingError
+from slotzero.errors import CapacityError, RequestError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import parse_config
@@ -78,14 +78,14 @@ class Engine:
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = checkpoint.tokenizer()
+        self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
+        """Of requests that do not say; whoever makes their parameters takes them from here."""
         self.crew = crew or muster(config, parse_config(checkpoint.config))
         bar = weights_bar(config.show_progress, checkpoint.name)
         with bar as progress, self.crew.watched("loading"):
             self.worker = Worker(config, checkpoint, progress, self.crew)
         self.limits = limits = self.worker.limits
         self.eos_token_ids = checkpoint.eos_token_ids
-        self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
-        """Of requests that do not say; whoever makes their parameters takes them from here."""
         tokenizer = self.tokenizer
         self._grammars = Grammars(
             checkpoint.tokenizer if tokenizer is None else lambda: tokenizer,
@@ -177,10 +177,7 @@ class Engine:
                 if step is not None:
                     self._launch(step)
                 elif self.lanes.has_work and not self._in_flight:
-                    raise PoolError(
-                        f"of {self.lanes.num_running} requests that run and "
-                        f"{self.lanes.num_waiting} that wait, none can go on"
-                    )
+                    self._refuse_to_wait()
                 if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
                     return self._commit()
                 return []
@@ -238,6 +235,17 @@ class Engine:
             has_room = row.request.max_len - row.start > min(uncut, MOST_UNCUT)
             if row.request.speculates and has_room:
                 self._widths.learn(depth, num_right)  # a place left empty was wrong too
+
+    def _refuse_to_wait(self) -> None:
+        """Nobody can go on, and nothing that would change that is under way: all of them end, or
+        they would be asked again for ever."""
+        num_running, num_waiting = self.lanes.num_running, self.lanes.num_waiting
+        for request_id in list(self._answers):
+            self.cancel(request_id)
+        raise CapacityError(
+            f"of {num_running} requests that run and {num_waiting} that wait, none can go on: give "
+            "more memory for KV"
+        )
 
     def _abandon(self) -> None:
         """A step failed: whoever runs ends; whoever waits goes on waiting. The writes of this step

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slotzero.chat_template import variable_of_ours
+from slotzero.chat_template import template_message, variable_of_ours
 from slotzero.config import DEFAULT_MODEL, EngineConfig
 from slotzero.engine import Answer, Engine
 from slotzero.errors import ConfigError, RequestError, TokenizerMissingError
@@ -188,7 +188,7 @@ class LLM:
             if not conversation:
                 raise RequestError("the conversation is empty: give at least one message")
             text = tokenizer.apply_chat_template(
-                [_template_message(i, message) for i, message in enumerate(conversation)],
+                [template_message(i, message) for i, message in enumerate(conversation)],
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 **variables,
@@ -259,12 +259,12 @@ class LLM:
             answers.append([])
             for params in job.siblings:
                 request_id = f"{next(self._ids)}"
-                with uninterrupted():  # or it would be in the engine, and nobody would know
+                with self.engine.lock, uninterrupted():  # or it is in the engine, and nobody knows
                     answers[-1].append(self.engine.add(request_id, job.tokens, params))
 
     def _cancel(self, answers: list[list[Answer]]) -> None:
         """Whoever is not finished; all of them, however often Ctrl-C is pressed."""
-        with uninterrupted():
+        with self.engine.lock, uninterrupted():
             for answer in itertools.chain.from_iterable(answers):
                 self.engine.cancel(answer.request.id)
 
@@ -361,28 +361,3 @@ def _parts(prompt: object) -> tuple[str | None, Sequence[int] | None]:
     if not isinstance(prompt.get("prompt") or "", str):
         raise RequestError(f"'prompt' is text, not {type(prompt['prompt']).__name__}")
     return prompt.get("prompt"), prompt.get("prompt_token_ids")
-
-
-def _template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """As chat templates know it: its text is one string."""
-    where, role, content = f"messages[{place}]", message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise RequestError(f"{where}: role={role!r} must be a text, such as 'user'")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(_part_text(where, part) for part in content)
-    if content is None and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"{where}: content={content!r} must be a text, or a list of its parts")
-    return {**message, "content": content}
-
-
-def _part_text(where: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if kind == "text" else None
-    if not isinstance(text, str):
-        raise RequestError(
-            f"{where}: a part of content is {kind!r}; models here take text alone, as "
-            "{'type': 'text', 'text': ...}"
-        )
-    return text

@@ -26,14 +26,15 @@ class _Files(NamedTuple):
     folder: Path
     limit: str
     used: str
-    idle: str  # a line of memory.stat: pages of files that nobody has used for a while
+    files: tuple[str, ...]  # lines of memory.stat: pages of files, which can be read again
 
 
 def memory() -> Memory:
-    held = _machine()
+    machine = held = _machine()
     for limit, used in _limits():
-        if limit < held.total:  # what is no limit is a number beyond any machine, or a word
-            held = Memory(limit, min(held.available, max(0, limit - used)))
+        if limit < machine.total:  # what is no limit is a number beyond any machine, or a word
+            left = max(0, limit - used)
+            held = Memory(min(held.total, limit), min(held.available, left))
     return held
 
 
@@ -50,25 +51,29 @@ def _limits() -> Iterator[tuple[int, int]]:
     """-> what a control group may have, and what it has and cannot give back: this process's own,
     and each that this one is in"""
     for line in _read(_PROC / "self/cgroup").splitlines():
-        number, kinds, own = line.split(":", 2)
+        number, _, rest = line.partition(":")
+        kinds, _, own = rest.partition(":")
         if number == "0":
-            files = _Files(_GROUPS, "memory.max", "memory.current", "inactive_file")
+            files = _Files(
+                _GROUPS, "memory.max", "memory.current", ("active_file", "inactive_file")
+            )
         elif "memory" in kinds.split(","):
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            idle = "total_active_file", "total_inactive_file"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", idle
             files = _Files(_GROUPS / "memory", *names)
         else:
             continue
-        inside = PurePosixPath(own).relative_to("/")
+        inside = PurePosixPath(own.lstrip("/"))
         for group in (inside, *inside.parents):
             folder = files.folder / group
             limit, used = (_read(folder / name).strip() for name in (files.limit, files.used))
             if limit.isdigit() and used.isdigit():
-                yield int(limit), int(used) - _idle(folder / "memory.stat", files.idle)
+                yield int(limit), int(used) - _of_files(folder / "memory.stat", files.files)
 
 
-def _idle(stat: Path, name: str) -> int:
+def _of_files(stat: Path, names: tuple[str, ...]) -> int:
     lines = (line.split() for line in _read(stat).splitlines())
-    return next((int(line[1]) for line in lines if line[0] == name), 0)
+    return sum(int(line[1]) for line in lines if line and line[0] in names)
 
 
 def _read(file: Path) -> str:

@@ -33,7 +33,7 @@ class Transcript:
         before = len(self.text)
         self.text += self._detokenizer.push(token_id)
         if not may_stop:
-            self._search_from = len(self.text)
+            self._search_from = len(self.text) + len(self._detokenizer.held())
             return None
         if self._stops and self._find(before, self._detokenizer.held()) is not None:
             self.text += self._detokenizer.flush()

@@ -29,7 +29,9 @@ from slotzero.errors import (
 )
 from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.memory import Memory
+from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors
+from slotzero.models.rope import refuse_two_ropes
 from slotzero.pools import budget
 from slotzero.tokenizer import Tokenizer
 
@@ -472,7 +474,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "an architecture of text": (
         config(architectures="LlamaForCausalLM"),
         Unsupported,
-        ["architectures='LlamaForCausalLM': no list"],
+        ["architectures='LlamaForCausalLM': a list of names"],
     ),
     "another head than the embedding": (
         lambda folder: (
@@ -658,3 +660,26 @@ def test_a_process_ends_with_its_code_and_no_traceback(words: list[str], code: i
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith("slotzero: error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_a_scaled_rope_is_used_or_refused(family: str) -> None:
+    """In no family is it ignored."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    plain = dict(TINY_CONFIGS[family])
+    try:
+        scaled = parse_config(plain | {"rope_scaling": scaling})
+    except UnsupportedModelError as error:
+        assert "rope" in str(error)
+        return
+    assert any(group.rope.kind == "yarn" for group in scaled.groups)
+
+
+def test_two_ropes_that_agree() -> None:
+    plain = {k: v for k, v in TINY_CONFIGS["llama"].items() if not k.startswith("rope")}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    for newer in (linear, {"full_attention": linear}):
+        refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": linear})
+        with pytest.raises(UnsupportedModelError, match="do not agree"):
+            other = linear | {"factor": 4.0}
+            refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": other})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slotzero import LLM, SamplingParams, __version__, progress
-from slotzero.cli import chat, doctor, flags, generate
+from slotzero.cli import chat, doctor, flags, generate, serve
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
 from slotzero.errors import CapacityError
@@ -558,3 +558,20 @@ def test_in_a_log_progress_is_a_line_now_and_then(
     with progress.certify_bar(True, None) as tried:
         tried("decode[8]")
     assert capsys.readouterr().err == "tried decode[8]\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prot"], "arguments: --prot; did you mean --port?"),
+        (["--zzzz"], "arguments: --zzzz"),
+        ([""], "arguments:"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_one_that_is_near(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve.parser().parse_args(["tiny:llama", *words])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.strip().endswith(said)

@@ -370,21 +370,23 @@ def test_chat_joins_the_parts_of_a_text(llm: LLM) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
     (prompt,) = llm.chat_prompts([{"role": "user", "content": parts}])
     assert prompt["prompt"] == "<bos>user: hello\nyou<eos>assistant: "
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    (prompt,) = llm.chat_prompts([*HELLO, calls])
-    assert prompt["prompt"] == "<bos>user: hello<eos>assistant: <eos>assistant: "
+    (prompt,) = llm.chat_prompts([{"role": "developer", "content": "be brief"}])
+    assert prompt["prompt"] == "<bos>system: be brief<eos>assistant: "
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"content": "hello"}, r"messages\[1\]: role=None must be a text"),
-        ({"role": "user"}, r"messages\[1\]: content=None must be a text"),
-        ({"role": "user", "content": 5}, r"messages\[1\]: content=5 must be a text"),
-        ({"role": "user", "content": ["hello"]}, r"a part of content is 'str'; .* text alone"),
+        ({"content": "hello"}, r"messages\[1\]\.role: None is no text"),
+        ({"role": "user"}, r"messages\[1\]\.content: missing"),
+        ({"role": "user", "content": 5}, r"messages\[1\]\.content: is neither text nor"),
+        (
+            {"role": "user", "content": ["hello"]},
+            r"content\[0\]: is of type 'str', but .* text alone",
+        ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
-            r"messages\[1\]: a part of content is 'image_url'; .* text alone",
+            r"messages\[1\]\.content\[0\]: is of type 'image_url', but .* text alone",
         ),
     ],
 )
@@ -404,6 +406,13 @@ def test_chat_hands_tools_and_variables_to_the_template(
     asked = {"tools": tools, "chat_template_kwargs": {"mood": "calm"}}
     (output,) = llm.chat(HELLO, SHORT, use_tqdm=False, **asked)
     assert output.prompt == "weather calm"
+    template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
+    call = {"id": "1", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    (prompt,) = llm.chat_prompts([*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert prompt["prompt"] == '{"city": "Oslo"}'
+    with pytest.raises(RequestError, match=r"tool_calls\[0\]\.function: a name and arguments"):
+        llm.chat_prompts([*HELLO, {"role": "assistant", "tool_calls": [{"id": "1"}]}])
     with pytest.raises(RequestError, match="chat_template_kwargs: 'messages' is ours to set"):
         llm.chat(HELLO, SHORT, use_tqdm=False, chat_template_kwargs={"messages": []})
 

@@ -41,7 +41,8 @@ def test_a_container_has_less(root: Path, own: str) -> None:
     folder = f"groups{own}".rstrip("/")
     write(root, f"{folder}/memory.max", 8 * GIB)
     write(root, f"{folder}/memory.current", 5 * GIB)
-    write(root, f"{folder}/memory.stat", f"anon 9\ninactive_file {2 * GIB}\nactive_file 7\n")
+    stat = f"anon 9\ninactive_file {GIB}\nactive_file {GIB}\nfile {3 * GIB}\n"
+    write(root, f"{folder}/memory.stat", stat)
     assert memory() == Memory(8 * GIB, 5 * GIB)
 
 
@@ -51,6 +52,21 @@ def test_a_group_outside_may_have_less_still(root: Path) -> None:
         write(root, f"groups/{folder}/memory.max", f"{limit}\n")
         write(root, f"groups/{folder}/memory.current", f"{used}\n")
     assert memory() == Memory(4 * GIB, 1 * GIB)
+
+
+def test_what_is_left_is_of_whoever_has_least(root: Path) -> None:
+    """Which need not be who may have least."""
+    write(root, "proc/self/cgroup", "0::/pod/box\n")
+    for folder, limit, used in (("pod", 10 * GIB, 9 * GIB), ("pod/box", 8 * GIB, GIB)):
+        write(root, f"groups/{folder}/memory.max", limit)
+        write(root, f"groups/{folder}/memory.current", used)
+    assert memory() == Memory(8 * GIB, 1 * GIB)
+
+
+@pytest.mark.parametrize("line", ["", "0", "0::", "0::box", "nothing", "4:memory", "x:y:z"])
+def test_lines_that_say_nothing(root: Path, line: str) -> None:
+    write(root, "proc/self/cgroup", f"{line}\n")
+    assert memory() == Memory(64 * GIB, 40 * GIB)
 
 
 def test_the_first_version_of_control_groups(root: Path) -> None:

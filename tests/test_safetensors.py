@@ -297,7 +297,7 @@ def test_a_tied_embedding_may_be_stored_twice(single: Path) -> None:
 def test_what_a_model_would_be_sampled_with(single: Path) -> None:
     assert open_checkpoint(str(single)).sampling() == {}
     file = single / "generation_config.json"
-    said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "do_sample": True}
+    said = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95, "min_p": None, "do_sample": True}
     write_json(file, said)
     expected = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     for load_format in ("auto", "dummy"):

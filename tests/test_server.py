@@ -1755,3 +1755,22 @@ def test_what_a_request_leaves_out_of_sampling_is_the_models(path: str, body: An
     assert reply.status_code == 200
     assert client.params["top_k"] == 20
     assert client.params["temperature"] == 0.0
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"guided_choice": ["a"]},
+    ],
+)
+def test_a_structure_is_not_for_an_answer_that_may_call(choice: str, way: dict[str, Any]) -> None:
+    body = CHAT | way | {"tools": [WEATHER], "tool_choice": choice}
+    tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+    reply = ask(FakeClient(), "/v1/chat/completions", body, tokenizer=tokenizer)
+    assert reply.status_code == 400
+    assert "not with tools, or with tool_choice=none" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"].startswith(next(iter(way)))
+    chat(FakeClient(), tokenizer, **way, tools=[WEATHER], tool_choice="none")

@@ -175,6 +175,16 @@ def test_a_stop_string_of_bytes_is_found_with_its_last_one(name: str, stop: str)
     assert transcript.close() is None
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_stop_string_of_bytes_that_came_too_early_stops_nothing(name: str) -> None:
+    early, later = (byte_id(name, byte) for byte in b"\n!")
+    transcript = Transcript(TOKENIZERS[name], SamplingParams(stop="\n"))
+    assert transcript.push(early, hide=False, may_stop=False) is None
+    assert transcript.push(later, hide=False, may_stop=True) is None
+    assert transcript.push(early, hide=False, may_stop=True) == "\n"
+    assert transcript.text == "\n!"
+
+
 def test_special_tokens_do_not_show_unless_asked_for() -> None:
     ids = [256, 97, 257]
     assert stream(BYTES, ids, skip=True) == ["", "a", "", ""]

@@ -17,7 +17,7 @@ from traced import Traced, prompts_of
 from slotzero import LLM, SamplingParams
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
-from slotzero.errors import CapacityError, PoolError, UnsupportedModelError
+from slotzero.errors import CapacityError, UnsupportedModelError
 from slotzero.loading.mxfp4 import dequantise
 from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.config import parse_config
@@ -398,5 +398,7 @@ def test_nobody_who_can_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     engine = Engine(EngineConfig(model="tiny:llama", backend="eager", show_progress=False))
     engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
     monkeypatch.setattr(engine.lanes, "plan", lambda width: None)
-    with pytest.raises(PoolError, match="of 0 requests that run and 1 that wait, none can go on"):
+    with pytest.raises(CapacityError, match="0 requests that run and 1 that wait, none can go on"):
         engine.step()
+    assert not engine.has_work
+    assert not engine._answers

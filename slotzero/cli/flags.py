@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """With a flag that was perhaps meant."""
         what, _, words = message.partition("unrecognized arguments: ")
-        if not what:
+        if not what and words.split():
             near = difflib.get_close_matches(words.split()[0], self._option_string_actions, 1)
             message += f"; did you mean {near[0]}?" if near else ""
         super().error(message)

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from slotzero.server.client import Launch
     from slotzero.server.fleet import Fleet
     from slotzero.server.settings import ServerSettings
+    from slotzero.tokenizer import Tokenizer
 
 DESCRIPTION = """\
 Open OpenAI's API on a port of this machine.
@@ -79,16 +80,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{model} at {address}, loading", flush=True)
         if not settings.is_local and not settings.api_key:
             print("anybody who reaches it is served: --api-key KEY asks for a key", file=sys.stderr)
-        from slotzero.loading.source import open_checkpoint
         from slotzero.server.app import make_app
         from slotzero.server.fleet import Fleet
 
-        checkpoint = open_checkpoint(config.model, config.load_format)
-        tokenizer = checkpoint.tokenizer()
-        sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
-        if sampling:
-            said = ", ".join(f"{name} {value}" for name, value in sampling.items())
-            print(f"requests that do not say have {said}, by generation_config.json", flush=True)
+        tokenizer, sampling = _of_model(config)
         fleet = Fleet(
             engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
             settings.data_parallel_size,
@@ -102,6 +97,18 @@ def run(args: argparse.Namespace) -> int:
 
         raise EngineUnavailableError(fleet.failure, fleet.exit_code)
     return 0
+
+
+def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
+    """What this process needs of a model: how its text is read, and what requests leave out."""
+    from slotzero.loading.source import open_checkpoint
+
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
+    if sampling:
+        said = ", ".join(f"{name} {value}" for name, value in sampling.items())
+        print(f"requests that do not say have {said}, by generation_config.json", flush=True)
+    return checkpoint.tokenizer(), sampling
 
 
 def _stay(args: argparse.Namespace) -> int:

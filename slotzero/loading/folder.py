@@ -139,6 +139,8 @@ def folder_sampling(path: Path) -> dict[str, Any]:
     file = path / _GENERATION
     stored = read_json_if_there(file)
     found = {name: stored[name] for name in _SAMPLING if stored.get(name) is not None}
+    if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
+        found["top_k"] = int(top_k)  # as some write it
     try:
         SamplingParams(**found)
     except RequestError as error:

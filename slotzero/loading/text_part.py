@@ -22,7 +22,12 @@ OTHER_PARTS = tuple(
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config says of its text model; of a model of text alone, all that it says."""
-    architecture = (config.get("architectures") or [""])[0]
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise UnsupportedModelError(
+            f"config field architectures={architectures!r}: a list of names is needed"
+        )
+    (architecture, *_) = architectures
     if architecture not in TEXT_MODELS:
         return dict(config)
     text = config.get("text_config")

@@ -383,8 +383,6 @@ def _scales(config: Mapping[str, Any], model_type: str) -> Scales:
 def family_of(config: Mapping[str, Any]) -> Family:
     named = ARCHITECTURES.get(str(config.get("model_type")), str(config.get("model_type")))
     architectures = config.get("architectures") or [named]
-    if not isinstance(architectures, list):
-        raise UnsupportedModelError(f"config field architectures={architectures!r}: no list")
     family = FAMILIES.get(architectures[0])
     if family is None:
         raise UnsupportedModelError(
@@ -528,6 +526,11 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
     of which the scaling is for full layers and another base may be for sliding ones."""
     theta = family.thetas[group == SLIDING]
     if family.model_type in _PLAIN_ROPE and config.get("position_embedding_type") != "rope":
+        if mapping(config, "rope_scaling"):
+            raise UnsupportedModelError(
+                "config field rope_scaling: heads of this model are not turned without "
+                "position_embedding_type=rope"
+            )
         return {"rope_parameters": {"rope_type": "none"}}
     nested = config.get("rope_parameters") or {}
     for kind, name in LAYER_TYPES.items():
@@ -540,7 +543,8 @@ def _rope_of(config: Mapping[str, Any], family: Family, group: str) -> Mapping[s
     given = {**config, "rope_theta": config.get("rope_theta") or theta}
     if "partial_rotary_factor" in family.knows:
         partial = config.get("partial_rotary_factor") or family.rotates
-        given["rope_parameters"] = {"partial_rotary_factor": partial, **nested}
+        said = nested or mapping(config, "rope_scaling")
+        given["rope_parameters"] = {"partial_rotary_factor": partial, **said}
     return given
 
 

@@ -70,6 +70,7 @@ def refuse_two_ropes(config: Mapping[str, Any]) -> None:
     """rope_parameters is the newer name; who adds the older one, as many a model's page says to,
     means it."""
     newer, older = (_of_kind(mapping(config, f"rope_{n}")) for n in ("parameters", "scaling"))
+    newer = _of_kind(mapping(newer, "full_attention")) or newer
     if newer and older and any(newer.get(field) != older[field] for field in older):
         raise UnsupportedModelError(
             "config fields rope_parameters and rope_scaling do not agree: write what is meant into "

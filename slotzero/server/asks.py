@@ -42,8 +42,8 @@ _SAME_NAME = (
     "skip_special_tokens",
 )
 _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-# where a message of ours names a field: as its first words, and as its last
-_FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|(?<=\w )[a-z_]+$")
+# where a message of ours names a field: as its first words, and as the last of one
+_FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|\bmax_tokens$")
 
 
 def chat_asks(
@@ -63,9 +63,9 @@ def chat_asks(
     if has_tools:
         given["skip_special_tokens"] = False  # a model may mark its calls with special tokens
     name, structure = _structure(body)
+    if has_tools and structure is not None:
+        raise FieldError(name, f"{name}: not with tools, or with tool_choice=none")
     if schema is not None:
-        if structure is not None:
-            raise FieldError(name, f"{name}: not with a tool_choice that forces a call")
         name, structure = "tools", {"json_schema": schema}
     names = {"prompt": "messages", "logprobs": "top_logprobs", "structured_outputs": name}
     if body.max_completion_tokens is not None:

@@ -7,13 +7,12 @@ The rule: tools that this model could not be told of, or whose calls could not b
 Where the model is free to call, its arguments are what it writes, `strict` or not.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slotzero.chat_template import variable_of_ours
-from slotzero.server.conversation import Message, NamedTool, Tool, ToolCall
+from slotzero.chat_template import MessageError, template_message, variable_of_ours
+from slotzero.server.conversation import Message, NamedTool, Tool
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.status import FieldError
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
@@ -67,8 +66,6 @@ def plan_tools(body: ChatRequest, form: CallFormat | str) -> ToolPlan:
     if isinstance(form, str):
         raise FieldError("tools", form)
     wanted = _wanted(body.tools, body.tool_choice)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise FieldError("response_format", "response_format: not with tools, or tool_choice=none")
     return ToolPlan(
         tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
         form=form if wanted is None else FORCED,
@@ -113,45 +110,16 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _template_message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
-    is_assistant = message.role == "assistant"
-    if message.content is None and not (is_assistant and message.tool_calls):
-        raise FieldError(f"{where}.content", f"{where}.content: missing")
-    if message.tool_calls and not is_assistant:
+    if message.tool_calls and message.role != "assistant":
         raise FieldError(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant calls")
     if (message.tool_call_id is None) == (message.role == "tool"):
         raise FieldError(
             f"{where}.tool_call_id", f"{where}.tool_call_id: a tool has one, nobody else does"
         )
-    role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": _text(message)}
-    if message.name is not None:
-        made["name"] = message.name
-    if message.tool_call_id is not None:
-        made["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        made["tool_calls"] = [
-            _template_call(f"{where}.tool_calls[{i}]", call)
-            for i, call in enumerate(message.tool_calls)
-        ]
-    return made
-
-
-def _text(message: Message) -> str:
-    if isinstance(message.content, list):
-        return "\n".join(part.text for part in message.content)
-    return message.content or ""
-
-
-def _template_call(where: str, call: ToolCall) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        field = f"{where}.function.arguments"
-        raise FieldError(field, f"{field}: must be a JSON object, as text")
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
+        return template_message(place, message.model_dump(exclude={"annotations"}))
+    except MessageError as error:
+        raise FieldError(error.field, str(error)) from None
 
 
 def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
