@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
-from slotzero.pools.pages import KvPool, PagePool
+from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request, Status
 from slotzero.sampling.params import SamplingParams
@@ -417,9 +417,9 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         batch = max_num_seqs + spare_tokens
         behind = most_behind if ahead else None
-        reach = max(batch, 4 * ahead + (behind or 0))
+        span = reach(batch, ahead, behind or 0)
         self.world = World(
-            num_pages=[_smallest(w, 14, reach, page_size) + spare_pages for w in windows],
+            num_pages=[_smallest(w, 14, span, page_size) + spare_pages for w in windows],
             windows=windows,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batch,
@@ -485,10 +485,10 @@ TestTraffic.settings = settings(max_examples=300, stateful_step_count=40, deadli
 def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> World:
     batch, ahead = rng.choice([5, 16]), rng.choice([0, 2])
     behind = rng.choice([1, 3]) if ahead else None
-    reach = max(batch, 4 * ahead + (behind or 0))
+    span = reach(batch, ahead, behind or 0)
     world = _world(
         num_pages=[
-            _smallest(window, 24, reach, 4) + rng.randint(0, 5 if window is None else 2)
+            _smallest(window, 24, span, 4) + rng.randint(0, 5 if window is None else 2)
             for window in windows
         ],
         windows=windows,

@@ -463,7 +463,7 @@ QUESTION = [{"role": "user", "content": "What is gravity?"}]
 
 
 def test_the_packaged_head_fits_the_default_model():
-    checkpoint = open_checkpoint(str(PACKAGED_HEAD))
+    checkpoint = open_checkpoint(str(PACKAGED_HEAD), is_model=False)
     config = parse_eagle(checkpoint, parse_config(open_checkpoint("smollm2").config), "eagle3")
     heads = config.group.heads
     assert (config.hidden_size, config.intermediate_size) == (576, 4096)
