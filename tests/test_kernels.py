@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from slotzero.errors import ContractError
-from slotzero.kernels.composed import ComposedKernels, gated, route
+from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.nouns import (
     Angles,
@@ -569,19 +569,8 @@ def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
     x[others] = torch.randn_like(x[others])
     x[~kept & ~others], slots[~kept & ~others] = torch.nan, 0
     assert torch.equal(experts(x, slots)[kept], before[kept])
-    for i in range(0, 50, 3):  # torch's likings of one row round otherwise than those of many
-        alone = experts(x[i : i + 1], slots[i : i + 1])
-        torch.testing.assert_close(alone, before[i : i + 1], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("scores", ["sigmoid", "softmax", "softmax_of_chosen"])
-def test_a_token_chooses_alike_wherever_it_stands(scores):
-    shape = Experts(8, 8, 32, "silu", scores=scores)
-    weights = expert_weights(shape, 48, bias=False)._replace(correction=None)
-    for liked in torch.randn(20, 15, 8):
-        share, chosen = route(liked, weights, shape)
-        turned = route(liked.flip(0), weights, shape)
-        assert torch.equal(turned[0].flip(0), share) and torch.equal(turned[1].flip(0), chosen)
+    for i in range(0, 50, 3):
+        assert torch.equal(experts(x[i : i + 1], slots[i : i + 1]), before[i : i + 1])
 
 
 def test_experts_without_any_token(kernels):
@@ -593,11 +582,31 @@ def test_experts_without_any_token(kernels):
     assert not starts.any()
 
 
+def test_gates_and_caps_at_the_ends_of_the_range(kernels):
+    limits = [0.0, -0.0, 1e-30, 1e-4, 0.6249, 0.6251, 20, 87, 88.5, 104, 200, 3e38, torch.inf]
+    x = torch.tensor([limits, [-value for value in limits]])
+    ones = torch.ones_like(x)
+    got = kernels.gate(x, ones, "sigmoid").double()
+    torch.testing.assert_close(got, x.double().sigmoid(), atol=1e-38, rtol=3e-7)
+    for cap in (1.0, 30.0):
+        expected = cap * (x.double() / cap).tanh()
+        torch.testing.assert_close(kernels.softcap(x, cap).double(), expected, atol=0, rtol=3e-7)
+    assert kernels.gate(ones * torch.nan, ones, "silu").isnan().all()
+    assert kernels.softcap(ones * torch.nan, 5.0).isnan().all()
+
+
+def test_softmax(kernels):
+    x = torch.randn(9, 19) * 20
+    torch.testing.assert_close(kernels.softmax(x).double(), x.double().softmax(-1))
+    x[3, 7] = torch.nan
+    assert kernels.softmax(x)[3].isnan().all() and not kernels.softmax(x)[4].isnan().any()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
 def test_gates(kernels, activation):
     joined = torch.randn(9, 40) * 6  # beyond where gates and values are clamped
     expected = activate(joined.double(), activation)
-    for got in (gate(*joined.chunk(2, -1), activation) for gate in (gated, kernels.gate)):
+    for got in (each.gate(*joined.chunk(2, -1), activation) for each in (REFERENCE, kernels)):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
     args = (Normed(x, None), EPS, kernels.pack(weight), bias, 17, activation)

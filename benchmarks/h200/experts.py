@@ -18,15 +18,16 @@ from torch.nn import functional as F
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
-from slotzero.kernels.composed import gated, route
 from slotzero.kernels.contract import kernels_for
 from slotzero.kernels.nouns import Experts, ExpertWeights, Normed
+from slotzero.kernels.reference import ReferenceKernels
 
 SHAPES = {
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, "clamped_silu", scores="softmax_of_chosen")),
     "DeepSeek-V2-Lite": (2048, Experts(64, 6, 1408, "silu", scores="softmax", num_shared=2)),
 }
 REPEATS = 9
+REFERENCE = ReferenceKernels()
 EPS = 1e-5
 
 
@@ -92,7 +93,7 @@ def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float)
         run = ours if graph is None else graph.replay
         fast = device_seconds(run, _nothing, REPEATS, device, lead=0.01)
         slow = device_seconds(plain, _nothing, REPEATS, device)
-        _, chosen = route(F.linear(x, weights.router), weights, shape)
+        _, chosen = REFERENCE.route(F.linear(x, weights.router), weights, shape)
     each = weights.gate_up[0].numel() + weights.down[0].numel()
     read = len(chosen.unique()) * each * weights.down.itemsize
     flops = 2 * chosen.numel() * each
@@ -107,14 +108,14 @@ def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float)
 
 
 def loop(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
-    share, chosen = route(F.linear(x, weights.router), weights, shape)
+    share, chosen = REFERENCE.route(F.linear(x, weights.router), weights, shape)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         token, place = (chosen == expert).nonzero(as_tuple=True)
         up = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
         down = None if weights.down_bias is None else weights.down_bias[expert]
         joined = F.linear(x[token], weights.gate_up[expert], up)
-        inner = gated(*joined.chunk(2, -1), shape.activation)
+        inner = REFERENCE.gate(*joined.chunk(2, -1), shape.activation)
         result = F.linear(inner, weights.down[expert], down)
         out.index_add_(0, token, result * share[token, place, None].to(result.dtype))
     return out

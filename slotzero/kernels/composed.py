@@ -1,7 +1,8 @@
 """The calls of a step, composed of primitives in plain torch: what every fused kernel means.
 
-A set that inherits from this writes a matrix product, one over experts, a page store, paged
-attention and sampling, and leaves it to a compiler to fuse the rest.
+A set that inherits from this writes its own primitives: matrix products, norms, gates, softmax, a
+page store, paged attention and sampling. The rest is copies, sums and products of single values,
+which round alike wherever they are computed, so a compiler may fuse them.
 """
 
 from abc import abstractmethod
@@ -43,6 +44,37 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
     ) -> Tensor:
         """Rows [starts[e], starts[e + 1]) of x times weights[e], each packed; those behind the last
         are anything."""
+
+    def per_head_product(self, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
+        """x [T, heads, K], weights [heads, K, N] or, transposed, [heads, N, K] -> [T, heads, N]"""
+        by = weights.transpose(1, 2) if transposed else weights
+        return torch.bmm(x.transpose(0, 1), by).transpose(0, 1)
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Norm the last axis of x. In float32, rounded before the weight is applied, as the
+        checkpoints were trained."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight
+
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        if activation == "silu":
+            return F.silu(gates) * values
+        if activation == "gelu_tanh":
+            return F.gelu(gates, approximate="tanh") * values
+        if activation == "sigmoid":
+            return gates.sigmoid() * values
+        if activation == "relu":
+            return F.relu(gates) * values
+        gates, values = gates.clamp(max=CLAMP), values.clamp(-CLAMP, CLAMP)
+        return (values + 1) * (gates * torch.sigmoid(SLOPE * gates))
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Over the last axis of x [rows, size]."""
+        return x.softmax(-1)
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        return cap * (x / cap).tanh()
 
     @abstractmethod
     def store_kv(
@@ -114,7 +146,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         residual = self.embedded(table[tokens.slots, tokens.positions], embedding)
         if scale != 1:
             residual = residual * scale
-        return residual, _normed(residual, norm, eps)
+        return residual, self.norm(residual, norm, eps)
 
     def open_pair(
         self,
@@ -130,7 +162,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         return torch.cat((embedded.x, self.norm(hidden, hidden_norm, eps).x), dim=-1)
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
-        return _normed(x, weight, eps)
+        return Normed(x if weight is None else self.rms_norm(x, weight, eps), None)
 
     def settle(self, x: Normed, eps: float) -> Tensor:
         return x.x
@@ -151,7 +183,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
     ) -> None:
         rows = x.x.masked_fill((slots == 0)[:, None], 0)
         scores = self.product(rows, weight, None, out.shape[-1])
-        out.copy_(scores if softcap is None else softcap * (scores / softcap).tanh())
+        out.copy_(scores if softcap is None else self.softcap(scores, softcap))
 
     def linear_gated(
         self,
@@ -163,10 +195,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         activation: Activation,
     ) -> Tensor:
         gates, values = self.product(x.x, weight, bias, 2 * out_features).chunk(2, -1)
-        return gated(gates, values, activation)
-
-    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-        return gated(gates, values, activation)
+        return self.gate(gates, values, activation)
 
     def linear_add_norm(
         self,
@@ -189,8 +218,8 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        residual = residual + (x if after is None else rms_norm(x, after, eps))
-        return residual, _normed(residual, norm, eps)
+        residual = residual + (x if after is None else self.rms_norm(x, after, eps))
+        return residual, self.norm(residual, norm, eps)
 
     def choose(
         self,
@@ -202,7 +231,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         by: Normed | None = None,
     ) -> Chosen:
         scores = self.product((by or x).x, weights.router, weights.router_bias, shape.num_experts)
-        share, which = route(scores, weights, shape)  # [T, num_chosen] each
+        share, which = self.route(scores, weights, shape)  # [T, num_chosen] each
         return Chosen(x.x, share, which.masked_fill((slots == 0)[:, None], shape.num_all))
 
     def experts(
@@ -218,13 +247,13 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         )
         gates, values = joined.chunk(2, -1)
         results = self.grouped_product(
-            gated(gates, values, shape.activation),
+            self.gate(gates, values, shape.activation),
             weights.down, weights.down_bias, starts, wanted.shape[-1],
         )  # fmt: skip
         by_token = torch.empty_like(results).index_copy_(0, order, results)
         weighted = by_token.view(*share.shape, -1) * share[:, :, None].to(results.dtype)
         is_none = (chosen.which == len(starts) - 1)[:, :, None]
-        return weighted.masked_fill(is_none, 0).sum(1)  # whatever their shares came to
+        return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # whatever their shares came to
 
     def attention(
         self,
@@ -240,16 +269,63 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
     ) -> Tensor:
         slots, positions, branches = _planned(plan)
         q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
-        q = _turned(q, q_norm, angles, heads)
+        q = self._rotated(q, q_norm, angles, heads)
         if heads.stores:
-            k = _turned(k, k_norm, angles, heads)
+            k = self._rotated(k, k_norm, angles, heads)
             v = v.contiguous().view(len(joined), -1, heads.value_dim)
             if heads.norms_values:
-                v = rms_norm(v, None, heads.norm_eps)
+                v = self.rms_norm(v, None, heads.norm_eps)
             self.store_kv(k, v, kv_pages, page_table, slots, positions)
         return self.attend(
             q, sinks, kv_pages, page_table, slots, positions, heads, branches
         ).flatten(1)
+
+    def _rotated(self, x: Tensor, norm: Tensor | None, angles: Angles, heads: Heads) -> Tensor:
+        """Queries or keys, [T, size] -> [T, heads, head_dim], under their norm and rotated"""
+        if heads.norms_whole and norm is not None:
+            x = self.rms_norm(x, norm, heads.norm_eps)
+        x = x.view(len(x), -1, heads.head_dim)
+        if not heads.norms_whole and norm is not None:
+            x = self.rms_norm(x, norm, heads.norm_eps)
+        return rotate(x, *angles)
+
+    def route(
+        self, scores: Tensor, weights: ExpertWeights, shape: Experts
+    ) -> tuple[Tensor, Tensor]:
+        """scores [T, experts] -> weight and index of the experts that each token chooses,
+        [T, num_chosen]"""
+        share, chosen = self._choose(scores, weights.correction, shape)
+        if weights.factors is not None:
+            share = share * weights.factors[chosen]
+        if not shape.num_shared:
+            return share, chosen
+        everyone = torch.arange(shape.num_experts, shape.num_all, device=chosen.device)
+        chosen = torch.cat((chosen, everyone.expand(len(chosen), -1)), dim=1)
+        return torch.cat((share, share.new_ones(len(share), shape.num_shared)), dim=1), chosen
+
+    def _choose(
+        self, scores: Tensor, correction: Tensor | None, shape: Experts
+    ) -> tuple[Tensor, Tensor]:
+        if shape.scores == "softmax_of_chosen":
+            best, chosen = scores.topk(shape.top_k, dim=-1)
+            return self.softmax(best), chosen
+        scores = scores.float()
+        if shape.scores == "sigmoid":
+            scores = self.gate(scores, torch.ones_like(scores), "sigmoid")
+        else:
+            scores = self.softmax(scores)
+        wanted = scores if correction is None else scores + correction
+        if shape.num_groups > 1:
+            groups = wanted.view(len(wanted), shape.num_groups, -1)
+            judged = ordered_sum(groups.topk(shape.judged_by, dim=-1).values, 2)
+            best = judged.topk(shape.top_groups, dim=-1).indices
+            outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
+            wanted = groups.masked_fill(outside[:, :, None], float("-inf")).flatten(1)
+        chosen = wanted.topk(shape.top_k, dim=-1).indices
+        share = scores.gather(1, chosen)
+        if shape.is_normed:
+            share = share / (ordered_sum(share, 1)[:, None] + 1e-20)
+        return share * shape.factor, chosen
 
     def attention_latent(
         self,
@@ -270,13 +346,13 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         queries = q.view(len(q), -1, plain + turned)
         straight, turning = queries[..., :plain], queries[..., plain:]
         key, latent = k[:, None, :turned], k[:, None, turned:]
-        row = torch.cat((rotate(key, *angles), rms_norm(latent, k_norm, heads.norm_eps)), dim=-1)
+        latent = self.rms_norm(latent, k_norm, heads.norm_eps)
+        row = torch.cat((rotate(key, *angles), latent), dim=-1)
         self.store_kv(row, row[..., :0], kv_pages, page_table, slots, positions)
-        brought = torch.bmm(straight.transpose(0, 1), up_k).transpose(0, 1)
+        brought = self.per_head_product(straight, up_k, transposed=False)
         q = torch.cat((rotate(turning, *angles), brought), dim=-1)
         seen = self.attend(q, None, kv_pages, page_table, slots, positions, heads, branches)
-        results = torch.bmm(seen.transpose(0, 1), up_v.transpose(1, 2))
-        return results.transpose(0, 1).flatten(1)
+        return self.per_head_product(seen, up_v, transposed=True).flatten(1)
 
     def advance(
         self,
@@ -303,85 +379,13 @@ def _planned(plan: Plan) -> tuple[Tensor, Tensor, Branches | None]:
     return slots, positions, Branches(bases, seen, stands)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """In float32, rounded before the weight is applied, as the checkpoints were trained."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight
-
-
-def _normed(x: Tensor, norm: Tensor | None, eps: float) -> Normed:
-    return Normed(x if norm is None else rms_norm(x, norm, eps), None)
-
-
-def _maybe_norm(x: Tensor, norm: Tensor | None, heads: Heads) -> Tensor:
-    return x if norm is None else rms_norm(x, norm, heads.norm_eps)
-
-
-def _turned(x: Tensor, norm: Tensor | None, angles: Angles, heads: Heads) -> Tensor:
-    """Queries or keys, [T, size] -> [T, heads, head_dim], under their norm and rotated"""
-    if heads.norms_whole:
-        x = _maybe_norm(x, norm, heads)
-    x = x.view(len(x), -1, heads.head_dim)
-    if not heads.norms_whole:
-        x = _maybe_norm(x, norm, heads)
-    return rotate(x, *angles)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); arithmetic in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def gated(gate: Tensor, value: Tensor, activation: Activation) -> Tensor:
-    """[rows, size] each -> [rows, size]"""
-    if activation == "silu":
-        return F.silu(gate) * value
-    if activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh") * value
-    if activation == "sigmoid":
-        return _sigmoid(gate) * value
-    if activation == "relu":
-        return F.relu(gate) * value
-    gate, value = gate.clamp(max=CLAMP), value.clamp(-CLAMP, CLAMP)
-    return (value + 1) * (gate * torch.sigmoid(SLOPE * gate))
-
-
-def route(scores: Tensor, weights: ExpertWeights, shape: Experts) -> tuple[Tensor, Tensor]:
-    """scores [T, experts] -> weight and index of the experts that each token chooses,
-    [T, num_chosen]"""
-    share, chosen = _choose(scores, weights.correction, shape)
-    if weights.factors is not None:
-        share = share * weights.factors[chosen]
-    if not shape.num_shared:
-        return share, chosen
-    everyone = torch.arange(shape.num_experts, shape.num_all, device=chosen.device)
-    chosen = torch.cat((chosen, everyone.expand(len(chosen), -1)), dim=1)
-    return torch.cat((share, share.new_ones(len(share), shape.num_shared)), dim=1), chosen
-
-
-def _choose(scores: Tensor, correction: Tensor | None, shape: Experts) -> tuple[Tensor, Tensor]:
-    if shape.scores == "softmax_of_chosen":
-        best, chosen = scores.topk(shape.top_k, dim=-1)
-        return best.softmax(-1), chosen
-    scores = scores.float()
-    scores = _sigmoid(scores) if shape.scores == "sigmoid" else scores.softmax(-1)
-    wanted = scores if correction is None else scores + correction
-    if shape.num_groups > 1:
-        groups = wanted.view(len(wanted), shape.num_groups, -1)
-        judged = groups.topk(shape.judged_by, dim=-1).values.sum(-1)
-        best = judged.topk(shape.top_groups, dim=-1).indices
-        outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
-        wanted = groups.masked_fill(outside[:, :, None], float("-inf")).flatten(1)
-    chosen = wanted.topk(shape.top_k, dim=-1).indices
-    share = scores.gather(1, chosen)
-    if shape.is_normed:
-        share = share / (share.sum(-1, keepdim=True) + 1e-20)
-    return share * shape.factor, chosen
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """torch's own, on a CPU, rounds the last few of many values otherwise than the rest: a row's
-    would depend on where it stands."""
-    return x.sigmoid() if x.is_cuda else 1 / (1 + torch.exp(-x))
+def ordered_sum(x: Tensor, axis: int) -> Tensor:
+    """Sum a short axis from first to last; torch's own order depends on the shape of x."""
+    first, *others = x.unbind(axis)
+    return sum(others, start=first)

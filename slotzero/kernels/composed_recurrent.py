@@ -4,6 +4,7 @@ Rows of many tokens go token by token, so that a token's arithmetic is the same 
 drafts and alone. No value is read by the host.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from slotzero.kernels.composed_speculation import put, up_to
 from slotzero.kernels.contract_recurrent import RecurrentKernels
-from slotzero.kernels.nouns import Rows, Tokens
+from slotzero.kernels.nouns import Activation, Rows, Tokens
 from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 
 L2_EPS = 1e-6  # of keys and queries of a delta rule
@@ -21,6 +22,14 @@ Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ComposedRecurrent(RecurrentKernels):
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Norm the last axis of x."""
+
+    @abstractmethod
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        """activation(gates) * values"""
+
     def convolve(
         self,
         x: Tensor,
@@ -37,7 +46,7 @@ class ComposedRecurrent(RecurrentKernels):
             summed = (seen * weight.float()).sum(-1)
             if bias is not None:
                 summed = summed + bias.float()
-            return seen[:, :, 1:], _silu(summed)
+            return seen[:, :, 1:], F.silu(summed)
 
         kept, into = (states.conv_kept, None if trail is None else trail.conv)
         out = _through(advance, tokens, rows, states.conv, kept, states.rows, into, shape)
@@ -79,7 +88,7 @@ class ComposedRecurrent(RecurrentKernels):
         else:
             assert beta is not None
             queries, keys = _unit(of_heads(first)) * shape.state_size**-0.5, _unit(of_heads(second))
-            values, strength = third.view(-1, *shape.scan_shape[:2]), _sigmoid(beta.float())
+            values, strength = third.view(-1, *shape.scan_shape[:2]), beta.float().sigmoid()
 
             def advance(h: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
                 h, key = h * decay[at], keys[at][:, :, None]
@@ -100,15 +109,14 @@ class ComposedRecurrent(RecurrentKernels):
         group_size: int,
         gates_first: bool,
     ) -> Tensor:
-        gate, wide = _silu(gates.float()), x.float()
+        gates, wide = gates.float(), x.float()
         if weight is None:
-            return (wide * gate).to(x.dtype)
+            return self.gate(gates, wide, "silu").to(x.dtype)
         if gates_first:
-            wide = wide * gate
-        groups = wide.view(len(x), -1, group_size)
-        groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+            wide = self.gate(gates, wide, "silu")
+        groups = self.rms_norm(wide.view(len(x), -1, group_size), None, eps)
         wide = (groups * weight.float().view(-1, group_size)).view_as(wide)
-        return (wide if gates_first else wide * gate).to(x.dtype)
+        return (wide if gates_first else self.gate(gates, wide, "silu")).to(x.dtype)
 
     def commit_trail(
         self,
@@ -216,12 +224,3 @@ def _wide(mask: Tensor, like: Tensor) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """See composed.py: torch's own depends on where a row stands."""
-    return x.sigmoid() if x.is_cuda else 1 / (1 + torch.exp(-x))
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x * _sigmoid(x)

@@ -35,6 +35,8 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 class Kernels(SpeculationKernels, RecurrentKernels):
     name: str
+    is_batch_invariant = False
+    """A row's result is the same to the bit alone, in every batch and at every place in it."""
 
     @abstractmethod
     def prepare(self, rehearse: Callable[[], None]) -> None:

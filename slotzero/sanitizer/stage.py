@@ -48,16 +48,16 @@ def states_of(engine: Engine) -> tuple[str, ...]:
 def bounds_of(engine: Engine) -> Bounds:
     """What this backend and these kernels promise.
 
-    On a CPU torch sums a norm in an order that depends on how many there are, and Inductor fuses
-    arithmetic, so another size, and on the cpu backend eager, is equal within rounding. On CUDA how
-    products and attention are cut depends on the rows and their lengths (docs/decisions/0009), so a
-    row is equal to the bit only in an equal batch.
+    Batch-invariant kernels compute a row to the same bits in every batch, and what Inductor fuses
+    around them are copies, sums and products, which round alike. Other kernels sum in an order that
+    depends on the batch: plain torch, and on CUDA the way in which products and attention are split
+    (docs/decisions/0009), so a row is equal to the bit only in an equal batch. The parts of more
+    than two ranks are added up in an order that depends on their place in the collective's buffer.
     """
     rounding = _RELATIVE[engine.limits.dtype]
-    if engine.limits.device.startswith("cuda"):
-        return Bounds(replay=0.0, size=rounding, neighbours=rounding)
-    compiled = rounding if engine.limits.backend == "cpu" else 0.0
-    return Bounds(replay=compiled, size=rounding, neighbours=0.0)
+    if engine.worker.kernels.is_batch_invariant and engine.crew.ranks.size <= 2:
+        return Bounds(replay=0.0, size=0.0, neighbours=0.0)
+    return Bounds(replay=0.0, size=rounding, neighbours=rounding)
 
 
 @contextmanager

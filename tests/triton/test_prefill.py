@@ -7,7 +7,7 @@ import torch
 from shapes import SHAPES as ODD
 from torch import Tensor
 
-from slotzero.kernels.composed import rms_norm, rotate
+from slotzero.kernels.composed import rotate
 from slotzero.kernels.nouns import Angles, Branches, Heads
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import prefill
@@ -105,11 +105,11 @@ class Step:
         q, k = (part.reshape(self.real, -1, self.heads.head_dim) for part in (q, k))
         v = v.reshape(self.real, -1, self.heads.value_dim)
         if self.q_norm is not None:
-            q = rms_norm(q, self.q_norm.to(self.dtype), EPS)
+            q = REFERENCE.rms_norm(q, self.q_norm.to(self.dtype), EPS)
         if self.k_norm is not None:
-            k = rms_norm(k, self.k_norm.to(self.dtype), EPS)
+            k = REFERENCE.rms_norm(k, self.k_norm.to(self.dtype), EPS)
         if self.heads.norms_values:
-            v = rms_norm(v, None, EPS)
+            v = REFERENCE.rms_norm(v, None, EPS)
         angles = [part[: self.real] for part in self.angles]
         kv = self.kv.to(self.dtype)
         slots, positions = self.token_slots[: self.real], self.positions[: self.real]

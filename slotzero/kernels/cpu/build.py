@@ -18,17 +18,22 @@ from pathlib import Path
 import torch
 
 from slotzero.cache import cache_dir
-from slotzero.errors import CapacityError
+from slotzero.errors import CapacityError, ConfigError
 
 _FLAGS = (
     "-O3",
-    "-march=native",
     "-std=c++20",
     "-fopenmp",
     "-fPIC",
     "-fno-math-errno",
     "-ffp-contract=off",
 )
+_ISAS = {
+    "native": ("-march=native",),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+    "plain": ("-DSLOTZERO_PLAIN",),
+}
 _HERE = Path(__file__).parent
 
 
@@ -48,20 +53,32 @@ def load() -> None:
 
 
 def _library_path() -> Path:
-    digest = hashlib.sha256(repr((torch.__version__, _FLAGS, _machine())).encode())
+    digest = hashlib.sha256(repr((torch.__version__, _flags(), _machine())).encode())
     for source in sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.h")]):
         digest.update(source.read_bytes())
     return cache_dir() / "kernels" / f"slotzero-cpu-{digest.hexdigest()[:16]}.so"
 
 
+def _flags() -> tuple[str, ...]:
+    """SLOTZERO_CPU_ISA names the instruction set to build for; by default the machine's own."""
+    isa = os.environ.get("SLOTZERO_CPU_ISA", "native")
+    if isa not in _ISAS:
+        raise ConfigError(f"SLOTZERO_CPU_ISA={isa}: must be one of {', '.join(_ISAS)}")
+    return *_FLAGS, *_ISAS[isa]
+
+
 def _machine() -> tuple[str, str | None, str]:
     """What `-march=native` depends on."""
+    return platform.machine(), compiler(), cpu_features()
+
+
+def cpu_features() -> str:
+    """The processor's instruction set extensions as the kernel lists them; "" where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return platform.machine(), compiler(), features
+        return ""
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
 def _build(library: Path) -> None:
@@ -78,7 +95,7 @@ def _build(library: Path) -> None:
         include = f"-I{torch_dir / 'include'}"
         with ThreadPoolExecutor() as pool:
             commands = [
-                (cxx, *_FLAGS, include, "-c", str(source), "-o", str(target))
+                (cxx, *_flags(), include, "-c", str(source), "-o", str(target))
                 for source, target in zip(sources, objects, strict=True)
             ]
             list(pool.map(_run, commands))

@@ -1,6 +1,7 @@
 """The CPU's kernel set: the C++ library behind the contract, in float32.
 
-Every kernel treats each row by itself and in one order, so results do not depend on the batch.
+Every kernel treats each row by itself and in one order, so a row's result is the same to the bit in
+every batch. What is left to torch rounds alike everywhere: copies, sums and products of two values.
 """
 
 import functools
@@ -11,16 +12,28 @@ from torch.nn import functional as F
 
 from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu import build
-from slotzero.kernels.nouns import NO_BRANCHES, Branches, Heads, Rows, Tokens
+from slotzero.kernels.nouns import (
+    NO_BRANCHES,
+    Activation,
+    Angles,
+    Branches,
+    Heads,
+    Normed,
+    Rows,
+    Tokens,
+)
 from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 from slotzero.sampling.tables import Sampled, SamplingTables
 
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu")
+"""By number; the same order as in rowwise.cpp."""
 NO_ROWS = (None, None, None, None)
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
 
 class CpuKernels(ComposedKernels):
     name = "cpu"
+    is_batch_invariant = True
 
     def __init__(self) -> None:
         build.load()
@@ -46,6 +59,50 @@ class CpuKernels(ComposedKernels):
         out = x.new_empty(x.shape[0], out_features)
         torch.ops.slotzero.grouped.default(x, weights, biases, starts, out)
         return out
+
+    def per_head_product(self, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
+        out = x.new_empty(*x.shape[:2], weights.shape[1 if transposed else 2])
+        torch.ops.slotzero.per_head.default(x, weights, transposed, out)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        out = x.new_empty(x.shape)
+        torch.ops.slotzero.rms_norm.default(x, weight, eps, out)
+        return out
+
+    def add_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: Tensor | None,
+        norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Normed]:
+        total, normed = torch.empty_like(residual), torch.empty_like(residual)
+        torch.ops.slotzero.add_norm.default(x, residual, after, norm, eps, total, normed)
+        return total, Normed(total if norm is None else normed, None)
+
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        out = values.new_empty(values.shape)
+        number = ACTIVATIONS.index(activation)
+        torch.ops.slotzero.gate.default(gates, values, number, out)
+        return out
+
+    def softmax(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        torch.ops.slotzero.softmax.default(x, out)
+        return out
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        out = x.new_empty(x.shape)
+        torch.ops.slotzero.softcap.default(x, cap, out)
+        return out
+
+    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+        size = len(tokens.positions), 1, frequency.shape[-1]
+        angles = Angles(frequency.new_empty(size), frequency.new_empty(size))
+        torch.ops.slotzero.rope_angles.default(tokens.positions, frequency, factor, *angles)
+        return angles
 
     def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight[ids // FEATURES, :, ids % FEATURES]
@@ -135,5 +192,8 @@ class CpuKernels(ComposedKernels):
 @functools.cache
 def _register_shapes() -> None:
     """Every op writes into tensors that it is given, so the compiler has no shape to infer."""
-    for name in ("linear", "grouped", "store_kv", "attend", "convolve", "scan", "sample"):
+    for name in (
+        "linear", "grouped", "per_head", "rms_norm", "add_norm", "gate", "softmax", "softcap",
+        "rope_angles", "store_kv", "attend", "convolve", "scan", "sample",
+    ):  # fmt: skip
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)

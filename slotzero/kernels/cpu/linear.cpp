@@ -1,4 +1,5 @@
-// y = x W^T + b in float32, for 1 to thousands of rows: of one weight, or of many with rows each.
+// y = x W^T + b in float32, for 1 to thousands of rows: one weight for all rows, one per expert, or
+// one per head.
 //
 // W is packed: [ceil(N / 16), K, 16], sixteen output features side by side, so that a row of x
 // meets the weights as one sequential stream. Each output is the sum over k in ascending order in
@@ -24,33 +25,38 @@ constexpr int ROWS = 4;                       // rows of x in one register tile
 constexpr int64_t ROWS_IN_CACHE = 32;         // rows of x that stay in the first-level cache
 constexpr int64_t WORTH_THREADS = 1 << 16;    // products below which waking threads costs more
 
+// Where the rows of x, of the weight and of y begin: so many floats after one another.
+struct Strides {
+  int64_t x, w, y;
+};
+
 template <int M>
-void tile(const float* x, const float* w, const float* b, float* y, int64_t K, int64_t N, int64_t n) {
+void tile(const float* x, const float* w, const float* b, float* y, int64_t K, Strides by, int64_t n) {
   Vec acc[M][VECS];
   UNROLL for (int m = 0; m < M; ++m) UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] = Vec{};
   for (int64_t k = 0; k < K; ++k) {
     Vec wv[VECS];
-    UNROLL for (int j = 0; j < VECS; ++j) wv[j] = load(w + k * FEATURES + j * LANES);
+    UNROLL for (int j = 0; j < VECS; ++j) wv[j] = load(w + k * by.w + j * LANES);
     UNROLL for (int m = 0; m < M; ++m) {
-      const Vec xv = all(x[m * K + k]);
+      const Vec xv = all(x[m * by.x + k]);
       UNROLL for (int j = 0; j < VECS; ++j) acc[m][j] = fused(wv[j], xv, acc[m][j]);
     }
   }
   UNROLL for (int m = 0; m < M; ++m) {  // unrolled, or the sums above would live in memory
     float out[FEATURES];
     UNROLL for (int j = 0; j < VECS; ++j) store(out + j * LANES, acc[m][j]);
-    for (int64_t i = 0; i < n; ++i) y[m * N + i] = b ? out[i] + b[i] : out[i];
+    for (int64_t i = 0; i < n; ++i) y[m * by.y + i] = b ? out[i] + b[i] : out[i];
   }
 }
 
-void block(const float* x, const float* w, const float* b, float* y, int64_t M, int64_t K, int64_t N,
-           int64_t n) {
+void block(const float* x, const float* w, const float* b, float* y, int64_t M, int64_t K,
+           Strides by, int64_t n) {
   int64_t m = 0;
-  for (; m + ROWS <= M; m += ROWS) tile<ROWS>(x + m * K, w, b, y + m * N, K, N, n);
+  for (; m + ROWS <= M; m += ROWS) tile<ROWS>(x + m * by.x, w, b, y + m * by.y, K, by, n);
   switch (M - m) {
-    case 3: return tile<3>(x + m * K, w, b, y + m * N, K, N, n);
-    case 2: return tile<2>(x + m * K, w, b, y + m * N, K, N, n);
-    case 1: return tile<1>(x + m * K, w, b, y + m * N, K, N, n);
+    case 3: return tile<3>(x + m * by.x, w, b, y + m * by.y, K, by, n);
+    case 2: return tile<2>(x + m * by.x, w, b, y + m * by.y, K, by, n);
+    case 1: return tile<1>(x + m * by.x, w, b, y + m * by.y, K, by, n);
   }
 }
 
@@ -71,8 +77,8 @@ void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
 #pragma omp parallel for schedule(static) if (rows * K * N > WORTH_THREADS)
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t n = i * FEATURES;
-      block(xp + m * K, wp + n * K, bp ? bp + n : nullptr, yp + m * N + n, rows, K, N,
-            std::min(FEATURES, N - n));
+      block(xp + m * K, wp + n * K, bp ? bp + n : nullptr, yp + m * N + n, rows, K,
+            {K, FEATURES, N}, std::min(FEATURES, N - n));
     }
   }
 }
@@ -123,9 +129,47 @@ void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor star
     float* y = yp + begin * N + n;
     if (expert < experts)
       block(xp + begin * K, wp + expert * expert_size + n * K, bp ? bp + expert * N + n : nullptr,
-            y, end - begin, K, N, features);
+            y, end - begin, K, {K, FEATURES, N}, features);
     else
       for (int64_t m = begin; m < end; ++m, y += N) std::fill_n(y, features, 0.0f);
+  }
+}
+
+// x [T, H, K]; out [T, H, N]: each head times its own weight, weights [H, K, N]. As `tile`, but the
+// weight is not packed: where its last block is not whole, that block is copied.
+void per_head_rows(const float* x, const float* w, float* y, int64_t T, int64_t K, int64_t N,
+                   Strides by, int64_t n) {
+  if (n + FEATURES <= N) return block(x, w + n, nullptr, y + n, T, K, by, FEATURES);
+  std::vector<float> packed(K * FEATURES);
+  for (int64_t k = 0; k < K; ++k) std::copy_n(w + k * N + n, N - n, packed.data() + k * FEATURES);
+  block(x, packed.data(), nullptr, y + n, T, K, {by.x, FEATURES, by.y}, N - n);
+}
+
+// As above with weights [H, N, K], which are read along K.
+void per_head_dots(const float* x, const float* w, float* y, int64_t T, int64_t K, int64_t N,
+                   Strides by, int64_t n) {
+  const int64_t end = std::min(n + FEATURES, N);
+  for (int64_t t = 0; t < T; ++t)
+    for (int64_t i = n; i < end; ++i) y[t * by.y + i] = dot(x + t * by.x, w + i * K, K);
+}
+
+void per_head(Tensor x, Tensor weights, bool transposed, Tensor out) {
+  STD_TORCH_CHECK(x.stride(2) == 1 && weights.is_contiguous() && out.is_contiguous(),
+                  "per_head: values of a head, weights and out must be contiguous");
+  const int64_t T = x.size(0), H = x.size(1), K = x.size(2), N = out.size(2);
+  STD_TORCH_CHECK(weights.size(0) == H && weights.size(transposed ? 2 : 1) == K &&
+                      weights.size(transposed ? 1 : 2) == N && out.size(0) == T && out.size(1) == H,
+                  "per_head: weights do not fit x and out");
+  const auto* xp = static_cast<const float*>(x.data_ptr());
+  const auto* wp = static_cast<const float*>(weights.data_ptr());
+  auto* yp = static_cast<float*>(out.data_ptr());
+  const int64_t blocks = (N + FEATURES - 1) / FEATURES;
+#pragma omp parallel for schedule(static) if (T * H * K * N > WORTH_THREADS)
+  for (int64_t item = 0; item < H * blocks; ++item) {
+    const int64_t h = item / blocks, n = item % blocks * FEATURES;
+    const Strides by{x.stride(0), N, H * N};
+    const auto product = transposed ? per_head_dots : per_head_rows;
+    product(xp + h * x.stride(1), wp + h * K * N, yp + h * N, T, K, N, by, n);
   }
 }
 
@@ -135,8 +179,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
   m.def(
       "grouped(Tensor x, Tensor weights, Tensor? biases, Tensor starts, Tensor(a!) out) -> ()");
+  m.def("per_head(Tensor x, Tensor weights, bool transposed, Tensor(a!) out) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("grouped", TORCH_BOX(&grouped));
+  m.impl("per_head", TORCH_BOX(&per_head));
 }

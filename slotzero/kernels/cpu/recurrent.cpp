@@ -29,15 +29,6 @@ const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data
 float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-float dot(const float* a, const float* b, int64_t n) {
-  Vec sums{};
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) sums = fused(load(a + i), load(b + i), sums);
-  float sum = lane_sum(sums);
-  for (; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
 // y = a * y + b * x
 void blend(float* y, float a, float b, const float* x, int64_t n) {
   int64_t i = 0;

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "vector_math.h"
 
 namespace slotzero {
 namespace {
@@ -28,15 +29,11 @@ namespace {
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK = 256;  // a multiple of LANES
 
-typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
 
 // ---- registers ----
 
 Vec max_of(Vec a, Vec b) { return a > b ? a : b; }
-
-// `value` where `kept`, else 0.
-Vec only_where(Ints kept, Vec value) { return (Vec)(kept & (Ints)value); }
 
 float lane_max(Vec v) {
   float best = v[0];
@@ -50,36 +47,12 @@ bool any_lane(Ints mask) {
   return any != 0;
 }
 
-Vec all_lanes(float value) { return Vec{} + value; }
-
-// The last, partial register of a row, filled up with -inf: it can neither win nor weigh.
-Vec load_tail(const float* x, int64_t count) {
-  float lanes[LANES];
-  for (int i = 0; i < LANES; ++i) lanes[i] = i < count ? x[i] : -INF;
-  return load(lanes);
-}
-
 template <class Visit>
 inline void each_register(const float* x, int64_t n, const Visit& visit) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) visit(i, load(x + i));
-  if (i < n) visit(i, load_tail(x + i, n - i));
-}
-
-// exp for x <= 0 within 2 units in the last place; 0 below e^-87.
-Vec exp_nonpositive(Vec x) {
-  const Vec round = all_lanes(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec clamped = max_of(x, all_lanes(-87.0f));
-  const Vec power = (clamped * 1.44269504f + round) - round;
-  const Vec r = (clamped - power * 0.693359375f) + power * 2.12194440e-4f;  // minus power * log 2
-  Vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Ints exponent = __builtin_convertvector(power, Ints) + 127;
-  return only_where(x > -87.0f, p * (Vec)(exponent << 23));
+  // The last, partial register is filled up with -inf: it can neither win nor weigh.
+  if (i < n) visit(i, load_tail(x + i, n - i, -INF));
 }
 
 // ---- passes over a row ----
@@ -89,7 +62,7 @@ float peak_of(const float* x, int64_t n) {
   constexpr int APART = 4;  // maxima that do not wait for one another
   Vec best[APART];
   Ints bad[APART] = {};
-  UNROLL for (int j = 0; j < APART; ++j) best[j] = all_lanes(-INF);
+  UNROLL for (int j = 0; j < APART; ++j) best[j] = all(-INF);
   int64_t i = 0;
   const auto visit = [&](int j, Vec v) {
     best[j] = max_of(v, best[j]);
@@ -104,7 +77,7 @@ float peak_of(const float* x, int64_t n) {
 }
 
 float max_of_block(const float* x, int64_t n) {
-  Vec best = all_lanes(-INF);
+  Vec best = all(-INF);
   each_register(x, n, [&](int64_t, Vec v) { best = max_of(v, best); });
   return lane_max(best);
 }
@@ -124,7 +97,7 @@ double sum_exp(const float* x, int64_t n, float peak) {
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
     Vec sum = {};
     each_register(x + begin, std::min(BLOCK, n - begin),
-                  [&](int64_t, Vec v) { sum += exp_nonpositive(v - peak); });
+                  [&](int64_t, Vec v) { sum += exp_of(v - peak); });
     total += lane_sum(sum);
   }
   return total;
@@ -186,7 +159,7 @@ void copy_allowed(const Row& row, float* x) {
     for (int64_t i = 0; i < BITS; i += LANES) {
       const Ints kept = ((Words{} + (word >> i)) & lane_bit) != 0;
       const Vec logits = load(row.logits + begin + i);
-      store(x + begin + i, kept ? logits : all_lanes(-INF));
+      store(x + begin + i, kept ? logits : all(-INF));
     }
   }
   for (int64_t i = begin; i < row.vocab; ++i)
@@ -330,7 +303,7 @@ float top_p_floor(const float* scaled, int64_t n, float top_p, Scratch& scratch)
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
     Vec sum = {};
     each_register(scaled + begin, std::min(BLOCK, n - begin), [&](int64_t i, Vec v) {
-      const Vec weight = exp_nonpositive(v);
+      const Vec weight = exp_of(v);
       store(mass + begin + i, weight);
       sum += weight;
     });
@@ -431,11 +404,11 @@ int64_t noisy_argmax(const float* scaled, int64_t n, float floor, const Noise& n
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
     const float top = max_of_block(scaled + begin, BLOCK);
     if (top < floor || top + MAX_GUMBEL <= best) continue;
-    Vec highest = all_lanes(-INF);
+    Vec highest = all(-INF);
     Words index = indices_from(begin);
     for (int64_t i = 0; i < BLOCK; i += LANES, index += static_cast<uint32_t>(LANES)) {
       const Vec value = load(scaled + begin + i), bound = value + noise.bound(index);
-      const Vec kept = value < floor ? all_lanes(-INF) : bound;
+      const Vec kept = value < floor ? all(-INF) : bound;
       highest = max_of(kept, highest);
       store(bounds + i, kept);
     }
