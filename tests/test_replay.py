@@ -10,10 +10,6 @@ from slotzero.graph.backend import OncePieces, PlainPieces
 from slotzero.kernels.contract import Kernels
 from slotzero.loading.tiny import TINY_CONFIGS
 
-# Inductor fuses norm, rope and activation, and sums a norm in another order than eager torch does;
-# everything that is no floating-point arithmetic of a layer must be equal to the bit.
-ARITHMETIC = {"kv_full": 1e-5, "logits": 1e-4, "logprobs": 1e-5, "top_logprobs": 1e-5}
-
 
 def test_replay_equals_eager_on_the_same_padded_buffers(oracles):
     oracle = oracles("qwen3")
@@ -21,8 +17,7 @@ def test_replay_equals_eager_on_the_same_padded_buffers(oracles):
     shadow = Shadow(traced.engine)
     tokens = traced.generate(prompts_of([5, 30, 17], oracle.vocab_size))  # 3 rows in size 4
     assert shadow.num_compared >= 63
-    for name, difference in shadow.differences.items():
-        assert difference <= ARITHMETIC.get(name, 0), name
+    assert {name: d for name, d in shadow.differences.items() if d} == {}
     assert {"tokens", "length", "page_table", "sampled"} <= shadow.differences.keys()
     expected = [oracle.generate(p["prompt_token_ids"])[0] for p in prompts_of([5, 30, 17], 1013)]
     assert tokens == expected
