@@ -289,6 +289,22 @@ def test_rows_laid_out_wrongly_are_named_over_latent_kv(monkeypatch, ahead):
         assert f"{runner}: {place}: {fault}" in said
 
 
+def test_rows_of_a_weight_in_each_others_place_are_named(monkeypatch):
+    """A plain sum over its words would be what it was."""
+    with_faults(monkeypatch, "two rows exchanged")
+    engine = engine_of("tiny:llama", "eager")
+    runner = engine.worker.decode
+    mutants = mutate(engine, runners=[runner])
+    constants = [e for e in tensors_of(runner) if e.kind is Kind.CONSTANT]
+    assert as_said(mutants) == [
+        f"decode: {e.name}: two rows exchanged"
+        for e in constants
+        if (e.tensor != e.tensor[0]).any()
+    ]
+    assert {mutant.caught_by for mutant in mutants} == {"S0"}
+    assert any(mutant.tensor.startswith("weight.") for mutant in mutants)
+
+
 class _NoValues(TorchFunctionMode):
     """As in a capture: what would wait for a value of the device, and is no operator, raises."""
 

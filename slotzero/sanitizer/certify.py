@@ -10,7 +10,8 @@ import torch
 
 from slotzero.errors import ContractError, RequestError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
-from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Bounds, Examination, checksum
+from slotzero.sanitizer.checks import CHECK_FUNCTIONS, Bounds, Examination
+from slotzero.sanitizer.checksum import checksum
 from slotzero.sanitizer.report import Cell, Certificate, Violation
 from slotzero.sanitizer.scene import Scene, Trial
 

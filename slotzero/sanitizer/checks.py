@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Registry
 from slotzero.graph.registry import Entry
+from slotzero.sanitizer.checksum import checksum
 from slotzero.sanitizer.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.sanitizer.lint import Watch, baked, span_of, stray
 from slotzero.sanitizer.report import Violation
@@ -285,12 +286,3 @@ CHECK_FUNCTIONS: Mapping[str, CheckFunction] = {
     "S5": Examination.s5,
     "S6": Examination.s6,
 }
-
-
-def checksum(tensor: Tensor) -> int:
-    """Of its bits, so NaN equals itself."""
-    if tensor.is_floating_point():
-        tensor = tensor.contiguous().view(
-            {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-        )
-    return int(tensor.sum(dtype=torch.int64).item())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
+from slotzero.sanitizer.checksum import row_checksums
 from slotzero.sanitizer.compare import extent, first_difference
 from slotzero.sanitizer.reach import unused_tails
 from slotzero.sanitizer.scene import MUTABLE, Outcome, others_of, owned_rows
@@ -67,7 +68,7 @@ class Memory:
             e.name: e.tensor.index_select(e.axis, self._others[e.name]) for e in self.paged
         }
         self.before = self.outcome()
-        self._sums = {e.name: row_sums(e) for e in self.paged}
+        self._sums = {e.name: row_checksums(e.tensor, e.axis) for e in self.paged}
         idle = set(range(1, highest_trap + 1)) - set(self.slots)
         self._traps = dict.fromkeys((e.name for e in self.entries), min(idle, default=1))
         tails = unused_tails(runner, self.slots, counts)
@@ -122,7 +123,8 @@ class Memory:
 
     def changed_rows(self, entry: Entry) -> list[int]:
         """Of a paged table, those that the step does not own and that are not what they were."""
-        changed = (row_sums(entry) != self._sums[entry.name]) & ~self.owned[entry.name]
+        sums = row_checksums(entry.tensor, entry.axis)
+        changed = (sums != self._sums[entry.name]) & ~self.owned[entry.name]
         return [int(row) for row in changed.nonzero()[:, 0]]
 
     @property
@@ -169,11 +171,3 @@ def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:
     if spec.rows is None:
         return slots, [spec.width] * len(slots)
     return slots, registry.was_published(spec.published[1])[: len(slots)]
-
-
-def row_sums(entry: Entry) -> Tensor:
-    """A checksum of the bits of every row, so NaN equals itself."""
-    tensor = entry.tensor
-    words = torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8
-    inner = tensor.view(words).flatten(entry.axis + 1).sum(-1, dtype=torch.int64)
-    return inner.view(-1, inner.shape[-1]).sum(0)

@@ -160,6 +160,16 @@ class Case:
         return [slot for slot in self.plain.slots if length[slot] == 0]
 
     @cached_property
+    def exchanged(self) -> tuple[Tensor, Tensor] | None:
+        """Two rows of this tensor that differ, by index, and what they hold once exchanged."""
+        rows = self.view
+        differs = (rows != rows[:1]).view(len(rows), -1).any(1).nonzero()[:, 0]
+        if not len(differs):
+            return None
+        index = torch.stack([differs.new_zeros(()), differs[-1]])
+        return index, rows[index.flip(0)].clone()
+
+    @cached_property
     def row_unlike_padding(self) -> int | None:
         """The first real row whose value is not the one that an empty step would give it."""
         rows = self.plain.tensors[self.entry.name][: self.num_real]

@@ -234,6 +234,13 @@ def _is_kv_of_another(case: Case) -> bool:
     return drafts and bool(case.entry.through) and not is_drafter(case.entry.name)
 
 
+def _exchange_rows(case: Case, rows: Tensor) -> None:
+    """As if by a copy to the wrong place: every value is still there, and the same after a second
+    time."""
+    assert case.exchanged is not None
+    rows.index_copy_(0, *case.exchanged)
+
+
 def _write_column(case: Case, rows: Tensor) -> None:
     rows.select(1, 0).add_(1)
 
@@ -286,6 +293,12 @@ KERNELS: tuple[Fault, ...] = (
         _write_column,
     ),
     KernelFault("written by a kernel", (Kind.CONSTANT,), always, _write_row_0),
+    KernelFault(
+        "two rows exchanged",
+        (Kind.CONSTANT,),
+        lambda case: case.exchanged is not None,
+        _exchange_rows,
+    ),
 )
 
 
