@@ -93,7 +93,7 @@ class Passes:
             registry.output(SAMPLED, (max_rows,), torch.int32, follows=LOGITS),
             registry.output(LOGPROBS, (max_rows,), torch.float32, follows=LOGITS),
             registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, follows=LOGITS),
-            registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32),
+            registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32, follows=LOGITS),
         )
         # float16 would round what it computed well; of bfloat16 the rest is coarser than that
         wide = torch.float32 if dtype is torch.float16 else dtype

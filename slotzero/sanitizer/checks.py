@@ -18,7 +18,7 @@ from slotzero.sanitizer.scene import Outcome, Trial, others_of, owned_rows
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far apart results may be, relative to the largest value; 0 is to the bit."""
+    """How far apart results may be, relative to `compare.magnitude`; 0 is to the bit."""
 
     replay: float = 0.0
     """A replay and the same function run eagerly."""

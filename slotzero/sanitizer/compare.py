@@ -27,7 +27,7 @@ def differences(
 ) -> Iterator[Mismatch]:
     """Over the rows that both have; derived tensors only where the layout is the same.
 
-    `bound` is relative to the largest value; 0 is to the bit. Within a bound, what was chosen from
+    `bound` is relative, see `magnitude`; 0 is to the bit. Within a bound, what was chosen from
     a tensor is compared only where that tensor is equal to the bit; and where it is not kept, a
     slot is compared only if the choice was the same.
     """
@@ -71,7 +71,10 @@ def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str]
         return None
     differs = a != b
     ours, theirs = a[differs], b[differs]
-    wrong = ~_is_same(ours, theirs, b, bound)
+    wrong = ~_is_same(ours, theirs)
+    if bound and a.is_floating_point():
+        allowed = bound * magnitude(b).double().expand_as(b)[differs]
+        wrong &= ~((ours.double() - theirs.double()).abs() <= allowed)
     if not wrong.any():
         return None
     first = int(wrong.int().argmax())
@@ -83,22 +86,29 @@ def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str]
     )
 
 
+def magnitude(expected: Tensor) -> Tensor:
+    """What a bound is relative to: the largest value, NaN and infinity aside, of a row of a batch;
+    of tables with more axes, of what one token stores in one layer, or of one head's state.
+
+    The rounding of a value grows with the terms that were summed up for it. They may cancel, so a
+    value can be small beside its own rounding; that all values of a row are is another matter. No
+    larger part counts, lest zeros in place of a layer's small values pass beside another's.
+    """
+    axes = tuple(range(1, expected.dim()))[-2:]
+    sizes = expected.nan_to_num(0, 0, 0).abs()
+    return sizes.amax(axes, keepdim=True) if axes and expected.numel() else sizes
+
+
 def _is_near(a: Tensor, b: Tensor, bound: float) -> bool:
     """Well within the bound, so that it need not be asked value by value; False with any NaN."""
-    return a.is_floating_point() and bool((a - b).abs().max() <= bound / 2)
+    return a.is_floating_point() and bool(((a - b).abs() <= magnitude(b) * (bound / 2)).all())
 
 
-def _is_same(ours: Tensor, theirs: Tensor, scale: Tensor, bound: float) -> Tensor:
-    """Of values that differ: both NaN, or within the bound of the largest value of `scale`."""
+def _is_same(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Of values that differ: both NaN."""
     if not ours.is_floating_point():
         return torch.zeros_like(ours, dtype=torch.bool)
-    same = ours.isnan() & theirs.isnan()
-    if bound:
-        off = (ours.double() - theirs.double()).abs()
-        same |= off <= bound
-        if not same.all():
-            same |= off <= bound * scale.nan_to_num(0, 0, 0).abs().max().item()
-    return same
+    return ours.isnan() & theirs.isnan()
 
 
 def extent(entry: Entry, outcome: Outcome) -> int:

@@ -28,6 +28,10 @@ from slotzero.standins import stand_ins
 
 CROWD = 8  # more rows than run, for the step before
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
+"""Relative rounding of a row, see `compare.magnitude`. Sums are made in float32, so a layer rounds
+to its dtype a few times; n independent roundings by eps / 2 are off by about sqrt(n) * eps / 2. The
+16-bit bounds are ten such roundings, enough for a hundred layers, and they are relative to the
+largest value of a row, which is several times the usual one. float32 allows for long sums too."""
 
 
 class Mask(NamedTuple):
