@@ -109,13 +109,14 @@ class EngineConfig:
     lazy_recording: bool = False
     """Record a size when it is first needed rather than at start."""
     sanitize: str = "off"
-    """Run steps twice, eagerly and over spoilt memory, and compare: sample is one in many, full is
-    every step."""
+    """Run steps twice, eagerly and over spoilt memory, compute answers again from their tokens
+    alone, recount the owners of pages, and compare: sample is one in many, full is all of them."""
     sanitize_every: int = 1000
-    """With --sanitize sample: one step in so many."""
+    """With --sanitize sample: one step in so many, and one answer after each such step."""
     sanitize_action: str = "log"
     """What a violation leads to: log reports it and goes on, raise stops the engine before a token
-    leaves it, fallback runs eagerly from then on."""
+    leaves it, fallback runs eagerly from then on; after a wrong answer, without drafts and prefix
+    cache."""
     seed: int = 0
     """Of requests that bring no seed of their own, and of dummy weights."""
     skip_tokenizer_init: bool = False

@@ -194,6 +194,13 @@ class Engine:
         """Recounts every pool."""
         self.lanes.check()
 
+    def decode_plainly(self) -> None:
+        """From now on verify no drafts and reuse no prefix: one of them was wrong."""
+        self._widths = FixedWidth(1)
+        for lane in self.lanes:
+            lane.ledger.enable_prefix_caching = False
+            lane.ledger.cache.clear()
+
     def _launch(self, step: Step) -> None:
         with self.crew.watched("running a step", in_step=True):
             self._in_flight.append((step, self.worker.run(step)))
@@ -219,6 +226,8 @@ class Engine:
                     del self._answers[request.id]
                 grown.append(answer)
         self._in_flight.popleft()
+        if self.sanitizer is not None:
+            self.sanitizer.committed([answer.request for answer in grown if answer.finished])
         return grown
 
     def _learn(self, stats: SpeculationStats, step: Step, results: Sequence[Results]) -> None:

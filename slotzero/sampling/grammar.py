@@ -61,6 +61,10 @@ class Grammar:
             )
         return not self.failure
 
+    def restarted(self) -> "Grammar":
+        """The same grammar before its first token."""
+        return Grammar(self._kind, self._start, self._vocabulary)
+
     def can_go_on(self, banned: Collection[int] = ()) -> bool:
         """Whether anything but the end of the sequence and these tokens is allowed."""
         rest = self.allowed & ~self._vocabulary.end

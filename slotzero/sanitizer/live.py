@@ -7,15 +7,17 @@ it raises before the step's results leave the device, or the step goes on as if 
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from slotzero.config import EngineConfig
 from slotzero.engine import Engine
-from slotzero.errors import SanitizerError
+from slotzero.errors import PoolError, SanitizerError
 from slotzero.graph import GraphKey, Runner
 from slotzero.graph.observer import Observer
+from slotzero.request import Request
+from slotzero.sanitizer.answers import AnswerCheck
 from slotzero.sanitizer.memory import Memory
 from slotzero.sanitizer.mirror import Mirror
 from slotzero.sanitizer.report import Violation
@@ -32,6 +34,7 @@ def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
     limits = engine.limits
     is_full = config.sanitize == "full"
     live = LiveSanitizer(
+        engine,
         every=1 if is_full else config.sanitize_every,
         action=config.sanitize_action,
         bound=bounds_of(engine).replay,
@@ -41,7 +44,6 @@ def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
             limits.max_model_len - 1,
             engine.worker.vocab_size - 1,
         ),
-        forget_pages=engine.lanes[0].ledger.cache.clear,
     )
     for runner in engine.worker.runners:
         runner.observer = live
@@ -53,21 +55,23 @@ def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
 class LiveSanitizer(Observer):
     def __init__(
         self,
+        engine: Engine,
         *,
         every: int,
         action: str,
         bound: float,
         highest_trap: int,
-        forget_pages: Callable[[], None],
     ) -> None:
-        """`forget_pages` makes sure that no page is used again that no slot holds now."""
+        self.answers = AnswerCheck(engine, is_full=every == 1)
         self.violations = 0
         self.steps_watched = 0
         self.steps_without_room = 0
         self.last: deque[Violation] = deque(maxlen=KEPT)
         self._every, self._action, self._bound = every, action, bound
-        self._highest_trap, self._forget_pages = highest_trap, forget_pages
+        self._engine, self._highest_trap = engine, highest_trap
         self._steps: Counter[str] = Counter()  # by runner
+        self._num_commits = 0
+        self._last_miscount = ""
         self._fallen: dict[str, str] = {}  # runner -> why it is eager
         self._rng = random.Random(0)
 
@@ -94,6 +98,28 @@ class LiveSanitizer(Observer):
                 self._fall_back(runner, memory, violations[0])
             runner.replay(key)
 
+    def committed(self, finished: Sequence[Request]) -> None:
+        """The engine has committed a step, in which these requests ended."""
+        is_due = self._num_commits % self._every == 0
+        self._num_commits += 1
+        violations = [*self._miscounts()] if is_due else []
+        violations += self.answers.committed(finished, is_due)
+        if violations:
+            self._report(violations)
+            if self._action == "fallback":
+                self._engine.decode_plainly()
+
+    def _miscounts(self) -> Iterator[Violation]:
+        """S9; what was said of the step before is not said again."""
+        try:
+            self._engine.check()
+            self._last_miscount = ""
+        except PoolError as error:
+            if str(error) != self._last_miscount:
+                self._last_miscount = str(error)
+                step = f"step {self._engine.num_steps}"
+                yield Violation("S9", "engine", step, "", self._last_miscount)
+
     def _bound_of(self, runner: Runner, key: GraphKey) -> float:
         """What runs eagerly is the same code twice."""
         return 0.0 if runner.records[key].backend == "eager" else self._bound
@@ -114,7 +140,7 @@ class LiveSanitizer(Observer):
             _log.warning("runner %s runs eagerly from now on: %s", name, self._fallen[name])
             runner.fall_back(list(runner.records), self._fallen[name])
         if any(memory.changed_rows(entry) for entry in memory.paged):
-            self._forget_pages()
+            self._engine.lanes[0].ledger.cache.clear()  # no slot holds them: none may find them
 
     def _go_on_unwatched(self, key: GraphKey) -> None:
         if not self.steps_without_room:

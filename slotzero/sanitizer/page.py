@@ -138,7 +138,7 @@ def _failure(violation: Violation) -> str:
     return (
         f'<div class="failure"><p><strong>{escape(head)}tensor <code>{escape(violation.tensor)}'
         f"</code>{row}</strong></p><p><code>{escape(violation.found)}</code></p>"
-        f'<p class="soft">Broken: {escape(RULES[violation.check])}.</p></div>'
+        f'<p class="soft">Broken: {escape(violation.rule)}.</p></div>'
     )
 
 

@@ -13,6 +13,11 @@ RULES = {
     "S6": "no two registered tensors, and no graph's memory, overlap",
 }
 CHECKS = tuple(RULES)
+LIVE_RULES = {
+    "S8": "an answer is what its tokens alone lead to, without cache, drafts or neighbours",
+    "S9": "every slot and page has the owners that the engine counts",
+}
+"""Of checks that need traffic: S7 is whether faults are caught, see mutants.py."""
 ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
 """In which violations are told: what needs no replay first, and the check that names what went in
 before those that see what came out of it. A wrong position shows in KV too."""
@@ -29,9 +34,14 @@ class Violation:
     row: int | None = None
 
     def __str__(self) -> str:
-        where = f", row {self.row}" if self.row is not None else ""
-        rule = RULES[self.check]
-        return f"{self.size}: {self.check}: tensor {self.tensor!r}{where}: {self.found} ({rule})"
+        where = f"tensor {self.tensor!r}" if self.tensor else "engine"
+        if self.row is not None:
+            where += f", row {self.row}"
+        return f"{self.size}: {self.check}: {where}: {self.found} ({self.rule})"
+
+    @property
+    def rule(self) -> str:
+        return (RULES | LIVE_RULES)[self.check]
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,6 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "left_out": {**self.uncertified, **{f"{cell.size} {cell.check}": cell.left_out
                                                 for cell in self.cells if cell.left_out}},
-            "failures": [asdict(violation) | {"rule": RULES[violation.check]}
+            "failures": [asdict(violation) | {"rule": violation.rule}
                          for violation in self.violations],
         }  # fmt: skip
