@@ -432,6 +432,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, results: list[Mutant]) -> None:
         return results
 
     monkeypatch.setattr(session, "mutate", mutate)
+    monkeypatch.setattr(session, "mutate_traffic", lambda engine, seen: [])
 
 
 def test_when_every_mutant_is_caught(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

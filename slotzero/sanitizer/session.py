@@ -11,6 +11,7 @@ from slotzero.sanitizer.certify import all_sizes, certify, few_checks, few_sizes
 from slotzero.sanitizer.mutants import Mutant, mutate
 from slotzero.sanitizer.report import CHECKS, Cell, Certificate
 from slotzero.sanitizer.stage import bounds_of, staged
+from slotzero.sanitizer.traffic import mutate_traffic
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Session:
         engine = self._engine
         if engine.worker.ranks.any(not self.certificate.passed):
             return []
-        return mutate(engine, seen)
+        return [*mutate(engine, seen), *mutate_traffic(engine, seen)]
 
 
 def joined(findings: Sequence[Findings]) -> Findings:

@@ -189,7 +189,7 @@ class KernelFault(Fault):
             self.effect(case, rows)
 
         try:
-            with _replaced(runner, case.scene.key, damaged):
+            with replaced(runner, case.scene.key, damaged):
                 yield
         finally:
             if saved is not None:
@@ -197,7 +197,7 @@ class KernelFault(Fault):
 
 
 @contextmanager
-def _replaced(
+def replaced(
     runner: Runner, key: GraphKey, function: Callable[[GraphKey, Pieces], None]
 ) -> Iterator[None]:
     with (
@@ -313,7 +313,7 @@ class RoutedPadding(Fault):
         def damaged(key: GraphKey, pieces: Pieces) -> None:
             function(key, _Unpadded(pieces))
 
-        with _replaced(case.runner, case.scene.key, damaged):
+        with replaced(case.runner, case.scene.key, damaged):
             yield
 
 
