@@ -117,8 +117,9 @@ class EngineConfig:
     """What a violation leads to: log reports it and goes on, raise stops the engine before a token
     leaves it, fallback runs eagerly from then on; after a wrong answer, without drafts and prefix
     cache."""
-    seed: int = 0
-    """Of requests that bring no seed of their own, and of dummy weights."""
+    seed: int | None = None
+    """Seed of the generator that draws a seed for each request that brings none, and of dummy
+    weights; default: requests are sampled differently in every run, and dummy weights use 0."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out."""
     show_progress: bool = True
@@ -214,6 +215,11 @@ class EngineConfig:
             )
         if self.nnodes > 1 and self.executor == "ray":
             raise ConfigError(f"nnodes={self.nnodes}: with executor=ray Ray chooses nodes, drop it")
+
+    @property
+    def weights_seed(self) -> int:
+        """Seed of dummy weights, which every rank, engine and run must draw alike."""
+        return 0 if self.seed is None else self.seed
 
     @property
     def ranks_per_node(self) -> int:

@@ -162,7 +162,9 @@ class Worker:
         for name, tensor in self.kernels.held().items():
             registry.constant(name, tensor)
         if config.load_format == "dummy":
-            weights = random_weights(whole, registry, self.kernels, dtype, config.seed, ranks=ranks)
+            weights = random_weights(
+                whole, registry, self.kernels, dtype, config.weights_seed, ranks=ranks
+            )
         else:
             weights = load_weights(
                 whole, checkpoint, registry, self.kernels, dtype, progress, ranks=ranks

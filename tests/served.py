@@ -172,7 +172,7 @@ def tiny_server(folder: Path) -> Iterator[Server]:
     Tokenizer.bytes_tokenizer()._backend.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    words = f"{folder} --load-format dummy --backend eager --served-model-name tiny --api-key {KEY}"
-    server = Server(words.split(), folder / "log")
+    words = f"{folder} --load-format dummy --backend eager --served-model-name tiny --seed 0"
+    server = Server([*words.split(), "--api-key", KEY], folder / "log")
     yield server
     assert server.end() == 0, server.log.read_text()

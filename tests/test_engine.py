@@ -501,6 +501,25 @@ def test_without_a_seed_the_engine_draws_one() -> None:
     assert len({tuple(tokens) for tokens in runs["one"] + runs["other"]}) == 4
 
 
+def test_an_engine_without_a_seed_draws_others_than_the_last() -> None:
+    asks = [(PROMPT, replace(SEEDED, seed=None))] * 2
+    tokens = [
+        tuple(answer.token_ids)
+        for _ in range(2)
+        for answer in answer_all(make(max_num_seqs=2), asks)
+    ]
+    assert len(set(tokens)) == 4
+
+
+def test_dummy_weights_are_the_same_without_a_seed() -> None:
+    """Ranks, engines and runs build them apart from each other."""
+    config = EngineConfig(model="tiny:llama", load_format="dummy", show_progress=False)
+    without, zero, one = (
+        answer_alone(Engine(replace(config, seed=seed)), PROMPT, greedy(8)) for seed in (None, 0, 1)
+    )
+    assert without == zero != one
+
+
 # One step in flight
 
 

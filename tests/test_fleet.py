@@ -120,6 +120,53 @@ def test_two_answer_as_one_does(served: Served) -> None:
     assert fleet.stats.slots == 8
 
 
+def test_requests_without_a_seed_are_sampled_independently(served: Served) -> None:
+    """Engines that drew from one seed would give each answer twice."""
+    params = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 16}
+
+    async def ask() -> tuple[list[list[int]], list[int]]:
+        errands = [served.fleet.submit(f"{i}", [1, 2, 3], params) for i in range(8)]
+        num_open = [replica.num_open for replica in served.fleet.replicas]
+        return await asyncio.gather(*map(tokens_of, errands)), num_open
+
+    answers, num_open = served.run(ask())
+    assert min(num_open) > 0, "both engines take part"
+    assert len(set(map(tuple, answers))) == 8
+
+
+def seeds_of(monkeypatch: pytest.MonkeyPatch, given: Mapping[str, Any]) -> list[int]:
+    """What four requests without a seed get from a fleet of two, with a refused one among them."""
+    fleet, sent = Fleet(given, 2), []
+
+    def send(request_id: str, prompt: list[int], params: Mapping[str, Any]) -> None:
+        if request_id == "refused":
+            raise EngineUnavailableError("loading")
+        sent.append(params["seed"])
+
+    monkeypatch.setattr(fleet, "send", send)
+    for i in range(4):
+        with pytest.raises(EngineUnavailableError):
+            fleet.submit("refused", [1], {})
+        fleet.submit(f"{i}", [1], {})
+    fleet.submit("5", [1], {"seed": 5})
+    assert sent.pop() == 5, "a seed of its own stays"
+    return sent
+
+
+def test_seeds_are_others_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [seed for _ in range(3) for seed in seeds_of(monkeypatch, {})]
+    assert len(set(drawn)) == 12
+    assert all(0 <= seed < 2**63 for seed in drawn)
+
+
+def test_a_seed_of_the_server_gives_the_same_distinct_seeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, again, other = (seeds_of(monkeypatch, {"seed": seed}) for seed in (7, 7, 8))
+    assert first == again
+    assert len({*first, *other}) == 8
+
+
 def test_a_prompt_goes_where_it_is_known(served: Served) -> None:
     prompt = [3] * 100
 

@@ -7,9 +7,14 @@ The rules: a request whose engine died before it said anything is sent once more
 ready, or the first that will be; once, so that one that kills engines does not kill them all. One
 that has begun ends with EngineDiedError, since nobody could take its answer up. And an engine that
 is given up stays out, while the others serve on.
+
+A request without a seed is given one here, not by its engine: engines that draw from one seed would
+draw the same numbers. So seeds are independent across engines and their restarts, and with --seed
+the n-th request has the same seed in every run, whichever engine it goes to.
 """
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -57,6 +62,8 @@ class Fleet:
             for i in range(size)
         )
         self._router = Router(size)
+        self._seeds = random.Random(settings.get("seed"))  # None: entropy of the operating system
+        self._next_seed = self._seeds.getrandbits(63)
 
     async def start(self) -> None:
         for replica in self.replicas:
@@ -109,7 +116,11 @@ class Fleet:
 
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> "Errand":
         """Refuses at once (EngineUnavailableError); the errand raises the rest."""
-        return Errand(self, request_id, prompt, params)
+        if params.get("seed") is not None:
+            return Errand(self, request_id, prompt, params)
+        errand = Errand(self, request_id, prompt, {**params, "seed": self._next_seed})
+        self._next_seed = self._seeds.getrandbits(63)  # only now: a refused request uses none
+        return errand
 
     def send(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:
         """To one that is ready; where none is, the best says why not."""

@@ -172,8 +172,9 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
     registry, kernels = target.registry, target.kernels
     kernels.refuse(config.group.heads)
     weights = load_head(
-        config, checkpoint, target.vocabulary, registry, kernels, target.dtype, settings.seed
-    )
+        config, checkpoint, target.vocabulary, registry, kernels, target.dtype,
+        settings.weights_seed,
+    )  # fmt: skip
     kind = Kind(_as_model(config, target.config), config.group, None, kernels)
     return Prepared(
         (config.group,),
@@ -246,8 +247,9 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
             )
     if settings.load_format == "dummy":
         weights = random_weights(
-            config, registry, kernels, target.dtype, settings.seed + 1, f"{GROUP}.", target.ranks
-        )
+            config, registry, kernels, target.dtype, settings.weights_seed + 1, f"{GROUP}.",
+            target.ranks,
+        )  # fmt: skip
     else:
         weights = load_weights(
             config, checkpoint, registry, kernels, target.dtype, target.progress, f"{GROUP}.",
