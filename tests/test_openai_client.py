@@ -342,6 +342,30 @@ def test_answers_and_calls_are_parsed(client: OpenAI) -> None:
     assert (free.choices[0].message.content, free.choices[0].finish_reason) == ("", "stop")
 
 
+class Pairs(BaseModel):
+    first: Pair
+    second: Pair
+
+
+def test_schemas_with_definitions(client: OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 200, "seed": 3}
+    tidy = dict.fromkeys(("9", "10", "13", "32"), -100)  # no white space
+    parse = client.chat.completions.parse
+    answer = parse(**asked, logit_bias=tidy, response_format=Pairs).choices[0].message
+    assert isinstance(answer.parsed, Pairs)
+
+    def call(there: str) -> Any:
+        parameters = {"$ref": there, "$defs": {"Pair": ADD["function"]["parameters"]}}
+        tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        made = client.chat.completions.create(**asked, tools=tools, tool_choice="required")
+        (called,) = made.choices[0].message.tool_calls or []
+        return json.loads(called.function.arguments)
+
+    assert set(call("#/$defs/Pair")) == {"a", "b"}
+    with pytest.raises(openai.BadRequestError, match=r"tools: .*/\$defs/Gone"):
+        call("#/$defs/Gone")
+
+
 def test_an_answer_can_be_sent_back(client: OpenAI) -> None:
     first = client.chat.completions.create(
         model="tiny", messages=HELLO, tools=[ADD], tool_choice="required", max_tokens=200, seed=3

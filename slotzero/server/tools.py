@@ -10,6 +10,7 @@ Where the model is free to call, its arguments are what it writes, `strict` or n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urljoin
 
 from slotzero.chat_template import MessageError, template_message, variable_of_ours
 from slotzero.server.conversation import Message, NamedTool, Tool
@@ -87,20 +88,41 @@ def _wanted(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[Tool]
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """JSON schema of one call of any of these."""
+    """JSON schema of one call of any of these.
+
+    Each tool's parameters stay a schema resource of their own, with its own `$id`: that is what
+    `#` means in their `$ref`s, so definitions of equal names in two tools are kept apart.
+    """
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
+                "arguments": schema,
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for tool, schema in zip(tools, _arguments_schemas(tools), strict=True)
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _arguments_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    schemas: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        given = tool.function.parameters or {"type": "object"}
+        where, own = f"tools: {tool.function.name}: parameters.$id", given.get("$id", "")
+        if not isinstance(own, str):
+            raise FieldError("tools", f"{where} must be text")
+        name = urljoin(f"http://tool-{i}.invalid/", own)
+        if name in schemas:
+            raise FieldError("tools", f"{where}: another tool has {own!r}; give each its own")
+        # without $schema: before draft 2019-09, an $id beside a $ref would be ignored
+        schemas[name] = {"$id": name} | {
+            key: value for key, value in given.items() if key not in ("$id", "$schema")
+        }
+    return list(schemas.values())
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -1,0 +1,159 @@
+"""Schemas of forced tool calls: what the composed schema allows, by the grammar made from it."""
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from slotzero.errors import RequestError
+from slotzero.sampling.grammar import Grammars
+from slotzero.sampling.structured import StructuredOutputs
+from slotzero.server.conversation import Tool
+from slotzero.server.status import FieldError
+from slotzero.server.tools import call_schema
+from slotzero.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+EOS = 257
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+DRAFTS = (
+    "http://json-schema.org/draft-04/schema#",
+    "http://json-schema.org/draft-07/schema#",
+    "https://json-schema.org/draft/2020-12/schema",
+)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(Tokenizer.bytes_tokenizer, 259, (EOS,))
+
+
+def tool(name: str, parameters: dict[str, Any]) -> Tool:
+    return Tool.model_validate(
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+    )
+
+
+def record(of: Any, **more: Any) -> dict[str, Any]:
+    """An object with one property, a."""
+    closed = {"type": "object", "required": ["a"], "additionalProperties": False}
+    return closed | {"properties": {"a": of}} | more
+
+
+def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
+    grammar = grammars.begin(StructuredOutputs(json_schema=schema))
+    return all(grammar.advance(byte) for byte in json.dumps(value).encode()) and (
+        not grammar.can_go_on() or grammar.advance(EOS)
+    )
+
+
+def calls(grammars: Grammars, tools: list[Tool], name: str, *arguments: Any) -> list[bool]:
+    schema = call_schema(tools)
+    return [allows(grammars, schema, {"name": name, "arguments": a}) for a in arguments]
+
+
+class Street(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    number: Annotated[int, Field(ge=1)]
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    street: Street
+    others: list[Street]
+    kind: Literal["a", "b"]
+
+
+class Tree(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    value: int
+    children: list["Tree"]
+
+
+HOME = {"name": "Elm", "number": 3}
+
+
+@pytest.mark.parametrize("num_tools", [1, 2])
+def test_nested_models_of_pydantic(grammars: Grammars, num_tools: int) -> None:
+    tools = [tool("save", Person.model_json_schema()), tool("grow", Tree.model_json_schema())]
+    good = {"street": HOME, "others": [HOME], "kind": "b"}
+    bad = good | {"others": [HOME | {"number": "3"}]}
+    assert calls(grammars, tools[:num_tools], "save", good, bad) == [True, False]
+    leaf = {"value": 1, "children": []}
+    tree, wrong = leaf | {"children": [leaf]}, leaf | {"children": [{"value": 1}]}
+    assert calls(grammars, tools[-num_tools:], "grow", tree, wrong) == [True, False]
+
+
+def test_a_structure_may_have_definitions_too(grammars: Grammars) -> None:
+    schema = Person.model_json_schema()
+    assert allows(grammars, schema, {"street": HOME, "others": [], "kind": "a"})
+    assert not allows(grammars, schema, {"street": HOME, "others": [], "kind": "c"})
+
+
+REFERENCES: dict[str, dict[str, Any]] = {
+    "$defs": record({"$ref": "#/$defs/A"}, **{"$defs": {"A": INTEGER}}),
+    "definitions": record({"$ref": "#/definitions/A"}, definitions={"A": INTEGER}),
+    "root": {"$ref": "#/$defs/R", "$defs": {"R": record({"$ref": "#/$defs/A"}), "A": INTEGER}},
+    "nested": record({"$ref": "#/$defs/B/$defs/A"}, **{"$defs": {"B": {"$defs": {"A": INTEGER}}}}),
+    "chain": record({"$ref": "#/$defs/B"}, **{"$defs": {"A": INTEGER, "B": {"$ref": "#/$defs/A"}}}),
+    "escaped": record({"$ref": "#/$defs/a~1b%20~0c"}, **{"$defs": {"a/b ~c": INTEGER}}),
+    "elsewhere": record({"$ref": "#/components/schemas/A"}, components={"schemas": {"A": INTEGER}}),
+    "anchor": record({"$ref": "#it"}, **{"$defs": {"A": INTEGER | {"$anchor": "it"}}}),
+    "absolute": record(
+        {"$ref": "https://example.com/s#/$defs/A"},
+        **{"$id": "https://example.com/s", "$defs": {"A": INTEGER}},
+    ),
+    "relative": record({"$ref": "A"}, **{"$defs": {"A": INTEGER | {"$id": "A"}}}),
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("draft", [None, *DRAFTS])
+def test_references_of_every_kind(grammars: Grammars, kind: str, draft: str | None) -> None:
+    given = REFERENCES[kind] | ({} if draft is None else {"$schema": draft})
+    for tools in ([tool("f", given)], [tool("g", record(STRING)), tool("f", given)]):
+        assert calls(grammars, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
+
+
+def test_a_reference_to_the_whole(grammars: Grammars) -> None:
+    closed = {"type": "object", "additionalProperties": False}
+    tools = [tool(name, closed | {"properties": {name: {"$ref": "#"}}}) for name in "fg"]
+    assert calls(grammars, tools, "f", {"f": {"f": {}}}, {"g": {}}) == [True, False]
+    assert calls(grammars, tools, "g", {"g": {"g": {}}}, {"f": {}}) == [True, False]
+
+
+@pytest.mark.parametrize("kind", ["$defs", "definitions", "nested", "relative"])
+def test_definitions_of_one_name_are_kept_apart(grammars: Grammars, kind: str) -> None:
+    given = REFERENCES[kind]
+    other = json.loads(json.dumps(given).replace('"integer"', '"string"'))
+    tools = [tool("f", given), tool("g", other)]
+    assert calls(grammars, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
+    assert calls(grammars, tools, "g", {"a": 1}, {"a": "x"}) == [False, True]
+
+
+def test_data_that_looks_like_a_reference(grammars: Grammars) -> None:
+    data = {"$ref": "#/nowhere", "$id": "x"}
+    for of in ({"const": data}, {"enum": [data]}):
+        given = record(of | {"default": data, "examples": [data]})
+        assert calls(grammars, [tool("f", given)], "f", {"a": data}, {"a": 1}) == [True, False]
+    named = {"type": "object", "properties": {"$ref": STRING, "$id": STRING}, "required": ["$ref"]}
+    assert calls(grammars, [tool("f", named)], "f", {"$ref": "x", "$id": "y"}, {}) == [True, False]
+
+
+@pytest.mark.parametrize("there", ["#/$defs/B", "#/nowhere", "#odd", "https://example.com/schema"])
+def test_a_reference_to_nothing_is_named(grammars: Grammars, there: str) -> None:
+    given = record({"$ref": there}, **{"$defs": {"A": INTEGER}})
+    for schema in (given, call_schema([tool("f", given)])):
+        with pytest.raises(RequestError, match=re.escape(there.partition("#")[2] or there)):
+            grammars.begin(StructuredOutputs(json_schema=schema))
+
+
+def test_two_tools_with_one_id_are_refused() -> None:
+    same = tool("f", record(INTEGER, **{"$id": "https://example.com/s"}))
+    with pytest.raises(FieldError, match=r"tools: g: parameters.\$id: another tool has"):
+        call_schema([same, tool("g", same.function.parameters or {})])
+    with pytest.raises(FieldError, match=r"parameters.\$id must be text"):
+        call_schema([tool("f", record(INTEGER, **{"$id": 5}))])
