@@ -1,10 +1,17 @@
 """One tool call's JSON object, read while it is written.
 
 It does not know what surrounds it. It is not a JSON parser: it finds the name, and where the
-arguments begin and end; whether they are valid is for whoever gets them.
+arguments begin and end.
+
+The rule: whether the object is a call is decided once, at one character, and never taken back. It
+is a call from the character at which its name is known and its arguments, an object, have begun;
+where they are no object, or missing, from the brace that ends it. Until then it may turn out not to
+be one; after that, further keys are passed over. So the decision does not depend on how the text
+was cut.
 """
 
 import json
+from collections.abc import Collection
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", *_ARGUMENTS)
@@ -16,15 +23,19 @@ class CallObject:
     raw[start : end)       the arguments; `end` is None while they grow
     """
 
-    def __init__(self, may_have_other_keys: bool) -> None:
-        self._keys = None if may_have_other_keys else _KEYS
+    def __init__(self, names: Collection[str] | None) -> None:
+        """`names`: the functions of which it must call one, with no unknown key before the
+        decision. None: something else says that this is a call, so any name and key will do."""
+        self._names = names
         self.raw = ""
         self.name: str | None = None
-        self.is_over = False
+        self.is_call = False
         self.is_wrong = False
-        self.start: int | None = None
-        self.end: int | None = None
-        self.odd_arguments: str | None = None  # those that are no object
+        """It is no call."""
+        self.is_over = False
+        self._start: int | None = None
+        self._end: int | None = None
+        self._odd_arguments: str | None = None  # those that are no object
         self._read = 0
         self._depth = 0
         self._in_string = self._is_escaped = False
@@ -32,15 +43,33 @@ class CallObject:
         self._key: str | None = None
         self._value_at: int | None = None
 
+    @property
+    def arguments(self) -> str:
+        """Of a call, as far as they are written; {} where there are none."""
+        if self._start is None:
+            return self._odd_arguments or "{}"
+        return self.raw[self._start : self._end]
+
     def feed(self, text: str) -> str:
         """-> what follows the object"""
         self.raw += text
         while self._read < len(self.raw) and not self.is_over and not self.is_wrong:
             self._look(self.raw[self._read], self._read)
             self._read += 1
+            if not self.is_call:
+                self._decide()
         rest = self.raw[self._read :]
         self.raw = self.raw[: len(self.raw) - len(rest)]
         return rest
+
+    def _decide(self) -> None:
+        """After each character, until it is a call or wrong."""
+        if self.name is not None and self._names is not None:
+            self.is_wrong |= self.name not in self._names
+        if self.is_over:
+            self.is_wrong |= self.name is None or not is_json(self.raw[: self._read])
+        has_begun = self._start is not None or self.is_over
+        self.is_call = self.name is not None and has_begun and not self.is_wrong
 
     def _look(self, char: str, at: int) -> None:
         if self._in_string:
@@ -49,14 +78,14 @@ class CallObject:
             self._in_string, self._string_at = True, at
         elif char in "{[":
             self._depth += 1
-            if self._depth == 2 and char == "{" and self._key in _ARGUMENTS and self.start is None:
-                self.start = at
+            if self._depth == 2 and char == "{" and self._key in _ARGUMENTS and self._start is None:
+                self._start = at
         elif char in "}]":
             if self._depth == 1:
                 self._end_value(at)
             self._depth -= 1
-            if self._depth == 1 and self.start is not None and self.end is None:
-                self.end = at + 1
+            if self._depth == 1 and self._start is not None and self._end is None:
+                self._end = at + 1
             self.is_over = self._depth == 0
         elif self._depth == 1 and char == ":" and self._key is not None:
             self._value_at = at + 1
@@ -72,23 +101,32 @@ class CallObject:
             self._in_string = False
             if self._depth == 1 and self._key is None:
                 self._key = _loads(self.raw[self._string_at : at + 1])
-                self.is_wrong = self._keys is not None and self._key not in self._keys
+                if not self.is_call and self._names is not None and self._key not in _KEYS:
+                    self.is_wrong = True
 
     def _end_value(self, at: int) -> None:
-        if self._value_at is not None:
+        if self._value_at is not None and not self.is_call:
             value = self.raw[self._value_at : at].strip()
             if self._key == "name":
                 self.name = _loads(value)
                 self.is_wrong = self.name is None
-            elif self._key in _ARGUMENTS and self.start is None:
-                self.odd_arguments = _loads(value) or ("{}" if value == "null" else value)
+            elif self._key in _ARGUMENTS and self._start is None:
+                self._odd_arguments = _loads(value) or ("{}" if value == "null" else value)
         self._key = self._value_at = None
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _loads(text: str) -> str | None:
     """A JSON string, or None."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

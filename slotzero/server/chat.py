@@ -1,6 +1,6 @@
 """Chat completions: answers as messages, whole or in deltas, with the tool calls that they hold."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from slotzero.server.answers import Piece, TokenRow, usage
 from slotzero.server.logprobs import chat_logprobs
@@ -42,8 +42,6 @@ class _Choice:
             events = self._parser.push(piece.text)
             if piece.finish_reason is not None:
                 events += self._parser.close()
-            if self._is_single and self._parser.num_done:
-                events = _up_to_first_call(events)
         for event in events:
             self._add(event)
         self.finish_reason = self._reason(piece.finish_reason)
@@ -59,11 +57,14 @@ class _Choice:
             self.calls[event.index] = (call_id, name, arguments + event.text)
 
     def _reason(self, reason: str | None) -> str | None:
-        """A call that ends by itself is the reason; one that was cut off is not."""
-        if self._parser is None or not self._parser.num_calls:
+        """Calls are the reason only if they are all whole."""
+        parser = self._parser
+        if parser is None or not parser.num_calls:
             return reason
-        is_enough = self._is_single and self._parser.num_done > 0
-        return "tool_calls" if is_enough or reason == "stop" else reason
+        if self._is_single and parser.num_done:
+            reason = "stop"
+        is_whole = parser.num_whole == parser.num_calls
+        return "tool_calls" if reason == "stop" and is_whole else reason
 
 
 class ChatWriter:
@@ -147,13 +148,3 @@ def _delta(event: Event) -> Delta:
     else:
         call = ToolCallReply(index=event.index, function=FunctionCall(arguments=event.text))
     return Delta(tool_calls=[call])
-
-
-def _up_to_first_call(events: Iterable[Event]) -> list[Event]:
-    """Without what follows the first call."""
-    kept: list[Event] = []
-    for event in events:
-        if not isinstance(event, Said) and event.index > 0:
-            break
-        kept.append(event)
-    return kept

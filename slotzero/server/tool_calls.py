@@ -9,13 +9,23 @@ It does not know HTTP or templates. A format is data; one parser reads them all:
 The rule: text and calls come out in the order they were written, and nothing is lost. What began
 like a call and is none comes out as text; only white space around calls is dropped. Arguments are
 given out as the model writes them, as soon as the function's name is known.
+
+The result depends on the text alone, not on how it was cut, so a stream and a whole reply agree:
+
+- Once a call is given out it stays one (call_object.py says when). An unknown key after the
+  arguments is passed over; before them, in a call without a tag, it makes the object text.
+- A call that the end of the text cuts off is given out as far as it goes if that point was reached,
+  and is text otherwise. It is not whole, and neither is one whose arguments are no JSON: only an
+  answer whose calls are all whole ends with finish_reason "tool_calls".
+- What follows a call and is no call is text; with `is_single`, everything after the first call is
+  dropped.
 """
 
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from slotzero.server.call_object import CallObject
+from slotzero.server.call_object import CallObject, is_json
 
 _SPACE = " \t\r\n"
 _SEPARATORS = _SPACE + ";"
@@ -58,14 +68,16 @@ Event = Said | Called | Argued
 
 
 class CallParser:
-    def __init__(self, form: CallFormat, names: Collection[str]) -> None:
+    def __init__(
+        self, form: CallFormat, names: Collection[str], *, is_single: bool = False
+    ) -> None:
         """`names`: what may be called. A tagged call of another name is given out all the same."""
         self._form = form
         self._names = names
+        self._is_single = is_single
         self._held = ""  # not yet understood
         self._space = ""  # at the end of the text so far: dropped if a call follows
         self._object: CallObject | None = None
-        self._is_tagged = False  # the object in hand came after an opening
         self._before = ""  # what led to it, and is text if it is no call
         self._state = self._bare if form.is_bare else self._text
         self._num_argued = 0  # characters of its arguments that were given out
@@ -75,6 +87,8 @@ class CallParser:
         """Those that were begun."""
         self.num_done = 0
         """Those that ended; the last may be cut off."""
+        self.num_whole = 0
+        """Those that ended and whose arguments are JSON."""
 
     def push(self, text: str) -> list[Event]:
         self._held += text
@@ -85,8 +99,8 @@ class CallParser:
     def close(self) -> list[Event]:
         """No more text."""
         if self._object is not None:
-            if self.num_calls == self.num_done:  # else it is cut off, and never done
-                self._fail()
+            if not self._object.is_call:  # else it is cut off, and never done
+                self._fail(self._object)
         elif self._state == self._opened:
             self._say(self._form.opening)
         if not self._is_rest_of_call():
@@ -142,8 +156,8 @@ class CallParser:
         return self._begin(ahead, is_tagged=True)
 
     def _begin(self, ahead: str, is_tagged: bool) -> bool:
-        self._object = CallObject(may_have_other_keys=is_tagged)
-        self._is_tagged, self._num_argued = is_tagged, 0
+        self._object = CallObject(None if is_tagged else self._names)
+        self._num_argued = 0
         skipped = self._held[: len(self._held) - len(ahead)]
         self._before = (self._form.opening if is_tagged else "") + skipped
         self._held = ahead
@@ -154,16 +168,16 @@ class CallParser:
         call = self._object
         assert call is not None
         self._held = call.feed(self._held)
-        is_known = call.name is None or self._is_tagged or call.name in self._names
-        if not call.is_wrong and is_known:
+        if call.is_call:
             self._report(call)
-        if call.is_over and self._is_reported(call):
-            self.num_done += 1
-            self._object = None
-            self._state = self._closing
-        elif call.is_wrong or call.is_over or not is_known:
-            self._fail()
+        if call.is_wrong:
+            self._fail(call)
             self._state = self._text
+        elif call.is_over:
+            self.num_done += 1
+            self.num_whole += is_json(call.arguments)
+            self._object = None
+            self._state = self._ended if self._is_single else self._closing
         return bool(self._held)
 
     def _closing(self) -> bool:
@@ -174,35 +188,27 @@ class CallParser:
         self._state = self._bare if self._form.is_bare else self._text
         return True
 
+    def _ended(self) -> bool:
+        """After the only call that is wanted."""
+        self._held = ""
+        return False
+
     # What comes out
 
-    def _is_reported(self, call: CallObject) -> bool:
-        return call.name is not None and self.num_calls > self.num_done
-
     def _report(self, call: CallObject) -> None:
-        """What is new of this call, if its name is known."""
-        has_arguments = call.start is not None or call.is_over
-        if call.name is None or not has_arguments:
-            return
+        """What is new of this call."""
         if self.num_calls == self.num_done:
+            assert call.name is not None
             self._space = ""
             self._events.append(Called(self.num_calls, f"call_{uuid.uuid4().hex[:24]}", call.name))
             self.num_calls += 1
-        if call.start is None:
-            written = call.odd_arguments or "{}"
-        else:
-            written = call.raw[call.start : call.end]
-        if more := written[self._num_argued :]:
+        if more := call.arguments[self._num_argued :]:
             self._events.append(Argued(self.num_calls - 1, more))
-            self._num_argued = len(written)
+            self._num_argued += len(more)
 
-    def _fail(self) -> None:
-        """It was no call; or it is one that was cut off, and what there is of it was given out."""
-        call, self._object = self._object, None
-        assert call is not None
-        if self.num_calls > self.num_done:
-            self.num_done += 1
-            return
+    def _fail(self, call: CallObject) -> None:
+        """It was no call."""
+        self._object = None
         self._say(self._before + call.raw)
 
     def _say(self, text: str) -> None:

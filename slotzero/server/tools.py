@@ -35,7 +35,9 @@ class ToolPlan:
     """Whether the answer ends with its first call."""
 
     def parser(self) -> CallParser | None:
-        return CallParser(self.form, self.names) if self.form else None
+        if self.form is None:
+            return None
+        return CallParser(self.form, self.names, is_single=self.is_single)
 
 
 def choose_format(setting: str, template: str | None) -> CallFormat | str:
