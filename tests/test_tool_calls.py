@@ -35,7 +35,7 @@ def writer(of: ToolPlan, is_stream: bool) -> ChatWriter:
 def pieces(texts: list[str], reason: str) -> list[Piece]:
     """The last of them ends the answer."""
     reasons = [None] * (len(texts) - 1) + [reason]
-    return [Piece(0, text, [], why) for text, why in zip(texts, reasons, strict=True)]
+    return [Piece(0, text, [], why, 0) for text, why in zip(texts, reasons, strict=True)]
 
 
 Result = tuple[str, list[tuple[str, str]], str]  # content, calls with their arguments, reason
@@ -56,8 +56,9 @@ def whole(of: ToolPlan, texts: list[str], reason: str) -> Result:
 
 def streamed(of: ToolPlan, texts: list[str], reason: str) -> Result:
     made, content, calls = writer(of, is_stream=True), "", []
+    run: Any = SimpleNamespace(answers=[])
     for piece in pieces(texts, reason):
-        for chunk in made.chunks(piece):
+        for chunk in made.chunks(piece, run):
             (choice,) = chunk.choices
             assert choice.finish_reason is None or not choice.delta.model_dump(exclude_unset=True)
             content += choice.delta.content or ""

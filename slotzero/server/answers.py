@@ -19,7 +19,6 @@ from typing import Any
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
 from slotzero.server.messages import Grown, TokenLogprobs
-from slotzero.server.replies import CachedTokens, Usage
 from slotzero.tokenizer import Tokenizer
 from slotzero.transcript import Transcript
 
@@ -59,10 +58,16 @@ class Piece:
     text: str
     rows: list[TokenRow]
     finish_reason: str | None
+    num_tokens: int
+    """Tokens of the answer up to here, those whose text is held back included."""
 
     def __add__(self, later: "Piece") -> "Piece":
         return Piece(
-            self.index, self.text + later.text, self.rows + later.rows, later.finish_reason
+            self.index,
+            self.text + later.text,
+            self.rows + later.rows,
+            later.finish_reason,
+            later.num_tokens,
         )
 
 
@@ -122,18 +127,4 @@ class Answer:
             row, end = self._rows.popleft()
             if not is_over or row.offset < num_safe or row.offset == end:
                 rows.append(row)
-        return Piece(self.ask.index, text, rows, self.finish_reason)
-
-
-def usage(answers: list[Answer]) -> Usage:
-    counted = [answer for answer in answers if answer.ask.is_counted]
-    num_prompt = sum(len(answer.ask.prompt) for answer in counted)
-    num_generated = sum(answer.num_tokens for answer in answers)
-    return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_generated,
-        total_tokens=num_prompt + num_generated,
-        prompt_tokens_details=CachedTokens(
-            cached_tokens=sum(answer.num_cached for answer in counted)
-        ),
-    )
+        return Piece(self.ask.index, text, rows, self.finish_reason, self.num_tokens)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slotzero.server.answers import Piece, TokenRow, usage
+from slotzero.server.answers import Piece, TokenRow
 from slotzero.server.logprobs import chat_logprobs
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.replies import (
@@ -18,6 +18,7 @@ from slotzero.server.replies import (
 from slotzero.server.runs import Run
 from slotzero.server.tool_calls import Called, Event, Said
 from slotzero.server.tools import ToolPlan
+from slotzero.server.usage import StreamUsage, usage
 from slotzero.tokenizer import Tokenizer
 
 
@@ -73,30 +74,37 @@ class ChatWriter:
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
         self._choices = [_Choice(plan) for _ in range(body.n or 1)]
-        self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._usage = StreamUsage(body.stream_options)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = head("chatcmpl", kind, body.model)
 
     def add(self, piece: Piece) -> None:
         self._choices[piece.index].take(piece)
 
-    def chunks(self, piece: Piece) -> Iterator[ChatChunk]:
+    def chunks(self, piece: Piece, run: Run) -> Iterator[ChatChunk]:
         choice = self._choices[piece.index]
         if choice.finish_reason is not None:
             return
+        for delta, reason in self._deltas(choice, piece):
+            chunk = self._chunk(piece.index, delta, reason)
+            self._usage.put(chunk, run.answers)
+            yield chunk
+
+    def _deltas(self, choice: _Choice, piece: Piece) -> Iterator[tuple[Delta, str | None]]:
         if not choice.has_begun:
             choice.has_begun = True
-            yield self._chunk(piece.index, Delta(role="assistant", content="", refusal=None))
+            yield Delta(role="assistant", content="", refusal=None), None
+        self._usage.count(piece)
         for event in choice.take(piece):
-            yield self._chunk(piece.index, _delta(event))
+            yield _delta(event), None
         if choice.finish_reason is not None:
-            yield self._chunk(piece.index, Delta(), choice.finish_reason)
+            yield Delta(), choice.finish_reason
 
     def is_enough(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
     def last_chunk(self, run: Run) -> ChatChunk | None:
-        if not self._has_usage:
+        if not self._usage.has_last:
             return None
         return ChatChunk(choices=[], usage=usage(run.answers), **self._head)
 
@@ -104,7 +112,7 @@ class ChatWriter:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
         return ChatReply(choices=choices, usage=usage(run.answers), **self._head)
 
-    def _chunk(self, index: int, delta: Delta, finish_reason: str | None = None) -> ChatChunk:
+    def _chunk(self, index: int, delta: Delta, finish_reason: str | None) -> ChatChunk:
         choice = ChatChunkChoice(
             index=index, delta=delta, logprobs=None, finish_reason=finish_reason
         )
@@ -113,10 +121,7 @@ class ChatWriter:
         if self._has_logprobs and rows:
             choice.logprobs = chat_logprobs(self._tokenizer, rows, self._num_top)
             state.num_rows_sent += len(rows)
-        chunk = ChatChunk(choices=[choice], **self._head)
-        if self._has_usage:
-            chunk.usage = None
-        return chunk
+        return ChatChunk(choices=[choice], **self._head)
 
     def _whole_choice(self, index: int, choice: _Choice) -> ChatChoice:
         message = Delta(role="assistant", content=choice.text, refusal=None)

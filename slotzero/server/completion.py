@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from slotzero.server.answers import Ask, Piece, TokenRow, usage
+from slotzero.server.answers import Ask, Piece, TokenRow
 from slotzero.server.logprobs import completion_logprobs
 from slotzero.server.protocol import CompletionRequest
 from slotzero.server.replies import CompletionChoice, CompletionReply, head
 from slotzero.server.runs import Run
+from slotzero.server.usage import StreamUsage, usage
 from slotzero.tokenizer import Tokenizer
 
 
@@ -23,7 +24,7 @@ class CompletionWriter:
         self._tokenizer = tokenizer
         self._num_top = body.logprobs
         self._choices = [_Choice(ask.echo) for ask in asks]
-        self._has_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._usage = StreamUsage(body.stream_options)
         self._head = head("cmpl", "text_completion", body.model)
 
     def add(self, piece: Piece) -> None:
@@ -32,23 +33,23 @@ class CompletionWriter:
         choice.rows += piece.rows
         choice.finish_reason = piece.finish_reason
 
-    def chunks(self, piece: Piece) -> Iterator[CompletionReply]:
+    def chunks(self, piece: Piece, run: Run) -> Iterator[CompletionReply]:
         self.add(piece)
+        self._usage.count(piece)
         choice = self._choices[piece.index]
         text = choice.unsent_echo + piece.text
         choice.unsent_echo = ""
         if text or piece.rows or piece.finish_reason is not None:
             made = self._choice(piece.index, text, piece.rows, piece.finish_reason)
             chunk = CompletionReply(choices=[made], **self._head)
-            if self._has_usage:
-                chunk.usage = None
+            self._usage.put(chunk, run.answers)
             yield chunk
 
     def is_enough(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
     def last_chunk(self, run: Run) -> CompletionReply | None:
-        if not self._has_usage:
+        if not self._usage.has_last:
             return None
         return CompletionReply(choices=[], usage=usage(run.answers), **self._head)
 

@@ -73,6 +73,7 @@ class Structure(Asked):
 
 class StreamOptions(Asked):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: counts so far, in every chunk
     include_obfuscation: Literal[False] | None = None
 
 

@@ -43,7 +43,7 @@ class Writer(Protocol):
     def add(self, piece: Piece) -> None:
         """Keeps it for the whole."""
 
-    def chunks(self, piece: Piece) -> Iterable[Told]:
+    def chunks(self, piece: Piece, run: Run) -> Iterable[Told]:
         """Adds it, and says what a stream says of it."""
 
     def is_enough(self, index: int) -> bool:
@@ -185,7 +185,7 @@ async def events(
     try:
         async with aclosing(pieces):
             while piece is not None:
-                for chunk in writer.chunks(piece):
+                for chunk in writer.chunks(piece, run):
                     yield event(chunk.json_bytes())
                 if writer.is_enough(piece.index):
                     run.end(piece.index)

@@ -1,0 +1,48 @@
+"""Token counts of one request, for a whole reply or while it is streamed.
+
+The rule: a chunk counts the tokens behind the text that was sent up to it, not those that wait to
+be sent; the last chunk, of a stream with include_usage, counts all that were generated.
+"""
+
+from collections.abc import Sequence
+
+from slotzero.server.answers import Answer, Piece
+from slotzero.server.protocol import StreamOptions
+from slotzero.server.replies import CachedTokens, ChatChunk, CompletionReply, Usage
+
+
+def usage(answers: Sequence[Answer]) -> Usage:
+    return _usage(answers, sum(answer.num_tokens for answer in answers))
+
+
+class StreamUsage:
+    """Which chunks of a stream have counts, and which counts."""
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self.has_last = bool(options and options.include_usage)
+        """Whether a chunk without choices, with the counts of the whole request, ends the stream:
+        all others then have `usage: null`."""
+        self._is_continuous = bool(options and options.continuous_usage_stats)
+        self._num_tokens: dict[int, int] = {}  # by answer
+
+    def count(self, piece: Piece) -> None:
+        self._num_tokens[piece.index] = piece.num_tokens
+
+    def put(self, chunk: ChatChunk | CompletionReply, answers: Sequence[Answer]) -> None:
+        if self._is_continuous:
+            chunk.usage = _usage(answers, sum(self._num_tokens.values()))
+        elif self.has_last:
+            chunk.usage = None
+
+
+def _usage(answers: Sequence[Answer], num_generated: int) -> Usage:
+    counted = [answer for answer in answers if answer.ask.is_counted]
+    num_prompt = sum(len(answer.ask.prompt) for answer in counted)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_generated,
+        total_tokens=num_prompt + num_generated,
+        prompt_tokens_details=CachedTokens(
+            cached_tokens=sum(answer.num_cached for answer in counted)
+        ),
+    )
