@@ -19,7 +19,7 @@ from slotzero.errors import CorruptCheckpointError, RequestError, TokenizerMissi
 from slotzero.loading.gguf_tokenizer import gguf_tokenizer, token_text
 from slotzero.loading.json_file import read_json_if_there
 
-_SPECIAL_KINDS = ("bos_token", "eos_token", "unk_token", "pad_token")
+SPECIAL_KINDS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character (yet)
 _CONTEXT_LEN = 8
 _MAX_WINDOW_LEN = 24
@@ -43,7 +43,7 @@ class Tokenizer:
         backend.no_truncation()  # some files carry the limits of a training run
         backend.no_padding()
         self._backend = backend
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         self._tool_template = tool_template
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -69,7 +69,7 @@ class Tokenizer:
         templates = _folder_templates(path, config)
         return cls(
             backend,
-            {kind: text for kind in _SPECIAL_KINDS if (text := _content(config.get(kind)))},
+            {kind: text for kind in SPECIAL_KINDS if (text := _content(config.get(kind)))},
             templates.get("default"),
             templates.get("tool_use"),
         )
@@ -77,7 +77,7 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
         backend = gguf_tokenizer(metadata)
-        kinds = zip(_SPECIAL_KINDS, ("bos", "eos", "unknown", "padding"), strict=True)
+        kinds = zip(SPECIAL_KINDS, ("bos", "eos", "unknown", "padding"), strict=True)
         return cls(
             backend,
             {kind: text for kind, key in kinds if (text := token_text(metadata, key))},
@@ -137,7 +137,7 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_chat(template, {**self._special_tokens, **own, **kwargs})
+        return render_chat(template, {**self.special_tokens, **own, **kwargs})
 
     def to_json(self) -> str:
         """As tokenizer.json has it."""
@@ -170,7 +170,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is not None
 
     def _special_id(self, kind: str) -> int | None:
-        text = self._special_tokens.get(kind)
+        text = self.special_tokens.get(kind)
         index: int | None = self._backend.token_to_id(text) if text is not None else None
         return index
 

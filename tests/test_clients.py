@@ -3,9 +3,146 @@
 from typing import Any
 
 import pytest
-from test_server import FakeClient, stream
+from test_server import FakeClient, ask, refused, stream, tool_tokenizer
 
-ROUTES = ("/v1/chat/completions", "/v1/completions")
+from slotzero.tokenizer import Tokenizer
+
+CHAT, COMPLETION = ROUTES = ("/v1/chat/completions", "/v1/completions")
+USER = {"role": "user", "content": "Hi"}
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Add", "parameters": {"type": "object"}},
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+# Bodies as these clients make them, beside the model
+BODIES: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "guidellm 0.8.1",
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+            "stream": True,
+            "stream_options": CONTINUOUS,
+            "max_completion_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "guidellm 0.8.1",
+        COMPLETION,
+        {
+            "prompt": "Hi",
+            "stream": True,
+            "stream_options": CONTINUOUS,
+            "max_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+        },
+    ),
+    (
+        "aiperf 0.13.0",
+        CHAT,
+        {
+            "messages": [USER],
+            "stream": True,
+            "stream_options": CONTINUOUS,
+            "max_completion_tokens": 12,
+            "min_tokens": 12,
+            "ignore_eos": True,
+        },
+    ),
+    ("aiperf 0.13.0", COMPLETION, {"prompt": ["Hi", "Ho"], "stream": False, "max_tokens": 12}),
+    (
+        "lm-eval 0.4.13",
+        CHAT,
+        {
+            "messages": [USER],
+            "max_tokens": 12,
+            "temperature": 0,
+            "stop": ["\n\n", "Q:"],
+            "seed": 1234,
+        },
+    ),
+    (
+        "lm-eval 0.4.13",
+        COMPLETION,
+        {
+            "prompt": [[72, 105], [72, 111]],
+            "max_tokens": 12,
+            "temperature": 0,
+            "stop": ["\n\n", "<eos>"],
+            "seed": 1234,
+        },
+    ),
+    (
+        "litellm 1.109.1",
+        CHAT,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "Hello!",
+                    "tool_calls": None,
+                    "function_call": None,
+                    "provider_specific_fields": {"refusal": None},
+                },
+                USER,
+            ],
+            "max_tokens": 12,
+        },
+    ),
+    (
+        "langchain-openai 1.7.4",
+        CHAT,
+        {
+            "messages": [
+                {"role": "system", "content": "Be nice."},
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+            ],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "tools": [TOOL],
+            "parallel_tool_calls": False,
+            "max_completion_tokens": 12,
+        },
+    ),
+    ("langchain-openai 1.7.4", COMPLETION, {"prompt": ["Hi"], "n": 2, "best_of": 2, "top_p": 1}),
+]
+
+
+@pytest.mark.parametrize(("client", "path", "body"), BODIES)
+def test_bodies_of_other_clients(client: str, path: str, body: dict[str, Any]) -> None:
+    tokenizer = tool_tokenizer("{{ tools }} <tool_call> {{ messages }}")
+    response = ask(FakeClient(), path, {"model": "tiny", **body}, tokenizer=tokenizer)
+    assert response.status_code == 200, (client, response.text)
+
+
+def test_what_cannot_be_honoured_is_refused_by_name() -> None:
+    scored = {"prompt": [[72, 105]], "max_tokens": 1, "logprobs": 1, "echo": True}  # lm-eval's
+    assert refused(COMPLETION, {"model": "tiny", **scored})["param"] == "echo"
+    best = {"prompt": "Hi", "n": 2, "best_of": 3}
+    assert refused(COMPLETION, {"model": "tiny", **best})["param"] == "best_of"
+    for name, value in (
+        ("provider_specific_fields", {"citations": [1]}),
+        ("reasoning_content", "Hm"),
+        ("reasoning", "Hm"),
+    ):
+        message = {"role": "assistant", "content": "Hello!", name: value}
+        error = refused(CHAT, {"model": "tiny", "messages": [message]})
+        assert error["param"].startswith(f"messages[0].{name}")
+
+
+def test_tokenizer_info() -> None:
+    """lm-eval writes prompts itself, with the server's tokenizer."""
+    info = ask(FakeClient(), "/tokenizer_info").json()
+    template = Tokenizer.bytes_tokenizer().chat_template
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": None, "pad_token": "<pad>"}
+    assert info == {"chat_template": template, **special}
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -187,7 +187,7 @@ def _logprobs(token: int, wanted: int) -> TokenLogprobs:
 
 def tool_tokenizer(template: str) -> Tokenizer:
     plain = Tokenizer.bytes_tokenizer()
-    return Tokenizer(plain._backend, plain._special_tokens, template)
+    return Tokenizer(plain._backend, plain.special_tokens, template)
 
 
 def app_of(
@@ -1155,7 +1155,7 @@ def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> 
     error = refused(
         "/v1/chat/completions",
         CHAT | {"tools": [WEATHER]},
-        tokenizer=Tokenizer(plain._backend, plain._special_tokens, template),
+        tokenizer=Tokenizer(plain._backend, plain.special_tokens, template),
         tool_call_parser=setting,
     )
     assert error["param"] == "tools"

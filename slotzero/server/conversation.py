@@ -60,3 +60,7 @@ class Message(Asked):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    # what clients of several providers add to them, where it holds nothing
+    reasoning: None = None
+    reasoning_content: None = None
+    provider_specific_fields: dict[str, None] | None = None  # litellm's

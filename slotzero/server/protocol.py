@@ -147,6 +147,8 @@ class Generation(Asked):
     def _refuse(self) -> Self:
         for name, allowed in NEUTRAL.items():
             value = getattr(self, name, None)
+            if name == "best_of":
+                allowed = (*allowed, self.n)  # all of them are given
             if value is not None and not _is_one_of(value, allowed):
                 raise FieldError(name, _refusal(name, allowed))
         if self.stream_options is not None and not self.stream:

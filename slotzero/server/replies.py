@@ -149,6 +149,16 @@ class Prompt(Told):
     prompt: str
 
 
+class TokenizerInfo(Told):
+    """What a client needs beside /tokenize to write prompts itself."""
+
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+
+
 class Health(Told):
     status: str
     engines: list[str]

@@ -17,10 +17,11 @@ from slotzero.server.gate import json_bytes
 from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
-from slotzero.server.replies import Health, Prompt, ServerInfo, Tokens, Version
+from slotzero.server.replies import Health, Prompt, ServerInfo, TokenizerInfo, Tokens, Version
 from slotzero.server.routes_openai import responses, told
 from slotzero.server.status import FieldError
 from slotzero.server.tools import template_messages
+from slotzero.tokenizer import SPECIAL_KINDS
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 POLICY = "default-src 'self' 'unsafe-inline'"
@@ -66,6 +67,12 @@ def engine_routes(front: Front) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Response:
         front.check_model(body.model)
         return told(Prompt(prompt=await asyncio.to_thread(_text, front, body.tokens)))
+
+    @router.get("/tokenizer_info", responses=responses(TokenizerInfo), response_model=None)
+    async def tokenizer_info() -> Response:
+        known = front.tokenizer.special_tokens
+        special = {name: known.get(name) for name in SPECIAL_KINDS}
+        return told(TokenizerInfo(chat_template=front.tokenizer.chat_template, **special))
 
     @router.get("/live", responses={200: {"content": {EventStream.media_type: {}}}})
     async def live() -> Response:

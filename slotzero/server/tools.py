@@ -140,8 +140,9 @@ def _template_message(place: int, message: Message) -> dict[str, Any]:
         raise FieldError(
             f"{where}.tool_call_id", f"{where}.tool_call_id: a tool has one, nobody else does"
         )
+    given = message.model_dump(exclude={"annotations", "provider_specific_fields"})
     try:
-        return template_message(place, message.model_dump(exclude={"annotations"}))
+        return template_message(place, given)
     except MessageError as error:
         raise FieldError(error.field, str(error)) from None
 
