@@ -9,6 +9,7 @@ The rule: whatever goes wrong in a template is the error of one request, never o
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -22,7 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slotzero.errors import RequestError
 
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "self")
+RESERVED = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
+    "self",
+)  # fmt: skip
+NOT_BOTH = "not with add_generation_prompt, which begins a new message: set that to false"
 
 
 class MessageError(RequestError):
@@ -89,6 +94,24 @@ def render_chat(template: str, variables: Mapping[str, Any]) -> str:
     except Exception as error:  # a template can raise anything, from TypeError to RecursionError
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RequestError(f"the model's chat template refuses these messages: {reason}") from None
+
+
+def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
+    """The conversation up to the end of its last message's text, for a model that goes on there."""
+    *earlier, last = variables["messages"]
+    if last.get("tool_calls"):
+        raise RequestError(
+            "continue_final_message: the last message ends with tool_calls, not text"
+        )
+    mark = f"the-end-{secrets.token_hex(8)}"
+    marked = {**last, "content": f"{last['content']}{mark} "}
+    text = render_chat(template, {**variables, "messages": [*earlier, marked]})
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise RequestError("continue_final_message: the chat template leaves the last message out")
+    # a template that trims messages has taken the space after the mark; it would have taken those
+    # before it too
+    return before if after.startswith(" ") else before.rstrip()
 
 
 @lru_cache(maxsize=16)

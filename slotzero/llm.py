@@ -147,14 +147,17 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """One conversation, or a list of them, through the model's chat template. Tools are shown
-        to the model; its calls are text."""
+        to the model; its calls are text. With `continue_final_message` (and
+        add_generation_prompt=False) the answer continues the last message."""
         prompts = self.chat_prompts(
             messages,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
@@ -165,6 +168,7 @@ class LLM:
         messages: Conversations,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
@@ -190,6 +194,7 @@ class LLM:
             text = tokenizer.apply_chat_template(
                 [template_message(i, message) for i, message in enumerate(conversation)],
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tools=tools,
                 **variables,
             )

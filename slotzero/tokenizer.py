@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
-from slotzero.chat_template import render_chat
+from slotzero.chat_template import NOT_BOTH, render_chat, render_unfinished
 from slotzero.errors import CorruptCheckpointError, RequestError, TokenizerMissingError
 from slotzero.loading.gguf_tokenizer import gguf_tokenizer, token_text
 from slotzero.loading.json_file import read_json_if_there
@@ -121,13 +121,18 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The conversation as text; further arguments are for the template."""
+        """The conversation as text; further arguments are for the template. With
+        `continue_final_message` the text ends where the last message does, so that the model goes
+        on with it, rather than with a message of its own."""
         if tokenize:
             raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(f"continue_final_message: {NOT_BOTH}")
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError("this model has no chat template; send a plain prompt")
@@ -137,7 +142,8 @@ class Tokenizer:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return render_chat(template, {**self.special_tokens, **own, **kwargs})
+        render = render_unfinished if continue_final_message else render_chat
+        return render(template, {**self.special_tokens, **own, **kwargs})
 
     def to_json(self) -> str:
         """As tokenizer.json has it."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from slotzero.chat_template import NOT_BOTH
 from slotzero.sampling.params import MAX_LOGIT_BIAS
 from slotzero.server.conversation import Asked, Message, NamedTool, Tool
 from slotzero.server.status import FieldError
@@ -170,6 +171,7 @@ class ChatRequest(Generation):
     prompt_cache_key: str | None = None
     # vLLM's
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     # NEUTRAL
     audio: Any = None
@@ -195,6 +197,7 @@ class ChatRequest(Generation):
             raise FieldError("top_logprobs", "top_logprobs: only with logprobs=true")
         if self.tool_choice not in (None, "none") and not self.tools:
             raise FieldError("tool_choice", "tool_choice: only with tools")
+        _check_ending(self)
         return self
 
 
@@ -219,17 +222,25 @@ class TokenizeRequest(Asked):
     messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise FieldError("prompt", "prompt: give either prompt or messages")
+        _check_ending(self)
         return self
 
 
 class DetokenizeRequest(Asked):
     model: str | None = None
     tokens: Tokens
+
+
+def _check_ending(body: ChatRequest | TokenizeRequest) -> None:
+    if body.continue_final_message and body.add_generation_prompt:
+        name = "continue_final_message"
+        raise FieldError(name, f"{name}: {NOT_BOTH}")
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

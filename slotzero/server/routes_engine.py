@@ -99,7 +99,9 @@ def _tokens(front: Front, body: TokenizeRequest) -> list[int]:
         front.check_text(body.prompt, "prompt")
         return front.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     text = front.tokenizer.apply_chat_template(
-        template_messages(body.messages or []), add_generation_prompt=body.add_generation_prompt
+        template_messages(body.messages or []),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
     )
     front.check_text(text, "messages")
     return front.tokenizer.encode(text, add_special_tokens=False)

@@ -83,6 +83,7 @@ def openai_routes(front: Front) -> APIRouter:
                 messages,
                 tools=plan.tools,
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
                 **variables,
             )
             front.check_text(text, "messages")
