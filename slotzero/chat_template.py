@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,7 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slotzero.errors import RequestError
+from slotzero.errors import ConfigError, RequestError
 
 RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -86,6 +87,26 @@ def _template_call(where: str, call: Any) -> dict[str, Any]:
 def variable_of_ours(given: Mapping[str, Any]) -> str | None:
     """A name among a client's variables that it may not set."""
     return next((name for name in given if name in RESERVED), None)
+
+
+def read_template(given: str) -> str:
+    """The template that --chat-template names, or that it is: text has braces, a path has none."""
+    text = given
+    if not any(char in given for char in "{}\n"):
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"chat_template: {given[:200]!r} cannot be read: {why}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"chat_template: {given[:200]!r} is not UTF-8 text") from None
+    try:
+        _compiled(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"chat_template: line {error.lineno} is no Jinja: {error.message}"
+        ) from None
+    return text
 
 
 def render_chat(template: str, variables: Mapping[str, Any]) -> str:

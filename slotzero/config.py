@@ -120,14 +120,17 @@ class EngineConfig:
     seed: int | None = None
     """Seed of the generator that draws a seed for each request that brings none, and of dummy
     weights; default: requests are sampled differently in every run, and dummy weights use 0."""
+    chat_template: str | None = None
+    """Chat template to use in place of the model's own: a file, or the Jinja text itself."""
     skip_tokenizer_init: bool = False
     """Token ids in, token ids out."""
     show_progress: bool = True
     """Progress bars while loading and recording."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
+        for name in ("model", "chat_template"):
+            if isinstance(getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name, kinds in _KINDS.items():
             _check_kind(name, kinds, getattr(self, name))
         for name, ok, rule in (

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from slotzero.chat_template import read_template
 from slotzero.config import EngineConfig
 from slotzero.errors import CapacityError, RequestError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
@@ -78,6 +79,8 @@ class Engine:
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = checkpoint.tokenizer()
+            if config.chat_template is not None:
+                self.tokenizer.set_chat_template(read_template(config.chat_template))
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Of requests that do not say; whoever makes their parameters takes them from here."""
         self.crew = crew or muster(config, parse_config(checkpoint.config))

@@ -118,7 +118,10 @@ class LLM:
                 f"LLM has no setting {unknown[0]!r}{hint}; all are fields of "
                 "slotzero.config.EngineConfig"
             )
-        self.engine = Engine(EngineConfig(model=model, **settings))
+        config = EngineConfig(model=model, **settings)
+        if config.skip_tokenizer_init and config.chat_template is not None:
+            raise ConfigError("chat_template: not with skip_tokenizer_init, drop one")
+        self.engine = Engine(config)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -135,7 +135,10 @@ class Tokenizer:
             raise RequestError(f"continue_final_message: {NOT_BOTH}")
         template = self.tool_template if tools else self.chat_template
         if template is None:
-            raise RequestError("this model has no chat template; send a plain prompt")
+            raise RequestError(
+                "this model has no chat template: send a plain prompt, or give one with "
+                "--chat-template"
+            )
         own = {
             "messages": messages,
             "tools": tools,
@@ -144,6 +147,10 @@ class Tokenizer:
         }
         render = render_unfinished if continue_final_message else render_chat
         return render(template, {**self.special_tokens, **own, **kwargs})
+
+    def set_chat_template(self, template: str) -> None:
+        """Use it for every request, those with tools included."""
+        self.chat_template, self._tool_template = template, None
 
     def to_json(self) -> str:
         """As tokenizer.json has it."""

@@ -338,7 +338,7 @@ def test_what_goes_wrong_in_a_template_is_the_error_of_the_request(
 
 
 def test_a_model_without_template_names_the_way_around() -> None:
-    with pytest.raises(RequestError, match="no chat template; send a plain prompt"):
+    with pytest.raises(RequestError, match="no chat template: send a plain prompt, or give one"):
         with_template(None).apply_chat_template(USER)
 
 

@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_model(made)
     made.add_argument("--system", metavar="TEXT", help="the system message")
     flags.add_sampling_flags(made, FIELDS, temperature=0.2, top_p=0.9, max_tokens=1024)
+    flags.add_chat_template(made)
     flags.add_engine_flags(made, max_num_seqs=1)
     return made
 
@@ -50,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
     llm = LLM(flags.chosen_model(args), **flags.engine_settings(args))
     if llm.get_tokenizer().chat_template is None:
-        raise RequestError("this model has no chat template: use `slotzero generate --raw`")
+        raise RequestError(
+            "this model has no chat template: give --chat-template, or use "
+            "`slotzero generate --raw`"
+        )
     conversation = Conversation(llm, params, args.system)
     if not sys.stdin.isatty():
         return _read_lines(conversation)

@@ -69,7 +69,8 @@ SIZES = ("kv_cache_memory", "sliding_kv_memory", "max_request_bytes")
 ENGINE_FIELDS = tuple(
     field.name
     for field in fields(EngineConfig)
-    if field.name not in ("model", "skip_tokenizer_init")  # the positional, and for commands to say
+    # the positional, what commands decide, and what only those with chats take
+    if field.name not in ("model", "skip_tokenizer_init", "chat_template")
 )
 SERVER_FIELDS = tuple(field.name for field in fields(ServerSettings))
 SAMPLING_FIELDS = (
@@ -151,6 +152,10 @@ def add_engine_flags(parser: argparse.ArgumentParser, **preferred: Any) -> None:
     parser.set_defaults(**preferred)
 
 
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    _add_fields(parser.add_argument_group("chat"), EngineConfig, ("chat_template",), {})
+
+
 def add_sampling_flags(
     parser: argparse.ArgumentParser, names: tuple[str, ...] = SAMPLING_FIELDS, **preferred: Any
 ) -> None:
@@ -169,7 +174,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """What EngineConfig and LLM take beside the model."""
-    given = {name: value for name, value in vars(args).items() if name in ENGINE_FIELDS}
+    wanted = (*ENGINE_FIELDS, "chat_template")
+    given = {name: value for name, value in vars(args).items() if name in wanted}
     for name, value in vars(args).get("speculative_config", {}).items():
         if given.setdefault(name, value) != value:
             raise ConfigError(
@@ -252,6 +258,8 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     if field.name in CHOICES:
         as_ours = drafter if field.name == "speculative" else str.lower
         return {"choices": CHOICES[field.name], "type": as_ours}
+    if field.name == "chat_template":
+        return {"metavar": "FILE_OR_TEXT"}
     if field.name in SIZES:
         return {"type": size, "metavar": "BYTES"}
     if field.type in (str, str | None):

@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--raw", action="store_true", help="plain completion, no chat template")
     group.add_argument("--json", action="store_true", help="print one JSON object an answer")
     flags.add_sampling_flags(made, temperature=0.0, max_tokens=256)
+    flags.add_chat_template(made)
     flags.add_engine_flags(made)
     return made
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     llm = LLM(model, **settings)
     if not args.raw and llm.get_tokenizer().chat_template is None:
-        raise RequestError("this model has no chat template: use --raw")
+        raise RequestError("this model has no chat template: give --chat-template, or use --raw")
     checked = [_check(llm, ask, args, params) for ask in asks]
     if args.json or len(asks) > 1 or params.n > 1:
         return _answer_all(llm, checked, params, args)
@@ -93,6 +94,8 @@ def _params(args: argparse.Namespace) -> SamplingParams:
         raise ConfigError("--logprobs shows in --json only: add it")
     if args.raw and args.system is not None:
         raise ConfigError("--system is part of a chat and --raw is none: drop one")
+    if args.raw and "chat_template" in args:
+        raise ConfigError("--chat-template is for chats and --raw is none: drop one")
     return params
 
 

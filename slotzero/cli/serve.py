@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made = flags.command_parser("serve", "[MODEL] [flags]", DESCRIPTION)
     flags.add_model(made)
     flags.add_server_flags(made)
+    flags.add_chat_template(made)
     flags.add_engine_flags(made)
     return made
 
@@ -101,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     """What this process needs of a model: how its text is read, and what requests leave out."""
+    from slotzero.chat_template import read_template
     from slotzero.loading.source import open_checkpoint
 
     checkpoint = open_checkpoint(config.model, config.load_format)
@@ -108,7 +110,10 @@ def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     if sampling:
         said = ", ".join(f"{name} {value}" for name, value in sampling.items())
         print(f"requests that do not say have {said}, by generation_config.json", flush=True)
-    return checkpoint.tokenizer(), sampling
+    tokenizer = checkpoint.tokenizer()
+    if config.chat_template is not None:
+        tokenizer.set_chat_template(read_template(config.chat_template))
+    return tokenizer, sampling
 
 
 def _stay(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def choose_format(setting: str, template: str | None) -> CallFormat | str:
     if template is None or "tools" not in template:
         return (
             "tools: this model has no chat template that shows them, whatever --tool-call-parser "
-            "says; serve a model that has one"
+            "says; serve a model that has one, or give --chat-template"
         )
     if setting != "auto":
         return FORMATS[setting]

@@ -1,0 +1,84 @@
+"""Flags that name a template, several names, or one thing twice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import Run, is_one_error_line, run
+
+from slotzero import LLM
+from slotzero.cli import chat, flags, generate, serve
+from slotzero.errors import ConfigError
+from slotzero.tokenizer import Tokenizer
+
+__all__ = ["run"]  # a fixture
+TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "4"]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+
+
+# --chat-template
+
+
+@pytest.fixture
+def template_file(tmp_path: Path) -> Path:
+    file = tmp_path / "chat.jinja"
+    file.write_text(TEMPLATE, encoding="utf-8")
+    return file
+
+
+def test_a_template_is_a_file_or_text(template_file: Path) -> None:
+    settings: Any = {"backend": "eager", "show_progress": False, "max_num_seqs": 1}
+    for given in (TEMPLATE, str(template_file), template_file):
+        llm = LLM("tiny:llama", chat_template=given, **settings)
+        (prompt,) = llm.chat_prompts([{"role": "user", "content": "Hi"}])
+        assert isinstance(prompt, dict)
+        assert prompt["prompt"] == "<user> Hi\n"
+
+
+def test_a_template_replaces_the_one_for_tools_too() -> None:
+    plain = Tokenizer.bytes_tokenizer()
+    tokenizer = Tokenizer(plain._backend, plain.special_tokens, "own", "own for tools")
+    tokenizer.set_chat_template(TEMPLATE)
+    assert tokenizer.chat_template == tokenizer.tool_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("no/such/file.jinja", "'no/such/file.jinja' cannot be read: No such file or directory"),
+        (".", "'.' cannot be read"),
+        ("x" * 5000, "cannot be read"),
+        ("one\n{% for %}", "chat_template: line 2 is no Jinja"),
+    ],
+)
+def test_a_template_that_is_none(run: Run, given: str, why: str) -> None:
+    for words in (["generate", *TINY, "--prompt", "x"], ["serve", "tiny:llama", "--port", "0"]):
+        result = run(*words, "--chat-template", given)
+        assert result.code == ConfigError.exit_code
+        assert is_one_error_line(result.err)
+        assert why in result.err
+
+
+def test_a_template_that_is_no_text(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"{{ '\xe9' }}")
+    words = ["generate", *TINY, "--prompt", "x", "--chat-template", str(tmp_path / "latin")]
+    assert "is not UTF-8 text" in run(*words).err
+
+
+def test_a_template_without_a_use_is_refused(run: Run) -> None:
+    result = run("generate", *TINY, "--prompt", "x", "--raw", "--chat-template", TEMPLATE)
+    assert result.code == ConfigError.exit_code
+    assert "--chat-template is for chats and --raw is none" in result.err
+    with pytest.raises(ConfigError, match="not with skip_tokenizer_init"):
+        LLM("tiny:llama", chat_template=TEMPLATE, skip_tokenizer_init=True)
+    assert "unrecognized arguments: --chat-template" in run("certify", "--chat-template", "x").err
+
+
+def test_commands_that_chat_take_a_template(run: Run, template_file: Path) -> None:
+    words = ["--chat-template", str(template_file)]
+    for command in (serve, chat, generate):
+        given = command.parser().parse_args(words)
+        assert flags.engine_settings(given)["chat_template"] == str(template_file)
+    own = run("generate", *TINY, "--prompt", "x", "--json").objects[0]["prompt_tokens"]
+    made = run("generate", *TINY, "--prompt", "x", "--json", *words).objects[0]["prompt_tokens"]
+    assert (own, made) == (len("BuserE: xassistant: "), len("<user> x\n"))
