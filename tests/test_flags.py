@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from test_cli import Run, is_one_error_line, run
+from test_server import FakeClient, ask, stream
 
 from slotzero import LLM
 from slotzero.cli import chat, flags, generate, serve
@@ -14,6 +15,7 @@ from slotzero.tokenizer import Tokenizer
 __all__ = ["run"]  # a fixture
 TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "4"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 # --chat-template
@@ -82,3 +84,51 @@ def test_commands_that_chat_take_a_template(run: Run, template_file: Path) -> No
     own = run("generate", *TINY, "--prompt", "x", "--json").objects[0]["prompt_tokens"]
     made = run("generate", *TINY, "--prompt", "x", "--json", *words).objects[0]["prompt_tokens"]
     assert (own, made) == (len("BuserE: xassistant: "), len("<user> x\n"))
+
+
+# --served-model-name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["MODEL", "--served-model-name", "a", "b", "--port", "1"],
+        ["MODEL", "--served-model-name", "a", "--served-model-name", "b"],
+        ["--served-model-name", "a", "b", "--model", "MODEL"],
+    ],
+)
+def test_several_names_after_one_flag(words: list[str]) -> None:
+    args = serve.parser().parse_intermixed_args(words)
+    flags.refuse_swallowed_model(args)
+    assert flags.server_settings(args).served_model_name == ("a", "b")
+    assert flags.chosen_model(args) == "MODEL"
+
+
+@pytest.mark.parametrize("model", ["tiny:llama", "org/name", "smollm2", "model.gguf", "tests"])
+def test_a_model_that_was_read_as_a_name(run: Run, model: str) -> None:
+    result = run("serve", "--served-model-name", "mine", model)
+    assert result.code == ConfigError.exit_code
+    assert f"is {model!r} the model? Then give it first" in result.err
+
+
+def test_names_of_the_default_model() -> None:
+    args = serve.parser().parse_intermixed_args(["--served-model-name", "a", "b"])
+    flags.refuse_swallowed_model(args)
+    assert flags.chosen_model(args) == "smollm2"
+
+
+def test_any_name_is_accepted_and_the_first_is_told() -> None:
+    names: Any = {"served_model_name": ("first", "second")}
+    listed = ask(FakeClient(), "/v1/models", **names).json()["data"]
+    assert [card["id"] for card in listed] == ["first", "second"]
+    bodies = (
+        (CHAT, {"messages": [{"role": "user", "content": "Hi"}]}),
+        (COMPLETION, {"prompt": "Hi"}),
+    )
+    for path, body in bodies:
+        for name in ("first", "second"):
+            made = ask(FakeClient(), path, body | {"model": name}, **names).json()
+            assert made["model"] == "first"
+        assert ask(FakeClient(), path, body | {"model": "third"}, **names).status_code == 404
+        chunks = stream(FakeClient(), path, model="other/name")  # of tiny and other/name
+        assert {chunk["model"] for chunk in chunks} == {"tiny"}

@@ -29,7 +29,7 @@ def plan(form: CallFormat, is_single: bool = False) -> ToolPlan:
 def writer(of: ToolPlan, is_stream: bool) -> ChatWriter:
     messages = [{"role": "user", "content": "Hi"}]
     body = ChatRequest.model_validate({"model": "m", "messages": messages, "stream": is_stream})
-    return ChatWriter(body, TOKENIZER, of)
+    return ChatWriter(body, TOKENIZER, of, "m")
 
 
 def pieces(texts: list[str], reason: str) -> list[Piece]:

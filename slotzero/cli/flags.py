@@ -12,6 +12,7 @@ import ast
 import difflib
 import functools
 import inspect
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -119,6 +120,24 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     what = f"{field_docs(EngineConfig).get('model', '')} (default: {DEFAULT_MODEL})"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=what)
     parser.add_argument("--model", "--model-path", dest="model_flag", metavar="MODEL", help=what)
+
+
+def refuse_swallowed_model(args: argparse.Namespace) -> None:
+    """--served-model-name takes all words that follow: without a MODEL elsewhere, the last of them
+    may have been meant as one."""
+    names = vars(args).get("served_model_name", ())
+    is_given = args.model is not None or args.model_flag is not None
+    if is_given or len(names) < 2 or not _is_like_a_model(names[-1]):
+        return
+    raise ConfigError(
+        f"--served-model-name {' '.join(names)}: is {names[-1]!r} the model? Then give it first; "
+        f"else name the model with --model {DEFAULT_MODEL}"
+    )
+
+
+def _is_like_a_model(word: str) -> bool:
+    is_path = "/" in word or word.endswith(".gguf") or os.path.isdir(word)
+    return is_path or word == DEFAULT_MODEL or word.startswith("tiny:")
 
 
 def chosen_model(args: argparse.Namespace) -> str:
@@ -253,6 +272,8 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     """What argparse must know to read this field."""
     if field.type is bool:
         return {"action": argparse.BooleanOptionalAction}
+    if field.name == "served_model_name":
+        return {"action": "extend", "nargs": "+", "metavar": "NAME"}
     if field.name == "stop" or get_origin(field.type) is tuple:
         return {"action": "append", "metavar": "TEXT"}
     if field.name in CHOICES:

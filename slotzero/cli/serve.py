@@ -41,7 +41,7 @@ Open OpenAI's API on a port of this machine.
 
   slotzero serve
   slotzero serve path/to/model --port 8080 --api-key SECRET
-  slotzero serve org/name --host 0.0.0.0 --served-model-name mine --request-timeout 120
+  slotzero serve org/name --host 0.0.0.0 --served-model-name mine other --request-timeout 120
 
 On several machines, the same on each, with the same secret in SLOTZERO_KEY; 0 has the server:
 
@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    flags.refuse_swallowed_model(args)
     settings, model = flags.server_settings(args), flags.chosen_model(args)
     engine_settings = flags.engine_settings(args) | {"model": model}
     config = EngineConfig(**engine_settings)

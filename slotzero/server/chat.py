@@ -69,14 +69,15 @@ class _Choice:
 
 
 class ChatWriter:
-    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, plan: ToolPlan) -> None:
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer, plan: ToolPlan, model: str) -> None:
+        """`model`: its name in replies, whichever of its names the request used."""
         self._tokenizer = tokenizer
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
         self._choices = [_Choice(plan) for _ in range(body.n or 1)]
         self._usage = StreamUsage(body.stream_options)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        self._head = head("chatcmpl", kind, body.model)
+        self._head = head("chatcmpl", kind, model)
 
     def add(self, piece: Piece) -> None:
         self._choices[piece.index].take(piece)

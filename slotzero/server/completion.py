@@ -20,12 +20,15 @@ class _Choice:
 
 
 class CompletionWriter:
-    def __init__(self, body: CompletionRequest, asks: Sequence[Ask], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, body: CompletionRequest, asks: Sequence[Ask], tokenizer: Tokenizer, model: str
+    ) -> None:
+        """`model`: its name in replies, whichever of its names the request used."""
         self._tokenizer = tokenizer
         self._num_top = body.logprobs
         self._choices = [_Choice(ask.echo) for ask in asks]
         self._usage = StreamUsage(body.stream_options)
-        self._head = head("cmpl", "text_completion", body.model)
+        self._head = head("cmpl", "text_completion", model)
 
     def add(self, piece: Piece) -> None:
         choice = self._choices[piece.index]

@@ -94,7 +94,8 @@ def openai_routes(front: Front) -> APIRouter:
         front.check_tokens(tokens, "messages")
         log_prompt(request, text)
         asks = chat_asks(body, tokens, plan.schema, plan.form is not None, front.sampling)
-        return await reply(request, asks, ChatWriter(body, front.tokenizer, plan), body.stream)
+        writer = ChatWriter(body, front.tokenizer, plan, front.names[0])
+        return await reply(request, asks, writer, body.stream)
 
     @router.post("/completions", responses=responses(CompletionReply, True), response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -117,9 +118,8 @@ def openai_routes(front: Front) -> APIRouter:
             front.check_tokens(prompt, "prompt")
         log_prompt(request, given)
         asks = completion_asks(body, prompts, echoes, front.sampling)
-        return await reply(
-            request, asks, CompletionWriter(body, asks, front.tokenizer), body.stream
-        )
+        writer = CompletionWriter(body, asks, front.tokenizer, front.names[0])
+        return await reply(request, asks, writer, body.stream)
 
     @router.get("/models", responses=responses(ModelList), response_model=None)
     async def models() -> Response:

@@ -20,7 +20,8 @@ class ServerSettings:
     port: int = 8000
     """0 takes one that is free."""
     served_model_name: tuple[str, ...] = ()
-    """What requests call the model, in place of its own name; may be given again."""
+    """Names under which requests find the model, in place of its own: one or more, of which the
+    first is the one shown."""
     api_key: tuple[str, ...] = ()
     """A key that opens the server; may be given again. Without any, every request is served."""
     allowed_origins: tuple[str, ...] = ()
