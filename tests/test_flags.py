@@ -132,3 +132,48 @@ def test_any_name_is_accepted_and_the_first_is_told() -> None:
         assert ask(FakeClient(), path, body | {"model": "third"}, **names).status_code == 404
         chunks = stream(FakeClient(), path, model="other/name")  # of tiny and other/name
         assert {chunk["model"] for chunk in chunks} == {"tiny"}
+
+
+# One flag, two values
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--seed 1 --seed 2", "--seed 1 and --seed 2"),
+        ("--seed 1 --random-seed 2", "--seed 1 and --random-seed 2"),
+        ("--tp 2 --port 5 -tp 4", "--tp 2 and -tp 4"),
+        ("--page-size=16 --block-size=32", "--page-size 16 and --block-size 32"),
+        ("--enforce-eager --no-enforce-eager", "--enforce-eager and --no-enforce-eager"),
+        ("--disable-cuda-graph --no-enforce-eager", "--disable-cuda-graph and --no-enforce-eager"),
+        ("--model a --model-path b", "--model a and --model-path b"),
+        ("--host ::1 --host ::", "--host ::1 and --host ::"),
+        ("--seed 1 --seed 1 --seed 2", "--seed 1 and --seed 2"),
+    ],
+)
+def test_two_values_for_one_flag(run: Run, words: str, named: str) -> None:
+    result = run("serve", *words.split())
+    assert result.code == 2
+    assert f"{named}: two values for one setting, drop one" in result.err
+
+
+def test_two_values_for_flags_of_a_command(run: Run) -> None:
+    result = run("generate", *TINY, "--prompt", "x", "--system", "a", "--system", "b")
+    assert "--system a and --system b" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        ("--seed 1 --random-seed 1", "seed", 1),
+        ("--kv-cache-memory 1G --kv-cache-memory 1024M", "kv_cache_memory", 1 << 30),
+        ("--disable-cuda-graph --enforce-eager", "enforce_eager", True),
+        ("--api-key a --api-key b", "api_key", ["a", "b"]),
+    ],
+)
+def test_what_may_be_given_again(words: str, name: str, value: Any) -> None:
+    assert getattr(serve.parser().parse_intermixed_args(words.split()), name) == value
+
+
+def test_a_default_of_the_command_is_not_a_value_given(run: Run) -> None:
+    assert chat.parser().parse_args(["--max-num-seqs", "3"]).max_num_seqs == 3

@@ -92,7 +92,40 @@ SAMPLING_FIELDS = (
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
+_GIVEN = "_given"  # of a namespace: the flags that were read, with their values
+
+
+def _once(kind: Any) -> type[argparse.Action]:
+    """An action for a flag that has one value: another one, under whichever of its names, is
+    refused, where argparse would keep the last."""
+
+    class Once(kind):  # type: ignore[misc]
+        def __call__(
+            self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+        ) -> None:
+            super().__call__(parser, namespace, values, option_string)
+            if option_string is None:
+                return  # a positional
+            value = getattr(namespace, self.dest)
+            shown = f"{option_string} {_as_typed(values)}".strip()
+            given = vars(namespace).setdefault(_GIVEN, {})
+            earlier, before = given.setdefault(self.dest, (value, shown))
+            if earlier is not value and earlier != value:  # nan, given once, differs from itself
+                parser.error(f"{before} and {shown}: two values for one setting, drop one")
+
+    return Once
+
+
+def _as_typed(values: Any) -> str:
+    return " ".join(map(str, values)) if isinstance(values, list) else str(values)
+
+
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for name in (None, "store", "store_const", "store_true"):
+            self.register("action", name, _once(self._registry_get("action", name)))
+
     def error(self, message: str) -> NoReturn:
         """With a flag that was perhaps meant."""
         what, _, words = message.partition("unrecognized arguments: ")
@@ -271,7 +304,7 @@ def _add_fields(
 def _how(field: Field[Any]) -> dict[str, Any]:
     """What argparse must know to read this field."""
     if field.type is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": _once(argparse.BooleanOptionalAction)}
     if field.name == "served_model_name":
         return {"action": "extend", "nargs": "+", "metavar": "NAME"}
     if field.name == "stop" or get_origin(field.type) is tuple:
