@@ -106,6 +106,12 @@ class EngineConfig:
     topk, at most 63."""
     speculative_adaptive: bool = True
     """Guess fewer, or none, while that is faster: by what was right lately and by how many run."""
+    grammar_timeout: float = 5.0
+    """Seconds in which the grammar of a structured output must be compiled; the request is refused
+    otherwise. Other requests run meanwhile."""
+    grammar_memory: int = 256 << 20
+    """Bytes that one grammar may take, on the host (suffixes K, M, G). Compiled grammars that no
+    request uses are kept up to as much in all."""
     lazy_recording: bool = False
     """Record a size when it is first needed rather than at start."""
     sanitize: str = "off"
@@ -158,6 +164,8 @@ class EngineConfig:
             ),
             ("tensor_parallel_size", _positive(self.tensor_parallel_size), "is at least 1"),
             ("rank_timeout", self.rank_timeout > 0, "is a number of seconds"),
+            ("grammar_timeout", self.grammar_timeout > 0, "is a number of seconds"),
+            ("grammar_memory", self.grammar_memory >= 1 << 20, "is a size of at least 1 MiB"),
             ("nnodes", _positive(self.nnodes), "is at least 1"),
             ("node_rank", 0 <= self.node_rank < self.nnodes, f"is below nnodes={self.nnodes}"),
             ("master_port", _in_range(self.master_port, (1 << 16) - 1), "is 1 to 65535"),

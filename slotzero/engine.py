@@ -8,13 +8,17 @@ import operator
 import random
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from slotzero.chat_template import read_template
 from slotzero.config import EngineConfig
 from slotzero.errors import CapacityError, RequestError, TokenizerMissingError
+from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.interrupt import uninterrupted
 from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import parse_config
@@ -23,7 +27,6 @@ from slotzero.parallel.leader import muster
 from slotzero.pools.slots import SlotPool
 from slotzero.progress import recording_bar, weights_bar
 from slotzero.request import FinishReason, Request, Status
-from slotzero.sampling.grammar import Grammars
 from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
 from slotzero.sampling.structured import structured_outputs
 from slotzero.scheduler.lanes import Lanes
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 
 MOST_UNCUT = 24  # tokens; of a tree that is cut by less the policy learns too, or never would
 IN_FLIGHT = 1  # steps launched and not yet committed, between two calls of `step`
+MASK_GRACE = 0.005  # seconds that a step waits for the masks of the tokens that it commits
+IDLE_WAIT = 0.01  # seconds that a step waits for grammars when nothing else can be done
 
 
 @dataclass
@@ -94,6 +99,7 @@ class Engine:
             checkpoint.tokenizer if tokenizer is None else lambda: tokenizer,
             self.worker.vocab_size,
             self.eos_token_ids,
+            GrammarLimits(reply_seconds=config.grammar_timeout, memory=config.grammar_memory),
         )
         self.lanes = Lanes(
             [
@@ -130,6 +136,10 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._answers: dict[str, Answer] = {}
+        self._compiling: dict[str, Answer] = {}
+        """Those of them whose grammar is being compiled: no lane has them yet."""
+        self._late: list[Answer] = []
+        """Those whose next mask did not come within MASK_GRACE: they sit out until it is there."""
         self._in_flight: deque[tuple[Step, list[Results]]] = deque()
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
@@ -140,50 +150,66 @@ class Engine:
             self.sanitizer = attach(self, config)
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """Queues one request (n is for the caller); raises RequestError, disturbing nobody."""
-        request = self.validate(request_id, prompt, params)
+        """Queues one request (n is for the caller); raises RequestError, disturbing nobody. A
+        grammar that was not used lately is compiled first, while others run: if that fails, the
+        answer ends with a `failure`."""
+        request = self._request(request_id, prompt, params)
         with self.lock, uninterrupted():
             if request_id in self._answers:
                 raise RequestError(f"request {request_id}: this id is in use; choose another")
-            self._arrivals += 1
-            request.arrival = self._arrivals
+            self._begin(request)
             if params.seed is None:
                 request.seed = self._seeds.getrandbits(63)
             transcript = None
             if params.detokenize and self.tokenizer is not None:
                 transcript = Transcript(self.tokenizer, params)
-            answer = Answer(request, transcript)
-            self.lanes.add(request)
-            self._answers[request_id] = answer
+            answer = self._answers[request_id] = Answer(request, transcript)
+            if request.awaits_mask:
+                self._compiling[request_id] = answer
+            else:
+                self._enqueue(request)
             return answer
 
     def cancel(self, request_id: str) -> None:
         """At any moment; a request that is unknown or finished is left alone."""
         with self.lock, uninterrupted():
             answer = self._answers.pop(request_id, None)
-            if answer is not None:
+            if self._compiling.pop(request_id, None) is not None:
+                assert answer is not None
+                _abort(answer.request)
+            elif answer is not None:
                 self.lanes.of(answer.request).cancel(answer.request)
 
     def prepare_grammars(self) -> None:
-        """What the first structured answer needs, built before somebody waits for it."""
-        self._grammars.prepare()
+        """Start what the first structured answer needs, before a request waits for it."""
+        with self.lock:
+            self._grammars.prepare()
 
     @property
     def has_work(self) -> bool:
-        return self.lanes.has_work or bool(self._in_flight)
+        is_waiting = bool(self._compiling) or self._grammars.is_busy
+        return self.lanes.has_work or bool(self._in_flight) or is_waiting
+
+    @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar to be compiled."""
+        return len(self._compiling)
 
     def step(self) -> list[Answer]:
         """Plan and launch the next step, then commit the one before; -> answers that grew."""
         with self.lock, uninterrupted():
             try:
+                ended = self._settle()
                 step = self.lanes.plan(self._width())
                 if step is not None:
                     self._launch(step)
-                elif self.lanes.has_work and not self._in_flight:
+                elif self.lanes.has_work and not self._in_flight and not self._late:
                     self._refuse_to_wait()
                 if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
-                    return self._commit()
-                return []
+                    return ended + self._commit()
+                if step is None and not ended and self._grammars.is_busy:
+                    self._grammars.poll(IDLE_WAIT)
+                return ended
             except BaseException:
                 self._abandon()
                 raise
@@ -215,12 +241,15 @@ class Engine:
             tokens = [of_lane.tokens() for of_lane in results]
         if self.speculation is not None:
             self._learn(self.speculation, step, results)
+        committed = [
+            lane.commit(rows, sampled)
+            for lane, rows, sampled in zip(self.lanes, step.lanes, tokens, strict=True)
+        ]
+        self._await_masks([request for receivers in committed for request, _ in receivers])
         grown = []
-        for lane, rows, sampled, of_lane in zip(
-            self.lanes, step.lanes, tokens, results, strict=True
-        ):
+        for rows, receivers, of_lane in zip(step.lanes, committed, results, strict=True):
             row_of = {row.request.id: i for i, row in enumerate(rows)}
-            for request, num_new in lane.commit(rows, sampled):
+            for request, num_new in receivers:
                 answer = self._answers[request.id]
                 num_new = self._extend_text(answer, num_new)
                 if request.params.logprobs is not None:
@@ -232,6 +261,74 @@ class Engine:
         if self.sanitizer is not None:
             self.sanitizer.committed([answer.request for answer in grown if answer.finished])
         return grown
+
+    def _await_masks(self, requests: Sequence[Request]) -> None:
+        """Ask for masks all at once, and wait for them for a moment."""
+        pending = [r for r in requests if r.awaits_mask and r.status is not Status.FINISHED]
+        grammars = [request.grammar for request in pending if request.grammar is not None]
+        self._grammars.wait(grammars, MASK_GRACE)
+        for request, grammar in zip(pending, grammars, strict=True):
+            if grammar.is_settled:
+                self.lanes.of(request).settle(request)
+            else:
+                self._late.append(self._answers[request.id])
+
+    def _settle(self) -> list[Answer]:
+        """Admit the requests whose grammar is compiled, and let those go on whose mask has come;
+        -> answers that ended instead"""
+        if not self._compiling and not self._late and not self._grammars.is_busy:
+            return []
+        self._grammars.poll(0.0)
+        ended = []
+        for answer in [a for a in self._compiling.values() if _grammar(a).is_settled]:
+            del self._compiling[answer.request.id]
+            try:
+                _check_beginning(answer.request, _grammar(answer))
+                self._enqueue(answer.request)
+            except RequestError:  # which is its `failure` too
+                _abort(answer.request)
+                ended.append(answer)
+        settled = [a for a in self._late if a.finished or _grammar(a).is_settled]
+        self._late = [a for a in self._late if not (a.finished or _grammar(a).is_settled)]
+        for answer in settled:
+            if not answer.finished and self.lanes.of(answer.request).settle(answer.request):
+                self._close_text(answer)
+                ended.append(answer)
+        for answer in ended:
+            del self._answers[answer.request.id]
+        return ended
+
+    def _begin(self, request: Request) -> None:
+        """Give it its grammar, which need not be ready; raises RequestError if that is known to be
+        wrong."""
+        asked = structured_outputs(request.params.structured_outputs)
+        if asked is None:
+            return
+        request.grammar = self._grammars.begin(asked)
+        if request.grammar.is_ready:
+            _check_beginning(request, request.grammar)
+
+    def masks(self, request: Request) -> Iterator[np.ndarray]:
+        """Compute the masks of an answer with a grammar again, one for each of its tokens, and wait
+        for each; raises RequestError if its grammar fails."""
+        asked = structured_outputs(request.params.structured_outputs)
+        assert asked is not None
+        grammar = self._grammars.begin(asked)
+        try:
+            for token in request.output_token_ids:
+                while not grammar.is_settled:
+                    self._grammars.poll(IDLE_WAIT)
+                if grammar.failure:
+                    raise RequestError(grammar.failure)
+                yield grammar.allowed
+                grammar.advance(token)
+        finally:
+            grammar.release()
+
+    def _enqueue(self, request: Request) -> None:
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self.lanes.add(request)
 
     def _learn(self, stats: SpeculationStats, step: Step, results: Sequence[Results]) -> None:
         if not step.is_decode and step.width == 1:
@@ -288,17 +385,40 @@ class Engine:
                 hide=is_last and request.finish_reason == "stop" and tokens[i] in request.stop_ids,
                 may_stop=i + 1 >= request.params.min_tokens,
             )
-            if is_last and stop is None:
-                stop = transcript.close()
             if stop is not None:
                 self.lanes.of(request).finish(request, "stop", stop)
                 transcript.close()
                 del tokens[i + 1 :]
                 return i + 1 - first
+        if answer.finished:
+            self._close_text(answer)
         return num_new
 
+    def _close_text(self, answer: Answer) -> None:
+        """No more tokens come. The last bytes may still complete a stop string."""
+        stop = answer.transcript.close() if answer.transcript is not None else None
+        if stop is not None:
+            self.lanes.of(answer.request).finish(answer.request, "stop", stop)
+
     def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
-        """The request that `add` would queue, or a RequestError that names what is wrong."""
+        """The request that `add` would queue, without its grammar, or a RequestError that names
+        what is wrong. Waits until the grammar is compiled."""
+        request = self._request(request_id, prompt, params)
+        with self.lock:
+            self._begin(request)
+        grammar, request.grammar = request.grammar, None
+        if grammar is not None:
+            try:
+                while not grammar.is_settled:
+                    with self.lock, uninterrupted():
+                        self._grammars.poll(IDLE_WAIT)
+                _check_beginning(request, grammar)
+            finally:
+                with self.lock:
+                    grammar.release()
+        return request
+
+    def _request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         limit, most = self.limits.max_model_len, self.worker.model.max_position
         try:
             tokens = [operator.index(token) for token in prompt]
@@ -323,7 +443,6 @@ class Engine:
                 raise RequestError(f"{what}: token id {bad} is not in the vocabulary of {vocab}")
         if params.stop and self.tokenizer is None:
             raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
-        asked = structured_outputs(params.structured_outputs)
         stop_ids = params.ends_at(self.eos_token_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
@@ -331,7 +450,7 @@ class Engine:
                 "name fewer stop_token_ids"
             )
         room = limit - len(tokens)
-        request = Request(
+        return Request(
             id=request_id,
             prompt_token_ids=tokens,
             params=params,
@@ -339,8 +458,25 @@ class Engine:
             arrival=0,
             stop_ids=stop_ids,
             max_len=len(tokens) + min(params.max_tokens or room, room),
-            grammar=None if asked is None else self._grammars.begin(asked),
         )
-        if request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
-            raise RequestError("structured_outputs: no token can begin such an answer")
-        return request
+
+
+def _grammar(answer: Answer) -> Grammar:
+    assert answer.request.grammar is not None
+    return answer.request.grammar
+
+
+def _check_beginning(request: Request, grammar: Grammar) -> None:
+    """Raise RequestError unless an answer can begin, and then release the grammar."""
+    if not grammar.failure and not grammar.can_go_on(request.banned_ids):
+        grammar.failure = "structured_outputs: no token can begin such an answer"
+    if grammar.failure:
+        grammar.release()
+        raise RequestError(grammar.failure)
+
+
+def _abort(request: Request) -> None:
+    """End a request that no lane has."""
+    request.status, request.finish_reason = Status.FINISHED, "abort"
+    assert request.grammar is not None
+    request.grammar.release()

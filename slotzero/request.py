@@ -22,7 +22,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Literal
 
-from slotzero.sampling.grammar import Grammar
+from slotzero.grammars.grammar import Grammar
 from slotzero.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -51,7 +51,8 @@ class Request:
     max_len: int
     """Prompt plus max_tokens, clipped to the context."""
     grammar: Grammar | None = None
-    """What may follow the committed tokens. So no sample may be in flight when the next is due."""
+    """What may follow the committed tokens. So no sample may be in flight when the next is due, and
+    the mask must be there."""
 
     output_token_ids: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
@@ -84,6 +85,11 @@ class Request:
     def speculates(self) -> bool:
         """What a grammar allows after a guess, the device cannot know."""
         return self.params.speculative and self.grammar is None
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether the tokens that its grammar allows next are still being computed."""
+        return self.grammar is not None and not self.grammar.is_ready
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -59,6 +59,8 @@ class Counting:
 
     num_tokens: int
     num_taken: int = 0
+    is_ready: bool = True
+    failure: str = ""
 
     def advance(self, token: int) -> bool:
         self.num_taken += 1
@@ -66,6 +68,8 @@ class Counting:
 
     def can_go_on(self, banned: frozenset[int]) -> bool:
         return self.num_taken < self.num_tokens
+
+    def release(self) -> None: ...
 
 
 @dataclass

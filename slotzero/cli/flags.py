@@ -66,7 +66,7 @@ CHOICES = {
     "speculative": DRAFTERS,
     "tool_call_parser": TOOL_CALL_PARSERS,
 }
-SIZES = ("kv_cache_memory", "sliding_kv_memory", "max_request_bytes")
+SIZES = ("kv_cache_memory", "sliding_kv_memory", "grammar_memory", "max_request_bytes")
 ENGINE_FIELDS = tuple(
     field.name
     for field in fields(EngineConfig)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 FOLLOWER, ENGINE = "slotzero.parallel.follower", "slotzero.server.process"
+GRAMMARS = "slotzero.grammars.fork_server"
 
 
 def start(

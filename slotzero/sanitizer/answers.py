@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from slotzero.engine import Engine
+from slotzero.errors import RequestError
 from slotzero.request import Request
 from slotzero.runners.passes import SAMPLED
 from slotzero.sanitizer.recompute import Disagreement, Recomputation
@@ -27,7 +28,7 @@ class AnswerCheck:
         """In full, every answer is computed again at once, before it leaves the engine. Else one at
         a time, a chunk after each step, so that others wait no longer than for a prompt."""
         self.num_recomputed = 0
-        self.num_without_room = 0
+        self.num_left_out = 0
         self._engine, self._is_full = engine, is_full
         self._rounding = bounds_of(engine).size
         self._is_wanted = False
@@ -47,12 +48,14 @@ class AnswerCheck:
                 return
 
     def _begin(self, request: Request) -> None:
+        engine = self._engine
+        masks = None if request.grammar is None else engine.masks(request)
         try:
             with torch.inference_mode():
-                again = Recomputation(self._engine.worker, request, self._rounding)
+                again = Recomputation(engine.worker, request, self._rounding, masks)
             self._pending.append((request, again.chunks()))
         except torch.OutOfMemoryError:
-            self._leave_out(request)
+            self._leave_out(request, "no memory for its KV")
 
     def _go_on(self) -> Iterator[Violation]:
         """One chunk of the oldest."""
@@ -63,17 +66,18 @@ class AnswerCheck:
         except StopIteration:
             self.num_recomputed += 1
             self._pending.popleft()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RequestError) as error:
             self._pending.popleft()
-            self._leave_out(request)
+            is_grammar = isinstance(error, RequestError)  # which its worker process may have lost
+            self._leave_out(request, str(error) if is_grammar else "no memory for its KV")
         else:
             if found is not None:
                 yield self._violation(request, found)
 
-    def _leave_out(self, request: Request) -> None:
-        if not self.num_without_room:
-            _log.warning("request %s is not computed again: no memory for its KV", request.id)
-        self.num_without_room += 1
+    def _leave_out(self, request: Request, why: str) -> None:
+        if not self.num_left_out:
+            _log.warning("request %s is not computed again: %s", request.id, why)
+        self.num_left_out += 1
 
     def _violation(self, request: Request, found: Disagreement) -> Violation:
         """Names what the answer was made of that computing it again does without."""

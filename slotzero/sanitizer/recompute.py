@@ -12,6 +12,7 @@ differed by rounding.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,12 +38,19 @@ class Disagreement:
 
 
 class Recomputation:
-    def __init__(self, worker: Worker, request: Request, rounding: float) -> None:
-        """`rounding` of logits, relative to the largest one."""
+    def __init__(
+        self,
+        worker: Worker,
+        request: Request,
+        rounding: float,
+        masks: Iterator[np.ndarray] | None = None,
+    ) -> None:
+        """`rounding` of logits, relative to the largest one. `masks`: what the request's grammar
+        allows, for one token of the answer after another."""
         self._worker, self._rounding = worker, rounding
         self._text = request.all_token_ids
         self._prompt_len = len(request.prompt_token_ids)
-        self._grammar = None if request.grammar is None else request.grammar.restarted()
+        self._masks = masks
         penalty = request.params.repetition_penalty
         self._stretch = max(penalty, 1 / penalty)  # by which it moves logits, and their rounding
         self._device = worker.registry.device
@@ -70,7 +78,7 @@ class Recomputation:
         normed = self._forward(start, end)
         for output, before in zip(outputs, kept, strict=True):
             output.copy_(before)
-        most = 1 if self._grammar is not None else MOST_ROWS  # one mask at a time
+        most = 1 if self._masks is not None else MOST_ROWS  # one mask at a time
         for first in range(max(start, self._prompt_len - 1), end, most):
             last = min(first + most, end)
             index = torch.arange(first - start, last - start, device=self._device)
@@ -97,15 +105,13 @@ class Recomputation:
     def _compare(self, logits: Tensor, first: int) -> Disagreement | None:
         """Row i of the logits is for the token at position first + i."""
         answer = self._text[first : first + len(logits)]
-        if self._grammar is not None:
-            allowed = torch.from_numpy(self._grammar.allowed.view("int32").copy())
+        if self._masks is not None:
+            allowed = torch.from_numpy(next(self._masks).view("int32").copy())
             self._tables.is_masked[SLOT] = 1
             self._tables.allowed[SLOT, : len(allowed)] = allowed.to(self._device)
         for i, (got, expected) in enumerate(zip(answer, self._sample(logits, first), strict=True)):
             if got != expected and not self._is_near_tie(logits[i : i + 1], first + i, got):
                 return Disagreement(first + i, got, expected)
-        if self._grammar is not None:
-            self._grammar.advance(answer[0])
         return None
 
     def _is_near_tie(self, logits: Tensor, position: int, wanted: int) -> bool:

@@ -20,7 +20,8 @@ The rules it keeps:
   step out, for to throw it out would only compute it again. It has older ones before it, whose
   leaving frees pages: alone it always fits.
 - What a grammar allows next depends on the last token, so whoever has a grammar sits a step out
-  while its sample is in flight. The others go on.
+  while its sample is in flight, and further steps until its mask is there. The others go on. If it
+  was preempted meanwhile it keeps the head of the queue.
 - A step that verifies drafts has none but decodes. How far it takes each is known late, so pages
   are taken for the most that can be: they serve the tokens that come later if not these.
 """
@@ -212,6 +213,17 @@ class Scheduler:
                 return num
         return len(tokens)
 
+    def settle(self, request: Request) -> bool:
+        """End a request that has all its tokens, now that its next mask is there or will never be.
+        -> whether it has ended"""
+        if request.grammar is not None and request.grammar.failure:
+            self.finish(request, "abort")
+        elif request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
+            self.finish(request, "stop")
+        elif request.num_tokens >= request.max_len:
+            self.finish(request, "length")
+        return request.status is Status.FINISHED
+
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
@@ -224,6 +236,8 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        if request.grammar is not None:
+            request.grammar.release()
 
     def abandon(self) -> None:
         """A step failed. Whoever was planned ends, since nobody knows how far it came, and nothing
@@ -288,7 +302,7 @@ class Scheduler:
         for request in list(self._running.values()):
             if request.status is not Status.RUNNING or request.num_known >= request.max_len:
                 continue  # preempted in this loop, or its last token is in flight
-            if request.grammar is not None and request.num_in_flight:
+            if request.grammar is not None and (request.num_in_flight or request.awaits_mask):
                 continue
             if request.num_computed < request.target:
                 budget = self.config.max_num_batched_tokens - len(decoding)
@@ -335,7 +349,8 @@ class Scheduler:
         return self.slots.num_free > 0 and len(self._running) < self.config.max_num_seqs
 
     def _admit(self, request: Request, budget: int) -> bool:
-        if request.num_in_flight:  # a token that the host cannot write to the new row yet
+        # a token, or a mask, that the host cannot write to the new row yet
+        if request.num_in_flight or request.awaits_mask:
             return False
         # one page is left for each who runs, or the newcomer would be thrown out at their next page
         if not self.ledger.admit(request, budget, spare=len(self._running)):
@@ -388,10 +403,8 @@ class Scheduler:
             self.finish(request, "stop", token if asked_for else None)
         elif request.grammar is not None and not request.grammar.advance(token):
             self.finish(request, "abort")  # its grammar says why, or its logits were broken
-        elif request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
-            self.finish(request, "stop")
-        elif request.num_tokens >= request.max_len:
-            self.finish(request, "length")
+        elif not request.awaits_mask:
+            self.settle(request)
         return request.status is Status.FINISHED
 
     def _check_running(self, request: Request, *, is_youngest: bool) -> None:

@@ -25,7 +25,7 @@ from slotzero.server.status import FieldError, param_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
-MAX_STRUCTURE_LEN = 100_000  # characters; while the engine compiles a grammar, everybody waits
+MAX_STRUCTURE_LEN = 100_000  # characters
 _SAME_NAME = (
     "temperature",
     "top_p",

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # torch is imported only when signals and the socket are take
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
 
-MOST_RECEIVING = 0.01  # seconds between two steps: a request may bring a grammar that takes one
+MOST_RECEIVING = 0.01  # seconds between two steps
 SOONEST, LATEST = 0.25, 2.0  # seconds between two Stats: when something changed, and at all
 MOST_FAILURES = 2  # failed steps in a row after which the device is not believed in any more
 _READ = 1 << 18
@@ -177,13 +177,15 @@ class EngineLoop:
             self._lose_answers(error)
             return
         self._num_failures = 0
-        if grown:
-            self._outbox.put(Progress([self._growth(answer) for answer in grown]))
+        growth = [self._growth(answer) for answer in grown]
+        if told := [grown for grown in growth if grown.token_ids or grown.finish_reason]:
+            self._outbox.put(Progress(told))
         for answer in grown:
             if answer.failure:
-                _log.warning("a request was given up: %s", answer.failure)
-                told = _told(RequestError(answer.failure))
-                self._outbox.put(Refused(answer.request.id, *told))
+                if answer.token_ids:  # else it was refused before it began
+                    _log.warning("a request was given up: %s", answer.failure)
+                refusal = _told(RequestError(answer.failure))
+                self._outbox.put(Refused(answer.request.id, *refusal))
 
     def _growth(self, answer: "Answer") -> Grown:
         request = answer.request
@@ -191,7 +193,7 @@ class EngineLoop:
         tokens = answer.token_ids[asked.num_sent :]
         logprobs = answer.logprobs[asked.num_sent :]
         wanted = request.params.logprobs
-        if asked.num_sent == 0:
+        if tokens and asked.num_sent == 0:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
         asked.num_sent += len(tokens)
@@ -236,7 +238,7 @@ def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Sta
         eager.update(runner.counts.eager)
     return Stats(
         running=lanes.num_running,
-        waiting=lanes.num_waiting,
+        waiting=lanes.num_waiting + engine.num_compiling,
         slots=sum(lane.slots.num_slots for lane in lanes),
         pages_used=sum(sum(ledger.num_used) for ledger in ledgers),
         pages_cached=sum(sum(ledger.num_cached) for ledger in ledgers),

@@ -1,0 +1,130 @@
+"""The fork server: `python -m slotzero.grammars.fork_server FD VOCAB_SIZE EOS_IDS LIMITS`.
+
+It builds the vocabulary once, which takes a second, and then forks a worker for each grammar, which
+takes milliseconds. It reads the tokenizer's JSON from standard input and takes orders over the
+inherited socket FD. It imports neither torch nor numpy, so a fork copies little.
+
+The rule: a worker never outlives this process, and this process ends with the engine's end of FD.
+"""
+
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from slotzero.grammars.matcher import first_line, load_vocabulary
+from slotzero.grammars.messages import MAX_ORDER, Ended, Kill, Ready, Start, Unusable
+from slotzero.grammars.worker import work
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for the engine to judge
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=int(argv[0]))
+    control.set_inheritable(False)
+    tokenizer_json = sys.stdin.buffer.read().decode()
+    if not tokenizer_json:
+        return 0  # the engine could not load it, and knows why
+    try:
+        vocabulary = load_vocabulary(tokenizer_json, int(argv[1]), json.loads(argv[2]))
+    except ValueError as error:
+        control.send(pickle.dumps(Unusable(first_line(error))))
+        return 0
+    del tokenizer_json
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)  # else a worker would allocate from these pages, and not be seen to
+    gc.collect()
+    gc.freeze()  # the collector must not touch, and so copy, what workers share
+    control.send(pickle.dumps(Ready(vocabulary.ends)))
+    _ForkServer(
+        control, functools.partial(work, vocabulary=vocabulary, **json.loads(argv[3])), libc
+    ).run()
+    return 0
+
+
+class _ForkServer:
+    def __init__(
+        self, control: socket.socket, work: Callable[[Connection], int], libc: ctypes.CDLL
+    ) -> None:
+        self._control = control
+        self._work = work
+        self._libc = libc
+        self._selector = selectors.DefaultSelector()
+        self._pids: dict[int, int] = {}  # by number; each is a child that was not reaped
+
+    def run(self) -> None:
+        """Until the engine is gone. Workers are killed when this process ends."""
+        self._selector.register(self._control, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._control:
+                    self._reap(key.fd, key.data)
+                elif not self._obey():
+                    return
+
+    def _obey(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, MAX_ORDER, 1)
+        except ConnectionError:
+            return False
+        if not data:
+            return False
+        message: Start | Kill = pickle.loads(data)
+        if isinstance(message, Start):
+            self._fork(message.number, fds[0])
+        elif message.number in self._pids:
+            os.kill(self._pids[message.number], signal.SIGKILL)
+        return True
+
+    def _fork(self, number: int, fd: int) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(fd)
+            self._pids[number] = pid
+            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, number)
+            return
+        status = 1
+        try:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before that
+                os._exit(0)
+            _keep_only(fd)
+            status = self._work(Connection(fd))
+        finally:
+            os._exit(status)
+
+    def _reap(self, pidfd: int, number: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(self._pids.pop(number), 0)
+        with contextlib.suppress(OSError):  # the engine's end is noticed by `run`
+            self._control.send(pickle.dumps(Ended(number, os.waitstatus_to_exitcode(status))))
+
+
+def _keep_only(fd: int) -> None:
+    """Close what belongs to the fork server. What a crash prints goes nowhere: the engine tells the
+    client why the worker ended."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(nowhere, standard)
+    for other in os.listdir("/proc/self/fd"):
+        if int(other) > 2 and int(other) != fd:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(other))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Compile a grammar with llguidance and follow the answers that keep to it.
+
+This code runs in a worker process only (worker.py). It knows neither requests nor limits of time
+and memory: a call may take minutes or gigabytes, and the process is then killed.
+
+The rule: an answer fails only because of its own tokens. Answers of one grammar share a lexer,
+which grows; when it reaches a limit, the answer is computed again with a lexer of its own.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from slotzero.sampling.structured import Kind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WORD_BITS = 32
+# JSON allows any space between its tokens, and a weak model can write it for ever
+_JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+_NO_END = "<|no end of sequence|>"
+
+
+class Vocabulary(NamedTuple):
+    tokenizer: "LLTokenizer"
+    known: int
+    """Bit i is set if the model can choose token i."""
+    num_bytes: int
+    """Length of a mask: one bit for each of the model's logits, in whole words."""
+    ends: list[int]
+    """Tokens that end a sequence."""
+
+
+def load_vocabulary(
+    tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
+) -> Vocabulary:
+    """Build llguidance's view of a tokenizer; raises ValueError if it cannot be used.
+
+    `vocab_size` is the number of the model's logits.
+    """
+    from llguidance import LLTokenizer
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(tokenizer_json)
+    ends = [i for i in eos_token_ids if backend.id_to_token(i) is not None]
+    known = (1 << vocab_size) - 1
+    if not ends:  # llguidance wants one: add one that the model cannot choose
+        backend.add_special_tokens([AddedToken(_NO_END, normalized=False)])
+        ends = [backend.get_vocab()[_NO_END]]
+        known &= ~(1 << ends[0])
+    size = max(vocab_size, 1 + max(backend.get_vocab().values()))
+    tokenizer = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
+    return Vocabulary(tokenizer, known, -(-vocab_size // WORD_BITS) * WORD_BITS // 8, ends)
+
+
+@dataclass(slots=True)
+class _Answer:
+    matcher: "LLMatcher"
+    tokens: list[int] = field(default_factory=list)
+
+
+class CompiledGrammar:
+    def __init__(self, vocabulary: Vocabulary, kind: Kind, text: str) -> None:
+        """Raise ValueError with one line that says what is wrong with the grammar."""
+        self._vocabulary = vocabulary
+        self._make = _compiler(vocabulary, kind, text)
+        self._matcher: LLMatcher | None = self._make()
+        self._num_sharing = 0
+        self._answers: dict[int, _Answer] = {}
+        self.first_mask = self._mask(self._matcher)
+        """The tokens that may begin an answer: bit i % 8 of byte i // 8 for token i."""
+        wrong = self._matcher.get_error() or self._trial()
+        if wrong:
+            raise ValueError(first_line(wrong))
+
+    def follow(self, number: int, tokens: Sequence[int]) -> bytes:
+        """Append tokens to an answer, which begins with its first ones, and return the mask of the
+        next token; raises ValueError if the grammar has become too complex."""
+        answer = self._answers.get(number)
+        if answer is None:
+            answer = self._answers[number] = _Answer(self._copy())
+        answer.tokens += tokens
+        mask, wrong = self._advance(answer.matcher, tokens)
+        if wrong and self._num_sharing > 1:
+            self._matcher, self._num_sharing = None, 0
+            answer.matcher = self._copy()
+            mask, wrong = self._advance(answer.matcher, answer.tokens)
+        if wrong:
+            self._matcher, self._num_sharing = None, 0  # its lexer is at its limits
+            raise ValueError(first_line(wrong))
+        return mask
+
+    def end(self, number: int) -> None:
+        self._answers.pop(number, None)
+
+    def _copy(self) -> "LLMatcher":
+        if self._matcher is None:
+            self._matcher = self._make()
+        self._num_sharing += 1
+        return self._matcher.deep_copy()
+
+    def _advance(self, matcher: "LLMatcher", tokens: Sequence[int]) -> tuple[bytes, str]:
+        """-> (mask, what is wrong)"""
+        if not matcher.consume_tokens(list(tokens)):
+            return b"", matcher.get_error()
+        return self._mask(matcher), matcher.get_error()
+
+    def _mask(self, matcher: "LLMatcher") -> bytes:
+        known, num_bytes = self._vocabulary.known, self._vocabulary.num_bytes
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little") & known
+        return allowed.to_bytes(num_bytes, "little")
+
+    def _trial(self) -> str:
+        """What is wrong after one token: some limits of a grammar show only then."""
+        allowed = int.from_bytes(self.first_mask, "little")
+        if not allowed:
+            return "nothing is allowed"
+        assert self._matcher is not None
+        copy = self._matcher.deep_copy()
+        copy.consume_token((allowed & -allowed).bit_length() - 1)
+        return copy.get_error()
+
+
+def first_line(error: object) -> str:
+    """What is wrong, from a message that also draws where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if lines[:1] == ["NoExtensionBias"]:
+        return "no text can match it"
+    stated = (line.removeprefix("error: ") for line in lines if line.startswith("error: "))
+    return next(stated, lines[0] if lines else "refused")
+
+
+def mask_of(tokens: Collection[int], num_bytes: int) -> bytes:
+    """The mask of these tokens alone, without those that do not fit."""
+    bits = 0
+    for token in tokens:
+        if token < num_bytes * 8:
+            bits |= 1 << token
+    return bits.to_bytes(num_bytes, "little")
+
+
+def _compiler(vocabulary: Vocabulary, kind: Kind, text: str) -> Callable[[], "LLMatcher"]:
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        match kind:
+            case "regex":
+                source = LLMatcher.grammar_from_regex(text)
+            case "choice":  # as one terminal: as a rule it would be slow, and 2,000 at most
+                texts = " | ".join(json.dumps(choice) for choice in json.loads(text))
+                source = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+            case "json_schema" | "json_object":
+                source = LLMatcher.grammar_from_json_schema(
+                    text, defaults={"whitespace_pattern": _JSON_SPACE}
+                )
+    except ValueError as error:
+        raise ValueError(first_line(error)) from None
+    limits = LLParserLimits(verbose_errors=False)
+    return functools.partial(LLMatcher, vocabulary.tokenizer, source, log_level=0, limits=limits)

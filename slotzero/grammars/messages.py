@@ -1,0 +1,77 @@
+"""What the engine, the fork server and the workers say to each other; pickled.
+
+Workers are asked over sockets of their own. The fork server takes orders over one that keeps the
+bounds of messages, each of at most MAX_ORDER bytes.
+"""
+
+from typing import NamedTuple
+
+from slotzero.sampling.structured import Kind
+
+MAX_ORDER = 1 << 16
+COMPILE = 0  # the number of the first question to a worker; answers have numbers from 1 on
+
+
+# To and from a worker
+
+
+class Source(NamedTuple):
+    """The first message to a worker."""
+
+    kind: Kind
+    text: str
+
+
+class Follow(NamedTuple):
+    """An answer has these tokens more: which may be next?"""
+
+    number: int
+    tokens: list[int]
+
+
+class End(NamedTuple):
+    """An answer is over. There is no reply."""
+
+    number: int
+
+
+class Reply(NamedTuple):
+    number: int
+    """COMPILE, or that of the answer."""
+    mask: bytes
+    error: str
+    """Why there is no mask; else empty."""
+    memory: int
+    """Bytes that the process has allocated since it was forked."""
+
+
+# To and from the fork server
+
+
+class Start(NamedTuple):
+    """Fork a worker; the socket that comes with this message is its own."""
+
+    number: int
+
+
+class Kill(NamedTuple):
+    number: int
+
+
+class Ready(NamedTuple):
+    ends: list[int]
+    """Tokens that end a sequence."""
+
+
+class Unusable(NamedTuple):
+    """No grammar can be compiled for this tokenizer."""
+
+    reason: str
+
+
+class Ended(NamedTuple):
+    """A worker ended by itself."""
+
+    number: int
+    exit_code: int
+    """Negative: the number of the signal."""

@@ -1,0 +1,371 @@
+"""The grammars of one engine: which are compiled, which of them stay, and what becomes of answers.
+
+Each grammar has a worker process. So a grammar that takes too long or too much memory is killed
+without harm to the engine, and its memory is really free then. Nothing here waits, except `poll`
+and `wait`, for at most as long as they are told. The caller holds the engine's lock.
+
+The rules it keeps, with `memory` the limit of one grammar:
+
+- A worker that does not reply within the limits of time is killed. The answer that it was working
+  on fails; the others are followed again, from their tokens, in a new worker.
+- Workers without answers are kept for the next request, up to `memory` in all: the one that was not
+  used for the longest time goes first.
+- Workers with answers have at most _MOST_IN_USE times `memory` in all. No other grammar is compiled
+  while they have that, and if they grow beyond it, the answers of the largest fail.
+"""
+
+import functools
+import importlib.util
+import itertools
+import math
+import selectors
+import signal
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from slotzero.errors import RequestError
+from slotzero.grammars.grammar import Grammar, words
+from slotzero.grammars.matcher import WORD_BITS, mask_of
+from slotzero.grammars.messages import COMPILE, Ended, Ready, Reply, Source, Unusable
+from slotzero.grammars.process import ForkServer, Worker
+from slotzero.grammars.worker import OUT_OF_MEMORY
+from slotzero.parallel.child import ending
+from slotzero.sampling.structured import StructuredOutputs
+from slotzero.tokenizer import Tokenizer
+
+_MOST_COMPILING = 4
+_MOST_IN_USE = 8
+_MOST_REFUSALS = 256
+_SECONDS_REFUSED = 60.0
+_MOST_RESTARTS = 1  # after an end that no limit explains
+_CRASHES = (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+"""How a worker ends at its limit of memory: Rust aborts if it cannot allocate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarLimits:
+    reply_seconds: float = 5.0
+    """To compile a grammar, by the clock on the wall. A mask may not take longer, either."""
+    mask_seconds: float = 1.0
+    """To compute one mask, in CPU time: a busy machine must not end an answer."""
+    memory: int = 256 << 20
+    """Bytes, for one grammar."""
+
+
+@final
+class Grammars:
+    def __init__(
+        self,
+        make_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: GrammarLimits,
+    ) -> None:
+        """`vocab_size` is the model's: a mask has one bit for each of its logits."""
+        self.limits = limits
+        self._make_server = functools.partial(
+            ForkServer,
+            make_tokenizer,
+            vocab_size,
+            eos_token_ids,
+            {"memory": limits.memory, "mask_seconds": limits.mask_seconds},
+        )
+        self._mask_bytes = -(-vocab_size // WORD_BITS) * WORD_BITS // 8
+        self._end: np.ndarray | None = None
+        """The mask of tokens that end a sequence; None until the fork server is ready."""
+        self._unusable = ""
+        self._server: ForkServer | None = None
+        self._selector = selectors.DefaultSelector()
+        self._numbers = itertools.count(COMPILE + 1)
+        self._workers: OrderedDict[Source, Worker] = OrderedDict()
+        """By when they were last begun or left: the front is the first to go."""
+        self._queue: deque[Worker] = deque()
+        """Those of them that have no process yet."""
+        self._worker_of: dict[int, Worker] = {}
+        """By an answer's number."""
+        self._refusals: OrderedDict[Source, tuple[str, float]] = OrderedDict()
+        """Why, and until when: what a limit refused may do with less to do on the machine."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is to be compiled or computed."""
+        return any(worker.asked for worker in self._workers.values()) or bool(self._queue)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory of the compiled grammars that no answer uses."""
+        return sum(worker.memory for worker in self._workers.values() if not worker.answers)
+
+    def prepare(self) -> None:
+        """Start the process that the first grammar would wait for: most of a second for 50,000
+        tokens."""
+        if self._server is None and importlib.util.find_spec("llguidance") is not None:
+            self._server = self._make_server()
+            self._selector.register(self._server.socket, selectors.EVENT_READ)
+
+    def begin(self, asked: StructuredOutputs) -> Grammar:
+        """A new answer, which is not ready before its grammar is compiled; raises RequestError if
+        it is known that it cannot be."""
+        source = Source(asked.kind, asked.text)
+        if importlib.util.find_spec("llguidance") is None:
+            raise RequestError(
+                "structured_outputs: llguidance is missing: pip install 'slotzero[server]'"
+            )
+        refusal, until = self._refusals.get(source, ("", 0.0))
+        if self._unusable or time.monotonic() < until:
+            raise RequestError(self._unusable or refusal)
+        self.prepare()
+        worker = self._workers.get(source)
+        if worker is None:
+            worker = self._workers[source] = Worker(next(self._numbers), source)
+            self._queue.append(worker)
+        grammar = Grammar(next(self._numbers), self)
+        self._attach(grammar, worker)
+        return grammar
+
+    def follow(self, grammar: Grammar) -> None:
+        worker = self._worker_of[grammar.number]
+        if worker.is_compiled:
+            worker.follow(grammar, time.monotonic())
+
+    def release(self, grammar: Grammar) -> None:
+        worker = self._worker_of.pop(grammar.number, None)
+        if worker is None:
+            return  # its worker ended before it
+        del worker.answers[grammar.number]
+        if grammar.num_sent:
+            worker.end(grammar.number)
+        if worker.answers:
+            return
+        if not worker.is_compiled:
+            self._remove(worker)
+            return
+        self._workers.move_to_end(worker.source)
+        self._balance()
+
+    def wait(self, grammars: Iterable[Grammar], seconds: float) -> None:
+        """Wait for masks that were asked for just now. An answer whose mask is late is not waited
+        for the next few times: its neighbours would pay for it."""
+        awaited = [grammar for grammar in grammars if grammar.is_awaited()]
+        until = time.monotonic() + seconds
+        while not all(grammar.is_settled for grammar in awaited):
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            self.poll(left)
+        for grammar in awaited:
+            if not grammar.is_settled:
+                grammar.was_late()
+
+    def poll(self, seconds: float) -> None:
+        """Take what has come from the processes, or what comes next within some seconds."""
+        if self._server is None:
+            return
+        for key, _ in self._selector.select(self._until_deadline(seconds)):
+            if key.data is None:
+                self._hear(self._server)
+            elif key.data.connection is not None:  # else it was removed in this loop
+                self._take(key.data)
+        self._kill_late()
+        self._balance()
+        self._start_queued()
+
+    # Messages
+
+    def _hear(self, server: ForkServer) -> None:
+        match server.receive():
+            case Ready(ends):
+                self._end = words(mask_of(ends, self._mask_bytes))
+            case Unusable(reason):
+                self._unusable = (
+                    f"structured_outputs: this model's tokenizer cannot be used ({reason})"
+                )
+            case Ended(number, exit_code):
+                for worker in [w for w in self._workers.values() if w.number == number]:
+                    self._bury(worker, exit_code)
+            case None:
+                self._lose_server(server)
+
+    def _take(self, worker: Worker) -> None:
+        assert worker.connection is not None
+        try:
+            reply: Reply = worker.connection.recv()
+        except (EOFError, OSError):
+            self._disconnect(worker)  # the fork server will say how it ended
+            return
+        worker.asked.popleft()
+        worker.since, worker.memory = time.monotonic(), reply.memory
+        if reply.number == COMPILE:
+            self._compiled(worker, reply)
+            return
+        grammar = worker.answers.get(reply.number)
+        if grammar is None:
+            return  # it was released meanwhile
+        if reply.error:
+            self._fail(grammar, f"the answer cannot go on ({reply.error}): ask for a simpler one")
+        else:
+            self._give(grammar, words(reply.mask))
+
+    def _compiled(self, worker: Worker, reply: Reply) -> None:
+        if reply.error:
+            self._refuse(worker, reply.error, math.inf)
+            return
+        worker.first_mask = words(reply.mask)
+        for grammar in worker.answers.values():
+            if grammar.is_ready:
+                continue  # it has known its mask since before a restart
+            if grammar.tokens:
+                worker.follow(grammar, worker.since)
+            else:
+                self._give(grammar, worker.first_mask)
+
+    # Workers
+
+    def _attach(self, grammar: Grammar, worker: Worker) -> None:
+        worker.answers[grammar.number] = grammar
+        self._worker_of[grammar.number] = worker
+        grammar.num_sent = 0
+        if worker.first_mask is not None:
+            self._give(grammar, worker.first_mask)
+
+    def _start_queued(self) -> None:
+        while self._queue and self._end is not None and self._server is not None:
+            num_compiling = sum(COMPILE in worker.asked for worker in self._workers.values())
+            in_use = [w.memory for w in self._workers.values() if w.answers and w.is_compiled]
+            is_full = in_use and sum(in_use) >= _MOST_IN_USE * self.limits.memory
+            if num_compiling >= _MOST_COMPILING or is_full:
+                return
+            worker = self._queue.popleft()
+            connection = self._server.start(worker.number)
+            self._selector.register(connection, selectors.EVENT_READ, worker)
+            worker.compile(connection, time.monotonic())
+
+    def _until_deadline(self, seconds: float) -> float:
+        since = min((w.since for w in self._workers.values() if w.asked), default=math.inf)
+        return max(0.0, min(seconds, since + self.limits.reply_seconds - time.monotonic()))
+
+    def _kill_late(self) -> None:
+        seconds = self.limits.reply_seconds
+        latest = time.monotonic() - seconds
+        for worker in [w for w in self._workers.values() if w.asked and w.since <= latest]:
+            if worker.is_compiled:
+                self._overrun(worker, _slow_mask(seconds))
+            else:
+                what = f"compiling it took more than {seconds:g} s"
+                self._overrun(worker, f"{what}: use a simpler grammar, or raise --grammar-timeout")
+
+    def _bury(self, worker: Worker, exit_code: int) -> None:
+        """Its process ended by itself, or was killed from outside."""
+        if exit_code == -signal.SIGPROF:
+            self._overrun(worker, _slow_mask(self.limits.mask_seconds))
+            return
+        if exit_code in _CRASHES:
+            what = f"it needs more than {self.limits.memory >> 20} MiB of memory"
+            self._overrun(worker, f"{what}: use a simpler grammar, or raise --grammar-memory")
+            return
+        for grammar in list(worker.answers.values()):
+            grammar.num_restarts += 1
+            if grammar.num_restarts > _MOST_RESTARTS:
+                self._fail(grammar, f"its process {ending(exit_code)}: send the request again")
+        self._restart(worker)
+
+    def _overrun(self, worker: Worker, why: str) -> None:
+        """A limit was reached by what the worker did last: only that answer is to blame."""
+        if not worker.is_compiled:
+            self._refuse(worker, why, time.monotonic() + _SECONDS_REFUSED)
+            return
+        culprit = worker.answers.get(worker.asked[0]) if worker.asked else None
+        if culprit is not None:
+            self._fail(culprit, why)
+        self._restart(worker)
+
+    def _restart(self, worker: Worker) -> None:
+        """Follow the answers that are left in a new process, before other grammars."""
+        self._remove(worker)
+        if worker.answers:
+            successor = Worker(next(self._numbers), worker.source)
+            self._workers[worker.source] = successor
+            self._queue.appendleft(successor)
+            for grammar in worker.answers.values():
+                self._attach(grammar, successor)
+
+    def _remove(self, worker: Worker) -> None:
+        del self._workers[worker.source]
+        if worker in self._queue:
+            self._queue.remove(worker)
+        elif self._server is not None:
+            self._server.kill(worker.number)
+        self._disconnect(worker)
+
+    def _disconnect(self, worker: Worker) -> None:
+        if worker.connection is not None:
+            self._selector.unregister(worker.connection)
+            worker.connection.close()
+            worker.connection = None
+
+    def _lose_server(self, server: ForkServer) -> None:
+        """Its workers have ended with it."""
+        self._selector.unregister(server.socket)
+        server.close()
+        was_ready, self._server, self._end = self._end is not None, None, None
+        if not was_ready and not self._unusable:
+            why = server.failures[0] if server.failures else "its process ended: send it again"
+            for worker in list(self._workers.values()):
+                self._refuse(worker, why, until=0.0)
+            return
+        for worker in list(self._workers.values()):
+            if self._unusable:
+                self._refuse(worker, self._unusable, until=0.0)
+            elif worker not in self._queue:
+                self._bury(worker, -signal.SIGKILL)
+        if self._queue:
+            self.prepare()
+
+    def _balance(self) -> None:
+        """Keep the memory of all workers within bounds."""
+        idle = deque(worker for worker in self._workers.values() if not worker.answers)
+        while sum(worker.memory for worker in idle) > self.limits.memory:
+            self._remove(idle.popleft())
+        in_use = [worker for worker in self._workers.values() if worker.answers]
+        most = _MOST_IN_USE * self.limits.memory
+        if sum(worker.memory for worker in in_use) > most:
+            largest = max(in_use, key=lambda worker: worker.memory)
+            for grammar in list(largest.answers.values()):
+                self._fail(
+                    grammar,
+                    f"all grammars in use need more than {most >> 20} MiB of memory, and this one "
+                    "the most: use a simpler grammar, or raise --grammar-memory",
+                )
+            self._remove(largest)
+
+    # Answers
+
+    def _give(self, grammar: Grammar, mask: np.ndarray) -> None:
+        assert self._end is not None
+        grammar.receive(mask, self._end)
+
+    def _fail(self, grammar: Grammar, why: str) -> None:
+        worker = self._worker_of.pop(grammar.number)
+        del worker.answers[grammar.number]
+        if grammar.num_sent:
+            worker.end(grammar.number)
+        grammar.failure = f"structured_outputs: {worker.source.kind}: {why}"
+
+    def _refuse(self, worker: Worker, why: str, until: float) -> None:
+        """It cannot be compiled, and is not tried again before then."""
+        for grammar in list(worker.answers.values()):
+            self._fail(grammar, why)
+        self._remove(worker)
+        self._refusals[worker.source] = f"structured_outputs: {worker.source.kind}: {why}", until
+        if len(self._refusals) > _MOST_REFUSALS:
+            self._refusals.popitem(last=False)
+
+
+def _slow_mask(seconds: float) -> str:
+    what = f"computing the mask for the next token took more than {seconds:g} s"
+    return f"{what}: use a simpler grammar"

@@ -1,0 +1,159 @@
+"""The processes of grammars as the engine holds them: the fork server, and one worker per grammar.
+
+Nothing here waits, except that a large grammar is sent in one piece. It does not know which limits
+there are; pool.py does.
+"""
+
+import contextlib
+import json
+import pickle
+import socket
+import subprocess
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import final
+
+import numpy as np
+
+from slotzero.errors import SlotzeroError
+from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.messages import (
+    COMPILE,
+    MAX_ORDER,
+    End,
+    Ended,
+    Follow,
+    Kill,
+    Ready,
+    Source,
+    Start,
+    Unusable,
+)
+from slotzero.parallel import child
+from slotzero.tokenizer import Tokenizer
+
+_SECONDS_TO_END = 5.0
+
+
+@final
+class ForkServer:
+    def __init__(
+        self,
+        make_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        limits: Mapping[str, float],
+    ) -> None:
+        """Returns at once. When the process is `Ready` it says so. `limits` are worker.work's."""
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fd, ends = theirs.fileno(), list(eos_token_ids)
+        arguments = [str(fd), str(vocab_size), json.dumps(ends), json.dumps(limits)]
+        env = {"TOKENIZERS_PARALLELISM": "false"}
+        process = child.start(child.GRAMMARS, arguments, [fd], env)
+        theirs.close()
+        self.failures: list[str] = []
+        """Why there is no tokenizer."""
+        threading.Thread(
+            target=_feed, args=(process, make_tokenizer, self.failures), daemon=True
+        ).start()
+        self.pid = process.pid
+        self.close = weakref.finalize(self, _end, process, self.socket)
+
+    def start(self, number: int) -> Connection:
+        """Have a worker forked, and return our end of its socket."""
+        ours, theirs = socket.socketpair()
+        with contextlib.suppress(ConnectionError):  # its end is noticed by who receives
+            socket.send_fds(self.socket, [pickle.dumps(Start(number))], [theirs.fileno()])
+        theirs.close()
+        return Connection(ours.detach())
+
+    def kill(self, number: int) -> None:
+        with contextlib.suppress(ConnectionError):
+            self.socket.send(pickle.dumps(Kill(number)))
+
+    def receive(self) -> Ready | Unusable | Ended | None:
+        """The next message; None: it has ended."""
+        try:
+            data = self.socket.recv(MAX_ORDER)
+        except ConnectionError:
+            return None
+        return pickle.loads(data) if data else None
+
+
+@final
+class Worker:
+    """One grammar: queued, then compiling, then compiled, until its process ends or is killed."""
+
+    def __init__(self, number: int, source: Source) -> None:
+        self.number = number
+        self.source = source
+        self.answers: dict[int, Grammar] = {}
+        """Those that need it, by their numbers."""
+        self.asked: deque[int] = deque()
+        """COMPILE or answers' numbers, in order: questions without a reply. It works on the
+        first."""
+        self.since = 0.0
+        """When it began to work on that."""
+        self.memory = 0
+        """Bytes, as of its last reply."""
+        self.first_mask: np.ndarray | None = None
+        """Once it is compiled."""
+        self.connection: Connection | None = None
+        """Once it has a process, until that is seen to have ended."""
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.first_mask is not None
+
+    def compile(self, connection: Connection, now: float) -> None:
+        self.connection = connection
+        self._ask(COMPILE, self.source, now)
+
+    def follow(self, grammar: Grammar, now: float) -> None:
+        new = grammar.tokens[grammar.num_sent :]
+        grammar.num_sent = len(grammar.tokens)
+        self._ask(grammar.number, Follow(grammar.number, new), now)
+
+    def end(self, number: int) -> None:
+        self._send(End(number))
+
+    def _ask(self, number: int, message: Source | Follow, now: float) -> None:
+        if not self.asked:
+            self.since = now
+        self.asked.append(number)
+        self._send(message)
+
+    def _send(self, message: Source | Follow | End) -> None:
+        if self.connection is not None:
+            with contextlib.suppress(OSError):  # it has ended: the fork server will say how
+                self.connection.send(message)
+
+
+def _feed(
+    process: "subprocess.Popen[bytes]",
+    make_tokenizer: Callable[[], Tokenizer],
+    failures: list[str],
+) -> None:
+    """In a thread: neither to load a tokenizer nor to send it may stop the engine."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(make_tokenizer().to_json().encode())
+    except SlotzeroError as error:
+        failures.append(str(error))
+    except OSError:
+        pass  # it has ended, which its socket tells
+    finally:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
+    control.close()  # at which it ends, and its workers with it
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

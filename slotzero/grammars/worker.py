@@ -1,0 +1,76 @@
+"""A worker process: it compiles one grammar and computes the masks of all answers that follow it.
+
+It is forked from fork_server.py and ends when the engine closes its socket. Native code cannot be
+interrupted, so limits end the whole process: the kernel refuses memory, or sends SIGPROF when a
+mask has taken its CPU time. The engine watches the clock on the wall and has a worker killed.
+
+The rule: it answers in the order in which it was asked, so the oldest question without a reply is
+the one that it is working on.
+"""
+
+import os
+import resource
+import signal
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from slotzero.grammars.matcher import CompiledGrammar, Vocabulary
+from slotzero.grammars.messages import COMPILE, End, Follow, Reply, Source
+
+OUT_OF_MEMORY = 3  # exit status
+NICENESS = 5  # a grammar that keeps a core busy leaves most of it to the engine
+
+
+def work(connection: Connection, vocabulary: Vocabulary, memory: int, mask_seconds: float) -> int:
+    """Serve one grammar with at most `memory` bytes more than there are now; -> exit status."""
+    before = _pages()
+    os.nice(NICENESS)
+    address_space = before.mapped * resource.getpagesize() + memory
+    resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        _serve(connection, vocabulary, before.anonymous, mask_seconds)
+    except EOFError:
+        return 0
+    except MemoryError:
+        return OUT_OF_MEMORY
+    return 0
+
+
+def _serve(
+    connection: Connection, vocabulary: Vocabulary, anonymous: int, mask_seconds: float
+) -> None:
+    def reply(number: int, mask: bytes, error: str = "") -> None:
+        memory = (_pages().anonymous - anonymous) * resource.getpagesize()
+        connection.send(Reply(number, mask, error, max(0, memory)))
+
+    source: Source = connection.recv()
+    try:
+        grammar = CompiledGrammar(vocabulary, source.kind, source.text)
+    except ValueError as error:
+        return reply(COMPILE, b"", str(error))
+    reply(COMPILE, grammar.first_mask)
+    while True:
+        message: Follow | End = connection.recv()
+        if isinstance(message, End):
+            grammar.end(message.number)
+            continue
+        signal.setitimer(signal.ITIMER_PROF, mask_seconds)
+        try:
+            reply(message.number, grammar.follow(message.number, message.tokens))
+        except ValueError as error:
+            reply(message.number, b"", str(error))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class _Pages(NamedTuple):
+    mapped: int
+    anonymous: int
+    """Resident, and not of a file."""
+
+
+def _pages() -> _Pages:
+    with open("/proc/self/statm", "rb") as file:
+        mapped, resident, of_files, *_ = map(int, file.read().split())
+    return _Pages(mapped, resident - of_files)
