@@ -48,9 +48,8 @@ def main(argv: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()  # the collector must not touch, and so copy, what workers share
     control.send(pickle.dumps(Ready(vocabulary.ends)))
-    _ForkServer(
-        control, functools.partial(work, vocabulary=vocabulary, **json.loads(argv[3])), libc
-    ).run()
+    work_for = functools.partial(work, vocabulary=vocabulary, **json.loads(argv[3]))
+    _ForkServer(control, work_for, libc).run()
     return 0
 
 
