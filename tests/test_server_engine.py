@@ -878,6 +878,33 @@ def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
     desk.engine.check()
 
 
+def test_a_grammar_that_cannot_be_compiled_is_refused_and_holds_nobody_up(
+    make_desk: MakeDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("llguidance")
+    desk = make_desk(grammar_timeout=2.0)
+    slow = {"json_schema": {"type": "integer", "multipleOf": 99_999_989}}
+    messages = desk.turn(
+        Add("slow", prompt_of(5), greedy(20, structured_outputs=slow)),
+        Add("wrong", prompt_of(5), greedy(20, structured_outputs={"regex": "("})),
+        Add("gone", prompt_of(5), greedy(20, structured_outputs={"regex": "a{9}"})),
+        Add("good", prompt_of(5), greedy(30)),
+    )
+    messages += desk.turn(Cancel("gone"))
+    while not any(g.finish_reason for p in kinds(messages, Progress) for g in p.grown):
+        messages += desk.turn()
+    assert "slow" not in [refused.id for refused in kinds(messages, Refused)]
+    messages += desk.finish()
+    told = {refused.id: refused.message for refused in kinds(messages, Refused)}
+    assert told.keys() == {"slow", "wrong"}
+    assert told["wrong"] == "structured_outputs: regex: unclosed group"
+    assert "json_schema: compiling it took more than 2 s" in told["slow"]
+    assert {g.id for p in kinds(messages, Progress) for g in p.grown} == {"good"}
+    assert kinds(messages, Stats)[-1].prompt_tokens <= 5
+    assert not caplog.records and not kinds(messages, Failed)
+    assert desk.loop._asked == desk.engine._answers == {}
+
+
 def test_broken_logits_give_a_structured_request_up_without_a_word(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

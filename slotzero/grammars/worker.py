@@ -18,7 +18,7 @@ from slotzero.grammars.matcher import CompiledGrammar, Vocabulary
 from slotzero.grammars.messages import COMPILE, End, Follow, Reply, Source
 
 OUT_OF_MEMORY = 3  # exit status
-NICENESS = 5  # a grammar that keeps a core busy leaves most of it to the engine
+NICENESS = 10  # a grammar that keeps a core busy leaves most of it to the engine
 
 
 def work(connection: Connection, vocabulary: Vocabulary, memory: int, mask_seconds: float) -> int:
