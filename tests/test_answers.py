@@ -100,7 +100,7 @@ def test_every_answer_of_a_sound_engine_is_confirmed(
         num_answers += sum(answer.finish_reason != "abort" for answer in done)
     checked = sanitizer_of(engine).answers
     assert checked.num_recomputed == num_answers > 3
-    assert (checked.num_without_room, sanitizer_of(engine).violations) == (0, 0)
+    assert (checked.num_left_out, sanitizer_of(engine).violations) == (0, 0)
     if shape == "tight" and not drafter:
         assert engine.lanes.num_preemptions > 0
 
@@ -277,7 +277,7 @@ def test_an_answer_without_room_is_left_out_and_counted(
     engine = engine_of("llama", sanitize="full", sanitize_action="raise")
     ask(engine, PROMPT, PROMPT[:7])
     checked = sanitizer_of(engine).answers
-    assert (checked.num_recomputed, checked.num_without_room) == (0, 2)
+    assert (checked.num_recomputed, checked.num_left_out) == (0, 2)
     assert sum("is not computed again" in record.message for record in caplog.records) == 1
 
 
