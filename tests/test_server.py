@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -1729,6 +1730,29 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.count("\n") == 1
     assert f"127.0.0.1:{port}" in error
     assert "--port" in error
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_accepted_connections_send_without_delay(host: str) -> None:
+    """Nagle's algorithm would hold small writes back until the client's delayed ACK, 40 ms."""
+
+    async def accept() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def on_accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            end = writer.get_extra_info("socket")
+            accepted.set_result(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = serve._listen(ServerSettings(host=host, port=0))
+        async with asyncio.timeout(60), await asyncio.start_server(on_accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            try:
+                return await accepted
+            finally:
+                writer.close()
+
+    assert asyncio.run(accept())
 
 
 def test_an_address_that_is_not_ours() -> None:

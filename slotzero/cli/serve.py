@@ -168,12 +168,13 @@ def _listen(settings: "ServerSettings") -> socket.socket:
     """Bound, but nobody is let in yet."""
     where = f"{settings.host}:{settings.port}"
     try:
-        kind, _, _, _, address = socket.getaddrinfo(
+        kind, _, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise ConfigError(f"--host {settings.host}: no such address ({error.strerror})") from None
-    listener = socket.socket(kind, socket.SOCK_STREAM)
+    # With protocol 0, asyncio does not see that it is TCP, and leaves TCP_NODELAY unset.
+    listener = socket.socket(kind, socket.SOCK_STREAM, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
