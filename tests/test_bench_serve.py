@@ -1,13 +1,14 @@
 """`slotzero bench serve`: what is sent and when, what is made of the answers, and one real run."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import aclosing, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ class FakeSite:
         if len(self.asked) == 3:
             raise HttpError(self.name, 429, '{"error": {"message": "too many"}}')
         yield {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+
+    async def aclose(self) -> None: ...
 
 
 def run(site: Any, *loads: Load) -> Any:
@@ -269,6 +272,110 @@ def test_a_stream_that_is_cut_off_is_a_failure() -> None:
         asyncio.run(read(Site("127.0.0.1", port, {})))
     with answering(reply + b"0\r\n\r\n") as port:
         assert asyncio.run(read(Site("127.0.0.1", port, {}))) == [{"a": 1}]
+
+
+# Connections
+
+
+class KeepAlive:
+    """A server that answers requests over whichever connection they come, as HTTP/1.1 does.
+
+    After `most` answers it closes a connection without saying so before."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.num_accepted = self.num_answered = self.num_open = 0
+        self._most = most
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_accepted += 1
+        self.num_open += 1
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            for _ in range(self._most):
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                writer.write(self._answer(head.split()[1].decode()))
+                self.num_answered += 1
+        self.num_open -= 1
+        writer.close()
+
+    def _answer(self, path: str) -> bytes:
+        known = {"/server_info": INFO, "/v1/models": {"data": [{"id": "fake"}]}}
+        if path in known:
+            body = json.dumps(known[path]).encode()
+            return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+        if path != "/v1/completions":
+            return b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno"
+        data = b'data: {"choices": [{"text": "a"}]}\n\n'
+        data += b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+        chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+        return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk
+
+
+async def load(server: KeepAlive, work: Callable[[Site], Coroutine[Any, Any, Any]]) -> Any:
+    async with (
+        asyncio.timeout(PATIENCE),
+        await asyncio.start_server(server.accept, "127.0.0.1", 0) as listening,
+    ):
+        made = await work(Site("127.0.0.1", listening.sockets[0].getsockname()[1], {}))
+        while server.num_open:
+            await asyncio.sleep(0.01)
+        return made
+
+
+def test_connections_are_used_again() -> None:
+    """One is enough for requests that come one after the other, refusals included."""
+    server = KeepAlive()
+
+    async def work(site: Site) -> None:
+        assert (await site.get("/server_info")) == INFO
+        for _ in range(5):
+            events = [event async for event in site.events("/v1/completions", {})]
+            assert len(events) == 2
+            with pytest.raises(HttpError, match="404: no"):
+                await site.text("/nowhere")
+        await site.aclose()
+
+    asyncio.run(load(server, work))
+    assert (server.num_accepted, server.num_answered) == (1, 11)
+
+
+def test_a_load_has_as_many_connections_as_requests_at_once() -> None:
+    server = KeepAlive()
+
+    async def work(site: Site) -> Any:
+        loads = [Load(float("inf"), [(2, 3)] * 4)] * 5
+        return await run_loads(site, lambda info: loads, GOAL, lambda more: None)
+
+    report = asyncio.run(load(server, work))
+    assert [rate["failed"] for rate in report["rates"]] == [0] * 5
+    assert server.num_answered == 2 + 5 * 4
+    assert server.num_accepted <= 4
+
+
+def test_a_connection_that_the_server_closed_is_replaced() -> None:
+    server = KeepAlive(most=2)
+
+    async def work(site: Site) -> None:
+        for _ in range(7):
+            assert (await site.get("/server_info")) == INFO
+        await site.aclose()
+
+    asyncio.run(load(server, work))
+    assert (server.num_accepted, server.num_answered) == (4, 7)
+
+
+def test_an_answer_that_is_left_closes_its_connection() -> None:
+    server = KeepAlive()
+
+    async def work(site: Site) -> None:
+        async with aclosing(site.events("/v1/completions", {})) as events:
+            await anext(events)
+        assert (await site.get("/server_info")) == INFO
+        await site.aclose()
+
+    asyncio.run(load(server, work))
+    assert server.num_accepted == 2
 
 
 def test_hosts_are_written_as_urls_write_them() -> None:

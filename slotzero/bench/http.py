@@ -1,18 +1,24 @@
-"""A small HTTP client for load: one request a connection, answers line by line, no dependencies.
+"""A small HTTP client for load: connections are kept alive, answers are read line by line.
 
-It speaks to the server that is measured and to nothing else; what it costs is not the server's.
+It has no dependencies, speaks to the server that is measured and to nothing else; what it costs is
+not the server's. The rule: a connection carries one request at a time, and is used again only once
+its answer was read to the end, as other clients do.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from slotzero.errors import ConfigError
 
 _LINE_LIMIT = 1 << 20
+_NOT_HTTP = (OSError, EOFError, LookupError, ValueError)
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class HttpError(ConfigError):
@@ -25,11 +31,14 @@ class HttpError(ConfigError):
 
 @dataclass(frozen=True)
 class Site:
-    """Where the server is, and what it asks of everyone. Whatever goes wrong is a ConfigError."""
+    """Where the server is, and what it asks of everyone. Whatever goes wrong is a ConfigError.
+
+    It belongs to one event loop, and is closed there."""
 
     host: str
     port: int
     headers: Mapping[str, str]
+    _idle: list[Connection] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @classmethod
     def at(cls, url: str, api_key: str | None) -> "Site":
@@ -58,45 +67,112 @@ class Site:
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Server-sent events, each a JSON value; the last, [DONE], is not one of them. Closing it
         leaves the server."""
-        async for line in self._exchange("POST", path, json.dumps(body).encode()):
-            if line.startswith("data: ") and line != "data: [DONE]":
-                yield json.loads(line[6:])
+        async with aclosing(self._exchange("POST", path, json.dumps(body).encode())) as lines:
+            async for line in lines:
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line[6:])
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[str]:
+    async def aclose(self) -> None:
+        """Close the connections that are kept alive."""
+        while self._idle:
+            _, writer = self._idle.pop()
+            writer.close()
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[str, None]:
+        answer, connection = await self._ask(self._request(method, path, body))
+        is_reusable = False
         try:
-            reader, writer = await asyncio.open_connection(self.host, self.port, limit=_LINE_LIMIT)
+            lines = answer.lines(connection[0])
+            if answer.status != 200:
+                text = "".join([line async for line in lines])
+                is_reusable = answer.keeps_alive
+                raise HttpError(self.name, answer.status, text)
+            async for line in lines:
+                yield line
+            is_reusable = answer.keeps_alive
+        except _NOT_HTTP as error:
+            raise self._odd(error) from error
+        finally:
+            if is_reusable:
+                self._idle.append(connection)
+            else:
+                connection[1].close()
+
+    def _request(self, method: str, path: str, body: bytes) -> bytes:
+        headers = {
+            "Host": self.name,
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            **self.headers,
+        }
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+    async def _ask(self, request: bytes) -> tuple["_Answer", Connection]:
+        """Send the request; return the head of the answer. A server may close an idle connection
+        just as it is used again: then the request is sent over a new one."""
+        while True:
+            idle = self._take_idle()
+            connection = idle or await self._connect()
+            try:
+                return await _head(connection, request), connection
+            except BaseException as error:
+                connection[1].close()
+                if idle and isinstance(error, OSError | EOFError):
+                    continue
+                if isinstance(error, _NOT_HTTP):
+                    raise self._odd(error) from error
+                raise
+
+    def _take_idle(self) -> Connection | None:
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not (reader.at_eof() or writer.is_closing()):
+                return reader, writer
+            writer.close()
+        return None
+
+    async def _connect(self) -> Connection:
+        try:
+            return await asyncio.open_connection(self.host, self.port, limit=_LINE_LIMIT)
         except OSError as error:
             raise ConfigError(
                 f"no server at {self.name} ({error}): start one with `slotzero serve`"
             ) from error
-        try:
-            headers = {
-                "Host": self.name,
-                "Connection": "close",
-                "Content-Type": "application/json",
-                "Content-Length": str(len(body)),
-                **self.headers,
-            }
-            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-            writer.write(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body)
-            await writer.drain()
-            async for line in self._answer(reader):
-                yield line
-        except (OSError, EOFError, LookupError, ValueError) as error:
-            raise ConfigError(f"{self.name} does not answer as HTTP does ({error})") from error
-        finally:
-            writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> AsyncIterator[str]:
-        status = int((await reader.readuntil()).split()[1])
-        chunked = False
-        while (header := (await reader.readuntil()).strip().lower()) != b"":
-            chunked |= header == b"transfer-encoding: chunked"
-        lines = _lines(_chunks(reader) if chunked else _rest(reader))
-        if status != 200:
-            raise HttpError(self.name, status, "".join([line async for line in lines]))
-        async for line in lines:
-            yield line
+    def _odd(self, error: BaseException) -> ConfigError:
+        return ConfigError(f"{self.name} does not answer as HTTP does ({error})")
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The head of an answer."""
+
+    status: int
+    is_chunked: bool
+    length: int | None
+    keeps_alive: bool
+
+    def lines(self, reader: asyncio.StreamReader) -> AsyncIterator[str]:
+        if self.is_chunked:
+            return _lines(_chunks(reader))
+        return _lines(_rest(reader) if self.length is None else _exactly(reader, self.length))
+
+
+async def _head(connection: Connection, request: bytes) -> _Answer:
+    reader, writer = connection
+    writer.write(request)
+    await writer.drain()
+    version, status, *_ = (await reader.readuntil()).split()
+    headers = {}
+    while line := (await reader.readuntil()).strip().lower().decode():
+        name, _, value = line.partition(":")
+        headers[name.strip()] = value.strip()
+    is_chunked = headers.get("transfer-encoding") == "chunked"
+    length = None if "content-length" not in headers else int(headers["content-length"])
+    is_framed = is_chunked or length is not None
+    keeps_alive = version == b"HTTP/1.1" and headers.get("connection") != "close" and is_framed
+    return _Answer(int(status), is_chunked, length, keeps_alive)
 
 
 def _reason(body: str) -> str:
@@ -111,11 +187,17 @@ async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while size := int(await reader.readuntil(), 16):
         yield await reader.readexactly(size)
         await reader.readexactly(2)
+    while (await reader.readuntil()).strip():  # trailers, until an empty line
+        pass
 
 
 async def _rest(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while data := await reader.read(1 << 16):
         yield data
+
+
+async def _exactly(reader: asyncio.StreamReader, length: int) -> AsyncIterator[bytes]:
+    yield await reader.readexactly(length)
 
 
 async def _lines(parts: AsyncIterator[bytes]) -> AsyncIterator[str]:

@@ -9,6 +9,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,24 +93,28 @@ def arrivals(load: Load) -> list[float]:
 async def run_loads(site: Site, make: Callable[[Mapping[str, Any]], Sequence[Load]], goal: Goal,
                     seen: Seen) -> Report:  # fmt: skip
     """One rate after the other; `make` is given what the server says of itself."""
-    info = await site.get("/server_info")
-    if info["state"] != "ready":
-        why = info["failure"] or "wait until /health answers 200"
-        raise ConfigError(f"the server at {site.name} is {info['state']}: {why}")
-    models = await site.get("/v1/models")
-    model = models["data"][0]["id"]
-    rates = []
-    for load in make(info):
-        start = time.perf_counter()
-        fates = await _run(site, model, load, info["engine"]["vocab_size"], seen)
-        rates.append(_sum_up(load, fates, time.perf_counter() - start, goal))
-    return {
-        "benchmark": "serve",
-        "model": model,
-        "url": f"http://{site.name}",
-        "goal": {"first_token_ms": 1000 * goal.first_token, "per_token_ms": 1000 * goal.per_token},
-        "rates": rates,
-    }
+    async with aclosing(site):
+        info = await site.get("/server_info")
+        if info["state"] != "ready":
+            why = info["failure"] or "wait until /health answers 200"
+            raise ConfigError(f"the server at {site.name} is {info['state']}: {why}")
+        models = await site.get("/v1/models")
+        model = models["data"][0]["id"]
+        rates = []
+        for load in make(info):
+            start = time.perf_counter()
+            fates = await _run(site, model, load, info["engine"]["vocab_size"], seen)
+            rates.append(_sum_up(load, fates, time.perf_counter() - start, goal))
+        return {
+            "benchmark": "serve",
+            "model": model,
+            "url": f"http://{site.name}",
+            "goal": {
+                "first_token_ms": 1000 * goal.first_token,
+                "per_token_ms": 1000 * goal.per_token,
+            },
+            "rates": rates,
+        }
 
 
 async def _run(site: Site, model: str, load: Load, vocab_size: int, seen: Seen) -> list[Fate]:
