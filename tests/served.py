@@ -54,9 +54,12 @@ ADD: Any = {
 
 
 class Server:
-    def __init__(self, words: list[str], log: Path) -> None:
+    def __init__(self, words: list[str], log: Path, num_files: int | None = None) -> None:
+        """`num_files`: how many it may open"""
         self.log = log
         command = [sys.executable, "-m", "slotzero", "serve", *words, "--port", "0"]
+        if num_files is not None:
+            command = ["sh", "-c", f'ulimit -n {num_files} && exec "$@"', "sh", *command]
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
         self.lines: list[str] = []

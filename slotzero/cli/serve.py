@@ -3,10 +3,10 @@
 It does not know routes: slotzero/server/ does. What can be wrong is said before anything is loaded:
 flags, packages, the port, the model's name.
 
-The rule: SIGTERM and Ctrl-C mean the same. No more connections are accepted, running requests have
-`--grace` seconds to finish, then they end with an error, and the exit code is 0; a second Ctrl-C
-does not wait. If no engine can run any more, the server ends too, with the first one's exit code:
-to stay and refuse everything would only hide it.
+The rule: SIGTERM and Ctrl-C mean the same. Running requests have `--grace` seconds to finish, and
+new ones are answered with 503 meanwhile; then those that still run end with an error, the port is
+closed, and the exit code is 0. A second Ctrl-C does not wait. If no engine can run any more, the
+server ends too, with the first one's exit code: to stay and refuse everything would only hide it.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import signal
 import socket
 import sys
@@ -29,9 +28,11 @@ from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI
 
     from slotzero.server.client import Launch
+    from slotzero.server.connections import Connections
     from slotzero.server.fleet import Fleet
     from slotzero.server.settings import ServerSettings
     from slotzero.tokenizer import Tokenizer
@@ -49,7 +50,8 @@ On several machines, the same on each, with the same secret in SLOTZERO_KEY; 0 h
   slotzero serve MODEL -tp 4 --nnodes 2 --master-addr ADDRESS-OF-0 --node-rank 1"""
 PACKAGES = ("fastapi", "uvicorn", "msgspec", "prometheus_client")
 POLL_SECONDS = 0.1
-FAREWELL_SECONDS = 2.0  # after the grace time, for clients to read how their requests ended
+FAREWELL_SECONDS = 2  # after the grace time, for clients to read how their requests ended
+BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if not settings.served_model_name:
         settings = replace(settings, served_model_name=(model,))
     _check_packages()
+    limit, burst = _connection_limits(settings)
     _log_to_stderr()
     with _listen(settings) as listener, _launching(config, settings) as launch:
         address = _address(settings, listener)
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         if not settings.is_local and not settings.api_key:
             print("anybody who reaches it is served: --api-key KEY asks for a key", file=sys.stderr)
         from slotzero.server.app import make_app
+        from slotzero.server.connections import Connections
         from slotzero.server.fleet import Fleet
 
         tokenizer, sampling = _of_model(config)
@@ -92,8 +96,10 @@ def run(args: argparse.Namespace) -> int:
             max_waiting=settings.max_waiting,
             launch=launch,
         )
-        app = make_app(fleet, tokenizer, settings, sampling)
-        asyncio.run(_serve(app, fleet, settings, listener, address))
+        connections = Connections(limit, settings)
+        app = make_app(fleet, tokenizer, settings, sampling, connections)
+        server = _make_server(app, settings, connections, burst)
+        asyncio.run(_serve(server, app, fleet, settings, listener, address))
     if fleet.exit_code:
         from slotzero.errors import EngineUnavailableError
 
@@ -137,6 +143,21 @@ def _check_packages() -> None:
         raise ConfigError(f"{missing[0]} is not installed: pip install 'slotzero[server]'")
 
 
+def _connection_limits(settings: "ServerSettings") -> tuple[int, int]:
+    """How many connections may be open, and how many may be accepted at once."""
+    from slotzero.server.connections import default_limits
+
+    limit, burst = default_limits()
+    if settings.max_connections is None:
+        return limit, burst
+    if settings.max_connections > limit:
+        raise ConfigError(
+            f"max_connections={settings.max_connections}: the limit of open files (`ulimit -n`) "
+            f"allows {limit}; raise it, or ask for fewer"
+        )
+    return settings.max_connections, burst
+
+
 @contextlib.contextmanager
 def _launching(config: EngineConfig, settings: "ServerSettings") -> Iterator["Launch"]:
     if config.executor == "local":
@@ -162,6 +183,14 @@ def _log_to_stderr() -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+
+
+def _collapse_repeats() -> None:
+    """What clients can make the server say as often as they like, it says now and then."""
+    from slotzero.server.repeats import Repeats
+
+    for name in ("asyncio", "uvicorn.error", "slotzero.server.connections"):
+        logging.getLogger(name).addFilter(Repeats())
 
 
 def _listen(settings: "ServerSettings") -> socket.socket:
@@ -191,28 +220,39 @@ def _address(settings: "ServerSettings", listener: socket.socket) -> str:
     return f"http://{host}:{listener.getsockname()[1]}"
 
 
+def _make_server(
+    app: "FastAPI", settings: "ServerSettings", connections: "Connections", burst: int
+) -> "uvicorn.Server":
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    config = uvicorn.Config(
+        app,
+        http=connections.protocol(AutoHTTPProtocol),  # type: ignore[arg-type]
+        ws="none",
+        backlog=burst,
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=settings.keep_alive_timeout,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=FAREWELL_SECONDS,
+    )
+    _collapse_repeats()  # after uvicorn has configured its loggers
+    return uvicorn.Server(config)
+
+
 async def _serve(
+    server: "uvicorn.Server",
     app: "FastAPI",
     fleet: "Fleet",
     settings: "ServerSettings",
     listener: socket.socket,
     address: str,
 ) -> None:
-    import uvicorn
-
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            access_log=False,
-            log_level="warning",
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(settings.grace + FAREWELL_SECONDS),
-        )
-    )
     # when it has ended, uvicorn raises the signals that ended it again: for us that is all
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _nothing)
-    watching = asyncio.create_task(_watch(app, fleet, settings, server, address))
+    watching = asyncio.create_task(_watch(server, app, fleet, settings, listener, address))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -225,21 +265,44 @@ def _nothing(number: int, frame: Any) -> None:
 
 
 async def _watch(
-    app: "FastAPI", fleet: "Fleet", settings: "ServerSettings", server: Any, address: str
+    server: "uvicorn.Server",
+    app: "FastAPI",
+    fleet: "Fleet",
+    settings: "ServerSettings",
+    listener: socket.socket,
+    address: str,
 ) -> None:
-    """Says when the first engine is ready, ends the server when all have failed, and the requests
-    when the server is asked to end."""
+    """Announces the first engine that is ready. When the server is asked to end, lets running
+    requests finish while the port still answers; when all engines have failed, does not wait."""
+    while not server.started:
+        await asyncio.sleep(POLL_SECONDS)
+    listener.listen(BACKLOG)  # uvicorn's backlog is also how many asyncio accepts at once
+    is_asked_to_end = _on_signals(server)
     began, is_announced = time.monotonic(), False
-    while not server.should_exit:
+    while not (is_asked_to_end.is_set() or fleet.state == "failed"):
         if fleet.state == "ready" and not is_announced:
             seconds = f"{time.monotonic() - began:.1f} s{_how_many(fleet)}"
             print(f"ready in {seconds}. Try:\n{_curl(settings, address)}")
             sys.stdout.flush()
             is_announced = True
-        server.should_exit |= fleet.state == "failed"
         await asyncio.sleep(POLL_SECONDS)
     app.state.front.is_closing = True
     await fleet.drain(settings.grace)
+    server.should_exit = True
+
+
+def _on_signals(server: "uvicorn.Server") -> asyncio.Event:
+    """In place of uvicorn's handlers, which would close the port at once."""
+    asked = asyncio.Event()
+
+    def end(number: int, frame: Any) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            server.should_exit = server.force_exit = True
+        asked.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    return asked
 
 
 def _how_many(fleet: "Fleet") -> str:

@@ -4,6 +4,7 @@ It starts the engine with itself and stops it at its end. The rule: whatever is 
 request, the reply has OpenAI's error shape, and names the field where there is one.
 """
 
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from slotzero import __version__
 from slotzero.errors import SlotzeroError
+from slotzero.server.connections import Connections, Tracked
 from slotzero.server.front import Front
 from slotzero.server.gate import Gate, json_bytes, log
 from slotzero.server.metrics import Metrics
@@ -39,8 +41,11 @@ def make_app(
     tokenizer: Tokenizer,
     settings: ServerSettings,
     sampling: Mapping[str, Any] | None = None,
+    connections: Connections | None = None,
 ) -> FastAPI:
-    """`sampling`: of requests that do not say."""
+    """`sampling`: of requests that do not say. `connections`: those of the server that runs it,
+    where it has a limit to them."""
+    connections = connections or Connections(sys.maxsize, settings)
     front = Front(client, tokenizer, settings, Metrics(client), sampling or {})
 
     @asynccontextmanager
@@ -59,7 +64,13 @@ def make_app(
     app.include_router(openai_routes(front))
     app.include_router(engine_routes(front))
     _tell_errors(app, front)
-    app.add_middleware(Gate, settings=settings, refused=front.metrics.refused)
+    app.add_middleware(
+        Gate,
+        settings=settings,
+        refused=front.metrics.refused,
+        connections=connections,
+        is_closing=lambda: front.is_closing,
+    )
     if settings.allowed_origins:  # outside the gate: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
@@ -68,6 +79,7 @@ def make_app(
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    app.add_middleware(Tracked)
     return app
 
 

@@ -1,10 +1,12 @@
-"""What every request passes first: a request id, the key, the size of its body; then one log line.
+"""What every request passes first: a request id, whether there is room, the key, the size and the
+time of its body; then one log line.
 
 It is plain ASGI and knows no routes. The rules: a client's id is repeated only if it cannot be
 mistaken for anything else; keys are compared in constant time; nothing that a user wrote is logged;
 whatever goes wrong behind it is answered in OpenAI's shape, and its traceback is logged.
 """
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -19,36 +21,49 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slotzero.server.connections import Connections
 from slotzero.server.events import ClientGone
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import BUG, HTTP, Status, error_body
+from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, Status, error_body
 
 log = logging.getLogger("slotzero.server")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 OPEN_PATHS = ("/", "/favicon.ico", "/health")  # they tell nothing, and probes and pages have no key
+WATCHED_PATHS = ("/health", "/metrics")  # answered however many connections there are
 CLIENT_GONE = 499  # as nginx logs it; nobody receives it
 MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that its sender sees why
 
 
 class Gate:
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, refused: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        refused: Callable[[int], None],
+        connections: Connections,
+        is_closing: Callable[[], bool],
     ) -> None:
-        """`refused` is told the status of what does not pass."""
+        """`refused` is told the status of what does not pass. While `is_closing`, clients are asked
+        to close their connections."""
         self._app = app
         self._refused = refused
+        self._connections = connections
+        self._is_closing = is_closing
         self._max_bytes = settings.max_request_bytes
+        self._receive_timeout = settings.receive_timeout
         self._keys = [_digest(key) for key in settings.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        passage = _Passage(scope, send, self._refused)
+        passage = _Passage(scope, send, self._refused, self._is_closing)
         try:
-            await self._pass(scope, receive, passage)
+            await self._pass(scope, self._in_time(receive), passage)
         except ClientGone:
             passage.status = CLIENT_GONE
+        except HTTPException as error:  # the body of what is refused anyway did not come
+            await passage.refuse(HTTP[error.status_code], error.detail, error.headers)
         except Exception:
             log.exception("%s failed", passage.request_id)
             if passage.status == 0:
@@ -58,6 +73,12 @@ class Gate:
 
     async def _pass(self, scope: Scope, receive: Receive, passage: "_Passage") -> None:
         headers = Headers(scope=scope)
+        if self._connections.is_full and scope["path"] not in WATCHED_PATHS:
+            await _discard(receive, self._max_bytes)
+            full = f"{self._connections.limit} connections are open: try again later"
+            closing = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
+            await passage.refuse(HTTP[503], full, closing)
+            return
         if scope["path"] not in OPEN_PATHS and (why := self._locked(headers)):
             await _discard(receive, self._max_bytes)
             await passage.refuse(HTTP[401], why, {"WWW-Authenticate": "Bearer"})
@@ -84,6 +105,25 @@ class Gate:
         matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all, always
         return None if any(matches) else "this API key is wrong"
 
+    def _in_time(self, receive: Receive) -> Receive:
+        """Until the whole body is there; what is received after that is only the end."""
+        until: float | None = time.monotonic() + self._receive_timeout
+
+        async def in_time() -> Message:
+            nonlocal until
+            left = None if until is None else until - time.monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    message = await receive()
+            except TimeoutError:
+                why = f"the body of the request did not arrive in {self._receive_timeout:g} s"
+                raise HTTPException(408, why, {"Connection": "close"}) from None
+            if not message.get("more_body"):
+                until = None
+            return message
+
+        return in_time
+
     def _limited(self, receive: Receive) -> Receive:
         num_bytes = 0
 
@@ -103,8 +143,15 @@ class Gate:
 class _Passage:
     """One request on its way through."""
 
-    def __init__(self, scope: Scope, send: Send, refused: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        refused: Callable[[int], None],
+        is_closing: Callable[[], bool],
+    ) -> None:
         self._refused = refused
+        self._is_closing = is_closing
         given = Headers(scope=scope).get("x-request-id", "")
         self.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self.request_id
@@ -118,7 +165,10 @@ class _Passage:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["X-Request-Id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers["X-Request-Id"] = self.request_id
+            if self._is_closing():
+                headers["Connection"] = "close"
         await self._send(message)
 
     async def refuse(

@@ -33,6 +33,14 @@ class ServerSettings:
     """Requests that may wait for their first token; any further one is answered with 429."""
     max_request_bytes: int = 4 << 20
     """Largest body of a request (suffixes K, M, G)."""
+    max_connections: int | None = None
+    """Connections that may be open. One more closes the longest idle one; while nearly all serve
+    requests, a further request is answered with 503 (default: what `ulimit -n` allows)."""
+    receive_timeout: float = 30.0
+    """Seconds that a client may take to send the head of a request, and then its body; then it is
+    answered with 408."""
+    keep_alive_timeout: float = 75.0
+    """Seconds that a connection may be idle between two requests before it is closed."""
     request_timeout: float | None = None
     """Seconds that an answer may take, waiting included; then it ends with error 504."""
     grace: float = 30.0
@@ -56,6 +64,13 @@ class ServerSettings:
             ),
             ("max_waiting", self.max_waiting >= 1, "is at least 1"),
             ("max_request_bytes", self.max_request_bytes >= 1, "is a size in bytes"),
+            (
+                "max_connections",
+                self.max_connections is None or self.max_connections >= 2,
+                "is at least 2",
+            ),
+            ("receive_timeout", self.receive_timeout > 0, "is more than 0 seconds"),
+            ("keep_alive_timeout", self.keep_alive_timeout > 0, "is more than 0 seconds"),
             (
                 "request_timeout",
                 self.request_timeout is None or self.request_timeout > 0,

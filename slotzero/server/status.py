@@ -80,7 +80,9 @@ HTTP: Mapping[int, Status] = {
     401: Status(401, INVALID, "invalid_api_key"),
     404: Status(404, INVALID, "not_found"),
     405: Status(405, INVALID, "method_not_allowed"),
+    408: Status(408, INVALID, "receive_timeout"),
     413: Status(413, INVALID, "request_too_large"),
+    503: Status(503, "service_unavailable_error", "too_many_connections"),
 }
 """What is refused before it reaches a route."""
 RETRY_SECONDS = 1  # where nobody knows better
