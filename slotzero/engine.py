@@ -25,7 +25,7 @@ from slotzero.models.config import parse_config
 from slotzero.parallel.crew import Crew
 from slotzero.parallel.leader import muster
 from slotzero.pools.slots import SlotPool
-from slotzero.progress import recording_bar, weights_bar
+from slotzero.progress import Told, not_told, recording_bar, weights_bar
 from slotzero.request import FinishReason, Request, Status
 from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
 from slotzero.sampling.structured import structured_outputs
@@ -78,8 +78,11 @@ class Answer:
 
 
 class Engine:
-    def __init__(self, config: EngineConfig, crew: Crew | None = None) -> None:
-        """`crew`: of ranks that are there already, and all do what this one does."""
+    def __init__(
+        self, config: EngineConfig, crew: Crew | None = None, told: Told = not_told
+    ) -> None:
+        """`crew`: of ranks that are there already, and all do what this one does. `told` is told
+        how far loading is."""
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
@@ -89,7 +92,8 @@ class Engine:
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Of requests that do not say; whoever makes their parameters takes them from here."""
         self.crew = crew or muster(config, parse_config(checkpoint.config))
-        bar = weights_bar(config.show_progress, checkpoint.name)
+        told("kernels", 0, 0)
+        bar = weights_bar(config.show_progress, checkpoint.name, told)
         with bar as progress, self.crew.watched("loading"):
             self.worker = Worker(config, checkpoint, progress, self.crew)
         self.limits = limits = self.worker.limits
@@ -124,7 +128,7 @@ class Engine:
         self.recording_seconds = 0.0
         if not config.lazy_recording:
             num_sizes = len(self.worker.recorded_keys)
-            records = recording_bar(config.show_progress, limits.backend, num_sizes)
+            records = recording_bar(config.show_progress, limits.backend, num_sizes, told)
             with records as seen, self.crew.watched("recording"):
                 self.recording_seconds = self.worker.record(seen)
         self.num_steps = 0

@@ -15,26 +15,43 @@ if TYPE_CHECKING:
 EVERY = 10.0  # seconds between two lines of a log
 
 
+Told = Callable[[str, int, int], None]
+"""Called with a stage of loading (kernels, weights, recording), how much of it is done, and how
+much there is; 0 where that is not known."""
+
+
+def not_told(stage: str, done: int, total: int) -> None:
+    pass
+
+
 @contextmanager
-def weights_bar(shown: bool, name: str) -> Iterator[Callable[[int, int], None]]:
+def weights_bar(
+    shown: bool, name: str, told: Told = not_told
+) -> Iterator[Callable[[int, int], None]]:
     with _bar(shown) as bar:
         task = bar.add_task(f"loading {name}", total=None)
 
         def update(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
+            told("weights", done, total)
 
         yield update
 
 
 @contextmanager
 def recording_bar(
-    shown: bool, backend: str, num_sizes: int
+    shown: bool, backend: str, num_sizes: int, told: Told = not_told
 ) -> Iterator[Callable[["Record"], None]]:
     with _bar(shown) as bar:
         task = bar.add_task(f"recording on {backend}", total=num_sizes)
+        num_recorded = 0
+        told("recording", 0, num_sizes)
 
         def seen(record: "Record") -> None:
+            nonlocal num_recorded
+            num_recorded += 1
             bar.update(task, advance=1, description=f"recorded {record.key}")
+            told("recording", num_recorded, num_sizes)
 
         yield seen
 

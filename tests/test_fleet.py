@@ -279,7 +279,7 @@ class FakeReplica:
     def __init__(self, fleet: Fleet, state: str = "ready") -> None:
         self._pulse = fleet.pulse
         self.state = state
-        self.failure, self.exit_code = "", 0
+        self.failure, self.exit_code, self.progress = "", 0, None
         self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "lanes": 1}
         self.stats: Stats | None = None
         self.generation = 0
@@ -348,6 +348,20 @@ def test_one_that_said_nothing_goes_elsewhere() -> None:
         other.say(5)
         other.say(6, "length")
         assert await task == [5, 6]
+
+    play(2, part)
+
+
+def test_one_that_is_unresponsive_gets_no_requests() -> None:
+    async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
+        replicas[0].enter("unresponsive")
+        tasks = [await begin(fleet) for _ in range(6)]
+        assert [replica.num_open for replica in replicas] == [0, 6]
+        replicas[1].say(7, "stop")
+        assert await asyncio.gather(*tasks) == [[7]] * 6
+        replicas[0].enter("ready")
+        await fleet.submit("a", [1], {}).aclose()
+        assert replicas[0].num_open == 1
 
     play(2, part)
 
@@ -524,7 +538,7 @@ def test_whatever_happens_all_end_and_for_a_reason(acts: list[tuple[str, int]]) 
 
 def test_it_is_as_ready_as_its_best() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
-        order = ("ready", "restarting", "loading", "stopped", "failed")
+        order = ("ready", "restarting", "loading", "unresponsive", "stopped", "failed")
         for one, other in itertools.product(order, repeat=2):
             replicas[0].state, replicas[1].state = one, other
             assert fleet.state == min(one, other, key=order.index)

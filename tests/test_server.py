@@ -36,7 +36,7 @@ from slotzero.errors import (
 from slotzero.sampling.params import SamplingParams
 from slotzero.server import fleet
 from slotzero.server.app import make_app
-from slotzero.server.messages import Grown, Stats, TokenLogprobs
+from slotzero.server.messages import Grown, Loading, Stats, TokenLogprobs
 from slotzero.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from slotzero.server.settings import TOOL_CALL_PARSERS, ServerSettings
 from slotzero.server.status import TABLE, error_reply, status_of
@@ -115,6 +115,7 @@ class FakeClient:
         self.error, self.refusal, self.ends_with_eos = error, refusal, ends_with_eos
         self.settings: dict[str, Any] = {"model": "tiny:llama"}
         self.failure = ""
+        self.progress: Loading | None = None
         self.info: Mapping[str, Any] = {
             "limits": {"max_model_len": MAX_LEN},
             "eos_token_ids": [EOS],
@@ -1376,7 +1377,7 @@ def test_too_many_in_the_midst_of_one_request() -> None:
     assert len(client.submitted) == len(set(client.closed)) == 2  # nothing is left behind
 
 
-@pytest.mark.parametrize("state", ["loading", "restarting", "failed", "stopped"])
+@pytest.mark.parametrize("state", ["loading", "restarting", "unresponsive", "failed", "stopped"])
 def test_while_there_is_no_engine(state: str) -> None:
     client = FakeClient(state=state, error=EngineUnavailableError(f"the engine is {state}"))
     response = ask(client, "/v1/completions", COMPLETION)
@@ -1385,6 +1386,15 @@ def test_while_there_is_no_engine(state: str) -> None:
     health = ask(client, "/health")
     assert health.status_code == 503
     assert health.json()["status"] == state
+
+
+def test_how_far_loading_is() -> None:
+    client = FakeClient(state="loading")
+    client.progress = Loading("recording", 3, 21)
+    progress = {"stage": "recording", "done": 3, "total": 21}
+    told = {"status": "loading", "engines": ["loading"], "progress": progress}
+    assert ask(client, "/health").json() == told
+    assert ask(client, "/server_info").json()["engines"][0]["progress"] == progress
 
 
 def test_before_the_engine_is_ready_limits_are_not_known() -> None:
@@ -1564,7 +1574,8 @@ def test_server_info() -> None:
     assert info["config"]["server"]["api_key"] == 1  # how many, never which
     assert info["runners"]["decode"][0]["key"] == "decode[8]"
     assert info["pools"]["pages"] == 32
-    assert info["engines"] == [{"state": "ready", "failure": None, "pools": info["pools"]}]
+    engine = {"state": "ready", "failure": None, "progress": None, "pools": info["pools"]}
+    assert info["engines"] == [engine]
     assert info["certification"]["sizes"] == {"decode[8]": True}
     assert info["engine"]["limits"]["max_model_len"] == 512
 
@@ -1632,7 +1643,7 @@ def test_the_engine_lives_as_long_as_the_application() -> None:
 
 def test_the_fake_is_like_the_client() -> None:
     real = fleet.Fleet({})
-    known = "settings state failure info stats replicas start submit drain stop"
+    known = "settings state failure progress info stats replicas start submit drain stop"
     for name in known.split():
         assert hasattr(real, name)
         assert hasattr(FakeClient(), name)
@@ -1656,6 +1667,12 @@ def test_the_fake_is_like_the_client() -> None:
         ({"data_parallel_size": "2"}, "data_parallel_size"),
         ({"max_waiting": 0}, "max_waiting"),
         ({"max_request_bytes": 0}, "max_request_bytes"),
+        ({"max_connections": 1}, "max_connections"),
+        ({"receive_timeout": 0}, "receive_timeout"),
+        ({"keep_alive_timeout": -1}, "keep_alive_timeout"),
+        ({"heartbeat_timeout": 1}, "heartbeat_timeout is at least 2 seconds, or 0"),
+        ({"step_timeout": -1}, "step_timeout"),
+        ({"unresponsive_timeout": -1}, "unresponsive_timeout"),
         ({"request_timeout": 0}, "request_timeout"),
         ({"request_timeout": math.nan}, "request_timeout"),
         ({"grace": -1}, "grace"),

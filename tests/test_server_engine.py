@@ -51,6 +51,7 @@ from slotzero.server.share import WHOLE
 from slotzero.server.stream import Stream
 
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
+STAGES = ["kernels", "weights", "recording"]
 SOON = 20.0  # seconds: a busy machine is slow, and nothing here may hang
 
 
@@ -546,6 +547,23 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
     asyncio.run(live())
 
 
+def test_an_engine_says_how_far_loading_is() -> None:
+    """Weights from nothing to all, then every size that is recorded."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        told = process.LoadingReport(process.Outbox(ours))
+        engine = Engine(EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), told=told)
+        ours.shutdown(socket.SHUT_WR)
+        data = b"".join(iter(lambda: theirs.recv(1 << 20), b""))
+    heard: list[Any] = Frames(FromEngine).feed(data)
+    assert list(dict.fromkeys(message.stage for message in heard)) == STAGES
+    by_stage = {name: [m for m in heard if m.stage == name] for name in STAGES}
+    for messages in by_stage.values():
+        assert [m.done for m in messages] == sorted(m.done for m in messages)
+        assert messages[-1].done == messages[-1].total
+    assert by_stage["recording"][-1].total == len(engine.worker.recorded_keys) > 0
+
+
 def test_an_engine_that_cannot_start_says_why() -> None:
     client = EngineClient(SETTINGS | {"model": "tiny:nobody"})
 
@@ -1014,7 +1032,7 @@ def test_an_unforeseen_error_at_the_start_is_told(
 ) -> None:
     desk = make_desk()
 
-    def broken(config: EngineConfig) -> Engine:
+    def broken(config: EngineConfig, told: Any) -> Engine:
         raise ZeroDivisionError
 
     monkeypatch.setattr("slotzero.engine.Engine", broken)

@@ -88,12 +88,16 @@ def run(args: argparse.Namespace) -> int:
         from slotzero.server.app import make_app
         from slotzero.server.connections import Connections
         from slotzero.server.fleet import Fleet
+        from slotzero.server.heartbeat import Patience
 
         tokenizer, sampling = _of_model(config)
         fleet = Fleet(
             engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
             settings.data_parallel_size,
             max_waiting=settings.max_waiting,
+            patience=Patience(
+                settings.heartbeat_timeout, settings.step_timeout, settings.unresponsive_timeout
+            ),
             launch=launch,
         )
         connections = Connections(limit, settings)

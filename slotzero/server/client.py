@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -29,14 +30,17 @@ from slotzero.errors import (
     RequestRefusedError,
     SlotzeroError,
 )
+from slotzero.server.heartbeat import INTERVAL, Patience, Vigil
 from slotzero.server.messages import (
     MAX_FRAME,
     Add,
+    Beat,
     Cancel,
     Failed,
     Frames,
     FromEngine,
     Grown,
+    Loading,
     Progress,
     Ready,
     Refused,
@@ -47,7 +51,7 @@ from slotzero.server.pulse import Pulse
 from slotzero.server.share import WHOLE, Share
 from slotzero.server.stream import Mail, Stream
 
-State = Literal["loading", "ready", "restarting", "failed", "stopped"]
+State = Literal["loading", "ready", "unresponsive", "restarting", "failed", "stopped"]
 
 FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits twice as long
 PATIENCE = 5.0  # seconds that the process has to end once its socket is closed
@@ -99,6 +103,7 @@ class EngineClient:
         pulse: Pulse | None = None,
         restarts: int = 3,
         restart_window: float = 300.0,
+        patience: Patience | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig. At most `restarts` within so many seconds. `pulse`
@@ -108,9 +113,12 @@ class EngineClient:
         self.share = share
         self.restarts = restarts
         self.restart_window = restart_window
+        self.patience = patience or Patience()
         self.state: State = "stopped"
         self.failure = ""
-        """Why it is started again, or will not be; else empty."""
+        """Why it is unresponsive, is started again, or will not be; else empty."""
+        self.progress: Loading | None = None
+        """How far the process is that loads; None before it says so, and once it is ready."""
         self.exit_code = 0
         """What `failed` means for a command that waits for the engine."""
         self.info: Mapping[str, Any] = {}
@@ -124,6 +132,8 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._pulse = pulse or Pulse()
         self._last_words: Failed | None = None
+        self._vigil = Vigil(self.patience)
+        self._given_up = ""  # why we killed the process
         # On the wire a request has a number of ours, never used twice: what an engine still says
         # about one that was cancelled cannot reach another of the same id.
         self._numbers = itertools.count()
@@ -150,7 +160,7 @@ class EngineClient:
     async def ready(self, timeout: float | None = None) -> None:
         try:
             async with asyncio.timeout(timeout):
-                while self.state in ("loading", "restarting"):
+                while self.state in ("loading", "restarting", "unresponsive"):
                     await self._pulse.wait()
         except TimeoutError:
             raise EngineUnavailableError(f"{self.name} is not ready after {timeout} s") from None
@@ -225,7 +235,7 @@ class EngineClient:
                 while deaths and deaths[0] < now - self.restart_window:
                     deaths.popleft()
                 words = self._last_words if code > 0 else None  # one that was killed said nothing
-                why = words.message if words else _ending(code)
+                why = self._given_up or (words.message if words else _ending(code))
                 if words and not self.info:
                     return self._fail(why, code)  # it could not start, and said so: it never will
                 if len(deaths) >= self.restarts:
@@ -245,6 +255,8 @@ class EngineClient:
     async def _live(self) -> int:
         """One life of the process; -> how it ended"""
         self._last_words = None
+        self._given_up = ""
+        self._vigil = Vigil(self.patience)
         try:
             process, ours = await self._launch(self.settings, self.share)
         except ConfigError as error:
@@ -256,7 +268,11 @@ class EngineClient:
         self.pid = process.pid
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            await self._listen(reader)
+            watching = asyncio.create_task(self._watch(process))
+            try:
+                await self._listen(reader)
+            finally:
+                watching.cancel()
         finally:
             self._mourn()  # which closes the socket: the process ends, if it has not
             code = await _reap(process)
@@ -267,6 +283,7 @@ class EngineClient:
         frames = Frames(FromEngine)
         try:
             while data := await reader.read(_READ):
+                self._vigil.hear()
                 for message in frames.feed(data):
                     self._take(message)
         except OSError:  # of another machine it may be that it does not answer any more
@@ -274,13 +291,37 @@ class EngineClient:
         except (msgspec.DecodeError, ValueError):
             _log.exception("%s's process sent what is no message", self.name)
 
+    async def _watch(self, process: Process) -> None:
+        """Notices that a process hangs, and that it does not any more. One that loads may take as
+        long as it likes: it gets no requests."""
+        before = time.monotonic()
+        while not self._given_up:
+            await asyncio.sleep(INTERVAL)
+            now = time.monotonic()
+            self._vigil.pass_time(now - before)
+            before = now
+            trouble = self._vigil.trouble
+            if self.state == "ready" and trouble:
+                _log.error("%s is unresponsive: %s", self.name, trouble)
+                self.failure = trouble
+                self._enter("unresponsive")
+            elif self.state == "unresponsive" and not trouble:
+                _log.info("%s responds again", self.name)
+                self.failure = ""
+                self._enter("ready")
+            elif self.state == "unresponsive" and self._vigil.is_hopeless:
+                seconds = self.patience.unresponsive
+                self._given_up = f"{trouble}; it was killed after {seconds:g} s more"
+                with suppress(ProcessLookupError):  # it has just ended
+                    process.kill()
+
     def _mourn(self) -> None:
         """From here on nothing comes from this process."""
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = None
-        self.stats = None
-        if self.state == "ready":
+        self.stats = self.progress = None
+        if self.state in ("ready", "unresponsive"):
             self._enter("restarting")
         for number in list(self._open):
             self._end(number, EngineDiedError("the engine's process ended with this request in it"))
@@ -315,8 +356,13 @@ class EngineClient:
             case Stats():
                 self.stats = message
                 self._pulse.beat()
+            case Beat():
+                self._vigil.take(message)
+            case Loading():
+                self.progress = message
+                self._pulse.beat()
             case Ready():
-                self.info, self.failure = message.info, ""
+                self.info, self.failure, self.progress = message.info, "", None
                 _log.info("%s is ready", self.name)
                 self._enter("ready")
             case Failed():

@@ -21,7 +21,8 @@ from typing import Any
 from slotzero.errors import EngineDiedError, OverloadedError
 from slotzero.scheduler.router import Load, Router
 from slotzero.server.client import EngineClient, Launch, State, launch_here
-from slotzero.server.messages import Grown, Stats
+from slotzero.server.heartbeat import Patience
+from slotzero.server.messages import Grown, Loading, Stats
 from slotzero.server.pulse import Pulse
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
@@ -29,7 +30,9 @@ from slotzero.server.tally import tally
 
 MAX_MOVES = 1
 PAUSE = 0.5  # seconds before a move: engines that die of one cause are not noticed all at once
-_BEST_FIRST: tuple[State, ...] = ("ready", "restarting", "loading", "stopped", "failed")
+_BEST_FIRST: tuple[State, ...] = (
+    "ready", "restarting", "loading", "unresponsive", "stopped", "failed",
+)  # fmt: skip
 
 
 class Fleet:
@@ -41,6 +44,7 @@ class Fleet:
         max_waiting: int = 512,
         restarts: int = 3,
         restart_window: float = 300.0,
+        patience: Patience | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig, the same for each; restarts are of each too."""
@@ -57,6 +61,7 @@ class Fleet:
                 pulse=self.pulse,
                 restarts=restarts,
                 restart_window=restart_window,
+                patience=patience,
                 launch=launch,
             )
             for i in range(size)
@@ -81,6 +86,11 @@ class Fleet:
     def failure(self) -> str:
         """Why none is ready; else empty."""
         return self._best.failure
+
+    @property
+    def progress(self) -> Loading | None:
+        """How far the best is, while it loads."""
+        return self._best.progress
 
     @property
     def exit_code(self) -> int:

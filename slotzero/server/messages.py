@@ -104,6 +104,20 @@ class Stats(Struct, tag="stats", array_like=True, frozen=True):
     speculation: Speculation | None = None  # None: it is off
 
 
+class Loading(Struct, tag="loading", array_like=True, frozen=True):
+    """How far the engine is before it is ready."""
+
+    stage: str  # "kernels", "weights" or "recording"
+    done: int  # parameters of weights, sizes of recording
+    total: int  # 0: not known
+
+
+class Beat(Struct, tag="beat", array_like=True, frozen=True):
+    """The engine's process is alive."""
+
+    busy: float  # seconds since its loop began a turn; 0 while it loads
+
+
 class Failed(Struct, tag="failed", array_like=True, frozen=True):
     """The engine cannot start, or a step failed and took the running requests with it."""
 
@@ -111,7 +125,7 @@ class Failed(Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-FromEngine = Progress | Refused | Ready | Stats | Failed
+FromEngine = Progress | Refused | Ready | Stats | Failed | Loading | Beat
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

@@ -137,7 +137,10 @@ METRICS = (
         "slotzero_sanitizer_violations_total", "counter", ("engine",),
         "Violations that the sanitizer found on live traffic.",
     ),
-    Metric("slotzero_engine_up", "gauge", ("engine",), "1 while it takes requests, else 0."),
+    Metric(
+        "slotzero_engine_up", "gauge", ("engine",),
+        "1 while it takes requests; 0 while it loads, restarts or does not respond.",
+    ),
     Metric(
         "slotzero_engine_restarts_total", "counter", ("engine",),
         "Processes of the engine that died and were replaced.",

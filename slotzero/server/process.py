@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from slotzero.errors import (
     SlotzeroError,
 )
 from slotzero.parallel.child import end_with_parent
+from slotzero.server.heartbeat import Heart
 from slotzero.server.messages import (
     Add,
     Cancel,
@@ -36,6 +37,7 @@ from slotzero.server.messages import (
     Frames,
     FromEngine,
     Grown,
+    Loading,
     Progress,
     Ready,
     Refused,
@@ -70,21 +72,25 @@ class Outbox:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._unsent = bytearray()
+        self._lock = threading.RLock()  # heartbeats come from a thread of their own
 
     def put(self, message: FromEngine) -> None:
-        self._unsent += frame(message)
-        self.push()
-        if len(self._unsent) > _MOST_UNSENT:
-            self.flush()
+        with self._lock:
+            self._unsent += frame(message)
+            self.push()
+            if len(self._unsent) > _MOST_UNSENT:
+                self.flush()
 
     def push(self) -> None:
-        while self._unsent and self._send(socket.MSG_DONTWAIT):
-            pass
+        with self._lock:
+            while self._unsent and self._send(socket.MSG_DONTWAIT):
+                pass
 
     def flush(self) -> None:
         """Waits for the reader."""
-        while self._unsent:
-            self._send()
+        with self._lock:
+            while self._unsent:
+                self._send()
 
     def _send(self, flags: int = 0) -> bool:
         try:
@@ -92,6 +98,20 @@ class Outbox:
         except BlockingIOError:
             return False
         return True
+
+
+class LoadingReport:
+    """Tells how far loading is: when a stage begins or ends, and now and then between."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._stage = ""
+        self._due = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage or done == total or time.monotonic() >= self._due:
+            self._stage, self._due = stage, time.monotonic() + SOONEST
+            self._outbox.put(Loading(stage, done, total))
 
 
 @dataclass
@@ -103,8 +123,16 @@ class _Asked:
 class EngineLoop:
     """Feeds one engine from the inbox and tells the outbox what came of it."""
 
-    def __init__(self, engine: "Engine", inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        inbox: Inbox,
+        outbox: Outbox,
+        turned: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`turned` is called whenever a turn begins."""
         self._engine = engine
+        self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
         self._asked: dict[str, _Asked] = {}
@@ -124,6 +152,7 @@ class EngineLoop:
     def turn(self) -> None:
         """What messages there are, for a while, then one step. Without work it waits, not for
         ever."""
+        self._turned()
         self._receive()
         if self._engine.has_work:
             self._step()
@@ -318,10 +347,12 @@ def main(argv: Sequence[str]) -> int:
     crews: list[Crew] = []
     threading.Thread(target=_listen, args=(end, inbox, crews), daemon=True).start()
     outbox = Outbox(end)
+    heart = Heart(outbox.put)
+    heart.start()
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
         crews.append(engine.crew)
-        return EngineLoop(engine, inbox, outbox).run()
+        return EngineLoop(engine, inbox, outbox, heart.turned).run()
     except (ConnectionError, TimeoutError):
         return 0  # nobody is left to work for
     except SlotzeroError as error:
@@ -338,7 +369,7 @@ def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine
             raise ConfigError(f"the engine has no setting {unknown[0]!r}")
         config = share.taken(EngineConfig(**settings))
         start = time.perf_counter()
-        engine = Engine(config)
+        engine = Engine(config, told=LoadingReport(outbox))
     except Exception as error:
         outbox.put(Failed(*_told(error)))
         outbox.flush()

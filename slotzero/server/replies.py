@@ -163,6 +163,10 @@ class Health(Told):
     status: str
     engines: list[str]
     """The state of each."""
+    reason: str | None = None
+    """Why no engine is ready, if that is because one does not respond."""
+    progress: dict[str, Any] | None = None
+    """How far loading is: stage, done and total."""
 
 
 class Version(Told):
@@ -175,7 +179,7 @@ class ServerInfo(Told):
     failure: str | None
     """Why no engine is ready, if one is started again or will not be."""
     engines: list[dict[str, Any]]
-    """Of each: state, failure, pools."""
+    """Of each: state, failure, progress, pools."""
     config: dict[str, Any]
     runners: dict[str, Any]
     """The sizes of each, and how each was recorded."""

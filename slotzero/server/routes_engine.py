@@ -19,6 +19,7 @@ from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
 from slotzero.server.replies import Health, Prompt, ServerInfo, TokenizerInfo, Tokens, Version
 from slotzero.server.routes_openai import responses, told
+from slotzero.server.runs import Replica
 from slotzero.server.status import FieldError
 from slotzero.server.tools import template_messages
 from slotzero.tokenizer import SPECIAL_KINDS
@@ -37,10 +38,14 @@ def engine_routes(front: Front) -> APIRouter:
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
     )
     async def health() -> Response:
-        """200 once an engine answers; 503 while all are loading, recording, restarting, or at the
-        end."""
+        """200 once an engine answers; 503 while all are loading, recording, restarting,
+        unresponsive, or at the end."""
         engines = [replica.state for replica in front.client.replicas]
         health = Health(status=front.state, engines=engines)
+        if front.state == "unresponsive":
+            health.reason = front.client.failure
+        if (progress := _progress(front.client)) is not None:
+            health.progress = progress
         return told(health, 200 if front.state == "ready" else 503)
 
     @router.get("/version", responses=responses(Version), response_model=None)
@@ -127,6 +132,7 @@ def _server_info(front: Front) -> ServerInfo:
             {
                 "state": replica.state,
                 "failure": replica.failure or None,
+                "progress": _progress(replica),
                 "pools": _pools(replica.stats),
             }
             for replica in client.replicas
@@ -144,6 +150,10 @@ def _server_info(front: Front) -> ServerInfo:
     )
 
 
+def _progress(replica: Replica) -> dict[str, Any] | None:
+    return None if replica.progress is None else msgspec.structs.asdict(replica.progress)
+
+
 def _pools(stats: Stats | None) -> dict[str, int]:
     return {} if stats is None else {name: getattr(stats, name) for name in _POOL_FIELDS}
 
@@ -151,7 +161,11 @@ def _pools(stats: Stats | None) -> dict[str, int]:
 async def _live(front: Front) -> AsyncGenerator[bytes, None]:
     while True:
         is_last = front.is_closing
-        why = {"state": front.state, "failure": front.client.failure or None}
+        why = {
+            "state": front.state,
+            "failure": front.client.failure or None,
+            "progress": _progress(front.client),
+        }
         yield event(json_bytes(front.metrics.live() | why))
         if is_last:
             return

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from slotzero.errors import EngineDiedError, RequestRefusedError
 from slotzero.server.answers import Answer, Ask, Piece
 from slotzero.server.asks import refusal
-from slotzero.server.messages import Grown
+from slotzero.server.messages import Grown, Loading
 from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import DeadlineError, status_of
 from slotzero.tokenizer import Tokenizer
@@ -30,6 +30,8 @@ class Replica(Watched, Protocol):
 
     @property
     def failure(self) -> str: ...
+    @property
+    def progress(self) -> Loading | None: ...
 
 
 class Client(Replica, Protocol):

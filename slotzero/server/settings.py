@@ -43,6 +43,14 @@ class ServerSettings:
     """Seconds that a connection may be idle between two requests before it is closed."""
     request_timeout: float | None = None
     """Seconds that an answer may take, waiting included; then it ends with error 504."""
+    heartbeat_timeout: float = 30.0
+    """Seconds without a sign of life from a ready engine's process until it counts as unresponsive:
+    it gets no requests, and without another engine /health answers 503; 0 is no limit."""
+    step_timeout: float = 300.0
+    """Seconds that one step may take until its engine counts as unresponsive; 0 is no limit."""
+    unresponsive_timeout: float = 60.0
+    """Seconds that an engine may be unresponsive until its process is killed, which ends the
+    requests in it, and started again; 0 is no limit."""
     grace: float = 30.0
     """Seconds that running requests have to finish when the server is asked to end."""
     tool_call_parser: str = "auto"
@@ -76,6 +84,13 @@ class ServerSettings:
                 self.request_timeout is None or self.request_timeout > 0,
                 "is more than 0 seconds",
             ),
+            (
+                "heartbeat_timeout",
+                self.heartbeat_timeout == 0 or self.heartbeat_timeout >= 2,
+                "is at least 2 seconds, or 0",
+            ),
+            ("step_timeout", self.step_timeout >= 0, "is at least 0 seconds"),
+            ("unresponsive_timeout", self.unresponsive_timeout >= 0, "is at least 0 seconds"),
             ("grace", self.grace >= 0, "is at least 0 seconds"),
             (
                 "tool_call_parser",

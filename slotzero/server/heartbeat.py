@@ -1,0 +1,87 @@
+"""Heartbeats of an engine's process: who sends them, and what it means when they stay away.
+
+A thread of the engine's process sends one a second, also while a model loads or a step takes long,
+and says how long the engine's loop has not turned. So a process that hangs, or was stopped, differs
+from one that works. It does not know sockets, nor what is done about a process that hangs.
+
+The rule: time in which this process did not run either does not count as silence of the other.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slotzero.server.messages import Beat
+
+INTERVAL = 1.0  # seconds between two heartbeats, and between two looks at them
+
+
+class Heart:
+    """The engine's side."""
+
+    def __init__(self, send: Callable[[Beat], None]) -> None:
+        """`send` is called in a thread."""
+        self._send = send
+        self._turned_at: float | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def turned(self) -> None:
+        """The loop begins a turn; the first call ends the time of loading."""
+        self._turned_at = time.monotonic()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                since = self._turned_at
+                self._send(Beat(0.0 if since is None else time.monotonic() - since))
+                time.sleep(INTERVAL)
+        except OSError:
+            pass  # nobody listens any more, and the process ends
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Limits in seconds; 0 is no limit."""
+
+    heartbeat: float = 30.0
+    """Without any sign of life."""
+    step: float = 300.0
+    """In one turn of the engine's loop."""
+    unresponsive: float = 60.0
+    """After one of these was exceeded, until the process is given up."""
+
+
+class Vigil:
+    """The server's side: how long one process has been silent, or in one step."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._silent = self._busy = self._unresponsive = 0.0
+
+    def hear(self) -> None:
+        self._silent = 0.0
+
+    def take(self, beat: Beat) -> None:
+        self._busy = beat.busy
+
+    def pass_time(self, seconds: float) -> None:
+        """At most two intervals: what is longer, we were not there to see."""
+        seconds = min(seconds, 2 * INTERVAL)
+        self._silent += seconds
+        self._unresponsive = self._unresponsive + seconds if self.trouble else 0.0
+
+    @property
+    def trouble(self) -> str:
+        """Why the engine is unresponsive; empty if it is not."""
+        if 0 < self._patience.heartbeat <= self._silent:
+            return f"no sign of life for {self._patience.heartbeat:g} s"
+        if 0 < self._patience.step <= self._busy:
+            return f"one step has taken more than {self._patience.step:g} s"
+        return ""
+
+    @property
+    def is_hopeless(self) -> bool:
+        return 0 < self._patience.unresponsive <= self._unresponsive
