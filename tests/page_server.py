@@ -43,6 +43,7 @@ class FakeClient:
 
     state = "ready"
     failure = ""
+    progress = None
     generation = 0
 
     def __init__(self, has_gpu: bool) -> None:
@@ -156,7 +157,8 @@ def make_app(client: Any, key: str = "", delay: float = 0.02) -> FastAPI:
     def live() -> StreamingResponse:
         async def objects() -> AsyncIterator[str]:
             while True:
-                yield _event(told.live() | {"failure": client.failure or None})
+                why = {"failure": client.failure or None, "progress": client.progress}
+                yield _event(told.live() | why)
                 await asyncio.sleep(1)
 
         return StreamingResponse(objects(), media_type="text/event-stream")

@@ -205,6 +205,7 @@ class StillClient:
     def __init__(self, stats: Stats | None, info: dict[str, Any] | None, state: str) -> None:
         self.stats, self.info, self.state = stats, info, state
         self.failure = ""
+        self.progress: dict[str, Any] | None = None
         self.generation = 0
         self.replicas = [self]
 
@@ -274,6 +275,20 @@ def test_stop_keeps_what_came(browser: Browser, serve: Serve) -> None:
     browser.wait_for(SENT)
     assert browser.evaluate(f"{LAST}.querySelector('.note').textContent").endswith("stopped")
     assert ANSWER.startswith(browser.evaluate(f"{LAST}.querySelector('.text').textContent"))
+
+
+@needs_chromium
+def test_a_new_chat_begins_at_once_while_an_answer_streams(browser: Browser, serve: Serve) -> None:
+    browser.open(serve(FakeClient(has_gpu=False), delay=0.2))
+    ask(browser, "Tell me all.")
+    browser.wait_for(f"{LAST}?.querySelector('.text').textContent")
+    browser.click("chat-clear")
+    assert browser.evaluate("document.querySelectorAll('.message').length") == 0
+    assert browser.evaluate(SENT)
+    ask(browser, "echo")
+    asked = json.loads(browser.wait_for(f"{SENT} && {LAST}?.querySelector('.text').textContent"))
+    assert asked["messages"] == [{"role": "user", "content": "echo"}], "nothing of the old one"
+    assert browser.evaluate("document.querySelectorAll('.message').length") == 2
 
 
 @needs_chromium
@@ -365,10 +380,42 @@ def test_why_there_is_no_engine_is_said(browser: Browser, serve: Serve) -> None:
     client.stats, client.state, client.failure = None, "restarting", "signal 9"
     assert notice("restarting").endswith("is started again. Why: signal 9")
     assert browser.evaluate("document.querySelectorAll('.size').length") == 0, "it counts anew"
+    client.state = "stopping"
+    assert notice("stopping").endswith("it ends what it has begun."), "not why of another moment"
+    client.state, client.failure = "unresponsive", "no sign of life for 30 s"
+    assert notice("unresponsive").endswith("Why: no sign of life for 30 s")
     client.state, client.failure = "failed", "<b>no memory</b> is left"
     assert notice("failed").endswith("Why: <b>no memory</b> is left")
     serve.end()
     assert notice("no connection").endswith("Why: <b>no memory</b> is left")
+
+
+@needs_chromium
+def test_an_old_failure_does_not_explain_a_lost_connection(browser: Browser, serve: Serve) -> None:
+    client = StillClient(None, None, "restarting")
+    client.failure = "signal 9"
+    browser.open(serve(client))
+    browser.wait_for("document.getElementById('notice').textContent.endsWith('signal 9')")
+    serve.end()
+    browser.wait_for("document.getElementById('engine-state').textContent === 'no connection'")
+    assert "signal 9" not in browser.text("notice")
+
+
+@needs_chromium
+def test_it_is_said_how_far_loading_is(browser: Browser, serve: Serve) -> None:
+    client = StillClient(None, None, "loading")
+    browser.open(serve(client))
+    for stage, done, total, text in (
+        ("kernels", 0, 0, "Preparing kernels."),
+        ("weights", 430, 1000, "Weights: 43.0 %."),
+        ("recording", 3, 1650, "Recorded: 3 of 1,650 sizes."),
+    ):
+        client.progress = {"stage": stage, "done": done, "total": total}
+        browser.wait_for(f"document.getElementById('notice').textContent.endsWith('{text}')")
+    client.info, client.stats, client.state = fake_info(False), fake_stats(500, False), "ready"
+    client.progress = None
+    browser.wait_for("document.getElementById('notice').offsetHeight === 0")
+    assert browser.complaints == []
 
 
 @needs_chromium
