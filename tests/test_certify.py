@@ -95,7 +95,7 @@ def test_a_sound_engine_passes(run: Run) -> None:
     assert all(row.count(" ok ") == len(CHECKS) for row in rows)
     assert "FAIL" not in out
     assert "3 of 12 sizes tried: it is not recorded" in out
-    assert out.splitlines()[-1].startswith("passed: 6 sizes in ")
+    assert out.splitlines()[-1].startswith("passed: 6 of 15 sizes in ")
 
 
 def test_json_is_all_that_is_printed(run: Run) -> None:
@@ -115,7 +115,7 @@ def test_files_are_written(run: Run, tmp_path: Path) -> None:
     files[0].write_text("what was there before, and is longer than nothing\n" * 1000)
     code, out, _ = run(*TINY, "--quick", "--json", str(files[0]), "--html", str(files[1]))
     assert code == 0
-    assert "passed: 3 sizes" in out
+    assert "passed: 3 of 15 sizes" in out
     assert json.loads(files[0].read_text())["passed"] is True
     assert "decode[4] S1: held" in files[1].read_text(encoding="utf-8")
 
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_refused_first(
 def test_a_disk_that_fills_up_is_one_line(run: Run) -> None:
     code, out, err = run(*TINY, "--quick", "--html", "/dev/full")
     assert code == 2
-    assert "passed: 3 sizes" in out
+    assert "passed: 3 of 15 sizes" in out
     assert err.startswith("slotzero: error: --html /dev/full: it cannot be written")
 
 
@@ -284,7 +284,7 @@ def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: lis
         lines = [line for line in out.splitlines() if line.startswith(f"│ {kind}-{width}[")]
         assert [line.split("x ")[1][0] for line in lines] == ["1", "2", "4"]
         assert all(line.count(" ok ") == len(CHECKS) for line in lines)
-    assert f"passed: {6 + 3 + 9 * len(widths)} sizes" in out  # three to catch up
+    assert f"passed: {6 + 3 + 9 * len(widths)} of " in out  # three to catch up
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_a_mutant_that_is_missed_fails(
     page = tmp_path / "a.html"
     code, out, _ = run(*TINY, "--mutate", "--html", str(page))
     assert code == 1
-    assert "passed: 3 sizes" in out
+    assert "passed: 3 of 15 sizes" in out
     lines = [line.replace("│", " ").split() for line in out.splitlines()]
     assert ["SGLang", "26292", "decode", "slots", "skip", "the", "pad", "S1"] in lines
     assert ["SGLang", "22229", "decode", "logits", "wrong", "axis", "MISSED"] in lines
@@ -515,6 +515,7 @@ def certificate() -> Certificate:
             Cell("<run>", "<run>[2]", "S4", 0.5, (failure,)),
         ],
         uncertified={"<run>": "2 of 3 & why"},
+        num_all_sizes=165,
     )
 
 
@@ -528,6 +529,11 @@ def test_a_page_stands_alone_and_is_escaped() -> None:
     for rule in RULES.values():
         assert rule in Page(source).text
     assert "ta&ble, row 3" in Page(source).text
+
+
+def test_a_page_says_how_many_sizes_were_tried() -> None:
+    assert "<h2>Checks of 2 of 165 sizes</h2>" in html(certificate(), None)
+    assert certificate().as_json()["num_all_sizes"] == 165
 
 
 def test_the_picture_has_a_cell_for_every_size_and_check() -> None:

@@ -1,4 +1,4 @@
-"""`slotzero certify`: runs every check over every size, and shows what was found.
+"""`slotzero certify`: runs the checks over the sizes of every runner, and shows what was found.
 
 It does not know what a check does: that is in slotzero/sanitizer/. The rule: the exit code is 0
 only if nothing was found and, with --mutate, every fault that was put in was.
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from slotzero.sanitizer.report import Certificate
 
 DESCRIPTION = """\
-Prove that no padded row can hurt: for every runner and every size, run the checks. A size is
-recorded when its turn comes. A table is printed, and for each failure the runner, size, check,
-tensor, first differing row and value, and the rule that was broken; the exit code is then 1.
+Prove that no padded row can hurt: for every runner and every size that is recorded, run the checks;
+a runner that is not recorded is tried at three sizes. A size is recorded when its turn comes. A
+table is printed, and for each failure the runner, size, check, tensor, first differing row and
+value, and the rule that was broken; the exit code is then 1.
 
   slotzero certify --quick
   slotzero certify path/to/model --html report.html
@@ -169,8 +170,8 @@ def _print_certificate(certificate: "Certificate") -> None:
     for failure in failures:
         print(f"FAILED: runner {failure.runner}: {failure}")
     outcome = "passed" if certificate.passed else f"NOT passed, {len(failures)} failures"
-    num_sizes = len(certificate.sizes)
-    print(f"{outcome}: {num_sizes} sizes in {certificate.seconds:.1f} s, recording included")
+    seconds = f"{certificate.seconds:.1f} s, recording included"
+    print(f"{outcome}: {certificate.coverage} in {seconds}")
 
 
 def _not_tried(certificate: "Certificate") -> Iterable[tuple[str, str, str]]:

@@ -65,6 +65,8 @@ class Certificate:
     seconds: float = 0.0
     uncertified: dict[str, str] = field(default_factory=dict)
     """Runners of which some sizes were left out, and which and why."""
+    num_all_sizes: int = 0
+    """How many sizes the runners have, tried or not."""
 
     @property
     def passed(self) -> bool:
@@ -84,6 +86,11 @@ class Certificate:
     def runners(self) -> list[str]:
         return list(dict.fromkeys(cell.runner for cell in self.cells))
 
+    @property
+    def coverage(self) -> str:
+        """How many sizes were tried, of how many there are."""
+        return f"{len(self.sizes)} of {self.num_all_sizes} sizes"
+
     def cell(self, size: str, check: str) -> Cell | None:
         return next((c for c in self.cells if (c.size, c.check) == (size, check)), None)
 
@@ -94,6 +101,7 @@ class Certificate:
             "backend": self.backend,
             "runners": self.runners,
             "sizes": self.sizes,
+            "num_all_sizes": self.num_all_sizes,
             "seconds": round(self.seconds, 3),
             "left_out": {**self.uncertified, **{f"{cell.size} {cell.check}": cell.left_out
                                                 for cell in self.cells if cell.left_out}},

@@ -25,7 +25,8 @@ class Session:
         self._engine, self._is_quick = engine, is_quick
         runners = engine.worker.runners
         self.plan = list(few_sizes(runners) if is_quick else all_sizes(runners))
-        self.certificate = Certificate(model, engine.limits.backend)
+        num_sizes = sum(len(list(runner.all_keys())) for runner in runners)
+        self.certificate = Certificate(model, engine.limits.backend, num_all_sizes=num_sizes)
         self.certificate.uncertified.update(left_out(runners, self.plan, is_quick))
 
     @property
