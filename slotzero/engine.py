@@ -1,7 +1,9 @@
 """The engine: `step` is plan, run, commit. It owns requests from their arrival to their last token.
 
-The step that was just launched is not waited for: the one before it is committed while it runs. So
-an answer that ends is noticed one step late, and the token computed meanwhile is thrown away.
+On a device that overlaps with the host (a GPU), the step that was just launched is not waited for:
+the one before it is committed while it runs. There the end of an answer is noticed one step late,
+and the token computed meanwhile is discarded. On a CPU a launched step has already run, so it is
+committed at once: each token is returned by the call that computed it, and none is discarded.
 """
 
 import operator
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from slotzero.sanitizer.live import LiveSanitizer
 
 MOST_UNCUT = 24  # tokens; of a tree that is cut by less the policy learns too, or never would
-IN_FLIGHT = 1  # steps launched and not yet committed, between two calls of `step`
 MASK_GRACE = 0.005  # seconds that a step waits for the masks of the tokens that it commits
 IDLE_WAIT = 0.01  # seconds that a step waits for grammars when nothing else can be done
 
@@ -145,6 +146,7 @@ class Engine:
         self._late: list[Answer] = []
         """Those whose next mask did not come within MASK_GRACE: they sit out until it is there."""
         self._in_flight: deque[tuple[Step, list[Results]]] = deque()
+        self._max_in_flight = 1 if self.worker.overlaps else 0  # between two calls of `step`
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
         self.sanitizer: LiveSanitizer | None = None
@@ -200,20 +202,25 @@ class Engine:
         return len(self._compiling)
 
     def step(self) -> list[Answer]:
-        """Plan and launch the next step, then commit the one before; -> answers that grew."""
+        """Plan and launch the next step, then commit the oldest one if more are in flight than may
+        be; -> answers that grew."""
         with self.lock, uninterrupted():
             try:
-                ended = self._settle()
+                grown = self._settle()
                 step = self.lanes.plan(self._width())
                 if step is not None:
                     self._launch(step)
                 elif self.lanes.has_work and not self._in_flight and not self._late:
                     self._refuse_to_wait()
-                if len(self._in_flight) > IN_FLIGHT or (self._in_flight and step is None):
-                    return ended + self._commit()
-                if step is None and not ended and self._grammars.is_busy:
+                is_due = len(self._in_flight) > self._max_in_flight
+                is_due |= bool(self._in_flight) and step is None
+                if is_due:
+                    grown += self._commit()
+                elif step is None and not grown and self._grammars.is_busy:
                     self._grammars.poll(IDLE_WAIT)
-                return ended
+                if self.sanitizer is not None and (is_due or grown):
+                    self.sanitizer.committed([a.request for a in grown if a.finished])
+                return grown
             except BaseException:
                 self._abandon()
                 raise
@@ -262,8 +269,6 @@ class Engine:
                     del self._answers[request.id]
                 grown.append(answer)
         self._in_flight.popleft()
-        if self.sanitizer is not None:
-            self.sanitizer.committed([answer.request for answer in grown if answer.finished])
         return grown
 
     def _await_masks(self, requests: Sequence[Request]) -> None:

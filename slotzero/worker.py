@@ -286,6 +286,11 @@ class Worker:
         return self.decode, *self.prefills, *more
 
     @property
+    def overlaps(self) -> bool:
+        """Whether `run` returns before the step has run, so that the host can work meanwhile."""
+        return self.registry.device.type == "cuda"
+
+    @property
     def result_rings(self) -> tuple[ResultRing, ...]:
         more = () if self._speculation is None else (self._speculation.verified,)
         return self._results, *more
@@ -339,7 +344,7 @@ class Worker:
                 runner.rehearse(key)
 
     def run(self, step: Step) -> list[Results]:
-        """Launches one step and returns before it has run, where the device allows -> by lane"""
+        """Launches one step, and returns before it has run if the device `overlaps`; -> by lane"""
         launches = self._dispatch(step)
         orders = [
             Orders(

@@ -38,6 +38,16 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle
     return get
 
 
+@pytest.fixture(params=[False, True], ids=["in order", "overlapped"])
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether engines that a test makes launch a step before they commit the one before, as they do
+    on a GPU."""
+    from slotzero.worker import Worker
+
+    monkeypatch.setattr(Worker, "overlaps", request.param)
+    return bool(request.param)
+
+
 LONGEST = (
     "test_ray.py",
     "test_models.py",

@@ -1,10 +1,14 @@
-"""The engine as a whole: thousands of requests, cancelling, seeds, the overlap of steps, mixes."""
+"""The engine as a whole: thousands of requests, cancelling, seeds, the overlap of steps, mixes.
+
+On a CPU a step is committed at once. Tests that use the fixture `overlaps` also run in the order of
+a GPU: the engine launches a step before it commits the one before.
+"""
 
 import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,7 +23,7 @@ from slotzero.request import Status
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, mask_tables
 from slotzero.step import Step
-from slotzero.worker import Results
+from slotzero.worker import Results, Worker
 
 VOCAB, EOS = 259, 257
 PAGE = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, page size, KV heads, head size, float32
@@ -179,7 +183,10 @@ class Crowd:
             self.kept.append(((request.prompt_token_ids, wanted), list(answer.token_ids)))
 
 
-def test_two_thousand_requests_leave_nothing_behind(reference: Engine) -> None:
+def test_two_thousand_requests_leave_nothing_behind(
+    reference: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "overlaps", True)  # the order in which more can go wrong
     engine = make(
         max_num_seqs=16, max_num_batched_tokens=100, max_model_len=64, page_size=2,
         kv_cache_memory=100 * PAGE // 8,
@@ -217,7 +224,9 @@ def state_of(answer: Answer) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_cancelling_at_any_moment_disturbs_nobody(reference: Engine, victim: int) -> None:
+def test_cancelling_at_any_moment_disturbs_nobody(
+    reference: Engine, overlaps: bool, victim: int
+) -> None:
     engine = make(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=80)
     asks = [(prompt_of(n, seed=9), greedy(6)) for n in (20, 50, 37, 3)]
     expected = [answer_alone(reference, *ask) for ask in asks]
@@ -240,7 +249,7 @@ def test_cancelling_at_any_moment_disturbs_nobody(reference: Engine, victim: int
         for i, answer in enumerate(answers):
             if i != victim:
                 assert (answer.token_ids, answer.finish_reason) == (expected[i], "length")
-    assert seen >= {"WAITING", "IN FLIGHT", "FINISHED"}
+    assert seen >= {"WAITING", "IN FLIGHT" if overlaps else "DECODING", "FINISHED"}
     assert ("PREFILLING" in seen) == (victim != 3)  # three tokens are never cut
 
 
@@ -255,6 +264,7 @@ def test_cancelling_what_is_unknown_or_done_is_nothing(reference: Engine) -> Non
     assert answer.token_ids == answer_alone(reference, prompt_of(5), greedy(3))
 
 
+@pytest.mark.usefixtures("overlaps")
 def test_an_id_can_be_used_again_while_the_cancelled_step_is_in_flight(reference: Engine) -> None:
     engine = make(max_num_seqs=1)
     for num_steps in range(6):
@@ -279,6 +289,7 @@ def test_an_id_in_use_is_refused_and_its_owner_goes_on(reference: Engine) -> Non
     assert first.token_ids == answer_alone(reference, prompt_of(9), greedy(8))
 
 
+@pytest.mark.usefixtures("overlaps")
 def test_cancelling_everything_empties_the_engine(reference: Engine) -> None:
     engine = make(max_num_seqs=2, max_num_batched_tokens=8)
     for i in range(5):
@@ -293,6 +304,7 @@ def test_cancelling_everything_empties_the_engine(reference: Engine) -> None:
     assert tokens == answer_alone(reference, prompt_of(20), greedy())
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("failing", range(8))
 def test_a_step_that_fails_ends_its_rows_and_nobody_else(
@@ -329,6 +341,7 @@ def test_a_step_that_fails_ends_its_rows_and_nobody_else(
         assert answer_alone(engine, *ask) == expected[i]
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("place", ["prepare", "put"])
 def test_a_slot_forgets_its_last_owner_though_a_step_fails(
     reference: Engine, monkeypatch: pytest.MonkeyPatch, place: str
@@ -354,6 +367,7 @@ def test_a_slot_forgets_its_last_owner_though_a_step_fails(
     assert answer_alone(engine, *ask) == answer_alone(reference, *ask)
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_planning_that_fails_leaves_nobody_hanging(reference: Engine, failing: int) -> None:
     """A row that cannot be written: whoever was planned beside it ends, rightly or aborted."""
@@ -520,9 +534,10 @@ def test_dummy_weights_are_the_same_without_a_seed() -> None:
     assert without == zero != one
 
 
-# One step in flight
+# Steps in order, and one step in flight
 
 
+@pytest.mark.usefixtures("overlaps")
 def test_length_is_known_ahead_so_no_step_is_wasted(reference: Engine) -> None:
     whole = answer_alone(reference, PROMPT, greedy(20))
     engine = make(max_num_seqs=1, enable_prefix_caching=False)
@@ -536,18 +551,22 @@ def test_length_is_known_ahead_so_no_step_is_wasted(reference: Engine) -> None:
         assert engine.num_steps - before == launches.sampled["0"] == max_tokens
 
 
-def test_one_step_is_in_flight_between_two_calls() -> None:
+def test_a_token_is_returned_by_the_call_that_computed_it_unless_steps_overlap(
+    overlaps: bool,
+) -> None:
     engine = make(max_num_seqs=1)
     answer = engine.add("a", prompt_of(5), greedy(4))
-    grown = [len(engine.step()) for _ in range(5)]
-    assert grown == [0, 1, 1, 1, 1]
+    grown = []
+    while engine.has_work:
+        grown.append(len(engine.step()))
+    assert grown == ([0, 1, 1, 1, 1] if overlaps else [1, 1, 1, 1])
     assert answer.finished
-    assert not engine.has_work
+    assert engine.num_steps == 4
 
 
 @pytest.mark.parametrize("index", [0, 1, 7, 18, 19])
-def test_the_token_after_the_end_is_thrown_away(
-    reference: Engine, monkeypatch: pytest.MonkeyPatch, index: int
+def test_a_token_after_the_end_is_computed_only_in_overlapped_steps(
+    reference: Engine, monkeypatch: pytest.MonkeyPatch, overlaps: bool, index: int
 ) -> None:
     """End-of-sequence at every place of the answer; the last one is a stop, not a length."""
     whole = answer_alone(reference, PROMPT, greedy(20))
@@ -558,12 +577,12 @@ def test_the_token_after_the_end_is_thrown_away(
     (answer,) = answer_all(engine, [(PROMPT, greedy(20, ignore_eos=False))])
     assert answer.token_ids == whole[: index + 1]
     assert (answer.finish_reason, answer.request.stop_reason) == ("stop", None)
-    assert launches.sampled["0"] == min(index + 2, 20)
+    assert launches.sampled["0"] == min(index + 1 + overlaps, 20)
     assert answer.request.num_in_flight == 0
 
 
 def test_at_most_one_wasted_token_each_in_a_crowd(
-    reference: Engine, monkeypatch: pytest.MonkeyPatch
+    reference: Engine, monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
     asks = [(prompt_of(5 + 3 * i, seed=i), greedy(4 + i)) for i in range(12)]
     whole = [answer_alone(reference, *ask) for ask in asks]
@@ -579,10 +598,11 @@ def test_at_most_one_wasted_token_each_in_a_crowd(
         assert answer.token_ids == expected
         assert answer.finish_reason == ("length" if end is None else "stop")
         wasted = launches.sampled[answer.request.id] - len(expected)
-        assert wasted == (0 if len(expected) == len(tokens) else 1)
+        assert wasted == (overlaps and len(expected) < len(tokens))
     assert {answer.finish_reason for answer in answers} == {"stop", "length"}
 
 
+@pytest.mark.usefixtures("overlaps")
 def test_what_was_thrown_away_is_not_found_by_the_next_turn(
     reference: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -677,12 +697,14 @@ ASKS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def tight() -> Engine:
+@pytest.fixture(scope="module", params=[False, True], ids=["in order", "overlapped"])
+def tight(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Small in every way: chunks, preemption, waiting and cache hits are what happens here."""
-    return make(
-        max_num_seqs=3, max_num_batched_tokens=20, max_model_len=80, kv_cache_memory=9 * PAGE
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Worker, "overlaps", request.param)
+        yield make(
+            max_num_seqs=3, max_num_batched_tokens=20, max_model_len=80, kv_cache_memory=9 * PAGE
+        )
 
 
 @settings(max_examples=30, deadline=None)

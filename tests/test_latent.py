@@ -30,6 +30,7 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens=64):
         assert (rows - logits).abs().max() < 1e-4
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("family", FAMILY)
 def test_chunked_cached_and_preempted(oracles, family):
     """All at once: chunks of 13 tokens, prefixes that are shared, and pages for half the rows."""

@@ -84,6 +84,7 @@ def state_bytes(path: str, **settings) -> tuple[int, int]:
     return row, worker.registry["kv_full"][:, 0].nbytes
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_preemption(oracles, family):
     """Pages for half of those that run, and few snapshots: some are taken, some are lost."""

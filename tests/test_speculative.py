@@ -138,6 +138,7 @@ def test_compiled(drafter):
     assert all(runner.counts.replays > 5 for runner in cycle)
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("drafter", ["eagle3", "sloppy", "right tree"])
 def test_chunks_prefixes_and_preemption(drafter):
     shared = prompts_of([48], VOCAB)[0]["prompt_token_ids"]
@@ -170,6 +171,7 @@ def test_some_want_no_guesses():
 RIGHT = pytest.mark.parametrize("right", ["right", "right tree"])
 
 
+@pytest.mark.usefixtures("overlaps")
 @RIGHT
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 11])
 def test_the_end_in_the_middle_of_right_guesses(max_tokens, right):
@@ -187,6 +189,7 @@ def test_the_end_of_the_context(right):
     assert answers(make(**DRAFTERS[right]), prompts, params) == expected
 
 
+@pytest.mark.usefixtures("overlaps")
 @RIGHT
 def test_stop_ids_in_the_middle_of_right_guesses(right):
     prompts = prompts_of([5, 40, 17], VOCAB)
@@ -215,6 +218,7 @@ def test_stop_strings_and_text():
         assert got == expected
 
 
+@pytest.mark.usefixtures("overlaps")
 @RIGHT
 def test_grammars_and_logprobs(right):
     plain, guessing = (make(skip_tokenizer_init=False, **s) for s in ({}, DRAFTERS[right]))
@@ -231,6 +235,7 @@ def test_grammars_and_logprobs(right):
                 assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3", "sloppy", "right tree"])
 def test_widths_that_change_all_the_time(drafter, monkeypatch):
     """Whatever a policy chooses, none of it is seen in an answer."""
@@ -281,6 +286,7 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
     assert engine.speculation.num_steps_by_width[1] > 20
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("drafter", ["right", "right tree"])
 def test_after_plain_steps_guesses_are_as_good(drafter, monkeypatch):
     """The model itself guesses: it is right as long as it has seen everything."""
@@ -335,6 +341,7 @@ def test_bad_guesses_are_given_up(monkeypatch):
     assert steps[1] > 3 * (steps[3] + steps[5])
 
 
+@pytest.mark.usefixtures("overlaps")
 @RIGHT
 def test_cancelled_at_any_moment(right):
     guessing = make(**DRAFTERS[right])

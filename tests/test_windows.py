@@ -73,6 +73,7 @@ def test_prefixes_are_found_where_their_window_is(oracles, family):
     assert traced.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 112 * len(prompts)
 
 
+@pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize(
     ("family", "backend"),
     [*((family, "eager") for family in ("gemma3", "gemma4", "gpt-oss")), ("gemma3", "cpu")],
