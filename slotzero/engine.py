@@ -10,7 +10,7 @@ import operator
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,14 @@ class Answer:
     request: Request
     transcript: Transcript | None
     logprobs: list[RowLogprobs] = field(default_factory=list)
+    error: BaseException | None = None
+    """The error of the step that failed with this request in it; else None."""
+    listener: "Callable[[Answer], None] | None" = None
+    """Called whenever the answer has grown or ended, with the engine's lock held."""
+
+    def notify(self) -> None:
+        if self.listener is not None:
+            self.listener(self)
 
     @property
     def finished(self) -> bool:
@@ -185,6 +193,8 @@ class Engine:
                 _abort(answer.request)
             elif answer is not None:
                 self.lanes.of(answer.request).cancel(answer.request)
+            if answer is not None:
+                answer.notify()
 
     def prepare_grammars(self) -> None:
         """Start what the first structured answer needs, before a request waits for it."""
@@ -205,8 +215,9 @@ class Engine:
         """Plan and launch the next step, then commit the oldest one if more are in flight than may
         be; -> answers that grew."""
         with self.lock, uninterrupted():
+            grown: list[Answer] = []
             try:
-                grown = self._settle()
+                grown += self._settle()
                 step = self.lanes.plan(self._width())
                 if step is not None:
                     self._launch(step)
@@ -220,10 +231,12 @@ class Engine:
                     self._grammars.poll(IDLE_WAIT)
                 if self.sanitizer is not None and (is_due or grown):
                     self.sanitizer.committed([a.request for a in grown if a.finished])
-                return grown
-            except BaseException:
-                self._abandon()
+            except BaseException as error:
+                self._abandon(error, grown)
                 raise
+            for answer in grown:
+                answer.notify()
+            return grown
 
     def _width(self) -> int:
         num_running = self.lanes.most_running
@@ -358,16 +371,19 @@ class Engine:
         """Nobody can go on, and nothing that would change that is under way: all of them end, or
         they would be asked again for ever."""
         num_running, num_waiting = self.lanes.num_running, self.lanes.num_waiting
-        for request_id in list(self._answers):
-            self.cancel(request_id)
-        raise CapacityError(
+        error = CapacityError(
             f"of {num_running} requests that run and {num_waiting} that wait, none can go on: give "
             "more memory for KV"
         )
+        for request_id, answer in list(self._answers.items()):
+            answer.error = error
+            self.cancel(request_id)
+        raise error
 
-    def _abandon(self) -> None:
-        """A step failed: whoever runs ends; whoever waits goes on waiting. The writes of this step
-        may be lost, and with them what resets a slot after its last owner."""
+    def _abandon(self, error: BaseException, grown: Sequence[Answer]) -> None:
+        """A step failed: running requests end with this error, and so do those that ended in it and
+        were not handed out; waiting ones go on waiting. The writes of this step may be lost, and
+        with them what resets a slot after its last owner."""
         for writer in self.worker.writers:
             writer.staging.take_back()
         self.lanes.abandon()
@@ -378,7 +394,12 @@ class Engine:
         except Exception:  # nor will it come: the next step says so
             self.crew.close()
         self._in_flight.clear()
-        self._answers = {i: answer for i, answer in self._answers.items() if not answer.finished}
+        lost = [answer for answer in self._answers.values() if answer.finished]
+        for answer in lost:
+            del self._answers[answer.request.id]
+        for answer in (*lost, *(answer for answer in grown if answer.finished)):
+            answer.error = error
+            answer.notify()
 
     def _extend_text(self, answer: Answer, num_new: int) -> int:
         """-> how many of the new tokens are kept: none after a stop string"""

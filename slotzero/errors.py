@@ -10,6 +10,7 @@
     │       ├── CorruptCheckpointError
     │       └── TokenizerMissingError
     ├── RankLostError              of several ranks one is gone, or does not answer
+    ├── StepFailedError            another call's step failed, with requests of this call in it
     ├── CapacityError              this machine is too small for what was asked
     ├── ContractError              a rule of a graph-visible tensor was broken
     │   └── SanitizerError         the sanitizer saw it on live traffic
@@ -63,6 +64,10 @@ class TokenizerMissingError(ModelError):
 
 class RankLostError(SlotzeroError):
     pass
+
+
+class StepFailedError(SlotzeroError):
+    """Its `__cause__` is the error that the other call raised."""
 
 
 class CapacityError(SlotzeroError):

@@ -9,7 +9,7 @@ from typing import Any
 from slotzero.chat_template import template_message, variable_of_ours
 from slotzero.config import DEFAULT_MODEL, EngineConfig
 from slotzero.engine import Answer, Engine
-from slotzero.errors import ConfigError, RequestError, TokenizerMissingError
+from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
 from slotzero.interrupt import uninterrupted
 from slotzero.progress import prompts_bar
 from slotzero.sampling.params import SamplingParams
@@ -42,6 +42,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None = None
+    """Why this answer was given up, with finish_reason "abort": its grammar could not go on."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -70,6 +72,8 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    error: str | None = None
+    """As in `CompletionOutput`."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,23 @@ class _Job:
     siblings: list[SamplingParams]
 
 
+class _Changes:
+    """The answers of one call that grew or ended since the last look, whoever made the step.
+
+    A step is looked at in time proportional to what grew in it, not to the number of prompts.
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[str, Answer] = {}
+
+    def add(self, answer: Answer) -> None:
+        self._changed[answer.request.id] = answer
+
+    def take(self) -> list[Answer]:
+        changed, self._changed = self._changed, {}
+        return list(changed.values())
+
+
 class _Streamed:
     """An answer and how much of it was handed out."""
 
@@ -89,11 +110,6 @@ class _Streamed:
         self._place = (prompt_index, index)
         self._num_characters = 0
         self._num_tokens = 0
-        self.is_over = False
-
-    @property
-    def has_grown(self) -> bool:
-        return len(self.answer.token_ids) > self._num_tokens or self.answer.finished
 
     def next_chunk(self) -> StreamChunk:
         answer = self.answer
@@ -102,8 +118,8 @@ class _Streamed:
         tokens = answer.token_ids[self._num_tokens :]
         self._num_characters += len(text)
         self._num_tokens += len(tokens)
-        self.is_over = answer.finished
-        return StreamChunk(*self._place, text, tokens, answer.finish_reason)
+        error = answer.failure or None
+        return StreamChunk(*self._place, text, tokens, answer.finish_reason, error)
 
 
 class LLM:
@@ -141,7 +157,12 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts. Nothing runs unless every prompt is valid."""
+        """Answers in the order of the prompts. Nothing runs unless every prompt is valid.
+
+        An answer whose grammar fails while it is written ends with finish_reason "abort" and says
+        why in its `error`; the others are not affected. A step that fails raises, in every thread
+        that had requests in it: its error where the step was made, else a StepFailedError.
+        """
         return self._run(self._jobs(prompts, sampling_params), use_tqdm)
 
     def chat(
@@ -208,27 +229,31 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Generator[StreamChunk, None, None]:
-        """Chunks of all answers as they come; closing it early cancels the rest."""
+        """Chunks of all answers as they come; closing it early cancels the rest. Failures are
+        reported as `generate` does, with the last chunk of an answer."""
         return self._stream(self._jobs(prompts, sampling_params))
 
     def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
         answers: list[list[Answer]] = []
+        changes = _Changes()
         try:
-            self._add(jobs, answers)
-            streamed = [
-                _Streamed(answer, i, j)
+            self._add(jobs, answers, changes)
+            streamed = {
+                answer.request.id: _Streamed(answer, i, j)
                 for i, siblings in enumerate(answers)
                 for j, answer in enumerate(siblings)
-            ]
+            }
             while streamed:
                 self.engine.step()  # others may be in it, and others may step for us
                 with self.engine.lock:
-                    chunks = [s.next_chunk() for s in streamed if s.has_grown]
-                    failure = _failure(answers)
-                streamed = [s for s in streamed if not s.is_over]
+                    changed = changes.take()
+                    kept = [a.request.id for a in changed if a.error is None]
+                    chunks = [streamed[request_id].next_chunk() for request_id in kept]
+                    ended = [a.request.id for a in changed if a.finished]
+                for request_id in ended:
+                    del streamed[request_id]
                 yield from chunks
-                if failure:
-                    raise RequestError(failure)
+                _raise_if_lost(changed)
         finally:
             self._cancel(answers)
 
@@ -261,38 +286,43 @@ class LLM:
             raise RequestError(f"prompt {index}: {error}") from None
         return _Job(text, request.prompt_token_ids, siblings)
 
-    def _add(self, jobs: list[_Job], answers: list[list[Answer]]) -> None:
+    def _add(self, jobs: list[_Job], answers: list[list[Answer]], changes: _Changes) -> None:
         """n answers to each prompt, into `answers`, which the caller cancels if this fails."""
         for job in jobs:
             answers.append([])
             for params in job.siblings:
                 request_id = f"{next(self._ids)}"
                 with self.engine.lock, uninterrupted():  # or it is in the engine, and nobody knows
-                    answers[-1].append(self.engine.add(request_id, job.tokens, params))
+                    answer = self.engine.add(request_id, job.tokens, params)
+                    answers[-1].append(answer)
+                    answer.listener = changes.add
 
     def _cancel(self, answers: list[list[Answer]]) -> None:
         """Whoever is not finished; all of them, however often Ctrl-C is pressed."""
         with self.engine.lock, uninterrupted():
             for answer in itertools.chain.from_iterable(answers):
-                self.engine.cancel(answer.request.id)
+                if not answer.finished:
+                    self.engine.cancel(answer.request.id)
 
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
         answers: list[list[Answer]] = []
+        changes = _Changes()
         num_answers = sum(len(job.siblings) for job in jobs)
         try:
-            self._add(jobs, answers)
-            own = list(itertools.chain.from_iterable(answers))
+            self._add(jobs, answers, changes)
+            num_tokens = {answer.request.id: 0 for siblings in answers for answer in siblings}
             with prompts_bar(show_progress and num_answers > 1, num_answers) as progress:
-                finished = made = 0
-                while finished < num_answers:
-                    self.engine.step()
+                while num_tokens:  # of answers that are not finished
+                    self.engine.step()  # others may be in it, and others may step for us
                     with self.engine.lock:
-                        now = sum(a.finished for a in own), sum(len(a.token_ids) for a in own)
-                        failure = _failure(answers) if now[0] > finished else ""
-                    if failure:
-                        raise RequestError(failure)
-                    progress(now[0] - finished, now[1] - made)
-                    finished, made = now
+                        changed = changes.take()
+                        now = {a.request.id: len(a.token_ids) for a in changed}
+                        ended = [a.request.id for a in changed if a.finished]
+                    _raise_if_lost(changed)
+                    progress(len(ended), sum(n - num_tokens[i] for i, n in now.items()))
+                    num_tokens.update(now)
+                    for request_id in ended:
+                        del num_tokens[request_id]
         finally:
             self._cancel(answers)
         return [self._output(job, siblings) for job, siblings in zip(jobs, answers, strict=True)]
@@ -316,6 +346,7 @@ class LLM:
             logprobs=None if request.params.logprobs is None else self._logprobs(answer),
             finish_reason=answer.finish_reason,
             stop_reason=request.stop_reason,
+            error=answer.failure or None,
         )
 
     def _logprobs(self, answer: Answer) -> list[dict[int, Logprob]]:
@@ -336,10 +367,13 @@ class LLM:
         return self.engine.tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _failure(answers: Sequence[Sequence[Answer]]) -> str:
-    """Why one of them was given up, where that can be mended; else empty."""
-    failed = ((i, a.failure) for i, siblings in enumerate(answers) for a in siblings if a.failure)
-    return next((f"prompt {i}: {failure}" for i, failure in failed), "")
+def _raise_if_lost(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if (error := answer.error) is not None:
+            raise StepFailedError(
+                "a step of another call failed, with requests of this call in it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:

@@ -2,6 +2,8 @@
 
 import json
 import random
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,14 @@ from tokenizers import decoders, models
 
 import slotzero
 from slotzero import LLM, SamplingParams
-from slotzero.errors import ConfigError, RequestError, TokenizerMissingError
+from slotzero.engine import Answer
+from slotzero.errors import (
+    CapacityError,
+    ConfigError,
+    RequestError,
+    StepFailedError,
+    TokenizerMissingError,
+)
 from slotzero.llm import CompletionOutput, StreamChunk
 from slotzero.step import Step
 from slotzero.tokenizer import Tokenizer
@@ -717,6 +726,120 @@ def test_a_newline_that_is_a_byte_token_stops_even_at_the_end() -> None:
     for max_tokens in (3, 6):
         answer = first(llm, ASK, SamplingParams(stop=["\n", "x"], max_tokens=max_tokens))
         assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", "\n")
+
+
+# Many prompts, and several threads
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_a_step_looks_only_at_the_answers_that_grew_in_it(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Not at those that wait or have finished, however many there are."""
+    llm = make(max_num_seqs=2)
+    prompts, params = ["hello"] * 60, replace(SHORT, max_tokens=3)
+    num_grown, num_looks, states = 0, 0, Answer.finished.fget
+    step = llm.engine.step
+
+    def counted_step() -> list[Answer]:
+        nonlocal num_grown
+        grown = step()
+        num_grown += len(grown)
+        return grown
+
+    def counted_look(answer: Answer) -> bool:
+        nonlocal num_looks
+        num_looks += sys._getframe(1).f_globals["__name__"] == "slotzero.llm"
+        return states(answer)
+
+    monkeypatch.setattr(llm.engine, "step", counted_step)
+    monkeypatch.setattr(Answer, "finished", property(counted_look))
+    if how == "generate":
+        llm.generate(prompts, params, use_tqdm=False)
+    else:
+        assert sum(len(chunk.token_ids) for chunk in llm.stream(prompts, params)) == 180
+    assert num_grown == 180
+    assert num_looks <= num_grown + 2 * len(prompts)  # and once or twice each, at the end
+
+
+@pytest.mark.parametrize("failure", ["the device", "no room"])
+def test_a_step_that_fails_raises_in_every_thread_that_lost_requests(
+    monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    """Two threads have requests in it; a third only waits for a slot and gets all its answers."""
+    llm = make(max_num_seqs=3)
+    engine = llm.engine
+    expected = first(llm, "c", SHORT)
+    step, add, all_added = engine.step, engine.add, threading.Event()
+    added: list[Answer] = []
+
+    def add_all(*args: Any) -> Answer:
+        added.append(add(*args))
+        if len(added) == 6:
+            all_added.set()
+        return added[-1]
+
+    def fragile_step() -> list[Answer]:
+        all_added.wait(60)
+        return step()
+
+    def fail(*_: object) -> None:
+        monkeypatch.setattr(engine.worker, "run", run)
+        raise (CapacityError if failure == "no room" else MemoryError)(failure)
+
+    run = engine.worker.run
+    monkeypatch.setattr(engine, "add", add_all)
+    monkeypatch.setattr(engine, "step", fragile_step)
+    monkeypatch.setattr(engine.worker, "run", fail)
+    results: dict[str, Any] = {}
+
+    def ask(prompt: str, num: int) -> None:
+        try:
+            results[prompt] = llm.generate([prompt] * num, SHORT, use_tqdm=False)
+        except BaseException as error:
+            results[prompt] = error
+
+    threads = []
+    for prompt, num in (("a", 1), ("b", 2), ("c", 3)):  # a and b have the three slots
+        before = len(added)
+        threads.append(threading.Thread(target=ask, args=(prompt, num)))
+        threads[-1].start()
+        while len(added) < before + num:
+            threads[-1].join(0.01)
+    for thread in threads:
+        thread.join(60)
+    assert not engine.has_work
+    stepping = [
+        error for error in results.values() if isinstance(error, MemoryError | CapacityError)
+    ]
+    lost = [error for error in results.values() if isinstance(error, StepFailedError)]
+    assert len(stepping) == 1  # whichever thread made the step
+    assert all(error.__cause__ is stepping[0] and failure in str(error) for error in lost)
+    assert {type(results["a"]), type(results["b"])} <= {type(stepping[0]), StepFailedError}
+    if not isinstance(results["c"], Exception):  # unless it made the step itself
+        assert [output.outputs[0] for output in results["c"]] == [expected] * 3
+        assert len(lost) == 1
+    assert first(llm, "c", SHORT) == expected
+
+
+def test_a_stream_whose_requests_another_call_lost_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = make(max_num_seqs=4)
+    stream = llm.stream(["one", "two"], SHORT)
+    next(stream)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.worker, "run", fail)
+        with pytest.raises(MemoryError, match="the device"):
+            llm.generate("three", SHORT, use_tqdm=False)
+    with pytest.raises(StepFailedError, match="MemoryError: the device") as raised:
+        list(stream)
+    assert isinstance(raised.value.__cause__, MemoryError)
+    assert not llm.engine.has_work
 
 
 # How it is interrupted

@@ -720,30 +720,35 @@ def llm() -> LLM:
     return LLM("tiny:llama", backend="eager", show_progress=False, max_num_seqs=4)
 
 
-def test_generate_raises_what_a_grammar_fails_of(llm: LLM) -> None:
-    """The others, running and waiting, are gone with it; the next call is as before."""
+def test_a_grammar_that_fails_does_not_lose_the_batch(llm: LLM) -> None:
+    """Its own answers say why they ended; the others, running and waiting, are complete."""
     plain = greedy(40)
-    before = llm.generate("hello", plain, use_tqdm=False)[0].outputs
     prompts = ["hello", "there", *["more"] * 6]
+    alone = {p: llm.generate(p, plain, use_tqdm=False)[0].outputs for p in ("hello", "more")}
     asked = [plain, shaped(ENDLESS, n=2), *[plain] * 6]
-    with pytest.raises(RequestError) as raised:
-        llm.generate(prompts, asked, use_tqdm=False)
-    assert str(raised.value) == f"prompt 1: {ENDLESS_ERROR}"
-    drain(llm.engine)
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    assert [output.prompt for output in outputs] == prompts
+    for output in outputs:
+        if output.prompt == "there":
+            assert [(a.finish_reason, a.error) for a in output.outputs] == [
+                ("abort", ENDLESS_ERROR)
+            ] * 2
+            assert all(re.fullmatch("[ab]{1,4}c?", answer.text) for answer in output.outputs)
+        else:
+            assert output.outputs == alone[output.prompt]
+            assert output.outputs[0].error is None
     check_nothing_leaked(llm.engine)
-    assert llm.generate("hello", plain, use_tqdm=False)[0].outputs == before
 
 
-def test_a_stream_gives_what_there_is_and_raises_what_a_grammar_fails_of(llm: LLM) -> None:
-    texts = ["", ""]
-    with pytest.raises(RequestError) as raised:
-        for chunk in llm.stream(["hello", "there"], [greedy(40), shaped(ENDLESS)]):
-            texts[chunk.prompt_index] += chunk.text
-    assert str(raised.value) == f"prompt 1: {ENDLESS_ERROR}"
+def test_a_grammar_that_fails_does_not_end_the_stream_of_the_others(llm: LLM) -> None:
+    texts, ends = ["", ""], {}
+    for chunk in llm.stream(["hello", "there"], [greedy(40), shaped(ENDLESS)]):
+        texts[chunk.prompt_index] += chunk.text
+        if chunk.finish_reason is not None:
+            ends[chunk.prompt_index] = chunk.finish_reason, chunk.error
+    assert ends == {0: ("length", None), 1: ("abort", ENDLESS_ERROR)}
     assert re.fullmatch("[ab]{4}c", texts[1])
-    whole = llm.generate("hello", greedy(40), use_tqdm=False)[0].outputs[0].text
-    assert texts[0] and whole.startswith(texts[0])
-    drain(llm.engine)
+    assert texts[0] == llm.generate("hello", greedy(40), use_tqdm=False)[0].outputs[0].text
     check_nothing_leaked(llm.engine)
 
 
