@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from slotzero.errors import RequestError
-from slotzero.sampling.grammar import Grammars
+from slotzero.grammars.matcher import CompiledGrammar, Vocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.server.conversation import Tool
 from slotzero.server.status import FieldError
@@ -26,8 +25,13 @@ DRAFTS = (
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(Tokenizer.bytes_tokenizer, 259, (EOS,))
+def vocabulary() -> Vocabulary:
+    return load_vocabulary(Tokenizer.bytes_tokenizer().to_json(), 259, (EOS,))
+
+
+def compiled(vocabulary: Vocabulary, schema: dict[str, Any]) -> CompiledGrammar:
+    asked = StructuredOutputs(json_schema=schema)
+    return CompiledGrammar(vocabulary, asked.kind, asked.text)
 
 
 def tool(name: str, parameters: dict[str, Any]) -> Tool:
@@ -42,16 +46,19 @@ def record(of: Any, **more: Any) -> dict[str, Any]:
     return closed | {"properties": {"a": of}} | more
 
 
-def allows(grammars: Grammars, schema: dict[str, Any], value: Any) -> bool:
-    grammar = grammars.begin(StructuredOutputs(json_schema=schema))
-    return all(grammar.advance(byte) for byte in json.dumps(value).encode()) and (
-        not grammar.can_go_on() or grammar.advance(EOS)
-    )
+def allows(vocabulary: Vocabulary, schema: dict[str, Any], value: Any) -> bool:
+    grammar = compiled(vocabulary, schema)
+    mask = grammar.first_mask
+    for byte in json.dumps(value).encode():
+        if not mask[byte // 8] >> byte % 8 & 1:
+            return False
+        mask = grammar.follow(1, [byte])
+    return bool(mask[EOS // 8] >> EOS % 8 & 1)
 
 
-def calls(grammars: Grammars, tools: list[Tool], name: str, *arguments: Any) -> list[bool]:
+def calls(vocabulary: Vocabulary, tools: list[Tool], name: str, *arguments: Any) -> list[bool]:
     schema = call_schema(tools)
-    return [allows(grammars, schema, {"name": name, "arguments": a}) for a in arguments]
+    return [allows(vocabulary, schema, {"name": name, "arguments": a}) for a in arguments]
 
 
 class Street(BaseModel):
@@ -77,20 +84,20 @@ HOME = {"name": "Elm", "number": 3}
 
 
 @pytest.mark.parametrize("num_tools", [1, 2])
-def test_nested_models_of_pydantic(grammars: Grammars, num_tools: int) -> None:
+def test_nested_models_of_pydantic(vocabulary: Vocabulary, num_tools: int) -> None:
     tools = [tool("save", Person.model_json_schema()), tool("grow", Tree.model_json_schema())]
     good = {"street": HOME, "others": [HOME], "kind": "b"}
     bad = good | {"others": [HOME | {"number": "3"}]}
-    assert calls(grammars, tools[:num_tools], "save", good, bad) == [True, False]
+    assert calls(vocabulary, tools[:num_tools], "save", good, bad) == [True, False]
     leaf = {"value": 1, "children": []}
     tree, wrong = leaf | {"children": [leaf]}, leaf | {"children": [{"value": 1}]}
-    assert calls(grammars, tools[-num_tools:], "grow", tree, wrong) == [True, False]
+    assert calls(vocabulary, tools[-num_tools:], "grow", tree, wrong) == [True, False]
 
 
-def test_a_structure_may_have_definitions_too(grammars: Grammars) -> None:
+def test_a_structure_may_have_definitions_too(vocabulary: Vocabulary) -> None:
     schema = Person.model_json_schema()
-    assert allows(grammars, schema, {"street": HOME, "others": [], "kind": "a"})
-    assert not allows(grammars, schema, {"street": HOME, "others": [], "kind": "c"})
+    assert allows(vocabulary, schema, {"street": HOME, "others": [], "kind": "a"})
+    assert not allows(vocabulary, schema, {"street": HOME, "others": [], "kind": "c"})
 
 
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -112,43 +119,46 @@ REFERENCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", REFERENCES)
 @pytest.mark.parametrize("draft", [None, *DRAFTS])
-def test_references_of_every_kind(grammars: Grammars, kind: str, draft: str | None) -> None:
+def test_references_of_every_kind(vocabulary: Vocabulary, kind: str, draft: str | None) -> None:
     given = REFERENCES[kind] | ({} if draft is None else {"$schema": draft})
     for tools in ([tool("f", given)], [tool("g", record(STRING)), tool("f", given)]):
-        assert calls(grammars, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
+        assert calls(vocabulary, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
 
 
-def test_a_reference_to_the_whole(grammars: Grammars) -> None:
+def test_a_reference_to_the_whole(vocabulary: Vocabulary) -> None:
     closed = {"type": "object", "additionalProperties": False}
     tools = [tool(name, closed | {"properties": {name: {"$ref": "#"}}}) for name in "fg"]
-    assert calls(grammars, tools, "f", {"f": {"f": {}}}, {"g": {}}) == [True, False]
-    assert calls(grammars, tools, "g", {"g": {"g": {}}}, {"f": {}}) == [True, False]
+    assert calls(vocabulary, tools, "f", {"f": {"f": {}}}, {"g": {}}) == [True, False]
+    assert calls(vocabulary, tools, "g", {"g": {"g": {}}}, {"f": {}}) == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["$defs", "definitions", "nested", "relative"])
-def test_definitions_of_one_name_are_kept_apart(grammars: Grammars, kind: str) -> None:
+def test_definitions_of_one_name_are_kept_apart(vocabulary: Vocabulary, kind: str) -> None:
     given = REFERENCES[kind]
     other = json.loads(json.dumps(given).replace('"integer"', '"string"'))
     tools = [tool("f", given), tool("g", other)]
-    assert calls(grammars, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
-    assert calls(grammars, tools, "g", {"a": 1}, {"a": "x"}) == [False, True]
+    assert calls(vocabulary, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
+    assert calls(vocabulary, tools, "g", {"a": 1}, {"a": "x"}) == [False, True]
 
 
-def test_data_that_looks_like_a_reference(grammars: Grammars) -> None:
+def test_data_that_looks_like_a_reference(vocabulary: Vocabulary) -> None:
     data = {"$ref": "#/nowhere", "$id": "x"}
     for of in ({"const": data}, {"enum": [data]}):
         given = record(of | {"default": data, "examples": [data]})
-        assert calls(grammars, [tool("f", given)], "f", {"a": data}, {"a": 1}) == [True, False]
+        assert calls(vocabulary, [tool("f", given)], "f", {"a": data}, {"a": 1}) == [True, False]
     named = {"type": "object", "properties": {"$ref": STRING, "$id": STRING}, "required": ["$ref"]}
-    assert calls(grammars, [tool("f", named)], "f", {"$ref": "x", "$id": "y"}, {}) == [True, False]
+    assert calls(vocabulary, [tool("f", named)], "f", {"$ref": "x", "$id": "y"}, {}) == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("there", ["#/$defs/B", "#/nowhere", "#odd", "https://example.com/schema"])
-def test_a_reference_to_nothing_is_named(grammars: Grammars, there: str) -> None:
+def test_a_reference_to_nothing_is_named(vocabulary: Vocabulary, there: str) -> None:
     given = record({"$ref": there}, **{"$defs": {"A": INTEGER}})
     for schema in (given, call_schema([tool("f", given)])):
-        with pytest.raises(RequestError, match=re.escape(there.partition("#")[2] or there)):
-            grammars.begin(StructuredOutputs(json_schema=schema))
+        with pytest.raises(ValueError, match=re.escape(there.partition("#")[2] or there)):
+            compiled(vocabulary, schema)
 
 
 def test_two_tools_with_one_id_are_refused() -> None:
