@@ -109,6 +109,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def run_until(engine: Engine, is_over: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60.0
+    while not is_over():
+        assert time.monotonic() < until
+        engine.step()
+
+
+def run(engine: Engine) -> None:
+    run_until(engine, lambda: not engine.has_work)
+
+
 def follow(grammar: Grammar, text: str) -> bool:
     return all(grammar.advance(byte) and settled(grammar) for byte in text.encode())
 
@@ -328,11 +339,9 @@ def test_others_finish_as_if_alone_while_hostile_grammars_are_compiled(engine: E
         answers.append(engine.add(f"{i}", prompt, params))
         engine.step()
     plain = answers[::2]
-    while not all(answer.finished for answer in plain):
-        engine.step()
+    run_until(engine, lambda: all(answer.finished for answer in plain))
     assert not any(answer.finished for answer in refused)
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert [answer.token_ids for answer in answers] == expected
     for answer in refused:
         assert (answer.finish_reason, answer.token_ids) == ("abort", [])
@@ -360,15 +369,12 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled(engine: Engine) ->
 def test_requests_go_on_when_the_worker_of_their_grammar_is_killed(engine: Engine) -> None:
     params = shaped({"regex": "[a-z]{60}x"})
     expected = engine.add("alone", [1, 2], params)
-    while engine.has_work:
-        engine.step()
+    run(engine)
     answer = engine.add("killed", [1, 2], params)
-    while len(answer.token_ids) < 20:
-        engine.step()
+    run_until(engine, lambda: len(answer.token_ids) >= 20)
     for pid in workers_of(engine._grammars):
         os.kill(pid, signal.SIGKILL)
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert answer.finish_reason == "stop"
     assert answer.token_ids == expected.token_ids
     check_nothing_leaked(engine)
@@ -380,24 +386,20 @@ def test_a_late_mask_holds_up_its_own_request_only(
     """Its worker is stopped for a while: the neighbour runs, and then the answer goes on."""
     params = shaped({"regex": "[a-z]{30}y"})
     expected = engine.add("alone", [1, 2], params)
-    while engine.has_work:
-        engine.step()
+    run(engine)
     answer = engine.add("late", [1, 2], params)
-    while len(answer.token_ids) < 5:
-        engine.step()
+    run_until(engine, lambda: len(answer.token_ids) >= 5)
     pids = workers_of(engine._grammars)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
         plain = engine.add("plain", [1, 2], greedy(20))
-        while not plain.finished:
-            engine.step()
+        run_until(engine, lambda: plain.finished)
         assert 5 <= len(answer.token_ids) <= 6 and not answer.finished
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert answer.token_ids == expected.token_ids
     check_nothing_leaked(engine)
 
@@ -409,17 +411,14 @@ def test_masks_that_come_at_any_time_change_no_answer(monkeypatch: pytest.Monkey
     alone = make(max_num_seqs=1)
     for prompt, params in asks(8):
         answer = alone.add("one", prompt, params)
-        while alone.has_work:
-            alone.step()
+        run(alone)
         expected.append(answer.token_ids)
     engine = make(
         max_num_seqs=8, max_num_batched_tokens=16, max_model_len=160, page_size=4,
         kv_cache_memory=12 * PAGE,
     )  # fmt: skip
     answers = [engine.add(f"{i}", *asked) for i, asked in enumerate(asks(8))]
-    while engine.has_work:
-        engine.step()
-        engine.check()
+    run_until(engine, lambda: engine.check() or not engine.has_work)
     assert [answer.token_ids for answer in answers] == expected
     assert any(answer.request.num_preemptions for answer in answers)
     check_nothing_leaked(engine)

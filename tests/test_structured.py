@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -171,7 +172,9 @@ def begun(pool: Grammars, **asked: Any) -> Grammar:
 
 def settled(grammar: Grammar) -> bool:
     """Wait for its mask; -> whether there is one."""
+    until = time.monotonic() + 60.0
     while not grammar.is_settled:
+        assert time.monotonic() < until
         grammar._pool.poll(0.1)  # type: ignore[attr-defined]
     return grammar.is_ready
 
