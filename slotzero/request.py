@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from slotzero.grammars.grammar import Grammar
+from slotzero.pools.prefix import Lookup
 from slotzero.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -66,6 +67,8 @@ class Request:
     """0: none."""
     pages: list[list[int]] = field(default_factory=list)
     """By KV group, then by page of the sequence. 0 where a window has passed the page."""
+    lookup: Lookup | None = None
+    """Its search in the prefix cache, while it waits for pages."""
     num_paged: int = 0
     """Up to this position every group has its pages, and keeps them."""
     num_computed: int = 0

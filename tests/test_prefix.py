@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slotzero.errors import PoolError
 from slotzero.pools.pages import KvPool, PagePool
-from slotzero.pools.prefix import PrefixCache
+from slotzero.pools.prefix import Lookup, PrefixCache
 
 SIZE = 2
 
@@ -29,9 +29,13 @@ def _seed(cache: PrefixCache, tokens: list[int]) -> list[list[int]]:
     return pages
 
 
+def _match(cache: PrefixCache, tokens: list[int], limit: int) -> list[list[int]]:
+    return cache.match(cache.look_up(tokens, limit))
+
+
 def _try(cache: PrefixCache, tokens: list[int]) -> int:
     """How many pages are found; nobody keeps them."""
-    found = cache.match(tokens, limit=len(tokens))
+    found = _match(cache, tokens, limit=len(tokens))
     cache.release((), found)
     return len(found[0])
 
@@ -40,17 +44,17 @@ def test_a_match_is_whole_pages_within_the_limit() -> None:
     cache = _cache()
     (pages,) = _seed(cache, [1, 2, 3, 4, 5])
     assert cache.num_pages == 2  # the half page is not kept
-    assert cache.match([1, 2, 3, 4, 9, 9], limit=6) == [pages[:2]]
-    assert cache.match([1, 2, 3, 4], limit=3) == [pages[:1]]
-    assert cache.match([1, 2, 3], limit=3) == [pages[:1]]
-    assert cache.match([1, 2], limit=1) == [[]]
-    assert cache.match([2, 1, 3, 4], limit=4) == [[]]
+    assert _match(cache, [1, 2, 3, 4, 9, 9], limit=6) == [pages[:2]]
+    assert _match(cache, [1, 2, 3, 4], limit=3) == [pages[:1]]
+    assert _match(cache, [1, 2, 3], limit=3) == [pages[:1]]
+    assert _match(cache, [1, 2], limit=1) == [[]]
+    assert _match(cache, [2, 1, 3, 4], limit=4) == [[]]
 
 
 def test_the_same_tokens_after_another_prefix_are_another_page() -> None:
     cache = _cache()
     _seed(cache, [1, 1, 7, 7])
-    assert cache.match([2, 2, 7, 7], limit=4) == [[]]
+    assert _match(cache, [2, 2, 7, 7], limit=4) == [[]]
 
 
 def test_a_match_takes_one_reference_each() -> None:
@@ -58,12 +62,29 @@ def test_a_match_takes_one_reference_each() -> None:
     pages = _seed(cache, [1, 2, 3, 4])
     pool = cache.groups[0].pool
     assert cache.num_evictable(0) == 2
-    assert cache.match([1, 2, 3, 4], limit=4) == pages
+    assert _match(cache, [1, 2, 3, 4], limit=4) == pages
     assert [pool.references(page) for page in pages[0]] == [2, 2]
     assert cache.num_evictable(0) == 0
     assert cache.evict(0, 9) == 0
     cache.release((), pages)
     assert cache.num_evictable(0) == 2
+    cache.check()
+
+
+def test_what_a_waiting_request_will_match_is_evicted_last() -> None:
+    cache = _cache(windows=[None, 3])
+    _seed(cache, [1, 1, 2, 2])
+    lookup = cache.look_up([1, 1, 2, 2, 3], limit=4)
+    for older, younger in (([5, 5], [6, 6]), ([7, 7], [8, 8])):
+        _seed(cache, older)
+        _seed(cache, younger)
+        cache.keep_young(lookup)
+        cache.evict(0, 2)
+        cache.search(lookup)
+        assert (lookup.num_pages, cache.num_evictable(0)) == (2, 2)
+    cache.evict(0, 1)
+    cache.search(lookup)
+    assert (lookup.num_pages, cache.num_idle(lookup, 0), cache.num_idle(lookup, 1)) == (1, 1, 1)
     cache.check()
 
 
@@ -84,7 +105,7 @@ def test_a_running_request_offers_no_page_below_anothers() -> None:
 def test_a_leaver_below_anothers_page_keeps_what_a_third_still_owns() -> None:
     cache = _cache()
     old = _seed(cache, [1, 2, 3, 4])
-    leaver, stayer = (cache.match([1, 2, 3, 4], limit=4) for _ in range(2))
+    leaver, stayer = (_match(cache, [1, 2, 3, 4], limit=4) for _ in range(2))
     cache.clear()
     ((new,),) = _seed(cache, [1, 2])
     cache.release([1, 2, 3, 4], leaver)
@@ -108,7 +129,7 @@ def test_eviction_takes_the_leaf_unused_for_longest() -> None:
     ((a, b),) = _seed(cache, [1, 1, 2, 2])
     ((c,),) = _seed(cache, [3, 3])
     ((_, d),) = _seed(cache, [1, 1, 4, 4])
-    cache.release((), cache.match([1, 1, 2, 2], limit=4))  # b and a are young again
+    cache.release((), _match(cache, [1, 1, 2, 2], limit=4))  # b and a are young again
     assert _evict_all(cache, 0) == [c, d, b, a]
     assert cache.stats.num_evicted_pages == 4
 
@@ -135,7 +156,7 @@ def test_eviction_says_how_many() -> None:
 def test_clear_leaves_requests_their_pages(windows) -> None:
     cache = _cache(windows=windows)
     _seed(cache, [1, 1, 2, 2])
-    held = cache.match([1, 1], limit=2)
+    held = _match(cache, [1, 1], limit=2)
     cache.clear()
     cache.check()
     assert cache.num_pages == 0
@@ -163,7 +184,7 @@ def test_a_hit_has_the_pages_of_its_window(window: int, num_needed: int) -> None
     cache = _cache(windows=[None, window])
     whole, windowed = _seed(cache, [1, 1, 2, 2, 3, 3])
     num_passed = 3 - num_needed
-    found = cache.match([1, 1, 2, 2, 3, 3], limit=6)
+    found = _match(cache, [1, 1, 2, 2, 3, 3], limit=6)
     assert found == [whole, [0] * num_passed + windowed[num_passed:]]
     assert (cache.num_evictable(0), cache.num_evictable(1)) == (0, num_passed)
     cache.check()
@@ -195,7 +216,7 @@ def test_a_window_that_was_passed_is_evicted_in_that_order() -> None:
     assert cache.num_evictable(1) == 2
     cache.release(tokens, [whole, [0, 0, *windowed[2:]]])
     # a hit makes young what it reads, not all that it passes
-    cache.release((), cache.match([1, 1], limit=2))
+    cache.release((), _match(cache, [1, 1], limit=2))
     assert _evict_all(cache, 1) == [*windowed[1:], windowed[0]]
     assert cache.pages(0) == whole
     assert _try(cache, tokens) == 0
@@ -286,7 +307,7 @@ def test_a_node_that_another_runs_on_does_not_give_way() -> None:
 def test_a_leaver_gives_anothers_node_no_page_that_a_third_still_owns() -> None:
     cache = _cache(windows=[None, 3])
     _seed(cache, [1, 1])
-    leaver, _ = (cache.match([1, 1], limit=2) for _ in range(2))
+    leaver, _ = (_match(cache, [1, 1], limit=2) for _ in range(2))
     cache.clear()
     _seed(cache, [1, 1])
     cache.evict(1, 9)
@@ -366,6 +387,7 @@ class SlowPrefixes(RuleBasedStateMachine):
         self.slow: dict[tuple[int, ...], list[int]] = {}
         self.requests: list[tuple[list[int], list[list[int]]]] = []
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.waiting: list[Lookup] = []
 
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=11)
     pick = st.integers(0, 99)
@@ -395,7 +417,7 @@ class SlowPrefixes(RuleBasedStateMachine):
     @rule(tokens=tokens)
     def arrive(self, tokens: list[int]) -> None:
         expected = self._longest(tokens, len(tokens) - 1)
-        pages = self.cache.match(tokens, len(tokens) - 1)
+        pages = _match(self.cache, tokens, len(tokens) - 1)
         assert pages == expected
         for g in self.groups:
             for i, page in enumerate(pages[g]):
@@ -411,6 +433,26 @@ class SlowPrefixes(RuleBasedStateMachine):
             pages[g] += pools[g].take(num_fresh)
             for i in range(len(pages[g]) - num_fresh, len(pages[g])):
                 self.memory[g, pages[g][i]] = tuple(tokens[: (i + 1) * SIZE])
+
+    @rule(tokens=tokens)
+    def wait(self, tokens: list[int]) -> None:
+        self.waiting = [*self.waiting[-2:], self.cache.look_up(tokens, len(tokens) - 1)]
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=pick, young=st.booleans())
+    def look_again(self, pick: int, young: bool) -> None:
+        """Whatever has changed meanwhile, a search that goes on finds what a new one would."""
+        lookup = self.waiting[pick % len(self.waiting)]
+        self.cache.search(lookup)
+        expected = self._longest(lookup.token_ids, len(lookup.token_ids) - 1)
+        for g in self.groups:
+            idle = [page for page in expected[g] if page and not self._owners(g, page)]
+            assert self.cache.num_idle(lookup, g) == len(idle)
+        if young:
+            self.cache.keep_young(lookup)
+        else:
+            assert self.cache.match(lookup) == expected
+            self.cache.release((), expected)
 
     def _offers(self, tokens, pages):
         full = [(tuple(tokens[: end * SIZE]), end - 1) for end in range(1, len(tokens) // SIZE + 1)]

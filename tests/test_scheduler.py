@@ -836,6 +836,46 @@ def test_a_single_request_fits_the_smallest_pool() -> None:
     assert len(request.all_token_ids) == 24
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 12)])
+def test_a_prompt_that_waits_for_pages_is_not_looked_up_again(
+    windows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred pages of it are found, and the last ones evicted while it waits."""
+    world = _world(
+        windows=windows, num_pages=161, max_num_seqs=2, max_num_batched_tokens=600,
+        max_model_len=600,
+    )  # fmt: skip
+    world.add([1] * 400, max_tokens=1)
+    world.run_out()
+    running = world.add([2] * 200, max_tokens=80)
+    world.turn()
+    ledger, num_keys = world.scheduler.ledger, [0]
+    admit, make_keys = ledger.admit, ledger.cache._keys
+
+    def counted_admit(*args, **more) -> bool:
+        num_keys.append(0)
+        return admit(*args, **more)
+
+    def counted_keys(*args):
+        for key in make_keys(*args):
+            num_keys[-1] += 1
+            yield key
+
+    monkeypatch.setattr(ledger, "admit", counted_admit)
+    monkeypatch.setattr(ledger.cache, "_keys", counted_keys)
+    waiting = world.add([1] * 400 + [3] * 120, max_tokens=1)
+    while running.status is Status.RUNNING:
+        world.turn()
+        assert waiting.status is Status.WAITING
+    _, first, *later = num_keys
+    assert first == 101  # the last one is not found
+    assert len(later) > 60 and sum(later[:-1]) == 0  # the last one counts what its leaving offers
+    assert ledger.cache.stats.num_evicted_pages > 5
+    world.turn()
+    assert 0 < waiting.num_cached < 400
+    world.drain()
+
+
 # -- windows ------------------------------------------------------------------------------------
 
 

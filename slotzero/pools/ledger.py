@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from slotzero.errors import PoolError
 from slotzero.pools.pages import KvPool
-from slotzero.pools.prefix import PrefixCache
+from slotzero.pools.prefix import Lookup, PrefixCache
 from slotzero.request import Request
 
 
@@ -89,33 +89,33 @@ class PageLedger:
     def admit(self, request: Request, budget: int, spare: int = 0) -> bool:
         """Pages, found or fresh, if `spare` of each group then remain for others: of whole groups
         for every known token, of windowed ones for the first chunk, of at most `budget` tokens."""
-        tokens = request.all_token_ids
-        found = self._match(tokens)
-        num_found = len(found[0])
-        num_cached = num_found * self.page_size
-        chunk_end = min(num_cached + budget, len(tokens))
+        lookup = self._look_up(request)
+        num_tokens, num_cached = request.num_tokens, lookup.num_pages * self.page_size
+        chunk_end = min(num_cached + budget, num_tokens)
         num_fresh = [
             self.pages_for(
                 min(
-                    (len(tokens) if group.is_whole else chunk_end) + self.ahead,
+                    (num_tokens if group.is_whole else chunk_end) + self.ahead,
                     request.max_len,
                 )
             )
-            - num_found
+            - lookup.num_pages
             for group in self.groups
         ]
-        if any(num_fresh[g] + spare > self._num_available(g) for g in self._paged):
-            self.cache.release((), found)
-            return False
+        for g in self._paged:
+            if num_fresh[g] + spare > self._num_available(g) - self.cache.num_idle(lookup, g):
+                self.cache.keep_young(lookup)
+                return False
         request.pages = [
             pages + self._take(g, len(pages), num_fresh[g], num_cached)
-            for g, pages in enumerate(found)
+            for g, pages in enumerate(self.cache.match(lookup))
         ]
+        request.lookup = None
         request.num_computed = request.num_cached = num_cached
         self._set_num_paged(request, num_cached, chunk_end)
         if not request.num_preemptions:  # after one, a request finds what it stored itself
             request.num_found = num_cached
-            self.cache.stats.num_asked_tokens += len(tokens)
+            self.cache.stats.num_asked_tokens += num_tokens
             self.cache.stats.num_hit_tokens += num_cached
         return True
 
@@ -180,11 +180,17 @@ class PageLedger:
     def _num_available(self, group: int) -> int:
         return self.groups[group].pool.num_free + self.cache.num_evictable(group)
 
-    def _match(self, tokens: list[int]) -> list[list[int]]:
-        if not self.enable_prefix_caching:
-            return [[] for _ in self.groups]
-        # one token at least is computed: its logits are what the first sample needs
-        return self.cache.match(tokens, limit=len(tokens) - 1)
+    def _look_up(self, request: Request) -> Lookup:
+        """What the cache has of a request that waits. Its tokens do not change meanwhile."""
+        if request.lookup is not None:
+            self.cache.search(request.lookup)
+        elif self.enable_prefix_caching:
+            # one token at least is computed: its logits are what the first sample needs
+            limit = request.num_tokens - 1
+            request.lookup = self.cache.look_up(request.all_token_ids, limit)
+        else:
+            request.lookup = self.cache.look_up((), 0)
+        return request.lookup
 
     def _take(self, group: int, first_index: int, n: int, start: int) -> list[int]:
         """Pages from this index on, of a request that goes on from this position."""

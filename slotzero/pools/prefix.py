@@ -25,12 +25,16 @@ nothing, may go on. Where the node is idle and there are windows, `insert` puts 
 in its place: else a prefix that lost the pages of its window would be computed anew by everyone,
 and kept young, without ever being found again.
 
+A request that waits for memory is looked up again and again. Its `Lookup` keeps the path that was
+found, so that a search costs what has changed since the last one, not the length of the prompt.
+
 Where all groups are windowed, nobody needs to own a path, because no page waits for the ones below
 it to go: every page has its own owners, and whoever comes by fills what a node lacks.
 """
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from slotzero.errors import PoolError
@@ -53,6 +57,23 @@ class _Node:
     pages: list[int]
     """By group. 0: none."""
     children: dict[Key, "_Node"] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """A search for the longest hit of some tokens, and how far it has come."""
+
+    token_ids: Sequence[int]
+    max_pages: int
+    num_idled: list[int]
+    """By group: the cache's counter when the hit was made young."""
+    num_pages: int = 0
+    """Of the longest hit, at the last search."""
+    path: list[_Node] = field(default_factory=list)
+    """path[: num_pages] is the hit; what follows is known but lacks pages of a windowed group."""
+    root: _Node | None = None
+    num_fills: int = -1
+    """The cache's counter at the last search."""
 
 
 class PrefixCache:
@@ -85,20 +106,57 @@ class PrefixCache:
         """Whether nobody, or only the cache, has the page when its caller lets go of it."""
         return self.groups[group].pool.references(page) - (page in self._nodes[group]) == 1
 
-    def match(self, token_ids: Sequence[int], limit: int) -> list[list[int]]:
-        """The pages, by group, of the longest hit of at most `limit` tokens, one reference each.
-        A windowed group has 0 before the window."""
-        path = self._walk(token_ids, limit // self.page_size)
-        n = self._hit_len(path)
+    def look_up(self, token_ids: Sequence[int], limit: int) -> Lookup:
+        """Search for the longest hit of at most `limit` tokens."""
+        max_pages = min(len(token_ids), limit) // self.page_size
+        lookup = Lookup(token_ids, max_pages, num_idled=[-1] * len(self.groups))
+        self.search(lookup)
+        return lookup
+
+    def search(self, lookup: Lookup) -> None:
+        """Bring a lookup up to date."""
+        path = lookup.path
+        if lookup.root is not self._root:
+            lookup.root, lookup.num_fills = self._root, -1
+            path.clear()
+        while path and not _is_attached(path[-1]):  # who has children is never pruned
+            path.pop()
+        n = min(lookup.num_pages, len(path))
+        if lookup.num_fills != self._num_fills:  # else nothing can have been added to the path
+            lookup.num_fills = self._num_fills
+            self._walk(lookup)
+            n = len(path)
+        while (hole := self._last_hole(path, n)) is not None:
+            n = hole  # every hit that is shorter, yet longer than this, needs the same page
+        lookup.num_pages = n
+
+    def num_idle(self, lookup: Lookup, group: int) -> int:
+        """How many pages of the hit only the cache owns: evict() cannot free them after a match."""
+        n, idle = lookup.num_pages, self._idle[group]
+        if self.groups[group].is_whole:  # then all nodes below an idle one are idle
+            return n - bisect_left(lookup.path, 1, 0, n, key=lambda node: node.pages[group] in idle)
+        return sum(page in idle for page in self._hit(lookup, group))
+
+    def match(self, lookup: Lookup) -> list[list[int]]:
+        """The pages, by group, of the hit that was found, one reference each. A windowed group has
+        0 before the window."""
         pages: list[list[int]] = []
         for g, group in enumerate(self.groups):
-            first = group.first_read(n * self.page_size, self.page_size)
-            found = [node.pages[g] for node in path[first:n]]
+            found = self._hit(lookup, g)
             for page in found:
                 group.pool.share(page)
                 self._idle[g].pop(page, None)
-            pages.append([0] * first + found)
+            pages.append([0] * (lookup.num_pages - len(found)) + found)
         return pages
+
+    def keep_young(self, lookup: Lookup) -> None:
+        """Let the hit of a request that waits be evicted last."""
+        for g, num_idled in enumerate(self._num_idled):
+            if lookup.num_idled[g] != num_idled:  # else no page has become younger since
+                lookup.num_idled[g] = num_idled
+                found = self._hit(lookup, g)
+                for page in reversed(found) if self.groups[g].is_whole else found:
+                    self._make_young(g, page)
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         """Offer the full pages of a request that goes on; it stays an owner of all of them."""
@@ -165,28 +223,30 @@ class PrefixCache:
         # _idle[group] holds each page that only the cache owns, the one unused for longest first;
         # of a whole group every node before its parent, so that the first is a leaf
         self._idle: list[OrderedDict[int, _Node]] = [OrderedDict() for _ in range(num_groups)]
+        self._num_fills = 0  # pages that were put into nodes
+        self._num_idled = [0] * num_groups  # pages that became idle, by group
 
-    def _keys(self, token_ids: Sequence[int], max_pages: int) -> list[Key]:
+    def _keys(self, token_ids: Sequence[int], first: int, stop: int) -> Iterator[Key]:
+        """Of these pages of the tokens"""
         size = self.page_size
-        num_pages = min(len(token_ids) // size, max_pages)
-        return [tuple(token_ids[i * size : (i + 1) * size]) for i in range(num_pages)]
+        return (tuple(token_ids[i * size : (i + 1) * size]) for i in range(first, stop))
 
-    def _walk(self, token_ids: Sequence[int], max_pages: int) -> list[_Node]:
-        path: list[_Node] = []
-        node = self._root
-        for key in self._keys(token_ids, max_pages):
+    def _walk(self, lookup: Lookup) -> None:
+        """Extend the path as far as the tree goes."""
+        path = lookup.path
+        node = path[-1] if path else self._root
+        for key in self._keys(lookup.token_ids, len(path), lookup.max_pages):
             child = node.children.get(key)
             if child is None:
-                break
+                return
             node = child
             path.append(node)
-        return path
 
-    def _hit_len(self, path: list[_Node]) -> int:
-        n = len(path)
-        while (hole := self._last_hole(path, n)) is not None:
-            n = hole  # every hit that is shorter, yet longer than this, needs the same page
-        return n
+    def _hit(self, lookup: Lookup, group: int) -> list[int]:
+        """Pages of the group that the token after the hit reads."""
+        n = lookup.num_pages
+        first = self.groups[group].first_read(n * self.page_size, self.page_size)
+        return [node.pages[group] for node in lookup.path[first:n]]
 
     def _last_hole(self, path: list[_Node], n: int) -> int | None:
         """Index of a node that lacks a page which a hit of n nodes needs."""
@@ -227,7 +287,7 @@ class PrefixCache:
         self, token_ids: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> list[tuple[Key, list[int]]]:
         """Each full page of tokens and its pages by group, up to the last that has any."""
-        keys = self._keys(token_ids, len(token_ids))
+        keys = self._keys(token_ids, 0, len(token_ids) // self.page_size)
         offers = list(zip(keys, map(list, zip(*pages, strict=False)), strict=False))
         while offers and not any(offers[-1][1]):
             offers.pop()
@@ -244,6 +304,7 @@ class PrefixCache:
                 self.groups[g].pool.share(page)  # now the offerer and the cache own it: not idle
                 self._nodes[g][page] = node
                 node.pages[g] = page
+                self._num_fills += 1
 
     def _make_room(self, node: _Node, mine: Sequence[int]) -> None:
         for g, page in enumerate(mine):
@@ -265,6 +326,7 @@ class PrefixCache:
         num_owners = self.groups[group].pool.release(page)
         if num_owners == 1 and page in self._nodes[group]:
             self._idle[group][page] = self._nodes[group][page]
+            self._num_idled[group] += 1
 
     def _make_young(self, group: int, page: int) -> None:
         if page in self._idle[group]:
@@ -316,3 +378,7 @@ class PrefixCache:
             seen.add(page)
             if node.parent is not None and node.parent.pages[group] in seen:
                 raise PoolError(f"cached page {page} would be evicted after the one above it")
+
+
+def _is_attached(node: _Node) -> bool:
+    return node.parent is not None and node.parent.children.get(node.key) is node
