@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slotzero.cache import cache_dir
+from slotzero.cache import cache_dir, writable
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, Line, Pieces, Recording, StepFunction
 
@@ -87,7 +87,8 @@ class CpuBackend(Backend):
     name = "cpu"
 
     def __init__(self) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable(cache_dir() / "inductor"))
 
     def record(self, function: StepFunction) -> Recording:
         pieces = RecordingPieces()

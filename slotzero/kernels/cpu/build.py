@@ -5,6 +5,7 @@ its sources, its flags, the compiler and torch, so a stale one is never loaded; 
 place, so two processes may build at once.
 """
 
+import errno
 import functools
 import hashlib
 import os
@@ -13,11 +14,12 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from slotzero.cache import cache_dir
+from slotzero.cache import cache_dir, unwritable, writing
 from slotzero.errors import CapacityError, ConfigError
 
 _FLAGS = (
@@ -87,9 +89,9 @@ def _build(library: Path) -> None:
         raise CapacityError(
             "the CPU kernels need a C++ compiler and none was found: install g++ (or set CXX)"
         )
-    library.parent.mkdir(parents=True, exist_ok=True)
     torch_dir = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+    folder = library.parent
+    with writing(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
         sources = sorted(_HERE.glob("*.cpp"))
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         include = f"-I{torch_dir / 'include'}"
@@ -98,16 +100,25 @@ def _build(library: Path) -> None:
                 (cxx, *_flags(), include, "-c", str(source), "-o", str(target))
                 for source, target in zip(sources, objects, strict=True)
             ]
-            list(pool.map(_run, commands))
+            list(pool.map(partial(_run, Path(scratch)), commands))
         linked = Path(scratch) / "linked.so"
         libraries = (f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-ltorch")
-        _run((cxx, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked), *libraries))
+        link = (cxx, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked), *libraries)
+        _run(Path(scratch), link)
         linked.replace(library)
 
 
-def _run(command: tuple[str, ...]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise CapacityError(
-            f"building the CPU kernels failed; the command was: {' '.join(command)}\n{done.stderr}"
-        )
+def _run(scratch: Path, command: tuple[str, ...]) -> None:
+    """All that the compiler writes is in the cache folder, and what it says is in English."""
+    env = os.environ | {"TMPDIR": str(scratch), "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode == 0:
+        return
+    full = os.strerror(errno.ENOSPC)
+    if full in done.stderr:
+        raise unwritable(scratch.parent, errno.ENOSPC, full)
+    lines = done.stderr.splitlines()
+    error = next((line for line in lines if "error" in line), (lines or ["it said nothing"])[-1])
+    raise CapacityError(
+        f"building the CPU kernels failed: {error}\n{' '.join(command)}\n{done.stderr}"
+    )
