@@ -59,6 +59,7 @@ LONGEST = (
     "test_latent.py",
     "test_assistant.py",
     "test_sanitize.py",
+    "test_answers.py",
     "test_engine.py",
     "test_openai_client.py",
     "test_triton.py",
