@@ -1,6 +1,7 @@
 """The tables against a plain dict: staged words land where they belong, and nowhere else."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotzero.errors import CapacityError, ContractError
+from slotzero.errors import CapacityError, ConfigError, ContractError
 from slotzero.graph import Registry
 from slotzero.memory import Memory
 from slotzero.pools import budget
-from slotzero.pools.tables import SlotTables
+from slotzero.pools.tables import MAX_WORDS, SlotTables, Staging
 from slotzero.sampling.params import SamplingParams
-from slotzero.sampling.tables import SAMPLING_TABLES, encode, mask_tables
+from slotzero.sampling.tables import SAMPLING_TABLES, TableSpec, encode, mask_tables
 
 NUM_SLOTS, MAX_LEN, PAGES, VOCAB = 3, 7, 4, 65
 SPECS = (*SAMPLING_TABLES, *mask_tables(VOCAB))
@@ -45,6 +46,36 @@ def test_every_row_starts_neutral() -> None:
         assert rows_of(tables, name) == neutral_rows(name), name
         assert tables[name].dtype == (torch.float32 if name in FLOATS else torch.int32)
         assert tables[name].dim() == (1 if WIDTHS[name] == 1 else 2)
+
+
+def test_the_last_word_of_the_largest_tables_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the most columns that are accepted for 65,535 slots."""
+    num_slots, width = 2**16 - 1, 2**15 - 1
+    with monkeypatch.context() as patch:  # a file with holes in place of 8 GiB
+
+        def sparse(shape: int, dtype: type[np.generic]) -> np.ndarray:
+            return np.memmap(tmp_path / "words", dtype, "w+", shape=shape)
+
+        patch.setattr(np, "zeros", sparse)
+        staging = Staging(num_slots, [TableSpec("tokens", width, "int32", 0)])
+    assert MAX_WORDS - num_slots <= staging.num_words <= MAX_WORDS
+    staging.stage("tokens", num_slots, [7, 8], width - 2)
+    writes = staging.take()
+    assert writes is not None
+    assert writes.tolist() == [[staging.num_words - 2, staging.num_words - 1], [7, 8]]
+    assert staging.place_of(staging.num_words - 1) == ("tokens", num_slots, width - 1)
+
+
+@pytest.mark.parametrize(("num_slots", "max_len"), [(2**16 - 1, 2**15 - 1), (1, 2**31)])
+def test_tables_that_cannot_be_addressed_are_refused(num_slots: int, max_len: int) -> None:
+    """And not one word of them is allocated."""
+    remedy = "lower --max-num-seqs or --max-model-len"
+    with pytest.raises(ConfigError, match=rf"^max_num_seqs={num_slots}: .*: {remedy}$"):
+        SlotTables(Registry(torch.device("cpu")), num_slots, max_len, 1, VOCAB, ["page_table"])
+    with pytest.raises(ConfigError, match=remedy):
+        Staging(num_slots, [TableSpec("tokens", max_len + 1, "int32", 0)])
 
 
 def test_what_was_taken_can_be_staged_again() -> None:

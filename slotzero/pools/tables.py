@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slotzero.errors import CapacityError, ContractError
+from slotzero.errors import CapacityError, ConfigError, ContractError
 from slotzero.graph import Registry
 from slotzero.pools.budget import refuse_beyond
 from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, TableSpec, mask_tables
 
+MAX_WORDS = 2**31 - 1  # 8 GiB; offsets of staged writes are int32
+REMEDY = "lower --max-num-seqs or --max-model-len"
 _DTYPES = {"int32": (torch.int32, np.int32), "float32": (torch.float32, np.float32)}
 
 
@@ -36,16 +38,28 @@ class _Place:
     base: int  # the first word of the table in the arena
 
 
+def count_words(num_slots: int, specs: Sequence[TableSpec]) -> int:
+    """Words of all tables; raises ConfigError if they are too many to be addressed."""
+    num_words = (num_slots + 1) * sum(spec.width for spec in specs)
+    if num_words > MAX_WORDS:
+        raise ConfigError(
+            f"max_num_seqs={num_slots}: the tables of its slots have {num_words} words at this "
+            f"max_model_len, and at most {MAX_WORDS} can be addressed: {REMEDY}"
+        )
+    return num_words
+
+
 class Staging:
     """Writes that wait to be applied, to tables of this layout wherever they are."""
 
     def __init__(self, num_slots: int, specs: Sequence[TableSpec]) -> None:
         self.num_slots, self.specs = num_slots, tuple(specs)
+        self.num_words = count_words(num_slots, specs)
         self._places: dict[str, _Place] = {}
-        self.num_words = 0
+        base = 0
         for spec in specs:
-            self._places[spec.name] = _Place(spec, self.num_words)
-            self.num_words += spec.width * (num_slots + 1)
+            self._places[spec.name] = _Place(spec, base)
+            base += spec.width * (num_slots + 1)
         self._staged: list[tuple[int, int]] = []  # (first word, number of words), in order
         self._taken: list[tuple[int, int]] = []  # of the last time
         self._latest = np.zeros(self.num_words, np.int32)  # by word: the last value staged, if any
@@ -122,14 +136,13 @@ class SlotTables(Staging):
             *mask_tables(vocab_size),
             *more,
         )
-        what, remedy = f"tables of {num_slots} requests", "lower --max-num-seqs or --max-model-len"
-        num_bytes = 4 * (num_slots + 1) * sum(spec.width for spec in specs)
-        refuse_beyond(2 * num_bytes, registry.device, what, remedy)  # with what is staged
+        what, num_bytes = f"tables of {num_slots} requests", 4 * count_words(num_slots, specs)
+        refuse_beyond(2 * num_bytes, registry.device, what, REMEDY)  # with what is staged
         super().__init__(num_slots, specs)
         try:
             self._arena = torch.zeros(self.num_words, dtype=torch.int32, device=registry.device)
         except RuntimeError as error:
-            raise CapacityError(f"{what} do not fit into memory: {remedy}") from error
+            raise CapacityError(f"{what} do not fit into memory: {REMEDY}") from error
         self._views = {
             name: registry.table(name, self._view(place), follows=place.spec.follows)
             for name, place in self._places.items()
