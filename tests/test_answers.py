@@ -68,8 +68,9 @@ def serve(engine: Engine, fault: TrafficFault) -> list[list[int]]:
 
 def again(engine: Engine, answer: Answer, rounding: float | None = None) -> Disagreement | None:
     rounding = bounds_of(engine).size if rounding is None else rounding
+    masks = None if answer.request.grammar is None else engine.masks(answer.request)
     with torch.inference_mode():
-        *_, last = Recomputation(engine.worker, answer.request, rounding).chunks()
+        *_, last = Recomputation(engine.worker, answer.request, rounding, masks).chunks()
     return last
 
 

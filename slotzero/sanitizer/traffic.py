@@ -143,8 +143,8 @@ class ShortKey(TrafficFault):
         cache = engine.lanes[0].ledger.cache
         right = cache._keys
 
-        def short(token_ids: Sequence[int], max_pages: int) -> list[tuple[int, ...]]:
-            return [(*key[:-1], 0) for key in right(token_ids, max_pages)]
+        def short(token_ids: Sequence[int], first: int, stop: int) -> Iterator[tuple[int, ...]]:
+            return ((*key[:-1], 0) for key in right(token_ids, first, stop))
 
         with swapped(cache, "_keys", short):
             try:
