@@ -6,6 +6,7 @@ from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero import engine as engine_module
+from slotzero.errors import StepFailedError
 from slotzero.interrupt import uninterrupted
 
 
@@ -135,7 +136,8 @@ def test_results_that_fail_to_arrive_leave_nobody_hanging(oracles):
     with pytest.raises(RuntimeError, match="the copy is lost"):
         llm.generate(prompts[1], params, use_tqdm=False)
     llm.engine.lanes[0].commit = commit
-    assert [chunk.finish_reason for chunk in stream] == ["abort"]
+    with pytest.raises(StepFailedError, match="RuntimeError: the copy is lost"):
+        next(stream)
     (output,) = llm.generate(prompts[1], params, use_tqdm=False)
     assert output.outputs[0].token_ids == oracle.generate(prompts[1]["prompt_token_ids"], 20)[0]
     llm.engine.check()

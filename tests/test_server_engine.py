@@ -49,6 +49,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.share import WHOLE
 from slotzero.server.stream import Stream
+from slotzero.worker import Results
 
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 STAGES = ["kernels", "weights", "recording"]
@@ -855,17 +856,16 @@ def test_a_step_that_fails_is_told_to_those_who_lost_and_the_rest_goes_on(
     desk.engine.check()
 
 
-def test_who_grew_unseen_in_a_failed_step_is_refused(make_desk: MakeDesk) -> None:
+def test_who_grew_unseen_in_a_failed_step_is_refused(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tokens are there and their log probabilities are not: the answer would have a hole."""
-    desk = make_desk()
-    desk.turn(Add("a", prompt_of(5), greedy(1, logprobs=1)))
 
     def broken(*_: object) -> None:
         raise RuntimeError("no such row")
 
-    _, (results,) = desk.engine._in_flight[0]
-    results.logprobs = broken  # type: ignore[assignment, method-assign]
-    messages = desk.turn()
+    monkeypatch.setattr(Results, "logprobs", broken)
+    messages = make_desk().turn(Add("a", prompt_of(5), greedy(1, logprobs=1)))
     assert kinds(messages, Refused) == [Refused("a", "RuntimeError", "no such row")]
     assert not kinds(messages, Progress)
 
@@ -993,7 +993,7 @@ def test_an_idle_engine_waits_and_wakes(
     monkeypatch.setattr(process, "LATEST", 60.0)
     timer = threading.Timer(0.1, desk.inbox.put, [Add("a", prompt_of(5), greedy(2))])
     timer.start()
-    assert desk.turn() == []
+    assert [type(message) for message in desk.turn()] == [Progress]
     timer.join()
     assert desk.engine.has_work
     assert kinds(desk.finish(), Progress)
