@@ -414,8 +414,8 @@ def test_masks_that_come_at_any_time_change_no_answer(monkeypatch: pytest.Monkey
         run(alone)
         expected.append(answer.token_ids)
     engine = make(
-        max_num_seqs=8, max_num_batched_tokens=16, max_model_len=160, page_size=4,
-        kv_cache_memory=12 * PAGE,
+        max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, page_size=4,
+        kv_cache_memory=6 * PAGE,
     )  # fmt: skip
     answers = [engine.add(f"{i}", *asked) for i, asked in enumerate(asks(8))]
     run_until(engine, lambda: engine.check() or not engine.has_work)
