@@ -47,7 +47,7 @@ MASK_GRACE = 0.005  # seconds that a step waits for the masks of the tokens that
 IDLE_WAIT = 0.01  # seconds that a step waits for grammars when nothing else can be done
 
 
-@dataclass
+@dataclass(eq=False)  # two requests with equal answers are still two
 class Answer:
     """One request in the engine, with the text and the log probabilities of what it has so far."""
 
@@ -226,7 +226,7 @@ class Engine:
                 is_due = len(self._in_flight) > self._max_in_flight
                 is_due |= bool(self._in_flight) and step is None
                 if is_due:
-                    grown += self._commit()
+                    self._commit(grown)
                 elif step is None and not grown and self._grammars.is_busy:
                     self._grammars.poll(IDLE_WAIT)
                 if self.sanitizer is not None and (is_due or grown):
@@ -259,7 +259,8 @@ class Engine:
             self._in_flight.append((step, self.worker.run(step)))
         self.num_steps += 1
 
-    def _commit(self) -> list[Answer]:
+    def _commit(self, grown: list[Answer]) -> None:
+        """Append what the oldest step sampled to its answers, and them to `grown`."""
         step, results = self._in_flight[0]
         with self.crew.watched("waiting for a step", in_step=True):
             tokens = [of_lane.tokens() for of_lane in results]
@@ -270,19 +271,18 @@ class Engine:
             for lane, rows, sampled in zip(self.lanes, step.lanes, tokens, strict=True)
         ]
         self._await_masks([request for receivers in committed for request, _ in receivers])
-        grown = []
         for rows, receivers, of_lane in zip(step.lanes, committed, results, strict=True):
             row_of = {row.request.id: i for i, row in enumerate(rows)}
             for request, num_new in receivers:
                 answer = self._answers[request.id]
+                grown.append(answer)
                 num_new = self._extend_text(answer, num_new)
                 if request.params.logprobs is not None:
                     answer.logprobs += of_lane.logprobs(row_of[request.id])[:num_new]
-                if answer.finished:
-                    del self._answers[request.id]
-                grown.append(answer)
         self._in_flight.popleft()
-        return grown
+        for answer in grown:
+            if answer.finished:
+                self._answers.pop(answer.request.id, None)
 
     def _await_masks(self, requests: Sequence[Request]) -> None:
         """Ask for masks all at once, and wait for them for a moment."""
@@ -397,7 +397,8 @@ class Engine:
         lost = [answer for answer in self._answers.values() if answer.finished]
         for answer in lost:
             del self._answers[answer.request.id]
-        for answer in (*lost, *(answer for answer in grown if answer.finished)):
+        not_handed_out = [a for a in grown if a.finished and a not in lost]
+        for answer in lost + not_handed_out:
             answer.error = error
             answer.notify()
 

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,17 @@ from torch import Tensor
 
 from slotzero.kernels.cpu import build
 from slotzero.kernels.cpu.kernels import ACTIVATIONS, CpuKernels
-from slotzero.kernels.nouns import Experts, ExpertWeights, Normed, Tokens
+from slotzero.kernels.nouns import Experts, ExpertWeights, Heads, Normed, Tokens
+from slotzero.kernels.nouns_recurrent import Scan, States
+from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
 
+HERE = Path(__file__)
+KERNEL_TESTS = [
+    HERE,
+    HERE.with_name("test_kernels.py"),
+    HERE.with_name("test_recurrent_kernels.py"),
+]
 ROWS = 37
 SIZES = (1, 3, 4, 7, 8, 12, 16, 20, 33, 64, 100)
 EPS = 1e-6
@@ -85,7 +95,15 @@ def test_rope_angles(kernels, size):
     def angles(positions: Tensor) -> Tensor:
         return stacked(*kernels.turn(Tokens(torch.ones_like(positions), positions), frequency, 1.5))
 
-    require_invariant(angles, torch.arange(ROWS, dtype=torch.int32) * 977)
+    positions = torch.arange(ROWS, dtype=torch.int32) * 977
+    require_invariant(angles, positions)
+    by_token = torch.rand(ROWS, size)
+
+    def angles_by_token(positions: Tensor) -> Tensor:
+        tokens = Tokens(torch.ones_like(positions), positions)
+        return stacked(*kernels.turn(tokens, by_token[positions // 977], 1.0))
+
+    require_invariant(angles_by_token, positions)
 
 
 @pytest.mark.parametrize("inner", [1, 5, 16, 33])
@@ -119,6 +137,74 @@ def test_experts(kernels, scores):
     require_invariant(experts, values(ROWS, hidden) / 4)
 
 
+@pytest.mark.parametrize("size", [5, 16, 20])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_attention(kernels, size, softcap):
+    """Row i is the token of slot i + 1 at a position of its own."""
+    page, pages = 4, 6
+    heads = Heads(4, 2, size, size, EPS, size**-0.5, softcap=softcap)
+    table = torch.arange((ROWS + 1) * pages, dtype=torch.int32).view(ROWS + 1, pages)
+    kv = values(table.numel(), page, 2, 2 * size, seed=5)
+    q = values(ROWS, 4, size)
+
+    def attend(rows: Tensor) -> Tensor:
+        slots, positions = (rows + 1).int(), (rows * 7 % (page * pages)).int()
+        return kernels.attend(q[rows], None, kv, table, slots, positions, heads)
+
+    require_invariant(attend, torch.arange(ROWS))
+
+
+@pytest.mark.parametrize(
+    "shape", [Scan("mamba", 4, 5, 2, 3, 4, (0.01, 0.5)), Scan("delta", 2, 20, 2, 12, 3)]
+)
+def test_recurrent_layers(kernels, shape):
+    """Decode: each row goes on from the state of its own slot."""
+    conv, scan = (values(ROWS + 1, *s, seed=6) for s in (shape.conv_shape, shape.scan_shape))
+    weight, bias = values(shape.channels, shape.conv_width, seed=7), values(1, shape.channels)[0]
+    a_log, dt_bias, d = values(3, shape.num_heads, seed=8) / 4
+    x = values(ROWS, shape.channels)
+    gates, beta = values(2 * ROWS, shape.num_heads, seed=9).chunk(2)
+
+    def mix(rows: Tensor) -> Tensor:
+        tokens = Tokens((rows + 1).int(), torch.full_like(rows, 3).int())
+        states = States(conv.clone(), scan.clone())
+        mixed = kernels.convolve(x[rows], weight, bias, tokens, None, states, None, shape)
+        out = kernels.scan(
+            mixed, gates[rows], beta[rows], a_log, dt_bias, d, tokens, None, states, None, shape
+        )
+        norm = out.new_ones(out.shape[1])
+        gated = kernels.gate_norm(out, out.flip(1), norm, EPS, out.shape[1] // 2, True)
+        return stacked(out, gated, states.conv[rows + 1], states.scan[rows + 1])
+
+    require_invariant(mix, torch.arange(ROWS))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_sampling(kernels, temperature):
+    vocab = 101
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=30, logprobs=3)
+    tables = {"tokens": torch.zeros(ROWS + 1, 8, dtype=torch.int32)}
+    for spec in (*SAMPLING_TABLES, *mask_tables(vocab)):
+        table = torch.full(spec.shape(ROWS), spec.neutral, dtype=getattr(torch, spec.dtype))
+        tables[spec.name] = table
+    for slot in range(1, ROWS + 1):
+        for name, value in encode(params, slot, 2, frozenset()).items():
+            table = tables[name]
+            table[slot] = torch.tensor(value, dtype=table.dtype).view(table[slot].shape)
+    logits = values(ROWS, vocab)
+
+    def sample(rows: Tensor) -> Tensor:
+        slots, count = (rows + 1).int(), len(rows)
+        ids, floats = torch.zeros(count, 3, dtype=torch.int32), torch.zeros(count, 3)
+        out = Sampled(slots.clone(), torch.zeros(count), ids, floats)
+        kernels.sample(
+            logits[rows], slots, torch.full_like(slots, 5), SamplingTables(**tables), out
+        )
+        return stacked(*(part.double().view(count, -1) for part in out))
+
+    require_invariant(sample, torch.arange(ROWS))
+
+
 def instruction_sets() -> list[str]:
     """Those that this machine can run besides its best one, which this process tests."""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -131,7 +217,7 @@ def instruction_sets() -> list[str]:
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_other_instruction_sets(isa):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *KERNEL_TESTS],
         env={**os.environ, "SLOTZERO_CPU_ISA": isa},
         capture_output=True,
         text=True,

@@ -33,8 +33,13 @@ from slotzero.sanitizer.stage import staged
 from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
 
-SMALL = ["tiny:llama", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
-TINY = [*SMALL, "--backend", "eager"]
+
+def small(model: str = "llama", seqs: int = 4, tokens: int = 64) -> list[str]:
+    return [f"tiny:{model}", "--max-num-seqs", str(seqs), "--max-num-batched-tokens", str(tokens)]
+
+
+EAGER = ["--backend", "eager"]
+TINY = [*small(), *EAGER]
 EAGLE3 = ["--speculative", "eagle3", "--no-speculative-adaptive"]
 NGRAM = ["--speculative", "ngram"]
 Run = Callable[..., tuple[int, str, str]]
@@ -264,8 +269,8 @@ def test_a_drafter_that_is_wrong_is_named(
     [
         [*TINY],
         [*TINY, "--quick"],
-        [*SMALL, "--backend", "cpu", "--quick", "--max-num-seqs", "2"],
-        [*SMALL, "--backend", "cpu", "--quick", "--max-num-seqs", "2", *EAGLE3],
+        [*small(seqs=2), "--backend", "cpu", "--quick"],
+        [*small(seqs=2), "--backend", "cpu", "--quick", *EAGLE3],
     ],
 )
 def test_no_runner_is_forgotten(run: Run, engines: list[Engine], words: list[str]) -> None:
@@ -296,17 +301,17 @@ def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: lis
     ],
 )
 def test_every_drafter_passes_with_rows_of_every_kind(run: Run, drafter: list[str]) -> None:
-    code, out, _ = run(*TINY, *drafter, "--quick", "--max-num-seqs", "16")
+    code, out, _ = run(*small(seqs=16), *EAGER, *drafter, "--quick")
     assert code == 0, out
 
 
 MTP = ["--speculative", "mtp", "--no-speculative-adaptive", "--speculative-steps"]
-SMALLEST = ["--quick", "--max-num-seqs", "7", "--max-num-batched-tokens", "16"]
+SMALLEST = {"seqs": 7, "tokens": 16}
 
 
 def test_an_assistant_without_kv_passes(run: Run) -> None:
     assistant = ["--speculative-model", "tiny:gemma4-assistant"]
-    code, out, _ = run("tiny:gemma4", *TINY[1:], *MTP, "2", *assistant, *SMALLEST)
+    code, out, _ = run(*small("gemma4", **SMALLEST), *EAGER, *MTP, "2", *assistant, "--quick")
     assert code == 0, out
 
 
@@ -316,7 +321,7 @@ def test_layers_that_guess_ahead_pass(
 ) -> None:
     config = {**TINY_CONFIGS["deepseek-v3"], "num_nextn_predict_layers": num_layers}
     monkeypatch.setitem(TINY_CONFIGS, "deepseek-v3", config)
-    words = ["tiny:deepseek-v3", *TINY[1:], *MTP, str(max(2, num_layers)), *SMALLEST]
+    words = [*small("deepseek-v3", **SMALLEST), *EAGER, *MTP, str(max(2, num_layers)), "--quick"]
     code, out, _ = run(*words, "--json", "-")
     report = json.loads(out)
     assert (code, report["failures"]) == (0, [])
@@ -329,7 +334,9 @@ def test_a_layer_that_stores_where_the_one_before_does_is_named(
     config = {**TINY_CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 2}
     monkeypatch.setitem(TINY_CONFIGS, "deepseek-v3", config)
     monkeypatch.setattr(eagle, "_one_before", lambda *given: given)
-    code, out, _ = run("tiny:deepseek-v3", *TINY[1:], *MTP, "2", *SMALLEST, "--json", "-")
+    code, out, _ = run(
+        *small("deepseek-v3", **SMALLEST), *EAGER, *MTP, "2", "--quick", "--json", "-"
+    )
     found = {(f["runner"], f["check"], f["tensor"]) for f in json.loads(out)["failures"]}
     assert code == 1
     assert ("draft-extend-3", "S4", "kv_draft") in found

@@ -534,6 +534,30 @@ def test_dummy_weights_are_the_same_without_a_seed() -> None:
     assert without == zero != one
 
 
+def test_a_commit_that_fails_midway_ends_the_answers_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first answer has its last token and was not handed out: it must not be lost."""
+    engine, heard = make(max_num_seqs=2), []
+    answers = [engine.add(f"{i}", PROMPT, greedy(3 + i)) for i in range(2)]
+    for answer in answers:
+        answer.listener = heard.append
+    extend = engine._extend_text
+
+    def fail(answer: Answer, num_new: int) -> int:
+        if answer is answers[1] and answers[0].finished:
+            raise MemoryError("no room")
+        return extend(answer, num_new)
+
+    monkeypatch.setattr(engine, "_extend_text", fail)
+    with pytest.raises(MemoryError):
+        while True:
+            engine.step()
+    assert all(isinstance(answer.error, MemoryError) for answer in answers)
+    assert {*heard[-2:]} == {*answers}
+    assert not engine.has_work
+
+
 # Steps in order, and one step in flight
 
 

@@ -264,7 +264,7 @@ def engine(recorded: Engine) -> Iterator[Engine]:
     for each in worker.runners:
         each.observer = None
     worker.tables.observer = recorded.sanitizer = None
-    recorded._abandon()
+    recorded._abandon(RuntimeError("the test is over"), [])
     worker.tables.apply()
     worker.registry.distrust_published()
     for name, tensor in memory.items():

@@ -236,6 +236,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
+        request.lookup = None
         if request.grammar is not None:
             request.grammar.release()
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slotzero.kernels import composed
 from slotzero.kernels.nouns import Normed
+from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import bulk, kernels
 from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.kernels import TritonKernels
@@ -27,6 +27,7 @@ SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leav
 ROWS = [1, 3, 5, 11, 64, 70, 250]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, "linear") if tile.slices == 1]
+REFERENCE = ReferenceKernels()
 KINDS = ["linear", "gated", "add", "logits"]
 ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
@@ -98,7 +99,7 @@ def check_gated(device, half, rows, shape, activation, tiles) -> None:
     x, weight, bias, norm = made(rows, *shape, device, half)
     size = shape[0] // 2
     joined = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
-    expected = composed.gated(*joined.chunk(2, -1), activation)
+    expected = REFERENCE.gate(*joined.chunk(2, -1), activation)
     for tile in tiles:
         out = torch.full((rows, size), torch.nan, device=device).to(half)
         linear(late(x, norm, 1), EPS, weight, bias, out, tile, activation=activation)
@@ -333,9 +334,9 @@ def test_without_a_norm_the_residual_is_what_follows(device, change_norm):
 def test_an_added_norm_is_rounded_where_the_model_rounds(device, half):
     before, delta = torch.randn(2, 5, 72, device=device).to(half)
     after, norm = torch.randn(2, 72, device=device).to(half)
-    expected = before + composed.rms_norm(delta, after, EPS)
+    expected = before + REFERENCE.rms_norm(delta, after, EPS)
     made = add_norm(before, delta, after, norm, EPS, late=False)
-    normed = composed.rms_norm(before, norm, EPS)
+    normed = REFERENCE.rms_norm(before, norm, EPS)
     if INTERPRETED:
         assert torch.equal(before, expected)
         assert torch.equal(made.x, normed)
@@ -350,10 +351,10 @@ def test_a_gate_beside_a_product(device, half, size, activation):
     joined = torch.randn(3, 2 * size, device=device) * 6
     joined[0, 0], joined[1, size] = torch.nan, torch.nan
     parts = joined.chunk(2, -1)
-    expected = composed.gated(*parts, activation)
+    expected = REFERENCE.gate(*parts, activation)
     assert torch.allclose(gated(*parts, activation), expected, atol=1e-5, equal_nan=True)
     gates, values = joined[2:].to(half).chunk(2, -1)
-    wide = composed.gated(gates.float(), values.float(), activation)
+    wide = REFERENCE.gate(gates.float(), values.float(), activation)
     assert close(gated(gates, values, activation), wide)
     one = gates[:, :1].expand_as(values)
     assert torch.equal(gated(one, values, activation), gated(one.contiguous(), values, activation))
