@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from slotzero.cli import main as cli
 from slotzero.cli import serve
 from slotzero.server.app import make_app
 from slotzero.server.connections import Connections, default_limits
+from slotzero.server.events import EventStream, event
 from slotzero.server.repeats import Repeats
 from slotzero.server.settings import ServerSettings
 from slotzero.tokenizer import Tokenizer
@@ -63,6 +64,16 @@ class Running:
             while not self.is_released:
                 await asyncio.sleep(0.01)
             return "done"
+
+        @app.get("/stream")
+        async def stream(holds: bool) -> EventStream:
+            async def events() -> AsyncGenerator[bytes, None]:
+                yield event(b"begun")
+                if holds:
+                    await slow()
+                yield event(b"ended")
+
+            return EventStream(events())
 
         self.num_slow, self.is_released = 0, False
         self.front = app.state.front
@@ -160,6 +171,21 @@ def test_an_answer_may_take_longer_than_any_of_this() -> None:
         time.sleep(1.0)
         server.is_released = True
         assert b"done" in read_all(end)
+
+
+def test_the_second_of_two_pipelined_streams_may_take_longer_too() -> None:
+    """It begins before the call of the application for the first one has returned."""
+    head = "GET /stream?holds={} HTTP/1.1\r\nHost: x\r\n\r\n"
+    both = (head.format(0) + head.format(1)).encode()
+    with running(keep_alive_timeout=0.2) as server, server.connect(both) as end:
+        wait_until(lambda: server.num_slow == 1)
+        time.sleep(1.0)
+        server.is_released = True
+        reply = read_all(end)  # it is closed when it is idle
+        wait_until(lambda: server.connections.num_open == 0)
+    assert reply.count(b"HTTP/1.1 200 OK") == 2
+    assert reply.count(b"data: begun") == reply.count(b"data: ended") == 2
+    assert reply.endswith(b"\r\n0\r\n\r\n")
 
 
 # Number

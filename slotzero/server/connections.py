@@ -124,16 +124,21 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._has_begun = False  # to send the head of a request
+        self._num_requests = 0  # being served: a pipelined one begins before the previous call ends
 
     # The application
 
     def begin(self) -> None:
         """The head of a request has been read."""
+        self._num_requests += 1
         self._set_timer(None)
         self._connections.began(self)
 
     def end(self) -> None:
-        """Its answer was sent."""
+        """The answer to one request was sent; the connection is idle if it serves no other."""
+        self._num_requests -= 1
+        if self._num_requests > 0:
+            return
         self._connections.ended(self)
         self._has_begun = False
         self._set_timer(self._connections.keep_alive_timeout)
