@@ -5,9 +5,9 @@ inside. `Tracked`, around the application, tells it when a request begins and en
 state of the request's scope. Connections that are idle, or never send the whole head of a request,
 are closed here; Gate ends those that never send the whole body.
 
-The rules: a connection that serves a request is never closed by a limit. One that serves none is
-closed when more than `limit` are open, the longest idle first. Of `limit`, some are always left for
-connections without a request, so that a client that is refused learns why.
+The rules: a connection that serves a request is never closed by a limit. When more than `limit` are
+open, the connection that has been idle longest is closed. Requests are refused before they occupy
+all `limit` connections, so that a refused client still gets a connection, and a reply saying why.
 """
 
 import asyncio

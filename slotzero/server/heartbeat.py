@@ -1,10 +1,12 @@
-"""Heartbeats of an engine's process: who sends them, and what it means when they stay away.
+"""Heartbeats of an engine's process, and how the server detects an engine that does not respond.
 
-A thread of the engine's process sends one a second, also while a model loads or a step takes long,
-and says how long the engine's loop has not turned. So a process that hangs, or was stopped, differs
-from one that works. It does not know sockets, nor what is done about a process that hangs.
+A thread of the engine's process sends one heartbeat per second, also while a model loads or during
+a long step, with the time that the current turn of the engine's loop has taken so far. The server
+can thus tell a process that hangs or was stopped from one that is busy. This module knows nothing
+of sockets, nor of how an unresponsive process is replaced.
 
-The rule: time in which this process did not run either does not count as silence of the other.
+The rule: time during which the server's own process did not run does not count as silence of the
+engine.
 """
 
 import threading
