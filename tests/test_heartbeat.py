@@ -168,8 +168,10 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
     with caplog.at_level(logging.INFO, "slotzero.server"):
         asyncio.run(live())
     lines = [record.getMessage() for record in caplog.records]
-    assert "the engine is unresponsive: no sign of life for 10 s" in lines
-    assert "the engine responds again" in lines
+    lost = lines.count("the engine is unresponsive: no sign of life for 10 s")
+    found = lines.count("the engine responds again")
+    assert found >= 1
+    assert lost - found in (0, 1), "each change is logged once"  # a busy machine may cause more
 
 
 def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
