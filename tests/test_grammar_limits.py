@@ -1,8 +1,12 @@
 """Grammars that take too long or too much memory: they end alone, and no neighbour notices."""
 
+import array
+import contextlib
+import fcntl
 import gc
 import os
 import signal
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +27,7 @@ from slotzero.tokenizer import Tokenizer
 pytest.importorskip("llguidance")
 
 MIB = 1 << 20
+VOCAB = 151_936
 # After five characters llguidance must write the 30,000 down: 20 ms for each token, and 10 MB.
 LARGE = "a(1|2){4}a{30000}"
 SLOWER = "a(1|2){4}a{1000000}"
@@ -76,8 +81,8 @@ ORDINARY: dict[str, dict[str, Any]] = {
 }
 
 
-def pool(**limits: Any) -> Grammars:
-    return Grammars(Tokenizer.bytes_tokenizer, 259, (257,), GrammarLimits(**limits))
+def pool(vocab_size: int = 259, **limits: Any) -> Grammars:
+    return Grammars(Tokenizer.bytes_tokenizer, vocab_size, (257,), GrammarLimits(**limits))
 
 
 def workers_of(grammars: Grammars) -> set[int]:
@@ -85,6 +90,14 @@ def workers_of(grammars: Grammars) -> set[int]:
     assert grammars._server is not None
     server = grammars._server.pid
     return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
+
+
+def num_unread_bytes(grammars: Grammars) -> int:
+    """How much of what its only worker sent was not read."""
+    (fd,) = (key.fd for key in grammars._selector.get_map().values() if key.data is not None)
+    num = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, num)
+    return num[0]
 
 
 def await_that(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -173,18 +186,61 @@ def test_a_hostile_grammar_is_within_its_limits_or_refused(name: str) -> None:
     assert time.monotonic() - began < 60.0
 
 
-def test_a_mask_that_takes_too_long_fails_its_answer_and_no_other() -> None:
-    """The neighbour has the same grammar, and is followed again from its own tokens."""
-    grammars = pool(mask_seconds=0.05, reply_seconds=300.0)
-    slow, quick, late = (begun(grammars, regex=f"1+x|2{SLOWER}") for _ in range(3))
-    assert follow(quick, "11")
-    assert not follow(slow, "2a1212a")
+def test_a_mask_that_takes_too_long_fails_its_answer() -> None:
+    grammars = pool(mask_seconds=0.01, reply_seconds=300.0)
+    slow = begun(grammars, regex=SLOWER)
+    assert not follow(slow, "a1212a")
     assert slow.failure == (
-        "structured_outputs: regex: computing the mask for the next token took more than 0.05 s: "
+        "structured_outputs: regex: computing the mask for the next token took more than 0.01 s: "
         "use a simpler grammar"
     )
-    assert follow(quick, "1x") and tokens_of(quick.allowed) == {257}
-    assert follow(late, "1") and tokens_of(late.allowed) == {ord("1"), ord("x")}
+
+
+# ---- many answers ----
+
+
+def advance_all(grammars: Grammars, answers: Sequence[Grammar]) -> None:
+    """One token to each answer, as a step of the engine does: first all of them are sent."""
+    with alarm(60):
+        assert all(answer.advance(ord("a")) for answer in answers)
+        assert all(map(settled, answers))
+
+
+@contextlib.contextmanager
+def alarm(seconds: int) -> Iterator[None]:
+    """Fail a test whose process would wait forever."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_one_grammar_has_more_answers_than_the_buffers_of_its_socket_hold() -> None:
+    grammars = pool(vocab_size=VOCAB)
+    first = begun(grammars, regex="[ab]{50}")
+    answers = [first, *(begun(grammars, regex="[ab]{50}") for _ in range(599))]
+    for _ in range(2):
+        advance_all(grammars, answers)
+        assert not any(answer.failure for answer in answers)
+    assert tokens_of(answers[-1].allowed) == {ord("a"), ord("b")}
+
+
+def test_long_answers_of_one_grammar_are_followed_again_in_a_new_worker() -> None:
+    grammars = pool(vocab_size=VOCAB, reply_seconds=300.0, mask_seconds=300.0)
+    answers = [begun(grammars, regex="[ab]*") for _ in range(64)]
+    for answer in answers:
+        answer.tokens += [ord("a")] * 4000
+    (pid,) = workers_of(grammars)
+    os.kill(pid, signal.SIGKILL)
+    await_that(lambda: not is_alive(pid))
+    advance_all(grammars, answers)
 
 
 # ---- what is kept ----

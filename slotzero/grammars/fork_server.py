@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 
 from slotzero.grammars.matcher import first_line, load_vocabulary
 from slotzero.grammars.messages import MAX_ORDER, Ended, Kill, Ready, Start, Unusable
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 class _ForkServer:
     def __init__(
-        self, control: socket.socket, work: Callable[[Connection], int], libc: ctypes.CDLL
+        self, control: socket.socket, work: Callable[[socket.socket], int], libc: ctypes.CDLL
     ) -> None:
         self._control = control
         self._work = work
@@ -101,7 +100,7 @@ class _ForkServer:
             if os.getppid() != parent:  # it died before that
                 os._exit(0)
             _keep_only(fd)
-            status = self._work(Connection(fd))
+            status = self._work(socket.socket(fileno=fd))
         finally:
             os._exit(status)
 

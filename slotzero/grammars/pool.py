@@ -29,6 +29,7 @@ from typing import final
 import numpy as np
 
 from slotzero.errors import RequestError
+from slotzero.grammars.channel import Channel
 from slotzero.grammars.grammar import Grammar, words
 from slotzero.grammars.matcher import WORD_BITS, mask_of
 from slotzero.grammars.messages import COMPILE, Ended, Ready, Reply, Source, Unusable
@@ -166,11 +167,14 @@ class Grammars:
         """Take what has come from the processes, or what comes next within some seconds."""
         if self._server is None:
             return
-        for key, _ in self._selector.select(self._until_deadline(seconds)):
-            if key.data is None:
+        for key, events in self._selector.select(self._until_deadline(seconds)):
+            worker: Worker | None = key.data
+            if worker is None:
                 self._hear(self._server)
-            elif key.data.connection is not None:  # else it was removed in this loop
-                self._take(key.data)
+                continue
+            if worker.channel is not None and events & selectors.EVENT_WRITE:
+                worker.channel.flush()
+            self._take(worker)
         self._kill_late()
         self._balance()
         self._start_queued()
@@ -192,12 +196,15 @@ class Grammars:
                 self._lose_server(server)
 
     def _take(self, worker: Worker) -> None:
-        assert worker.connection is not None
-        try:
-            reply: Reply = worker.connection.recv()
-        except (EOFError, OSError):
+        """Take all replies that have come."""
+        if worker.channel is None:
+            return  # there will be no more
+        for reply in worker.channel.receive():
+            self._take_reply(worker, reply)
+        if worker.channel is not None and not worker.channel.is_open:
             self._disconnect(worker)  # the fork server will say how it ended
-            return
+
+    def _take_reply(self, worker: Worker, reply: Reply) -> None:
         worker.asked.popleft()
         worker.since, worker.memory = time.monotonic(), reply.memory
         if reply.number == COMPILE:
@@ -241,9 +248,8 @@ class Grammars:
             if num_compiling >= _MOST_COMPILING or is_full:
                 return
             worker = self._queue.popleft()
-            connection = self._server.start(worker.number)
-            self._selector.register(connection, selectors.EVENT_READ, worker)
-            worker.compile(connection, time.monotonic())
+            channel = Channel(self._server.start(worker.number), self._selector, worker)
+            worker.compile(channel, time.monotonic())
 
     def _until_deadline(self, seconds: float) -> float:
         since = min((w.since for w in self._workers.values() if w.asked), default=math.inf)
@@ -303,10 +309,9 @@ class Grammars:
         self._disconnect(worker)
 
     def _disconnect(self, worker: Worker) -> None:
-        if worker.connection is not None:
-            self._selector.unregister(worker.connection)
-            worker.connection.close()
-            worker.connection = None
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel = None
 
     def _lose_server(self, server: ForkServer) -> None:
         """Its workers have ended with it."""

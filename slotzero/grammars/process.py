@@ -1,7 +1,6 @@
 """The processes of grammars as the engine holds them: the fork server, and one worker per grammar.
 
-Nothing here waits, except that a large grammar is sent in one piece. It does not know which limits
-there are; pool.py does.
+Nothing here waits. It does not know which limits there are; pool.py does.
 """
 
 import contextlib
@@ -13,12 +12,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import final
 
 import numpy as np
 
 from slotzero.errors import SlotzeroError
+from slotzero.grammars.channel import Channel
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.messages import (
     COMPILE,
@@ -62,13 +61,13 @@ class ForkServer:
         self.pid = process.pid
         self.close = weakref.finalize(self, _end, process, self.socket)
 
-    def start(self, number: int) -> Connection:
+    def start(self, number: int) -> socket.socket:
         """Have a worker forked, and return our end of its socket."""
         ours, theirs = socket.socketpair()
         with contextlib.suppress(ConnectionError):  # its end is noticed by who receives
             socket.send_fds(self.socket, [pickle.dumps(Start(number))], [theirs.fileno()])
         theirs.close()
-        return Connection(ours.detach())
+        return ours
 
     def kill(self, number: int) -> None:
         with contextlib.suppress(ConnectionError):
@@ -101,15 +100,15 @@ class Worker:
         """Bytes, as of its last reply."""
         self.first_mask: np.ndarray | None = None
         """Once it is compiled."""
-        self.connection: Connection | None = None
+        self.channel: Channel | None = None
         """Once it has a process, until that is seen to have ended."""
 
     @property
     def is_compiled(self) -> bool:
         return self.first_mask is not None
 
-    def compile(self, connection: Connection, now: float) -> None:
-        self.connection = connection
+    def compile(self, channel: Channel, now: float) -> None:
+        self.channel = channel
         self._ask(COMPILE, self.source, now)
 
     def follow(self, grammar: Grammar, now: float) -> None:
@@ -127,9 +126,8 @@ class Worker:
         self._send(message)
 
     def _send(self, message: Source | Follow | End) -> None:
-        if self.connection is not None:
-            with contextlib.suppress(OSError):  # it has ended: the fork server will say how
-                self.connection.send(message)
+        if self.channel is not None:
+            self.channel.send(message)
 
 
 def _feed(

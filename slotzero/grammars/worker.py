@@ -11,9 +11,10 @@ the one that it is working on.
 import os
 import resource
 import signal
-from multiprocessing.connection import Connection
+import socket
 from typing import NamedTuple
 
+from slotzero.grammars.channel import frame, read
 from slotzero.grammars.matcher import CompiledGrammar, Vocabulary
 from slotzero.grammars.messages import COMPILE, End, Follow, Reply, Source
 
@@ -21,7 +22,9 @@ OUT_OF_MEMORY = 3  # exit status
 NICENESS = 10  # a grammar that keeps a core busy leaves most of it to the engine
 
 
-def work(connection: Connection, vocabulary: Vocabulary, memory: int, mask_seconds: float) -> int:
+def work(
+    connection: socket.socket, vocabulary: Vocabulary, memory: int, mask_seconds: float
+) -> int:
     """Serve one grammar with at most `memory` bytes more than there are now; -> exit status."""
     before = _pages()
     os.nice(NICENESS)
@@ -39,20 +42,21 @@ def work(connection: Connection, vocabulary: Vocabulary, memory: int, mask_secon
 
 
 def _serve(
-    connection: Connection, vocabulary: Vocabulary, anonymous: int, mask_seconds: float
+    connection: socket.socket, vocabulary: Vocabulary, anonymous: int, mask_seconds: float
 ) -> None:
     def reply(number: int, mask: bytes, error: str = "") -> None:
         memory = (_pages().anonymous - anonymous) * resource.getpagesize()
-        connection.send(Reply(number, mask, error, max(0, memory)))
+        connection.sendall(frame(Reply(number, mask, error, max(0, memory))))
 
-    source: Source = connection.recv()
+    questions = connection.makefile("rb")
+    source: Source = read(questions)
     try:
         grammar = CompiledGrammar(vocabulary, source.kind, source.text)
     except ValueError as error:
         return reply(COMPILE, b"", str(error))
     reply(COMPILE, grammar.first_mask)
     while True:
-        message: Follow | End = connection.recv()
+        message: Follow | End = read(questions)
         if isinstance(message, End):
             grammar.end(message.number)
             continue
