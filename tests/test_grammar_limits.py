@@ -196,6 +196,25 @@ def test_a_mask_that_takes_too_long_fails_its_answer() -> None:
     )
 
 
+def test_a_mask_that_takes_too_long_fails_no_other_answer() -> None:
+    """Answers of the same grammar are followed again from their own tokens, also if the replies to
+    them were not read before their worker ended: the engine was in a long step."""
+    grammars = pool(vocab_size=VOCAB)
+    first, second, slow, third, ready = (begun(grammars, regex="a+x") for _ in range(5))
+    assert all(follow(answer, "aa") for answer in (first, second, slow, third, ready))
+    assert first.advance(ord("a")) and second.advance(ord("a"))
+    await_that(lambda: num_unread_bytes(grammars) > 2 * VOCAB // 8)
+    (pid,) = workers_of(grammars)
+    os.kill(pid, signal.SIGSTOP)
+    assert slow.advance(ord("a")) and third.advance(ord("a"))
+    os.kill(pid, signal.SIGPROF)  # as its timer does
+    os.kill(pid, signal.SIGCONT)
+    await_that(lambda: not is_alive(pid))
+    assert not settled(slow) and "took more than 1 s" in slow.failure
+    for answer in (first, second, third, ready):
+        assert settled(answer) and follow(answer, "ax") and tokens_of(answer.allowed) == {257}
+
+
 # ---- many answers ----
 
 

@@ -267,6 +267,9 @@ class Grammars:
 
     def _bury(self, worker: Worker, exit_code: int) -> None:
         """Its process ended by itself, or was killed from outside."""
+        self._take(worker)  # the replies that it left say what it was working on
+        if worker is not self._workers.get(worker.source):
+            return  # the last reply was a refusal
         if exit_code == -signal.SIGPROF:
             self._overrun(worker, _slow_mask(self.limits.mask_seconds))
             return
