@@ -2,13 +2,21 @@
 
 import array
 import contextlib
+import ctypes
+import errno
 import fcntl
 import gc
+import itertools
 import os
+import pickle
+import resource
 import signal
+import socket
+import subprocess
 import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +27,9 @@ from test_structured import begun, settled, shaped, tokens_of
 from slotzero import LLM
 from slotzero.engine import Answer, Engine
 from slotzero.errors import ConfigError, RequestError
+from slotzero.grammars.fork_server import _ForkServer
 from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.messages import NotStarted
 from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.tokenizer import Tokenizer
@@ -323,6 +333,137 @@ def test_no_grammar_is_compiled_while_those_in_use_are_at_their_limit() -> None:
     assert not second.is_settled
     first.release()
     assert settled(second)
+
+
+def test_idle_workers_have_a_limit_in_number() -> None:
+    grammars = pool()
+    for i in range(40):
+        begun(grammars, choice=[f"x{i}", "y"]).release()
+    assert len(grammars._workers) == 32
+    assert next(iter(grammars._workers)).text == '["x8", "y"]'
+    await_workers(grammars, 32)
+
+
+def test_idle_workers_of_small_grammars_are_charged_for_their_process() -> None:
+    grammars = pool(memory=4 * MIB)
+    for i in range(8):
+        begun(grammars, choice=[f"x{i}", "y"]).release()
+    assert len(grammars._workers) <= 4
+
+
+def test_grammars_wait_in_order_while_many_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slotzero.grammars.pool._MAX_RUNNING", 2)
+    grammars = pool()
+    in_use = [begun(grammars, regex=f"{i}+") for i in range(2)]
+    third, fourth = (grammars.begin(StructuredOutputs(regex=f"{i}+")) for i in (2, 3))
+    for _ in range(20):
+        grammars.poll(0.01)
+    assert not third.is_settled and not fourth.is_settled
+    in_use[0].release()
+    assert settled(third) and not fourth.is_settled
+    in_use[1].release()
+    assert settled(fourth)
+
+
+def test_a_worker_is_replaced_while_grammars_in_use_are_at_their_limit() -> None:
+    grammars = pool(memory=16 * MIB)
+    begun(grammars, regex="a+")
+    pids = workers_of(grammars)
+    small = begun(grammars, regex="b+")
+    next(iter(grammars._workers.values())).memory = 128 * MIB
+    (pid,) = workers_of(grammars) - pids
+    os.kill(pid, signal.SIGKILL)
+    await_that(lambda: not is_alive(pid))
+    assert follow(small, "bb")
+
+
+def test_a_grammar_that_waits_too_long_for_others_is_refused() -> None:
+    grammars = pool(memory=16 * MIB)
+    first = begun(grammars, regex="a+")
+    next(iter(grammars._workers.values())).memory = 128 * MIB
+    grammars.limits = replace(grammars.limits, queue_seconds=0.2)
+    second = grammars.begin(StructuredOutputs(regex="b+"))
+    assert not settled(second)
+    assert second.failure == (
+        "structured_outputs: regex: it was not compiled for 0.2 s because of other grammars in "
+        "use: send the request again later"
+    )
+    assert follow(first, "a") and not grammars.is_busy
+
+
+# ---- too many processes or files ----
+
+
+@contextlib.contextmanager
+def no_more_files(pid: int) -> Iterator[None]:
+    """A process that can open no file unless it closes one."""
+    fds = Path(f"/proc/{pid}/fd")
+    taken = {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    lowest_free = next(fd for fd in itertools.count() if fd not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("whose", ["the engine's", "the fork server's"])
+def test_a_grammar_is_refused_if_no_process_can_be_started_for_it(whose: str) -> None:
+    grammars = pool()
+    used = begun(grammars, regex="a+")
+    assert grammars._server is not None
+    server = grammars._server.pid
+    with no_more_files(os.getpid() if whose == "the engine's" else server):
+        refused = grammars.begin(StructuredOutputs(regex="b+"))
+        assert not settled(refused)
+        assert refused.failure == (
+            "structured_outputs: regex: no process can be started for it (Too many open files): "
+            "send the request again later"
+        )
+        assert follow(used, "aa") and not grammars.is_busy
+    assert follow(begun(grammars, regex="b+"), "b")
+    assert grammars._server.pid == server
+
+
+def test_idle_workers_make_room_if_no_process_can_be_started() -> None:
+    grammars = pool()
+    for i in range(3):
+        begun(grammars, regex=f"{i}+").release()
+    with no_more_files(os.getpid()):
+        assert follow(begun(grammars, regex="b+"), "b")
+    assert [source.text for source in grammars._workers] == ["2+", "b+"]
+
+
+def test_a_fork_server_that_cannot_be_started_refuses_grammars() -> None:
+    grammars = pool()
+    with no_more_files(os.getpid()):
+        grammars.prepare()
+        with pytest.raises(RequestError, match="no process can be started for it"):
+            grammars.begin(StructuredOutputs(regex="a+"))
+    assert follow(begun(grammars, regex="a+"), "a")
+
+
+@pytest.mark.parametrize("failing", ["fork", "pidfd_open"])
+def test_the_fork_server_says_that_a_worker_could_not_be_started(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    child = subprocess.Popen(["sleep", "600"])
+    engine, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _, theirs = socket.socketpair()
+    server = _ForkServer(control, lambda _: 0, ctypes.CDLL(None))
+    monkeypatch.setattr(os, "fork", lambda: child.pid)
+    monkeypatch.setattr(os, failing, fail)
+    try:
+        server._fork(7, theirs.detach())
+        assert pickle.loads(engine.recv(1000)) == NotStarted(7, "no more processes")
+        assert is_alive(child.pid) == (failing == "fork")
+    finally:
+        child.kill()
+        child.wait()
 
 
 # ---- processes that end ----

@@ -9,6 +9,7 @@ The rule: a worker never outlives this process, and this process ends with the e
 
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import json
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slotzero.grammars.matcher import first_line, load_vocabulary
-from slotzero.grammars.messages import MAX_ORDER, Ended, Kill, Ready, Start, Unusable
+from slotzero.grammars.messages import MAX_ORDER, Ended, Kill, NotStarted, Ready, Start, Unusable
 from slotzero.grammars.worker import work
 
 _PR_SET_PDEATHSIG = 1
@@ -81,18 +82,25 @@ class _ForkServer:
             return False
         message: Start | Kill = pickle.loads(data)
         if isinstance(message, Start):
-            self._fork(message.number, fds[0])
+            if fds:
+                self._fork(message.number, fds[0])
+            else:  # the kernel drops a descriptor for which there is no room
+                self._tell(NotStarted(message.number, os.strerror(errno.EMFILE)))
         elif message.number in self._pids:
             os.kill(self._pids[message.number], signal.SIGKILL)
         return True
 
     def _fork(self, number: int, fd: int) -> None:
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(fd)
+            self._tell(NotStarted(number, error.strerror or ""))
+            return
         if pid:
             os.close(fd)
-            self._pids[number] = pid
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, number)
+            self._watch(number, pid)
             return
         status = 1
         try:
@@ -104,12 +112,26 @@ class _ForkServer:
         finally:
             os._exit(status)
 
+    def _watch(self, number: int, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._tell(NotStarted(number, error.strerror or ""))
+            return
+        self._pids[number] = pid
+        self._selector.register(pidfd, selectors.EVENT_READ, number)
+
     def _reap(self, pidfd: int, number: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(self._pids.pop(number), 0)
+        self._tell(Ended(number, os.waitstatus_to_exitcode(status)))
+
+    def _tell(self, message: Ended | NotStarted) -> None:
         with contextlib.suppress(OSError):  # the engine's end is noticed by `run`
-            self._control.send(pickle.dumps(Ended(number, os.waitstatus_to_exitcode(status))))
+            self._control.send(pickle.dumps(message))
 
 
 def _keep_only(fd: int) -> None:

@@ -69,6 +69,13 @@ class Unusable(NamedTuple):
     reason: str
 
 
+class NotStarted(NamedTuple):
+    """A worker could not be forked: there are too many processes or files, or too little memory."""
+
+    number: int
+    reason: str
+
+
 class Ended(NamedTuple):
     """A worker ended by itself."""
 

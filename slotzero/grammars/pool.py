@@ -8,10 +8,11 @@ The rules it keeps, with `memory` the limit of one grammar:
 
 - A worker that does not reply within the limits of time is killed. The answer that it was working
   on fails; the others are followed again, from their tokens, in a new worker.
-- Workers without answers are kept for the next request, up to `memory` in all: the one that was not
-  used for the longest time goes first.
-- Workers with answers have at most _MOST_IN_USE times `memory` in all. No other grammar is compiled
-  while they have that, and if they grow beyond it, the answers of the largest fail.
+- Workers without answers are kept for the next request, up to _MAX_IDLE and `memory` in all: the
+  one that was not used for the longest time goes first.
+- Workers with answers are at most _MAX_RUNNING, with _MOST_IN_USE times `memory` in all. No other
+  grammar is compiled while they have that, and if they grow beyond it, the answers of the largest
+  fail. A worker that replaces another does not wait for that, or its answers might wait forever.
 """
 
 import functools
@@ -32,7 +33,7 @@ from slotzero.errors import RequestError
 from slotzero.grammars.channel import Channel
 from slotzero.grammars.grammar import Grammar, words
 from slotzero.grammars.matcher import WORD_BITS, mask_of
-from slotzero.grammars.messages import COMPILE, Ended, Ready, Reply, Source, Unusable
+from slotzero.grammars.messages import COMPILE, Ended, NotStarted, Ready, Reply, Source, Unusable
 from slotzero.grammars.process import ForkServer, Worker
 from slotzero.grammars.worker import OUT_OF_MEMORY
 from slotzero.parallel.child import ending
@@ -41,6 +42,9 @@ from slotzero.tokenizer import Tokenizer
 
 _MOST_COMPILING = 4
 _MOST_IN_USE = 8
+_MAX_IDLE = 32
+_MAX_RUNNING = 64  # with answers; idle ones that are used again come on top
+_PROCESS_BYTES = 1 << 20  # what an idle process costs, however small its grammar is
 _MOST_REFUSALS = 256
 _SECONDS_REFUSED = 60.0
 _MOST_RESTARTS = 1  # after an end that no limit explains
@@ -56,6 +60,8 @@ class GrammarLimits:
     """To compute one mask, in CPU time: a busy machine must not end an answer."""
     memory: int = 256 << 20
     """Bytes, for one grammar."""
+    queue_seconds: float = 300.0
+    """How long a grammar waits to be compiled while no other is started."""
 
 
 @final
@@ -79,7 +85,10 @@ class Grammars:
         self._mask_bytes = -(-vocab_size // WORD_BITS) * WORD_BITS // 8
         self._end: np.ndarray | None = None
         """The mask of tokens that end a sequence; None until the fork server is ready."""
+        self._is_installed = importlib.util.find_spec("llguidance") is not None
         self._unusable = ""
+        self._not_started = ""
+        """Why there is no fork server, after a try to start it."""
         self._server: ForkServer | None = None
         self._selector = selectors.DefaultSelector()
         self._numbers = itertools.count(COMPILE + 1)
@@ -87,6 +96,8 @@ class Grammars:
         """By when they were last begun or left: the front is the first to go."""
         self._queue: deque[Worker] = deque()
         """Those of them that have no process yet."""
+        self._moved_at = 0.0
+        """When the queue last lost its first."""
         self._worker_of: dict[int, Worker] = {}
         """By an answer's number."""
         self._refusals: OrderedDict[Source, tuple[str, float]] = OrderedDict()
@@ -100,20 +111,28 @@ class Grammars:
     @property
     def cached_bytes(self) -> int:
         """Memory of the compiled grammars that no answer uses."""
-        return sum(worker.memory for worker in self._workers.values() if not worker.answers)
+        return sum(max(worker.memory, _PROCESS_BYTES) for worker in self._idle)
+
+    @property
+    def _idle(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if not worker.answers]
 
     def prepare(self) -> None:
         """Start the process that the first grammar would wait for: most of a second for 50,000
-        tokens."""
-        if self._server is None and importlib.util.find_spec("llguidance") is not None:
-            self._server = self._make_server()
+        tokens. If it cannot be started, the next call tries again."""
+        if self._server is None and self._is_installed:
+            try:
+                self._server = self._make_server()
+            except OSError as error:
+                self._not_started = _not_started(error.strerror)
+                return
             self._selector.register(self._server.socket, selectors.EVENT_READ)
 
     def begin(self, asked: StructuredOutputs) -> Grammar:
         """A new answer, which is not ready before its grammar is compiled; raises RequestError if
         it is known that it cannot be."""
         source = Source(asked.kind, asked.text)
-        if importlib.util.find_spec("llguidance") is None:
+        if not self._is_installed:
             raise RequestError(
                 "structured_outputs: llguidance is missing: pip install 'slotzero[server]'"
             )
@@ -121,9 +140,12 @@ class Grammars:
         if self._unusable or time.monotonic() < until:
             raise RequestError(self._unusable or refusal)
         self.prepare()
+        if self._server is None:
+            raise RequestError(f"structured_outputs: {source.kind}: {self._not_started}")
         worker = self._workers.get(source)
         if worker is None:
-            worker = self._workers[source] = Worker(next(self._numbers), source)
+            worker = Worker(next(self._numbers), source, time.monotonic())
+            self._workers[source] = worker
             self._queue.append(worker)
         grammar = Grammar(next(self._numbers), self)
         self._attach(grammar, worker)
@@ -178,6 +200,7 @@ class Grammars:
         self._kill_late()
         self._balance()
         self._start_queued()
+        self._refuse_stuck()
 
     # Messages
 
@@ -190,10 +213,18 @@ class Grammars:
                     f"structured_outputs: this model's tokenizer cannot be used ({reason})"
                 )
             case Ended(number, exit_code):
-                for worker in [w for w in self._workers.values() if w.number == number]:
+                for worker in self._numbered(number):
                     self._bury(worker, exit_code)
+            case NotStarted(number, reason):
+                for worker in self._numbered(number):
+                    if self._make_room(worker, reason):
+                        self._restart(worker)
             case None:
                 self._lose_server(server)
+
+    def _numbered(self, number: int) -> list[Worker]:
+        """The worker of this number, unless it was removed."""
+        return [worker for worker in self._workers.values() if worker.number == number]
 
     def _take(self, worker: Worker) -> None:
         """Take all replies that have come."""
@@ -242,14 +273,45 @@ class Grammars:
 
     def _start_queued(self) -> None:
         while self._queue and self._end is not None and self._server is not None:
-            num_compiling = sum(COMPILE in worker.asked for worker in self._workers.values())
-            in_use = [w.memory for w in self._workers.values() if w.answers and w.is_compiled]
-            is_full = in_use and sum(in_use) >= _MOST_IN_USE * self.limits.memory
-            if num_compiling >= _MOST_COMPILING or is_full:
+            worker = self._queue[0]
+            num_compiling = sum(COMPILE in other.asked for other in self._workers.values())
+            if num_compiling >= _MOST_COMPILING or (self._is_full and not worker.is_restart):
                 return
-            worker = self._queue.popleft()
-            channel = Channel(self._server.start(worker.number), self._selector, worker)
-            worker.compile(channel, time.monotonic())
+            try:
+                end = self._server.start(worker.number)
+            except OSError as error:
+                self._make_room(worker, error.strerror)
+                continue
+            self._queue.popleft()
+            self._moved_at = time.monotonic()
+            worker.compile(Channel(end, self._selector, worker), self._moved_at)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the grammars in use leave no room for another."""
+        in_use = [worker for worker in self._workers.values() if worker.answers]
+        compiled = [worker.memory for worker in in_use if worker.is_compiled]
+        is_large = compiled and sum(compiled) >= _MOST_IN_USE * self.limits.memory
+        return bool(is_large) or len(in_use) - len(self._queue) >= _MAX_RUNNING
+
+    def _make_room(self, worker: Worker, reason: str | None) -> bool:
+        """No process could be started for `worker`: end one that is idle, or refuse this grammar;
+        -> whether it can be tried again"""
+        if idle := self._idle:
+            self._remove(idle[0])
+            return True
+        self._refuse(worker, _not_started(reason), until=0.0)
+        return False
+
+    def _refuse_stuck(self) -> None:
+        """Refuse the grammars that have waited too long for others."""
+        seconds = self.limits.queue_seconds
+        latest = time.monotonic() - seconds
+        if self._moved_at > latest:
+            return
+        for worker in [worker for worker in self._queue if worker.queued_at <= latest]:
+            what = f"it was not compiled for {seconds:g} s because of other grammars in use"
+            self._refuse(worker, f"{what}: send the request again later", until=0.0)
 
     def _until_deadline(self, seconds: float) -> float:
         since = min((w.since for w in self._workers.values() if w.asked), default=math.inf)
@@ -297,7 +359,8 @@ class Grammars:
         """Follow the answers that are left in a new process, before other grammars."""
         self._remove(worker)
         if worker.answers:
-            successor = Worker(next(self._numbers), worker.source)
+            now = time.monotonic()
+            successor = Worker(next(self._numbers), worker.source, now, is_restart=True)
             self._workers[worker.source] = successor
             self._queue.appendleft(successor)
             for grammar in worker.answers.values():
@@ -333,12 +396,14 @@ class Grammars:
                 self._bury(worker, -signal.SIGKILL)
         if self._queue:
             self.prepare()
+        if self._server is None:
+            for worker in list(self._queue):
+                self._refuse(worker, self._not_started, until=0.0)
 
     def _balance(self) -> None:
-        """Keep the memory of all workers within bounds."""
-        idle = deque(worker for worker in self._workers.values() if not worker.answers)
-        while sum(worker.memory for worker in idle) > self.limits.memory:
-            self._remove(idle.popleft())
+        """Keep the number and the memory of all workers within bounds."""
+        while len(idle := self._idle) > _MAX_IDLE or self.cached_bytes > self.limits.memory:
+            self._remove(idle[0])
         in_use = [worker for worker in self._workers.values() if worker.answers]
         most = _MOST_IN_USE * self.limits.memory
         if sum(worker.memory for worker in in_use) > most:
@@ -372,6 +437,10 @@ class Grammars:
         self._refusals[worker.source] = f"structured_outputs: {worker.source.kind}: {why}", until
         if len(self._refusals) > _MOST_REFUSALS:
             self._refusals.popitem(last=False)
+
+
+def _not_started(reason: str | None) -> str:
+    return f"no process can be started for it ({reason}): send the request again later"
 
 
 def _slow_mask(seconds: float) -> str:

@@ -26,6 +26,7 @@ from slotzero.grammars.messages import (
     Ended,
     Follow,
     Kill,
+    NotStarted,
     Ready,
     Source,
     Start,
@@ -62,18 +63,24 @@ class ForkServer:
         self.close = weakref.finalize(self, _end, process, self.socket)
 
     def start(self, number: int) -> socket.socket:
-        """Have a worker forked, and return our end of its socket."""
+        """Have a worker forked, and return our end of its socket; raises OSError if there are too
+        many open files."""
         ours, theirs = socket.socketpair()
-        with contextlib.suppress(ConnectionError):  # its end is noticed by who receives
-            socket.send_fds(self.socket, [pickle.dumps(Start(number))], [theirs.fileno()])
-        theirs.close()
+        try:
+            with contextlib.suppress(ConnectionError):  # its end is noticed by who receives
+                socket.send_fds(self.socket, [pickle.dumps(Start(number))], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         return ours
 
     def kill(self, number: int) -> None:
         with contextlib.suppress(ConnectionError):
             self.socket.send(pickle.dumps(Kill(number)))
 
-    def receive(self) -> Ready | Unusable | Ended | None:
+    def receive(self) -> Ready | Unusable | NotStarted | Ended | None:
         """The next message; None: it has ended."""
         try:
             data = self.socket.recv(MAX_ORDER)
@@ -86,9 +93,12 @@ class ForkServer:
 class Worker:
     """One grammar: queued, then compiling, then compiled, until its process ends or is killed."""
 
-    def __init__(self, number: int, source: Source) -> None:
+    def __init__(self, number: int, source: Source, now: float, is_restart: bool = False) -> None:
         self.number = number
         self.source = source
+        self.queued_at = now
+        self.is_restart = is_restart
+        """Whether its answers were followed by another worker before."""
         self.answers: dict[int, Grammar] = {}
         """Those that need it, by their numbers."""
         self.asked: deque[int] = deque()
