@@ -229,7 +229,9 @@ class Engine:
                     self._commit(grown)
                 elif step is None and not grown and self._grammars.is_busy:
                     self._grammars.poll(IDLE_WAIT)
-                if self.sanitizer is not None and (is_due or grown):
+                if self.sanitizer is not None and (
+                    is_due or grown or (step is None and self.sanitizer.answers.is_pending)
+                ):
                     self.sanitizer.committed([a.request for a in grown if a.finished])
             except BaseException as error:
                 self._abandon(error, grown)

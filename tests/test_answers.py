@@ -246,6 +246,24 @@ def test_sample_computes_one_answer_again_after_so_many_steps() -> None:
     assert sanitizer_of(engine).answers.num_recomputed == -(-num_commits // 10)
 
 
+def test_sample_goes_on_while_only_grammars_are_busy() -> None:
+    """No step commits anything then, and the last one may have left an answer in its middle."""
+    pytest.importorskip("llguidance")
+    engine = engine_of("llama", "tight", sanitize="sample", sanitize_every=10**6)
+    slow = {"type": "integer", "multipleOf": 99_999_989}
+    engine.add("hostile", PROMPT, replace(GREEDY, structured_outputs={"json": slow}))
+    answer = engine.add("plain", PROMPT[:32], replace(GREEDY, max_tokens=8))
+    while not answer.finished:
+        engine.step()
+    check = sanitizer_of(engine).answers
+    assert check.is_pending
+    for _ in range(100):
+        if check.is_pending:
+            engine.step()
+    assert check.num_recomputed == 1 and engine.num_compiling == 1
+    engine.cancel("hostile")
+
+
 def test_sample_goes_on_chunk_by_chunk_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is held up by a chunk at most, and what is left is done when nothing runs."""
     engine = engine_of("llama", "tight", sanitize="sample", sanitize_every=10**6)

@@ -34,6 +34,11 @@ class AnswerCheck:
         self._is_wanted = False
         self._pending: deque[tuple[Request, Iterator[Disagreement | None]]] = deque()
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether an answer is being computed again: then steps without rows go on with it."""
+        return bool(self._pending)
+
     def committed(self, finished: Sequence[Request], is_due: bool) -> Iterator[Violation]:
         """After a step, with the requests that ended in it. `is_due`: the next one is wanted."""
         self._is_wanted |= is_due
