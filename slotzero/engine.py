@@ -171,17 +171,18 @@ class Engine:
         with self.lock, uninterrupted():
             if request_id in self._answers:
                 raise RequestError(f"request {request_id}: this id is in use; choose another")
-            self._begin(request)
-            if params.seed is None:
-                request.seed = self._seeds.getrandbits(63)
             transcript = None
             if params.detokenize and self.tokenizer is not None:
                 transcript = Transcript(self.tokenizer, params)
-            answer = self._answers[request_id] = Answer(request, transcript)
+            answer = Answer(request, transcript)
+            self._begin(request)
+            if params.seed is None:
+                request.seed = self._seeds.getrandbits(63)
             if request.awaits_mask:
                 self._compiling[request_id] = answer
             else:
                 self._enqueue(request)
+            self._answers[request_id] = answer
             return answer
 
     def cancel(self, request_id: str) -> None:
@@ -309,7 +310,8 @@ class Engine:
             try:
                 _check_beginning(answer.request, _grammar(answer))
                 self._enqueue(answer.request)
-            except RequestError:  # which is its `failure` too
+            except RequestError as error:
+                _grammar(answer).failure = str(error)
                 _abort(answer.request)
                 ended.append(answer)
         settled = [a for a in self._late if a.finished or _grammar(a).is_settled]
@@ -350,9 +352,15 @@ class Engine:
             grammar.release()
 
     def _enqueue(self, request: Request) -> None:
+        """Give it to a lane; if none takes it, its grammar is released."""
         self._arrivals += 1
         request.arrival = self._arrivals
-        self.lanes.add(request)
+        try:
+            self.lanes.add(request)
+        except BaseException:
+            if request.grammar is not None:
+                request.grammar.release()
+            raise
 
     def _learn(self, stats: SpeculationStats, step: Step, results: Sequence[Results]) -> None:
         if not step.is_decode and step.width == 1:
