@@ -9,8 +9,9 @@ committed at once: each token is returned by the call that computed it, and none
 import operator
 import random
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 MOST_UNCUT = 24  # tokens; of a tree that is cut by less the policy learns too, or never would
 MASK_GRACE = 0.005  # seconds that a step waits for the masks of the tokens that it commits
 IDLE_WAIT = 0.01  # seconds that a step waits for grammars when nothing else can be done
+COMPILE_WAIT = 0.001  # seconds between two looks at grammars that are validated
 
 
 @dataclass(eq=False)  # two requests with equal answers are still two
@@ -444,20 +446,41 @@ class Engine:
     def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         """The request that `add` would queue, without its grammar, or a RequestError that names
         what is wrong. Waits until the grammar is compiled."""
-        request = self._request(request_id, prompt, params)
-        with self.lock:
-            self._begin(request)
-        grammar, request.grammar = request.grammar, None
-        if grammar is not None:
-            try:
-                while not grammar.is_settled:
+        (outcome,) = self.validate_batch([(request_id, prompt, params)])
+        if isinstance(outcome, RequestError):
+            raise outcome
+        return outcome
+
+    def validate_batch(
+        self, asks: Iterable[tuple[str, Sequence[int], SamplingParams]]
+    ) -> list[Request | RequestError]:
+        """Do what `validate` does for many requests, whose grammars are compiled at the same time.
+        The engine's lock is not held while this waits."""
+        outcomes: list[Request | RequestError] = []
+        pending: dict[int, Request] = {}
+        try:
+            for i, asked in enumerate(asks):
+                try:
+                    request = self._request(*asked)
                     with self.lock, uninterrupted():
-                        self._grammars.poll(IDLE_WAIT)
-                _check_beginning(request, grammar)
-            finally:
-                with self.lock:
-                    grammar.release()
-        return request
+                        self._begin(request)
+                        if request.grammar is not None:
+                            pending[i] = request
+                    outcomes.append(request)
+                except RequestError as error:
+                    outcomes.append(error)
+            while pending:
+                with self.lock, uninterrupted():
+                    self._grammars.poll(0.0)
+                    for i in [i for i, r in pending.items() if _is_settled(r)]:
+                        outcomes[i] = _without_grammar(pending.pop(i))
+                if pending:
+                    time.sleep(COMPILE_WAIT)
+        finally:
+            with self.lock, uninterrupted():
+                for request in pending.values():
+                    _without_grammar(request)
+        return outcomes
 
     def _request(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
         limit, most = self.limits.max_model_len, self.worker.model.max_position
@@ -505,6 +528,25 @@ class Engine:
 def _grammar(answer: Answer) -> Grammar:
     assert answer.request.grammar is not None
     return answer.request.grammar
+
+
+def _is_settled(request: Request) -> bool:
+    assert request.grammar is not None
+    return request.grammar.is_settled
+
+
+def _without_grammar(request: Request) -> Request | RequestError:
+    """Release its grammar; -> the request, or what is wrong with its grammar"""
+    grammar, request.grammar = request.grammar, None
+    assert grammar is not None
+    try:
+        if grammar.is_settled:
+            _check_beginning(request, grammar)
+    except RequestError as error:
+        return error
+    finally:
+        grammar.release()
+    return request
 
 
 def _check_beginning(request: Request, grammar: Grammar) -> None:

@@ -273,18 +273,25 @@ class LLM:
             raise RequestError(f"sampling_params: a SamplingParams or a list of them, not {kind}")
         if len(params) != len(given):
             raise RequestError(f"{len(given)} prompts with {len(params)} sampling parameters")
-        return [self._job(i, *both) for i, both in enumerate(zip(given, params, strict=True))]
+        parts = [self._encoded(i, prompt) for i, prompt in enumerate(given)]
+        asks = [("", tokens, its) for (_, tokens), its in zip(parts, params, strict=True)]
+        jobs = []
+        for i, request in enumerate(self.engine.validate_batch(asks)):
+            if isinstance(request, RequestError):
+                raise RequestError(f"prompt {i}: {request}")
+            siblings = [_sibling(params[i], j) for j in range(params[i].n)]
+            jobs.append(_Job(parts[i][0], request.prompt_token_ids, siblings))
+        return jobs
 
-    def _job(self, index: int, prompt: Prompt, params: SamplingParams) -> _Job:
+    def _encoded(self, index: int, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """-> (text, token ids)"""
         try:
             text, tokens = _parts(prompt)
             if tokens is None:
                 tokens = self.get_tokenizer().encode(text or "")
-            siblings = [_sibling(params, i) for i in range(params.n)]
-            request = self.engine.validate("", tokens, params)
         except RequestError as error:
             raise RequestError(f"prompt {index}: {error}") from None
-        return _Job(text, request.prompt_token_ids, siblings)
+        return text, tokens
 
     def _add(self, jobs: list[_Job], answers: list[list[Answer]], changes: _Changes) -> None:
         """n answers to each prompt, into `answers`, which the caller cancels if this fails."""

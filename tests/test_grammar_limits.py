@@ -32,6 +32,7 @@ from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.messages import NotStarted
 from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.sampling.structured import StructuredOutputs
+from slotzero.scheduler.lanes import Lanes
 from slotzero.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -641,12 +642,77 @@ def test_masks_that_come_at_any_time_change_no_answer(monkeypatch: pytest.Monkey
 
 
 def test_offline_a_hostile_grammar_is_named_before_anything_runs() -> None:
-    llm = LLM("tiny:llama", backend="eager", show_progress=False, grammar_timeout=0.5)
-    with pytest.raises(RequestError, match=r"prompt 1: structured_outputs: json_schema: compiling"):
+    llm = LLM("tiny:llama", backend="eager", show_progress=False, grammar_memory=32 * MIB)
+    with pytest.raises(RequestError, match=r"prompt 1: structured_outputs: json_schema: (it|comp)"):
         llm.generate(["a", "b"], [greedy(4), hostile(20)], use_tqdm=False)
     assert llm.engine.num_steps == 0
     assert llm.generate("a", shaped("regex"), use_tqdm=False)[0].outputs[0].text
     check_nothing_leaked(llm.engine)
+
+
+def test_validation_does_not_wait_with_the_lock_of_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    poll = Grammars.poll
+
+    def noted(self: Grammars, seconds: float) -> None:
+        waited.append(seconds)
+        poll(self, seconds)
+
+    monkeypatch.setattr(Grammars, "poll", noted)
+    engine.validate("one", [1, 2], shaped({"regex": "validated"}))
+    assert waited and not any(waited)
+    check_nothing_leaked(engine)
+
+
+def test_offline_grammars_of_a_batch_are_compiled_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = LLM("tiny:llama", backend="eager", show_progress=False)
+    events: list[str] = []
+    begin, poll = Grammars.begin, Grammars.poll
+
+    def begin_noted(self: Grammars, asked: StructuredOutputs) -> Grammar:
+        events.append("begin")
+        return begin(self, asked)
+
+    def poll_noted(self: Grammars, seconds: float) -> None:
+        events.append("poll")
+        poll(self, seconds)
+
+    monkeypatch.setattr(Grammars, "begin", begin_noted)
+    monkeypatch.setattr(Grammars, "poll", poll_noted)
+    params = [shaped({"choice": [f"{i}", "x"]}) for i in range(3)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert all(output.outputs[0].text in (f"{i}", "x") for i, output in enumerate(outputs))
+    assert events[:4] == ["begin", "begin", "begin", "poll"]
+    check_nothing_leaked(llm.engine)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_request_that_no_lane_takes_leaves_nothing_behind(
+    engine: Engine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RequestError("no lane takes it")
+
+    params = shaped({"regex": f"refused {is_compiled}"})
+    if is_compiled:
+        engine.validate("one", [1, 2], params)
+    with monkeypatch.context() as patched:
+        patched.setattr(Lanes, "add", refuse)
+        if is_compiled:
+            with pytest.raises(RequestError, match="no lane takes it"):
+                engine.add("one", [1, 2], params)
+        else:
+            answer = engine.add("one", [1, 2], params)
+            run(engine)
+            assert (answer.finish_reason, answer.failure) == ("abort", "no lane takes it")
+    assert not any(worker.answers for worker in engine._grammars._workers.values())
+    check_nothing_leaked(engine)
+    assert engine.add("one", [1, 2], params)  # the id is free again
+    run(engine)
 
 
 @pytest.mark.parametrize(
