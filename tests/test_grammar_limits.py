@@ -9,6 +9,7 @@ import gc
 import itertools
 import os
 import pickle
+import re
 import resource
 import signal
 import socket
@@ -527,7 +528,7 @@ def test_a_tokenizer_that_cannot_be_loaded_refuses_grammars() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    yield make(max_num_seqs=6, grammar_timeout=3.0, skip_tokenizer_init=False)
+    yield make(max_num_seqs=6, grammar_timeout=60.0, skip_tokenizer_init=False)
 
 
 def asks(num: int) -> Sequence[tuple[list[int], Any]]:
@@ -551,6 +552,10 @@ def test_others_finish_as_if_alone_while_hostile_grammars_are_compiled(engine: E
         drain(alone)
         expected.append(answer.token_ids)
     refused = [engine.add(f"hostile {i}", [1, 2], hostile(i)) for i in range(3)]
+    await_workers(engine._grammars, 3)
+    pids = workers_of(engine._grammars)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # else the limit of memory might end them first
     answers: list[Answer] = []
     for i, (prompt, params) in enumerate(asks(8)):
         answers.append(engine.add(f"{i}", prompt, params))
@@ -558,11 +563,13 @@ def test_others_finish_as_if_alone_while_hostile_grammars_are_compiled(engine: E
     plain = answers[::2]
     run_until(engine, lambda: all(answer.finished for answer in plain))
     assert not any(answer.finished for answer in refused)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
     run(engine)
     assert [answer.token_ids for answer in answers] == expected
     for answer in refused:
         assert (answer.finish_reason, answer.token_ids) == ("abort", [])
-        assert "compiling it took more than 3 s" in answer.failure
+        assert re.search("compiling it took more than|it needs more than", answer.failure)
     check_nothing_leaked(engine)
 
 
