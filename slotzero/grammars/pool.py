@@ -176,12 +176,16 @@ class Grammars:
         for the next few times: its neighbours would pay for it."""
         awaited = [grammar for grammar in grammars if grammar.is_awaited()]
         until = time.monotonic() + seconds
-        while not all(grammar.is_settled for grammar in awaited):
+        pending = awaited[::-1]  # replies mostly come in order: what has come is at the end
+        while pending:
+            if pending[-1].is_settled:
+                pending.pop()
+                continue
             left = until - time.monotonic()
             if left <= 0:
                 break
             self.poll(left)
-        for grammar in awaited:
+        for grammar in pending:
             if not grammar.is_settled:
                 grammar.was_late()
 

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from typing import NamedTuple
 
 from slotzero.grammars.channel import frame, read
@@ -26,14 +27,17 @@ def work(
     connection: socket.socket, vocabulary: Vocabulary, memory: int, mask_seconds: float
 ) -> int:
     """Serve one grammar with at most `memory` bytes more than there are now; -> exit status."""
-    before = _pages()
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    before = _pages(statm)
     os.nice(NICENESS)
     address_space = before.mapped * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        _serve(connection, vocabulary, before.anonymous, mask_seconds)
+        _serve(
+            connection, vocabulary, lambda: _pages(statm).anonymous - before.anonymous, mask_seconds
+        )
     except EOFError:
         return 0
     except MemoryError:
@@ -42,10 +46,13 @@ def work(
 
 
 def _serve(
-    connection: socket.socket, vocabulary: Vocabulary, anonymous: int, mask_seconds: float
+    connection: socket.socket,
+    vocabulary: Vocabulary,
+    num_allocated: Callable[[], int],
+    mask_seconds: float,
 ) -> None:
     def reply(number: int, mask: bytes, error: str = "") -> None:
-        memory = (_pages().anonymous - anonymous) * resource.getpagesize()
+        memory = num_allocated() * resource.getpagesize()
         connection.sendall(frame(Reply(number, mask, error, max(0, memory))))
 
     questions = connection.makefile("rb")
@@ -74,7 +81,7 @@ class _Pages(NamedTuple):
     """Resident, and not of a file."""
 
 
-def _pages() -> _Pages:
-    with open("/proc/self/statm", "rb") as file:
-        mapped, resident, of_files, *_ = map(int, file.read().split())
+def _pages(statm: int) -> _Pages:
+    """Read the open file again, for each reply: to open it would take longer than most masks."""
+    mapped, resident, of_files, *_ = map(int, os.pread(statm, 256, 0).split())
     return _Pages(mapped, resident - of_files)
