@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slotzero import LLM, SamplingParams
-from slotzero.loading.source import open_checkpoint
+from slotzero.checkpoint.source import open_checkpoint
 
 MODEL = "smollm2"
 PROMPT_LEN = 32

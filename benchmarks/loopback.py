@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, multiprocessing
 
 from slotzero.bench.hardware import describe, versions
+from slotzero.distributed.ranks import Ranks
+from slotzero.executor.rank_group import Meeting
+from slotzero.executor.step_message import Orders
 from slotzero.graph import GraphKey
-from slotzero.parallel.crew import Meeting
-from slotzero.parallel.orders import Orders
-from slotzero.parallel.ranks import Ranks
 
 SIZES, ROWS, HIDDEN = (2, 4), (1, 64, 256), 4096
 REPEATS, WARM_UPS, PATIENCE = 40, 5, 60.0

@@ -35,8 +35,8 @@ from step_model import (
     weight_bytes,
 )
 
+from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.models.config import ModelConfig
-from slotzero.parallel.ranks import ALONE, Ranks
 
 # --- beside what was measured, here and by others
 

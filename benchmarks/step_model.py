@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.models.config import ModelConfig, parse_config
 from slotzero.models.params import Param, params_of
 from slotzero.models.shards import cut, sharded
-from slotzero.parallel.ranks import ALONE, Ranks
 
 HERE = Path(__file__).parent
 DATA: dict[str, Any] = json.loads((HERE / "scaling.json").read_text())

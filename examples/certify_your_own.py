@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import torch
 
+from slotzero.certify.certify import all_sizes, certify
+from slotzero.certify.checks import Bounds
+from slotzero.certify.report import Certificate
+from slotzero.certify.scene import Scene, memory_of
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, Runner, RunnerSpec
 from slotzero.graph.backend import EagerBackend
-from slotzero.sanitizer.certify import all_sizes, certify
-from slotzero.sanitizer.checks import Bounds
-from slotzero.sanitizer.report import Certificate
-from slotzero.sanitizer.scene import Scene, memory_of
 
 SLOTS, ROWS = 12, 8
 

@@ -6,14 +6,14 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slotzero.chat_template import template_message, variable_of_ours
 from slotzero.config import DEFAULT_MODEL, EngineConfig
-from slotzero.engine import Answer, Engine
+from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
-from slotzero.interrupt import uninterrupted
-from slotzero.progress import prompts_bar
 from slotzero.sampling.params import SamplingParams
-from slotzero.tokenizer import Tokenizer
+from slotzero.system.interrupt import uninterrupted
+from slotzero.system.progress import prompts_bar
+from slotzero.text.chat_template import template_message, variable_of_ours
+from slotzero.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]  # a dict holds "prompt" or "prompt_token_ids"
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -42,7 +42,7 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle
 def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether engines that a test makes launch a step before they commit the one before, as they do
     on a GPU."""
-    from slotzero.worker import Worker
+    from slotzero.executor.worker import Worker
 
     monkeypatch.setattr(Worker, "overlaps", request.param)
     return bool(request.param)

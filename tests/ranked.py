@@ -18,15 +18,15 @@ from traced import Traced, prompts_of
 
 import slotzero.llm
 from slotzero import LLM, SamplingParams
+from slotzero.certify import mutants
+from slotzero.certify.faults import FAULTS
+from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
-from slotzero.loading.source import open_checkpoint
-from slotzero.parallel.crew import Crew, Meeting, Wired
-from slotzero.parallel.follower import obey
+from slotzero.engine.engine import Engine
+from slotzero.executor.follower import obey
+from slotzero.executor.rank_group import Crew, Meeting, Wired
+from slotzero.executor.worker import Worker
 from slotzero.sampling.params import MAX_LOGPROBS
-from slotzero.sanitizer import mutants
-from slotzero.sanitizer.faults import FAULTS
-from slotzero.worker import Worker
 
 PATIENCE = 120.0  # seconds
 QUIET = {"lazy_recording": True, "show_progress": False}

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 
-from slotzero.loading.tiny import TINY_CONFIGS
-from slotzero.tokenizer import Tokenizer
+from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.text.tokenizer import Tokenizer
 
 KEY = "only-for-tests"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.observer import Observer
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from traffic import draw_batch, send, settings_of
 
+from slotzero.certify import answers as answers_module
+from slotzero.certify import session
+from slotzero.certify.answers import AnswerCheck
+from slotzero.certify.live import LiveSanitizer
+from slotzero.certify.recompute import Disagreement, Recomputation
+from slotzero.certify.stage import bounds_of
+from slotzero.certify.traffic import TRAFFIC_FAULTS, TrafficFault, mutate_traffic
 from slotzero.config import EngineConfig
-from slotzero.engine import Answer, Engine
+from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import SanitizerError
 from slotzero.graph import Kind
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
-from slotzero.sanitizer import answers as answers_module
-from slotzero.sanitizer import session
-from slotzero.sanitizer.answers import AnswerCheck
-from slotzero.sanitizer.live import LiveSanitizer
-from slotzero.sanitizer.recompute import Disagreement, Recomputation
-from slotzero.sanitizer.stage import bounds_of
-from slotzero.sanitizer.traffic import TRAFFIC_FAULTS, TrafficFault, mutate_traffic
 
 DRAFT, KEY = TRAFFIC_FAULTS
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

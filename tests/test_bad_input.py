@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.cli import main as cli
 from slotzero.errors import (
     CapacityError,
@@ -27,13 +28,12 @@ from slotzero.errors import (
     TokenizerMissingError,
     UnsupportedModelError,
 )
-from slotzero.loading.tiny import TINY_CONFIGS
-from slotzero.memory import Memory
 from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors
 from slotzero.models.rope import refuse_two_ropes
 from slotzero.pools import budget
-from slotzero.tokenizer import Tokenizer
+from slotzero.system.memory import Memory
+from slotzero.text.tokenizer import Tokenizer
 
 CONFIG = dict(TINY_CONFIGS["llama"])
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from slotzero.kernels.cpu import build
 from slotzero.kernels.cpu.kernels import ACTIVATIONS, CpuKernels
-from slotzero.kernels.nouns import Experts, ExpertWeights, Heads, Normed, Tokens
-from slotzero.kernels.nouns_recurrent import Scan, States
+from slotzero.kernels.types import Experts, ExpertWeights, Heads, Normed, Tokens
+from slotzero.kernels.types_recurrent import Scan, States
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
 

@@ -25,7 +25,7 @@ from slotzero.bench.workloads import WORKLOADS, fixed, fixed_spec, mixed
 from slotzero.cli import bench as command
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, ContractError
 from slotzero.graph import GraphKey
 from slotzero.sampling.params import SamplingParams

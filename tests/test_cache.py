@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slotzero import cache
-from slotzero.cache import writable, writing
 from slotzero.errors import CapacityError, ConfigError, SlotzeroError
 from slotzero.graph.cpu import CpuBackend
 from slotzero.kernels.cpu import build
+from slotzero.system import cache_dir as cache
+from slotzero.system.cache_dir import writable, writing
 
 COMPILER = """#!/bin/sh
 echo "/tmp/x.s: warning: something else" >&2

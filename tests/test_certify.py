@@ -13,23 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from slotzero.certify import actors, session
+from slotzero.certify.certify import all_sizes, few_checks, few_sizes, left_out
+from slotzero.certify.mutants import Mutant
+from slotzero.certify.page import html
+from slotzero.certify.report import CHECKS, RULES, Cell, Certificate, Violation
+from slotzero.certify.scene import Trial
+from slotzero.certify.stage import staged
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
+from slotzero.executor.rank_group import Crew
 from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
-from slotzero.kernels import composed_speculation as speculation
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.loading.tiny import TINY_CONFIGS
-from slotzero.parallel.crew import Crew
+from slotzero.kernels import torch_speculation as speculation
+from slotzero.kernels.types import Rows, Tokens
 from slotzero.runners.passes import Followed
-from slotzero.sanitizer import actors, session
-from slotzero.sanitizer.certify import all_sizes, few_checks, few_sizes, left_out
-from slotzero.sanitizer.mutants import Mutant
-from slotzero.sanitizer.page import html
-from slotzero.sanitizer.report import CHECKS, RULES, Cell, Certificate, Violation
-from slotzero.sanitizer.scene import Trial
-from slotzero.sanitizer.stage import staged
 from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slotzero.sanitizer.checksum import BLOCK, checksum, row_checksums
+from slotzero.certify.checksum import BLOCK, checksum, row_checksums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8)
 

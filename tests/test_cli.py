@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from slotzero import LLM, SamplingParams, __version__, progress
+from slotzero import LLM, SamplingParams, __version__
 from slotzero.cli import chat, doctor, flags, generate, serve
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
 from slotzero.errors import CapacityError
 from slotzero.llm import StreamChunk
+from slotzero.system import progress
 
 TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "8"]
 PARIS = "What is the capital of France? Answer in one sentence."

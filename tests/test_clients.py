@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from test_server import FakeClient, ask, refused, stream, tool_tokenizer
 
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 CHAT, COMPLETION = ROUTES = ("/v1/chat/completions", "/v1/completions")
 USER = {"role": "user", "content": "Hi"}

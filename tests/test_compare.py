@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slotzero.sanitizer.compare import first_difference, magnitude
-from slotzero.sanitizer.stage import _RELATIVE as RELATIVE
+from slotzero.certify.compare import first_difference, magnitude
+from slotzero.certify.stage import _RELATIVE as RELATIVE
 
 DTYPES = {name: getattr(torch, name) for name in RELATIVE}
 

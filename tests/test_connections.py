@@ -25,7 +25,7 @@ from slotzero.server.connections import Connections, default_limits
 from slotzero.server.events import EventStream, event
 from slotzero.server.repeats import Repeats
 from slotzero.server.settings import ServerSettings
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 
 class StillClient:

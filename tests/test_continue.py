@@ -7,7 +7,7 @@ from test_server import FakeClient, ask, refused
 
 from slotzero import LLM, SamplingParams
 from slotzero.errors import RequestError, TokenizerMissingError
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 BEGUN: list[dict[str, Any]] = [

@@ -9,9 +9,9 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from slotzero import LLM
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.loading.tiny import TINY_CONFIGS
-from slotzero.tokenizer import Tokenizer, byte_letters
+from slotzero.text.tokenizer import Tokenizer, byte_letters
 
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 TEXTS = {index: text for text, index in byte_letters().items()}

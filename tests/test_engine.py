@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotzero.config import EngineConfig
-from slotzero.engine import Answer, Engine
+from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import RequestError
+from slotzero.executor.worker import Results, Worker
 from slotzero.request import Status
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, mask_tables
 from slotzero.step import Step
-from slotzero.worker import Results, Worker
 
 VOCAB, EOS = 259, 257
 PAGE = 2 * 2 * 16 * 2 * 16 * 4  # layers, k and v, page size, KV heads, head size, float32

@@ -10,7 +10,7 @@ from test_server import FakeClient, ask, stream
 from slotzero import LLM
 from slotzero.cli import chat, flags, generate, serve
 from slotzero.errors import ConfigError
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 __all__ = ["run"]  # a fixture
 TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "4"]

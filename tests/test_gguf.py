@@ -11,11 +11,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Number
 
+from slotzero.checkpoint.gguf import GgufCheckpoint, halves_from_pairs
+from slotzero.checkpoint.gguf_header import BLOCK_TYPES, map_file, parse_header
+from slotzero.checkpoint.gguf_names import llama3_factors, llama3_scaling
+from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
-from slotzero.loading.gguf import GgufCheckpoint, halves_from_pairs
-from slotzero.loading.gguf_header import BLOCK_TYPES, map_file, parse_header
-from slotzero.loading.gguf_names import llama3_factors, llama3_scaling
-from slotzero.loading.source import open_checkpoint
 from slotzero.models.params import expected_tensors
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCAB = 32, 64, 4, 2, 2, 40
@@ -142,7 +142,7 @@ def test_config_and_names_are_those_of_hugging_face(model: Path) -> None:
 
 def test_a_quantised_file_is_for_float32_if_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_checkpoint("smollm2").config["dtype"] == "float32"
-    monkeypatch.setattr("slotzero.loading.gguf._SMALL_BYTES", 500 << 20)
+    monkeypatch.setattr("slotzero.checkpoint.gguf._SMALL_BYTES", 500 << 20)
     assert open_checkpoint("smollm2").config["dtype"] == "float16"
 
 

@@ -26,15 +26,15 @@ from test_engine import PAGE, check_nothing_leaked, drain, greedy, make, prompt_
 from test_structured import begun, settled, shaped, tokens_of
 
 from slotzero import LLM
-from slotzero.engine import Answer, Engine
+from slotzero.engine.dp_schedulers import Lanes
+from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import ConfigError, RequestError
 from slotzero.grammars.fork_server import _ForkServer
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.messages import NotStarted
 from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.sampling.structured import StructuredOutputs
-from slotzero.scheduler.lanes import Lanes
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -630,7 +630,7 @@ def test_a_late_mask_holds_up_its_own_request_only(
 
 def test_masks_that_come_at_any_time_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without grace every mask is late; with little memory requests are preempted meanwhile."""
-    monkeypatch.setattr("slotzero.engine.MASK_GRACE", 0.0)
+    monkeypatch.setattr("slotzero.engine.engine.MASK_GRACE", 0.0)
     expected = []
     alone = make(max_num_seqs=1)
     for prompt, params in asks(8):

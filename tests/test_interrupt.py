@@ -5,9 +5,9 @@ import pytest
 from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
-from slotzero import engine as engine_module
+from slotzero.engine import engine as engine_module
 from slotzero.errors import StepFailedError
-from slotzero.interrupt import uninterrupted
+from slotzero.system.interrupt import uninterrupted
 
 
 def test_an_interrupt_waits_for_the_end_of_the_block():

@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from slotzero.errors import ContractError
-from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu.kernels import CpuKernels
-from slotzero.kernels.nouns import (
+from slotzero.kernels.places import MAX_PLACES
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.torch_ops import ComposedKernels
+from slotzero.kernels.types import (
     Angles,
     Branches,
     Experts,
@@ -30,8 +32,6 @@ from slotzero.kernels.nouns import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.places import MAX_PLACES
-from slotzero.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
 EPS = 1e-5

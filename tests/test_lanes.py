@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slotzero.config import EngineConfig
-from slotzero.engine import Answer, Engine
+from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
 

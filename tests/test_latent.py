@@ -12,9 +12,9 @@ from traced import GREEDY, Traced, prompts_of
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as book
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint import fp8
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.errors import ConfigError, SlotzeroError, UnsupportedModelError
-from slotzero.loading import fp8
-from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.config import parse_config
 
 FAMILY = ("deepseek-v2", "deepseek-v3")

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 
 import slotzero
 from slotzero import LLM, SamplingParams
-from slotzero.engine import Answer
+from slotzero.engine.engine import Answer
 from slotzero.errors import (
     CapacityError,
     ConfigError,
@@ -23,10 +23,10 @@ from slotzero.errors import (
     StepFailedError,
     TokenizerMissingError,
 )
+from slotzero.executor.worker import Results, RowLogprobs
 from slotzero.llm import CompletionOutput, StreamChunk
 from slotzero.step import Step
-from slotzero.tokenizer import Tokenizer
-from slotzero.worker import Results, RowLogprobs
+from slotzero.text.tokenizer import Tokenizer
 
 SHORT = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slotzero import memory as module
-from slotzero.memory import Memory, memory
+from slotzero.system import memory as module
+from slotzero.system.memory import Memory, memory
 
 GIB = 1 << 30
 

@@ -11,24 +11,24 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slotzero.certify import mutants as mutants_module
+from slotzero.certify.bugs import BUGS, all_numbers
+from slotzero.certify.certify import certify, checksums
+from slotzero.certify.checks import CHECK_FUNCTIONS
+from slotzero.certify.faults import FAULTS
+from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
+from slotzero.certify.faults.recurrent import RECURRENT
+from slotzero.certify.mutants import Mutant, mutate, padded_size, tensors_of
+from slotzero.certify.report import ORDER, Certificate
+from slotzero.certify.scene import kind_of
+from slotzero.certify.stage import bounds_of, counts_of, staged, states_of
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph import Kind, Runner
 from slotzero.graph.backend import EagerBackend, PlainPieces, Recording, StepFunction
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
-from slotzero.sanitizer import mutants as mutants_module
-from slotzero.sanitizer.bugs import BUGS, all_numbers
-from slotzero.sanitizer.certify import certify, checksums
-from slotzero.sanitizer.checks import CHECK_FUNCTIONS
-from slotzero.sanitizer.faults import FAULTS
-from slotzero.sanitizer.faults.device import KERNELS, LAYERS, RECORDINGS
-from slotzero.sanitizer.faults.recurrent import RECURRENT
-from slotzero.sanitizer.mutants import Mutant, mutate, padded_size, tensors_of
-from slotzero.sanitizer.report import ORDER, Certificate
-from slotzero.sanitizer.scene import kind_of
-from slotzero.sanitizer.stage import bounds_of, counts_of, staged, states_of
 from slotzero.speculative.drafter import NUM_DRAFTS
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 

@@ -17,12 +17,12 @@ from served import PATIENCE, children, free_port, outpost, wait_until
 from slotzero import LLM, SamplingParams
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
+from slotzero.distributed import secure_socket as line
 from slotzero.errors import ConfigError, RankLostError, SlotzeroError
-from slotzero.parallel import line
-from slotzero.parallel.crew import LOOPBACK, interface_towards
-from slotzero.parallel.leader import muster
-from slotzero.parallel.nodes import Hello, Nodes
-from slotzero.parallel.outpost import Outpost
+from slotzero.executor.node_agent import Outpost
+from slotzero.executor.nodes import Hello, Nodes
+from slotzero.executor.rank0 import muster
+from slotzero.executor.rank_group import LOOPBACK, interface_towards
 
 SECRET = "only-for-tests-" * 2
 TINY: dict[str, Any] = {

@@ -18,12 +18,12 @@ from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.cli.main import main
+from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CapacityError, ConfigError, RankLostError
 from slotzero.graph import GraphKey
 from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors, params_of
 from slotzero.models.shards import cut, sharded
-from slotzero.parallel.ranks import Ranks
 from slotzero.sampling.params import MAX_LOGPROBS
 
 SIZE = 2

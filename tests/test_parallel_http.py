@@ -14,7 +14,7 @@ from served import (
     wait_until,
 )
 
-from slotzero.parallel.line import KEY
+from slotzero.distributed.secure_socket import KEY
 
 WORDS = f"tiny:llama --backend eager --tensor-parallel-size 2 --rank-timeout {RANK_TIMEOUT}"
 

@@ -22,10 +22,10 @@ from slotzero.cli import serve
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
-from slotzero.parallel.child import ENGINE, FOLLOWER
 from slotzero.server import ray_places
 from slotzero.server.ray_places import Plan, RayPlaces
 from slotzero.server.share import WHOLE, Share
+from slotzero.system.child import ENGINE, FOLLOWER
 
 WORDS = f"tiny:llama --backend eager --executor ray --max-num-seqs {NUM_SLOTS}"
 ROOM = {"num_cpus": 1, "object_store_memory": 80 << 20}  # for one rank

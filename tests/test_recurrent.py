@@ -10,14 +10,14 @@ from traced import Traced, prompts_of
 from traffic import draw_batch, send, settings_of
 
 from slotzero import LLM, SamplingParams
+from slotzero.certify import mutants
+from slotzero.certify.faults import FAULTS
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, ConfigError, UnsupportedModelError
-from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.config import parse_config
-from slotzero.sanitizer import mutants
-from slotzero.sanitizer.faults import FAULTS
 from slotzero.speculative.model import ModelDrafter
 
 TINY = [f"tiny:{family}" for family in RECURRENT]

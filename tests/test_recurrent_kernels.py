@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from slotzero.kernels.contract import Kernels, kernels_for
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 
 SLOTS, SNAPSHOTS, LENGTH, INTERVAL = 3, 6, 24, 8
 SHAPES = (

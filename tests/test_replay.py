@@ -6,9 +6,9 @@ from shadow import Shadow
 from torch.utils import _pytree
 from traced import GREEDY, Traced, prompts_of
 
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.graph.backend import OncePieces, PlainPieces
 from slotzero.kernels.contract import Kernels
-from slotzero.loading.tiny import TINY_CONFIGS
 
 
 def test_replay_equals_eager_on_the_same_padded_buffers(oracles):

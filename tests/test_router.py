@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotzero.scheduler import router
-from slotzero.scheduler.router import CHUNK, CROWD, Load, Prefixes, Router, chunk_keys
+from slotzero.engine import router
+from slotzero.engine.router import CHUNK, CROWD, Load, Prefixes, Router, chunk_keys
 
 IDLE = Load(life=0, running=0, waiting=0, slots=16)
 

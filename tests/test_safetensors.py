@@ -12,6 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint.checkpoint import Checkpoint
+from slotzero.checkpoint.dummy import DummyCheckpoint, tensor_seed
+from slotzero.checkpoint.source import open_checkpoint
+from slotzero.checkpoint.tiny import TINY_CONFIGS, tiny_names
 from slotzero.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -19,12 +23,8 @@ from slotzero.errors import (
     TokenizerMissingError,
     UnsupportedModelError,
 )
-from slotzero.loading.checkpoint import Checkpoint
-from slotzero.loading.dummy import DummyCheckpoint, tensor_seed
-from slotzero.loading.source import open_checkpoint
-from slotzero.loading.tiny import TINY_CONFIGS, tiny_names
 from slotzero.models.params import expected_tensors
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 CONFIG = dict(TINY_CONFIGS["llama"])
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from traced import Traced
 from traffic import NUM_PAGES, draw_batch, engine_of, send, settings_of
 
+from slotzero.certify import live
+from slotzero.certify.compare import first_difference
+from slotzero.certify.live import LiveSanitizer
 from slotzero.cli import flags
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import ConfigError, ContractError, SanitizerError
 from slotzero.graph import GraphKey, Kind, Recording, Runner
 from slotzero.graph.runner import Counts
 from slotzero.sampling.params import SamplingParams
-from slotzero.sanitizer import live
-from slotzero.sanitizer.compare import first_difference
-from slotzero.sanitizer.live import LiveSanitizer
 
 BACKENDS = ("eager", "cpu")
 WATCHED = (("llama", "tight"), ("qwen3", "wide"))
@@ -34,7 +34,7 @@ from slotzero import LLM, SamplingParams
 llm = LLM("tiny:llama", backend="eager", skip_tokenizer_init=True, show_progress=False)
 llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3), use_tqdm=False)
 assert llm.engine.sanitizer is None
-sys.exit(any(name.startswith("slotzero.sanitizer") for name in sys.modules))
+sys.exit(any(name.startswith("slotzero.certify") for name in sys.modules))
 """
 
 
@@ -308,7 +308,7 @@ def test_a_fault_is_logged_counted_and_named(
     assert {violation.check for violation in sanitizer.last} & checks
     assert tensor in {violation.tensor for violation in sanitizer.last}
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert {record.name for record in errors} == {"slotzero.sanitizer"}
+    assert {record.name for record in errors} == {"slotzero.certify"}
     assert len(errors) == sanitizer.violations > 0
     assert [str(v) for v in sanitizer.last] == [r.message for r in errors][-live.KEPT :]
 

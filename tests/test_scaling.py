@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from slotzero.checkpoint.source import open_checkpoint
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.config import EngineConfig
+from slotzero.distributed.ranks import ALONE, Ranks
+from slotzero.executor.rank_group import Crew
+from slotzero.executor.step_message import Orders
+from slotzero.executor.worker import Worker
 from slotzero.graph import GraphKey
-from slotzero.loading.source import open_checkpoint
-from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors
-from slotzero.parallel.crew import Crew
-from slotzero.parallel.orders import Orders
-from slotzero.parallel.ranks import ALONE, Ranks
-from slotzero.worker import Worker
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 scaling = importlib.import_module("scaling")

@@ -17,13 +17,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from slotzero.engine.dp_schedulers import Lanes
+from slotzero.engine.scheduler import Scheduler, SchedulerConfig
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
 from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.slots import SlotPool
 from slotzero.request import Request, Status
 from slotzero.sampling.params import SamplingParams
-from slotzero.scheduler.lanes import Lanes
-from slotzero.scheduler.scheduler import Scheduler, SchedulerConfig
 from slotzero.step import Row, Step
 
 VOCAB = 5

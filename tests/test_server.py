@@ -51,7 +51,7 @@ from slotzero.server.tool_calls import (
     Said,
 )
 from slotzero.server.tools import FORMATS, choose_format
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 EOS = 257
 MAX_LEN = 512

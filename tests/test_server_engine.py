@@ -23,7 +23,7 @@ from served import SETTINGS
 
 from slotzero import LLM, SamplingParams
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import (
     CapacityError,
     ConfigError,
@@ -32,6 +32,7 @@ from slotzero.errors import (
     RankLostError,
     RequestRefusedError,
 )
+from slotzero.executor.worker import Results
 from slotzero.grammars.grammar import Grammar
 from slotzero.server import client as client_module
 from slotzero.server import process
@@ -49,7 +50,6 @@ from slotzero.server.messages import (
 )
 from slotzero.server.share import WHOLE
 from slotzero.server.stream import Stream
-from slotzero.worker import Results
 
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 STAGES = ["kernels", "weights", "recording"]
@@ -1035,7 +1035,7 @@ def test_an_unforeseen_error_at_the_start_is_told(
     def broken(config: EngineConfig, told: Any) -> Engine:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("slotzero.engine.Engine", broken)
+    monkeypatch.setattr("slotzero.engine.engine.Engine", broken)
     with pytest.raises(client_module.SlotzeroError):
         process._start(SETTINGS, WHOLE, desk.outbox)
     assert desk.read() == [Failed("ZeroDivisionError", "ZeroDivisionError")]

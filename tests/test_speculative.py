@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
-from slotzero.loading.source import open_checkpoint
 from slotzero.models.config import parse_config
 from slotzero.speculative.build import PACKAGED_HEAD
 from slotzero.speculative.eagle_config import parse_eagle
 from slotzero.speculative.model import ModelDrafter
-from slotzero.speculative.training.collect import Collector
-from slotzero.speculative.training.data import Answered
-from slotzero.speculative.training.head import EagleHead, HeadConfig
-from slotzero.speculative.training.save import save_head
+from slotzero.training.collect import Collector
+from slotzero.training.data import Answered
+from slotzero.training.head import EagleHead, HeadConfig
+from slotzero.training.save import save_head
 
 VOCAB = 256
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -16,16 +16,16 @@ from shadow import Shadow
 from test_engine import PAGE, check_nothing_leaked, drain, greedy, make, prompt_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.engine import Answer, Engine
+from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import RequestError
+from slotzero.executor.worker import Worker
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.matcher import CompiledGrammar, load_vocabulary
 from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.request import Status
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.step import Step
-from slotzero.tokenizer import Tokenizer
-from slotzero.worker import Worker
+from slotzero.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -576,7 +576,7 @@ def test_chunks_and_preemption_change_no_answer(
 def test_preempted_in_the_middle_of_an_answer_and_of_a_step(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
-    monkeypatch.setattr("slotzero.engine.MASK_GRACE", 60.0)  # no mask is late
+    monkeypatch.setattr("slotzero.engine.engine.MASK_GRACE", 60.0)  # no mask is late
     asks = [(prompt_of(6, seed=i), shaped({"regex": "[a-z]{40}"}, i)) for i in range(4)]
     asks.insert(1, (prompt_of(6), greedy(60)))  # it never waits, and asks for pages meanwhile
     alone = make(max_num_seqs=1)
@@ -604,7 +604,7 @@ def test_preempted_in_the_middle_of_an_answer_and_of_a_step(
 def test_a_sample_in_flight_is_waited_for_by_its_own_request_only(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
-    monkeypatch.setattr("slotzero.engine.MASK_GRACE", 60.0)  # no mask is late
+    monkeypatch.setattr("slotzero.engine.engine.MASK_GRACE", 60.0)  # no mask is late
     engine = make(max_num_seqs=4)
     ask(engine, shaped({"regex": "[a-z]{30}"}))  # compiled
     asks = {

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from slotzero.errors import CapacityError, ConfigError, ContractError
 from slotzero.graph import Registry
-from slotzero.memory import Memory
 from slotzero.pools import budget
 from slotzero.pools.tables import MAX_WORDS, SlotTables, Staging
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, TableSpec, encode, mask_tables
+from slotzero.system.memory import Memory
 
 NUM_SLOTS, MAX_LEN, PAGES, VOCAB = 3, 7, 4, 65
 SPECS = (*SAMPLING_TABLES, *mask_tables(VOCAB))

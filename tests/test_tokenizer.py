@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slotzero.checkpoint.source import open_checkpoint
+from slotzero.engine.output_text import Transcript
 from slotzero.errors import (
     CorruptCheckpointError,
     RequestError,
     TokenizerMissingError,
     UnsupportedModelError,
 )
-from slotzero.loading.gguf_tokenizer import gguf_tokenizer
-from slotzero.loading.source import open_checkpoint
 from slotzero.sampling.params import SamplingParams
-from slotzero.tokenizer import Detokenizer, Tokenizer, byte_letters
-from slotzero.transcript import Transcript
+from slotzero.text.gguf_tokenizer import gguf_tokenizer
+from slotzero.text.tokenizer import Detokenizer, Tokenizer, byte_letters
 
 BYTES = Tokenizer.bytes_tokenizer()
 SMOLLM2 = open_checkpoint("smollm2").tokenizer()

@@ -14,7 +14,7 @@ from slotzero.server.chat import ChatWriter
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat
 from slotzero.server.tools import ToolPlan
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 FORMS = (HERMES, LLAMA, FORCED)
 NAMES = frozenset({"weather", "time"})

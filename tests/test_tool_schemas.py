@@ -12,7 +12,7 @@ from slotzero.sampling.structured import StructuredOutputs
 from slotzero.server.conversation import Tool
 from slotzero.server.status import FieldError
 from slotzero.server.tools import call_schema
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 EOS = 257

@@ -15,14 +15,14 @@ from slotzero import LLM, SamplingParams
 from slotzero.cli import main as cli
 from slotzero.cli import train_eagle
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
-from slotzero.speculative.training import data
-from slotzero.speculative.training.acceptance import acceptance_len, num_accepted, walk
-from slotzero.speculative.training.data import Answered, answers, frequent_ids, self_prompts
-from slotzero.speculative.training.head import EagleHead, HeadConfig
-from slotzero.speculative.training.loop import Budget, Report, rate, train
-from slotzero.speculative.training.loss import PASS_DECAY, Target, _SoftCrossEntropy, distil
-from slotzero.speculative.training.samples import Batch, Sample, crop, pack, training_batches
-from slotzero.speculative.training.save import load_head, save_head
+from slotzero.training import data
+from slotzero.training.acceptance import acceptance_len, num_accepted, walk
+from slotzero.training.data import Answered, answers, frequent_ids, self_prompts
+from slotzero.training.head import EagleHead, HeadConfig
+from slotzero.training.loop import Budget, Report, rate, train
+from slotzero.training.loss import PASS_DECAY, Target, _SoftCrossEntropy, distil
+from slotzero.training.samples import Batch, Sample, crop, pack, training_batches
+from slotzero.training.save import load_head, save_head
 
 CPU = torch.device("cpu")
 HIDDEN, VOCAB = 24, 40
@@ -169,7 +169,7 @@ def test_a_longer_neighbour_changes_nothing() -> None:
 
 
 def test_loss_and_gradient_equal_plain_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotzero.speculative.training.loss._MAX_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr("slotzero.training.loss._MAX_LOGITS", 3 * VOCAB)
     hidden, final = torch.randn(10, HIDDEN), torch.randn(10, HIDDEN)
     rows, weights = torch.randn(VOCAB, HIDDEN), torch.rand(10)
     fast, slow = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()

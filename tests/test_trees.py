@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotzero.kernels.nouns import Front, Guesses, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.types import Front, Guesses, Rows, Tokens
 from slotzero.sampling.params import MAX_LOGPROBS, SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
 from slotzero.speculative.shape import TreeShape

@@ -41,7 +41,7 @@ def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from slotzero.kernels.triton import latent
+    from slotzero.kernels.triton.attention import mla as latent
 
     monkeypatch.setattr(latent, "shared_memory", lambda: 227 << 10)
     kernel, tile = latent._attend_kernel, latent.tile_for(pairs, 576, 2)

@@ -15,11 +15,11 @@ from test_models import expect_equal
 from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint.mxfp4 import dequantise
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, UnsupportedModelError
-from slotzero.loading.mxfp4 import dequantise
-from slotzero.loading.tiny import TINY_CONFIGS
 from slotzero.models.config import parse_config
 from slotzero.pools.budget import Demand, GroupShape, split
 
@@ -91,7 +91,7 @@ def test_preemption(oracles, family, backend):
 
 
 def _shapes(path: str) -> list[GroupShape]:
-    from slotzero.worker import group_shapes
+    from slotzero.executor.worker import group_shapes
 
     config = parse_config(json.loads((Path(path) / "config.json").read_text()))
     return group_shapes(config.groups, 16, torch.float32)

@@ -5,8 +5,8 @@ import random
 import torch
 
 from slotzero import LLM, SamplingParams
+from slotzero.executor.worker import Results
 from slotzero.step import Step
-from slotzero.worker import Results
 
 
 def prompts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[dict[str, list[int]]]:

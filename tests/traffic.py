@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.config import EngineConfig
-from slotzero.engine import Answer, Engine
-from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.engine.engine import Answer, Engine
+from slotzero.executor.worker import group_shapes
 from slotzero.models.config import parse_config
 from slotzero.sampling.params import SamplingParams
-from slotzero.worker import group_shapes
 
 TEXT = 256  # token ids of a tiny model that are bytes
 # Pages run out in the first; prompts are long and rows are padded in the second.

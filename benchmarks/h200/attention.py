@@ -15,9 +15,10 @@ import torch
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
-from slotzero.kernels.nouns import Angles, Heads
-from slotzero.kernels.triton import decode, line
+from slotzero.kernels.triton.attention import decode
+from slotzero.kernels.triton.attention import decode_stream_k as line
 from slotzero.kernels.triton.launch import compiling_ahead
+from slotzero.kernels.types import Angles, Heads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
 from slotzero.kernels.contract import kernels_for
-from slotzero.kernels.nouns import Experts, ExpertWeights, Normed
 from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.types import Experts, ExpertWeights, Normed
 
 SHAPES = {
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, "clamped_silu", scores="softmax_of_chosen")),

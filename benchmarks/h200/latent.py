@@ -23,9 +23,9 @@ from stack import apart, open_stack, step_seconds
 from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
-from slotzero.kernels.nouns import Heads, Latent, Rows, Tokens
-from slotzero.kernels.triton import latent_own
+from slotzero.kernels.triton.attention import mla_prefill as latent_own
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.types import Heads, Latent, Rows, Tokens
 
 LAYERS, REPEATS, SHORT = 4, 7, 16
 CONFIG = {

@@ -27,10 +27,10 @@ from torch import Tensor
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 
 SHAPES = {
     "Falcon-H1-1.5B": Scan("mamba", 48, 64, 1, 256, 4),

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slotzero import LLM, SamplingParams
-from slotzero.loading.source import open_checkpoint
+from slotzero.checkpoint.source import open_checkpoint
 
 NUM_TOKENS = 32
 SUBJECTS = (

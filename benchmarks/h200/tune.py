@@ -1,6 +1,6 @@
 """Times every tile of every product inside the whole recorded step, and prints the best as JSON.
 
-    python benchmarks/h200/tune.py path/to/model... --out slotzero/kernels/triton/tuned.json
+    python benchmarks/h200/tune.py path/to/model... --out slotzero/kernels/triton/linear/tuned.json
 
 Start-up times an unknown shape by itself, in a chain of equal products; here each candidate is put
 into the recorded step of a model with random weights, product after product, the others staying at
@@ -19,10 +19,10 @@ import torch
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.rows import standing
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Runner
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.triton.tiles import LIBRARY, PADDED_ROWS, ways_for
+from slotzero.kernels.triton.linear.tiles import LIBRARY, PADDED_ROWS, ways_for
 
 CUBLAS = str(LIBRARY)
 CONTEXT = 384

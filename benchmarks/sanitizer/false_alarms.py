@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from traffic import SHAPES, draw_batch, engine_of, send
 
-from slotzero.loading.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import TINY_CONFIGS
 
 BACKENDS = ("cpu", "eager")
 

@@ -23,12 +23,12 @@ import torch
 from near import write_near
 from torch import Tensor
 
+from slotzero.checkpoint.tiny import tiny_names
 from slotzero.config import BACKENDS, DRAFTERS, EngineConfig
-from slotzero.engine import Engine
-from slotzero.loading.tiny import tiny_names
-from slotzero.progress import prompts_bar
+from slotzero.engine.engine import Engine
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.shape import places_ahead
+from slotzero.system.progress import prompts_bar
 
 NUM_TOKENS = 3
 LEAST_P = 0.01

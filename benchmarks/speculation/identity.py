@@ -25,9 +25,9 @@ from typing import Any
 from near import write_near
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint.tiny import tiny_names
 from slotzero.config import BACKENDS
-from slotzero.loading.tiny import tiny_names
-from slotzero.progress import prompts_bar
+from slotzero.system.progress import prompts_bar
 
 DRAFTERS = ("ngram", "eagle", "eagle3", "draft", "near")
 COLUMNS = ("settings", "requests", "drafts", "accepted", "differ")

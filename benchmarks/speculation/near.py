@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slotzero.loading.tiny import tiny_checkpoint
+from slotzero.checkpoint.tiny import tiny_checkpoint
 
 
 def write_near(model: str, off_by: float, folder: Path) -> None:

@@ -17,9 +17,9 @@ from slotzero.bench.session import Session
 from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError, ConfigError
+from slotzero.executor.worker import Worker
 from slotzero.graph import GraphKey, Refusal, Runner
 from slotzero.pools.budget import show
-from slotzero.worker import Worker
 
 DECODE_SIZES = (1, 8, 64, 256)  # of these, those that are recorded
 PREFILL_SIZES = (64, 512, 2048)

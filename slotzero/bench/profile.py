@@ -19,7 +19,7 @@ import torch
 from slotzero.bench.intervals import busy_and_gaps
 from slotzero.bench.sheets import Report, rounded
 from slotzero.bench.workloads import Workload
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError
 from slotzero.sampling.params import SamplingParams
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from slotzero.bench.workloads import VOCAB_SIZE, fixed
-from slotzero.engine import Engine
+from slotzero.certify.stand_ins import stand_ins
+from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, ContractError
+from slotzero.executor.worker import Worker
 from slotzero.graph import GraphKey, Refusal, Runner
 from slotzero.sampling.params import SamplingParams
-from slotzero.standins import stand_ins
 from slotzero.step import Row, Step
-from slotzero.worker import Worker
 
 _GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 

@@ -14,11 +14,11 @@ from slotzero.bench import hardware
 from slotzero.bench.timeline import Timeline, measure
 from slotzero.bench.workloads import Workload, WorkloadSpec
 from slotzero.config import EngineConfig
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.errors import ConfigError
+from slotzero.executor.worker import choose_backend
 from slotzero.graph.runner import Counts
-from slotzero.progress import prompts_bar
-from slotzero.worker import choose_backend
+from slotzero.system.progress import prompts_bar
 
 WARMUP_LEN = 16  # tokens of each answer: every prompt's shape is met, at little cost
 _SEEN_EVERY = 0.5  # seconds between two looks at the progress bar, so that it is not measured

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from slotzero.bench.workloads import Workload
-from slotzero.engine import Engine
+from slotzero.engine.engine import Engine
 from slotzero.sampling.params import SamplingParams
 
 Seen = Callable[[int, int], None]  # answers finished, tokens made

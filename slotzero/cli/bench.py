@@ -178,7 +178,7 @@ def _serve(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> No
     from slotzero.bench.http import Site
     from slotzero.bench.serve import Goal, Load, run_loads, sharegpt, sheets
     from slotzero.bench.sheets import print_sheets
-    from slotzero.progress import load_bar
+    from slotzero.system.progress import load_bar
 
     rates, num = args.rate or (4.0,), args.num_prompts or 100
 

@@ -17,8 +17,8 @@ from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotzero.sanitizer.mutants import Mutant
-    from slotzero.sanitizer.report import Certificate
+    from slotzero.certify.mutants import Mutant
+    from slotzero.certify.report import Certificate
 
 DESCRIPTION = """\
 Prove that no padded row can hurt: for every runner and every size that is recorded, run the checks;
@@ -88,7 +88,7 @@ def report(certificate: "Certificate", mutants: "Sequence[Mutant] | None") -> di
 
 
 def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfig:
-    from slotzero.worker import choose_backend
+    from slotzero.executor.worker import choose_backend
 
     config = EngineConfig(model=model, skip_tokenizer_init=True, **settings)
     if config.kv_cache_memory is None:
@@ -101,10 +101,10 @@ def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfi
 def _findings(
     config: EngineConfig, is_quick: bool, with_mutants: bool
 ) -> "tuple[Certificate, list[Mutant] | None]":
-    from slotzero.engine import Engine
-    from slotzero.parallel.leader import alike
-    from slotzero.progress import certify_bar
-    from slotzero.sanitizer.session import Findings, Session, joined
+    from slotzero.certify.session import Findings, Session, joined
+    from slotzero.engine.engine import Engine
+    from slotzero.executor.rank0 import alike
+    from slotzero.system.progress import certify_bar
 
     with alike(config, {"is_quick": is_quick, "with_mutants": with_mutants}) as crew:
         session, mutants = Session(Engine(config, crew), config.model, is_quick), None
@@ -146,14 +146,14 @@ def _write_files(
         with _writing("--json", Path(args.json)):
             Path(args.json).write_text(text, encoding="utf-8")
     if args.html:
-        from slotzero.sanitizer.page import html
+        from slotzero.certify.page import html
 
         with _writing("--html", Path(args.html)):
             Path(args.html).write_text(html(certificate, mutants), encoding="utf-8")
 
 
 def _print_certificate(certificate: "Certificate") -> None:
-    from slotzero.sanitizer.report import CHECKS
+    from slotzero.certify.report import CHECKS
 
     lines = []
     for size in certificate.sizes:
@@ -179,7 +179,7 @@ def _not_tried(certificate: "Certificate") -> Iterable[tuple[str, str, str]]:
 
 
 def _print_mutants(mutants: "Sequence[Mutant]") -> None:
-    from slotzero.sanitizer.page import NUMBERED, numbered, verdict
+    from slotzero.certify.page import NUMBERED, numbered, verdict
 
     faults = list(dict.fromkeys(mutant.fault for mutant in mutants))
     _print_table("faults", ("", "put in"), [(str(i + 1), f) for i, f in enumerate(faults)])

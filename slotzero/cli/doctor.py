@@ -53,7 +53,7 @@ def _machine() -> dict[str, Any]:
     import torch
 
     from slotzero.bench import hardware
-    from slotzero.memory import memory
+    from slotzero.system.memory import memory
 
     held = memory()
     return {
@@ -80,15 +80,15 @@ def _software() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    from slotzero.cache import cache_dir
+    from slotzero.system.cache_dir import cache_dir
 
     folder = cache_dir()
     return {"folder": str(folder), "size_bytes": _folder_size(folder)}
 
 
 def _engine() -> dict[str, Any]:
+    from slotzero.executor.worker import choose_backend
     from slotzero.kernels.contract import kernels_for
-    from slotzero.worker import choose_backend
 
     device, backend = choose_backend(EngineConfig())
     try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from slotzero.server.connections import Connections
     from slotzero.server.fleet import Fleet
     from slotzero.server.settings import ServerSettings
-    from slotzero.tokenizer import Tokenizer
+    from slotzero.text.tokenizer import Tokenizer
 
 DESCRIPTION = """\
 Open OpenAI's API on a port of this machine.
@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     """What this process needs of a model: how its text is read, and what requests leave out."""
-    from slotzero.chat_template import read_template
-    from slotzero.loading.source import open_checkpoint
+    from slotzero.checkpoint.source import open_checkpoint
+    from slotzero.text.chat_template import read_template
 
     checkpoint = open_checkpoint(config.model, config.load_format)
     sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
@@ -129,7 +129,7 @@ def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
 
 def _stay(args: argparse.Namespace) -> int:
     """On a machine that is not the first: what was not said here, that one says."""
-    from slotzero.parallel.outpost import outpost_of
+    from slotzero.executor.node_agent import outpost_of
 
     given = flags.engine_settings(args)
     if args.model is not None or args.model_flag is not None:

@@ -15,10 +15,10 @@ from slotzero.config import refuse_ranks
 from slotzero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotzero.engine import Engine
+    from slotzero.engine.engine import Engine
     from slotzero.llm import LLM
-    from slotzero.speculative.training.data import Answered
-    from slotzero.speculative.training.loop import Report
+    from slotzero.training.data import Answered
+    from slotzero.training.loop import Report
 
     Text = tuple[list[Answered], list[Answered]]
     """Answers to learn from, and greedy ones to try on."""
@@ -123,7 +123,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse. Most
     of the memory there is left to hidden states."""
     from slotzero.config import EngineConfig
-    from slotzero.worker import choose_backend
+    from slotzero.executor.worker import choose_backend
 
     settings = flags.engine_settings(args)
     for flag, is_given, why in (
@@ -159,10 +159,10 @@ def _folder(name: str) -> Path:
 def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     import torch
 
-    from slotzero.speculative.training import data, loop
-    from slotzero.speculative.training.collect import Collector
-    from slotzero.speculative.training.head import EagleHead
-    from slotzero.speculative.training.save import save_head
+    from slotzero.training import data, loop
+    from slotzero.training.collect import Collector
+    from slotzero.training.head import EagleHead
+    from slotzero.training.save import save_head
 
     engine, shown = llm.engine, args.show_progress if "show_progress" in args else True
     worker = engine.worker
@@ -194,7 +194,7 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
 
 
 def _text(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
-    from slotzero.speculative.training import data
+    from slotzero.training import data
 
     file = None if args.text is None else Path(args.text)
     if file is not None and file.exists():
@@ -207,7 +207,7 @@ def _text(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
 
 
 def _usable(llm: "LLM", text: "Text", source: str) -> "Text":
-    from slotzero.speculative.training import data
+    from slotzero.training import data
 
     most = llm.engine.limits.max_model_len - 1  # as a prompt, it leaves room for an answer
     written, greedy = (data.cut(answered, most) for answered in text)
@@ -218,7 +218,7 @@ def _usable(llm: "LLM", text: "Text", source: str) -> "Text":
 
 
 def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
-    from slotzero.speculative.training import data
+    from slotzero.training import data
 
     num_tried = min(HELD_OUT, max(1, args.num_sequences // 8))
     num_prompts = args.num_sequences + num_tried
@@ -235,7 +235,7 @@ def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
 
 def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.Namespace) -> Any:
     """In the shape of the model's own layers, unless asked otherwise."""
-    from slotzero.speculative.training.head import HeadConfig
+    from slotzero.training.head import HeadConfig
 
     model, heads = engine.worker.model, engine.worker.model.groups[0].heads
     return HeadConfig(

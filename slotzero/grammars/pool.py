@@ -36,9 +36,9 @@ from slotzero.grammars.matcher import WORD_BITS, mask_of
 from slotzero.grammars.messages import COMPILE, Ended, NotStarted, Ready, Reply, Source, Unusable
 from slotzero.grammars.process import ForkServer, Worker
 from slotzero.grammars.worker import OUT_OF_MEMORY
-from slotzero.parallel.child import ending
 from slotzero.sampling.structured import StructuredOutputs
-from slotzero.tokenizer import Tokenizer
+from slotzero.system.child import ending
+from slotzero.text.tokenizer import Tokenizer
 
 _MOST_COMPILING = 4
 _MOST_IN_USE = 8

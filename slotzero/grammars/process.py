@@ -32,8 +32,8 @@ from slotzero.grammars.messages import (
     Start,
     Unusable,
 )
-from slotzero.parallel import child
-from slotzero.tokenizer import Tokenizer
+from slotzero.system import child
+from slotzero.text.tokenizer import Tokenizer
 
 _SECONDS_TO_END = 5.0
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slotzero.cache import cache_dir, writable
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, Line, Pieces, Recording, StepFunction
+from slotzero.system.cache_dir import cache_dir, writable
 
 Compiled = Callable[..., Any]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slotzero.kernels.contract_recurrent import RecurrentKernels
 from slotzero.kernels.contract_speculation import SpeculationKernels
-from slotzero.kernels.nouns import (
+from slotzero.kernels.types import (
     Activation,
     Angles,
     Branches,

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 
 
 class RecurrentKernels(ABC):

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from slotzero.kernels.nouns import Aims, Branches, Front, Guesses, Rows, Tokens
+from slotzero.kernels.types import Aims, Branches, Front, Guesses, Rows, Tokens
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.composed import ComposedKernels
-from slotzero.kernels.nouns import Branches, Heads
 from slotzero.kernels.places import MAX_PLACES
+from slotzero.kernels.torch_ops import ComposedKernels
+from slotzero.kernels.types import Branches, Heads
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 

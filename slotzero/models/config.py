@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns import Activation, Experts, Heads
+from slotzero.kernels.types import Activation, Experts, Heads
 from slotzero.models.fields import activation, eps, mapping, plain_activation, positive
 from slotzero.models.latent import latent_heads
 from slotzero.models.mixtures import beside_size, experts_of, sparse_layers

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slotzero.distributed.ranks import ALONE, Ranks, norm_over
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import (
+from slotzero.kernels.types import (
     Angles,
     Branches,
     Experts,
@@ -25,7 +26,7 @@ from slotzero.kernels.nouns import (
     Tokens,
     standing,
 )
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.given import Given
 from slotzero.models.mixer import mix
@@ -35,7 +36,6 @@ from slotzero.models.routing import Routing
 from slotzero.models.spread import experts_over
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import DecoderWeights, LayerWeights
-from slotzero.parallel.ranks import ALONE, Ranks, norm_over
 
 LAYER_WEIGHTS = [field.name for field in fields(LayerWeights) if field.name != "input_norm"]
 NUM_GIVEN = len(Given._fields)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns import Activation
+from slotzero.kernels.types import Activation
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.kernels.nouns_recurrent import States, Trail
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_recurrent import States, Trail
 
 
 class Given(NamedTuple):

@@ -1,11 +1,11 @@
-"""What a config says of latent heads: see kernels/nouns.py, Latent."""
+"""What a config says of latent heads: see kernels/types.py, Latent."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns import Heads, Latent
+from slotzero.kernels.types import Heads, Latent
 from slotzero.models.fields import positive
 from slotzero.models.rope import RopeConfig, correction, parse_rope
 

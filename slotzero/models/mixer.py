@@ -6,12 +6,12 @@ The product that brings the result back to the residual is the layer's.
 import torch
 from torch import Tensor
 
+from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Normed
+from slotzero.kernels.types import Normed
 from slotzero.models.given import Given
 from slotzero.models.recurrent import Recurrent
 from slotzero.models.weights import LayerWeights
-from slotzero.parallel.ranks import Ranks, norm_over
 
 
 def mix(

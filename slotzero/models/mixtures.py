@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns import Experts
+from slotzero.kernels.types import Experts
 from slotzero.models.fields import activation, positive
 
 _DENSE_AT_FIRST = {"mimo_v2_flash": 1}

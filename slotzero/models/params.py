@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from slotzero.kernels.nouns import Heads
+from slotzero.kernels.types import Heads
 from slotzero.models.assistant import (
     BACK,
     CENTROIDS,

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from slotzero.kernels.nouns_recurrent import Scan
+from slotzero.kernels.types_recurrent import Scan
 from slotzero.models.param import LayerParams, Param, Source, abreast
 from slotzero.models.recurrent import Recurrent
 

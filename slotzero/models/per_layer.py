@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns import Heads
+from slotzero.kernels.types import Heads
 
 FIELDS = ("head_dim", "num_key_value_heads")
 

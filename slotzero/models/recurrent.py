@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns_recurrent import Scan
+from slotzero.kernels.types_recurrent import Scan
 from slotzero.models.fields import eps, positive
 
 ATTENTION, RECURRENT, MLP, MOE = "attention", "recurrent", "mlp", "moe"

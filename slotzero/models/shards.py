@@ -7,12 +7,12 @@ out of the same checkpoint. What a layer adds to the residual is then a part of 
 
 from dataclasses import replace
 
+from slotzero.distributed.ranks import Ranks
 from slotzero.errors import ConfigError
-from slotzero.kernels.nouns import Experts, Heads
+from slotzero.kernels.types import Experts, Heads
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.param import Param, Source
 from slotzero.models.recurrent import Recurrent
-from slotzero.parallel.ranks import Ranks
 
 FLAG = "tensor_parallel_size"
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.distributed.ranks import Ranks
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Chosen, Experts, ExpertWeights, Normed
-from slotzero.parallel.ranks import Ranks
+from slotzero.kernels.types import Chosen, Experts, ExpertWeights, Normed
 
 
 def share_of(slots: Tensor, share: int, rank: int) -> Tensor:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Normed, Tokens
+from slotzero.kernels.types import Normed, Tokens
 from slotzero.models.shards import vocabulary_part
-from slotzero.parallel.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from slotzero.errors import CapacityError
-from slotzero.memory import memory
+from slotzero.system.memory import memory
 
 CPU_SHARE = 0.25  # of the memory that is available: the rest belongs to the user's machine
 CUDA_RESERVE = 2 << 30  # graphs, workspaces and activations

@@ -12,7 +12,7 @@ import torch
 
 from slotzero.errors import CapacityError
 from slotzero.graph import Registry
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 from slotzero.pools.budget import Demand, show
 from slotzero.sampling.tables import TableSpec
 

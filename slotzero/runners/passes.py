@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Normed, Rows, Tokens
-from slotzero.kernels.nouns_recurrent import States
+from slotzero.kernels.types import Normed, Rows, Tokens
+from slotzero.kernels.types_recurrent import States
 from slotzero.models.decoder import NO_TAPS, Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import MAX_LOGPROBS

@@ -16,11 +16,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from slotzero.engine.output_text import Transcript
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
 from slotzero.server.messages import Grown, TokenLogprobs
-from slotzero.tokenizer import Tokenizer
-from slotzero.transcript import Transcript
+from slotzero.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

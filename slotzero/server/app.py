@@ -33,7 +33,7 @@ from slotzero.server.status import (
     error_reply,
     retry_after,
 )
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 
 def make_app(

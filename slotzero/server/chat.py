@@ -19,7 +19,7 @@ from slotzero.server.runs import Run
 from slotzero.server.tool_calls import Called, Event, Said
 from slotzero.server.tools import ToolPlan
 from slotzero.server.usage import StreamUsage, usage
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 
 class _Choice:

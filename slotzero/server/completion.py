@@ -8,7 +8,7 @@ from slotzero.server.protocol import CompletionRequest
 from slotzero.server.replies import CompletionChoice, CompletionReply, head
 from slotzero.server.runs import Run
 from slotzero.server.usage import StreamUsage, usage
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 
 class _Choice:

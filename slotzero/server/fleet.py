@@ -18,8 +18,8 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from slotzero.engine.router import Load, Router
 from slotzero.errors import EngineDiedError, OverloadedError
-from slotzero.scheduler.router import Load, Router
 from slotzero.server.client import EngineClient, Launch, State, launch_here
 from slotzero.server.heartbeat import Patience
 from slotzero.server.messages import Grown, Loading, Stats

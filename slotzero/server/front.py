@@ -13,7 +13,7 @@ from slotzero.server.runs import Client, Run
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import ContextError, UnknownModelError
 from slotzero.server.tools import choose_format
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 
 class Front:

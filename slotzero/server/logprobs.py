@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from slotzero.server.answers import TokenRow
 from slotzero.server.replies import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 NEVER = -9999.0
 _HALF = "\N{REPLACEMENT CHARACTER}"

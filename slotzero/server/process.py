@@ -28,7 +28,6 @@ from slotzero.errors import (
     RequestError,
     SlotzeroError,
 )
-from slotzero.parallel.child import end_with_parent
 from slotzero.server.heartbeat import Heart
 from slotzero.server.messages import (
     Add,
@@ -48,10 +47,11 @@ from slotzero.server.messages import (
     frame,
 )
 from slotzero.server.share import Share
+from slotzero.system.child import end_with_parent
 
 if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
-    from slotzero.engine import Answer, Engine
-    from slotzero.parallel.crew import Crew
+    from slotzero.engine.engine import Answer, Engine
+    from slotzero.executor.rank_group import Crew
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
 
@@ -362,7 +362,7 @@ def main(argv: Sequence[str]) -> int:
 def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine":
     try:
         from slotzero.config import EngineConfig
-        from slotzero.engine import Engine
+        from slotzero.engine.engine import Engine
 
         unknown = sorted(set(settings) - {field.name for field in fields(EngineConfig)})
         if unknown:

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from slotzero.chat_template import NOT_BOTH
 from slotzero.sampling.params import MAX_LOGIT_BIAS
 from slotzero.server.conversation import Asked, Message, NamedTool, Tool
 from slotzero.server.status import FieldError
+from slotzero.text.chat_template import NOT_BOTH
 
 MAX_ANSWERS = 128
 MAX_MESSAGES = 2048  # this and the next are OpenAI's

@@ -2,7 +2,7 @@
 
 Ray says where there is room; everything else is as without it. A task of ours connects to the
 server and starts the engine's process with that connection (server/process.py), and one for each
-further rank is an outpost (parallel/outpost.py) of one rank: to Ray, a task is a rank with its CPUs
+further rank is an outpost (executor/node_agent.py) of one rank: to Ray, a task is a rank with its CPUs
 and its GPU. The tasks of an engine live as long as its process, and the next life has new ones.
 
 The rules: there is room for all engines at once, or none is started and what is missing is named;
@@ -27,11 +27,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slotzero import __version__
 from slotzero.config import EngineConfig
+from slotzero.distributed import secure_socket as line
 from slotzero.errors import ConfigError, RankLostError
-from slotzero.parallel import child, line
-from slotzero.parallel.nodes import LISTENER, Hello
-from slotzero.parallel.outpost import Outpost
+from slotzero.executor.node_agent import Outpost
+from slotzero.executor.nodes import LISTENER, Hello
 from slotzero.server.share import THREADS, Share
+from slotzero.system import child
 
 ADDRESS = "RAY_ADDRESS"
 CPU, GPU = "CPU", "GPU"  # as Ray calls them

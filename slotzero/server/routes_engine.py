@@ -22,7 +22,7 @@ from slotzero.server.routes_openai import responses, told
 from slotzero.server.runs import Replica
 from slotzero.server.status import FieldError
 from slotzero.server.tools import template_messages
-from slotzero.tokenizer import SPECIAL_KINDS
+from slotzero.text.tokenizer import SPECIAL_KINDS
 
 PAGE = Path(__file__).parent / "page" / "index.html"
 POLICY = "default-src 'self' 'unsafe-inline'"

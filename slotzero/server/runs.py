@@ -16,7 +16,7 @@ from slotzero.server.asks import refusal
 from slotzero.server.messages import Grown, Loading
 from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import DeadlineError, status_of
-from slotzero.tokenizer import Tokenizer
+from slotzero.text.tokenizer import Tokenizer
 
 
 class GrownStream(Protocol):

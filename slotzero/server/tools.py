@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin
 
-from slotzero.chat_template import MessageError, template_message, variable_of_ours
 from slotzero.server.conversation import Message, NamedTool, Tool
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.status import FieldError
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
+from slotzero.text.chat_template import MessageError, template_message, variable_of_ours
 
 FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama": LLAMA}
 

@@ -14,11 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slotzero.checkpoint.checkpoint import Checkpoint
+from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Branches, Rows, Tokens
-from slotzero.loading.checkpoint import Checkpoint
+from slotzero.kernels.types import Branches, Rows, Tokens
 from slotzero.models.assistant import BACK, CENTROIDS, JOIN, ORDER, AssistantConfig, parse_assistant
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.decoder import Decoder, KvPages
@@ -28,7 +29,6 @@ from slotzero.models.routing import EXPERT_STARTS, Routing
 from slotzero.models.shards import sharded
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_params, load_weights
-from slotzero.parallel.ranks import Ranks
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
 from slotzero.speculative.drafter import Guess, Guesser

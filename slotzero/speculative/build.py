@@ -7,13 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slotzero.checkpoint.checkpoint import Checkpoint
+from slotzero.checkpoint.folder import FolderCheckpoint
+from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import DEFAULT_MODEL, EngineConfig
+from slotzero.distributed.ranks import Ranks
 from slotzero.errors import ConfigError, TokenizerMissingError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.loading.checkpoint import Checkpoint
-from slotzero.loading.folder import FolderCheckpoint
-from slotzero.loading.source import open_checkpoint
 from slotzero.models.assistant import MODEL_TYPE
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, Kind, KvPages
@@ -22,7 +23,6 @@ from slotzero.models.routing import EXPERT_STARTS, Routing
 from slotzero.models.shards import sharded
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_weights, random_weights
-from slotzero.parallel.ranks import Ranks
 from slotzero.pools.tables import SlotTables
 from slotzero.speculative.assistant import AssistantDrafter, fit_assistant, load_assistant
 from slotzero.speculative.drafter import MOST_PENDING, PENDING, Drafter

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Branches, Normed, Rows, Tokens, standing
+from slotzero.kernels.types import Branches, Normed, Rows, Tokens, standing
 from slotzero.models.decoder import Kind, KvPages
 from slotzero.models.given import Given
 from slotzero.models.rope import frequencies

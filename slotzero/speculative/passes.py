@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
-from slotzero.kernels.nouns import Tokens
-from slotzero.kernels.nouns_recurrent import States, Trail
+from slotzero.kernels.types import Tokens
+from slotzero.kernels.types_recurrent import States, Trail
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS
 from slotzero.runners.passes import LOGITS, SLOTS, Followed, views_of

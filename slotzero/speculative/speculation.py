@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from slotzero.graph import Ladder, Registry, Runner
 from slotzero.graph.backend import Backend
-from slotzero.kernels.nouns_recurrent import States, Trail
+from slotzero.kernels.types_recurrent import States, Trail
 from slotzero.models.decoder import Decoder, KvPages
 from slotzero.runners.results import ResultRing
 from slotzero.sampling.tables import TableSpec

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import Pieces, Registry
-from slotzero.kernels.nouns import Guesses, Tokens
+from slotzero.kernels.types import Guesses, Tokens
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import Guesser
 from slotzero.speculative.shape import TreeShape

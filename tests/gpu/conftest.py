@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slotzero.kernels.triton.tune import Choices
+from slotzero.kernels.triton.linear.tune import Choices
 
 
 @pytest.fixture(autouse=True)

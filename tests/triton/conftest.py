@@ -35,8 +35,10 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the interpreter, contexts are cut as ever, but over few of the 512 programs that a
     card has: most would find nothing to do. Those of a card run in tests of decode and verify."""
     if INTERPRETED:
-        monkeypatch.setattr("slotzero.kernels.triton.decode.cut_for", lambda _: (16, 64))
-        monkeypatch.setattr("slotzero.kernels.triton.verify.cut_for", lambda *_: (4, 64, True))
+        monkeypatch.setattr("slotzero.kernels.triton.attention.decode.cut_for", lambda _: (16, 64))
+        monkeypatch.setattr(
+            "slotzero.kernels.triton.attention.verify.cut_for", lambda *_: (4, 64, True)
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 
 SLOTS, SNAPSHOTS, LENGTH, LAYERS = 5, 12, 512, 2
 KINDS = [Scan("mamba", 2, 12, 1, 12, 4, (0.01, 0.5)), Scan("delta", 2, 20, 1, 12, 3)]

@@ -6,10 +6,11 @@ import pytest
 import torch
 from shapes import SHAPES as ODD
 
-from slotzero.kernels.nouns import Angles, Heads, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import decode, line
+from slotzero.kernels.triton.attention import decode
+from slotzero.kernels.triton.attention import decode_stream_k as line
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.types import Angles, Heads, Tokens
 
 REFERENCE = ReferenceKernels()
 SHAPES = [*ODD, (4, 1, 256, 16), (32, 1, 32, 16)]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from slotzero.kernels.nouns import Experts, ExpertWeights, Normed
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import experts
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.triton.moe import experts
+from slotzero.kernels.types import Experts, ExpertWeights, Normed
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 40, 24  # no multiple of a tile

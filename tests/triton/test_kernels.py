@@ -9,11 +9,11 @@ import torch
 import triton
 
 from slotzero.errors import ContractError, UnsupportedModelError
-from slotzero.kernels.nouns import Angles, Branches, Heads, Normed, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton.elementwise import applied, norm
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import _Compilers, compiling_ahead
+from slotzero.kernels.triton.linear.elementwise import applied, norm
+from slotzero.kernels.types import Angles, Branches, Heads, Normed, Rows, Tokens
 
 REFERENCE = ReferenceKernels()
 

@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns import Angles, Branches, Heads, Latent, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels, latent, latent_own, latent_plan, per_head, prefill
+from slotzero.kernels.triton import kernels
+from slotzero.kernels.triton.attention import mla as latent
+from slotzero.kernels.triton.attention import mla_plan as latent_plan
+from slotzero.kernels.triton.attention import mla_prefill as latent_own
+from slotzero.kernels.triton.attention import per_head, prefill
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.types import Angles, Branches, Heads, Latent, Rows, Tokens
 
 REFERENCE = ReferenceKernels()
 SHAPES = [  # heads, latent, turned, plain, result, page size

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slotzero.kernels.nouns import Normed
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import bulk, kernels
-from slotzero.kernels.triton.elementwise import add_norm, applied, cap, gated
+from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.triton.linear import linear, linear_add
-from slotzero.kernels.triton.tiles import (
+from slotzero.kernels.triton.linear import linear_tma as bulk
+from slotzero.kernels.triton.linear.elementwise import add_norm, applied, cap, gated
+from slotzero.kernels.triton.linear.linear import linear, linear_add
+from slotzero.kernels.triton.linear.tiles import (
     BULK_ROWS,
     PLAIN_ROWS,
     Tile,
@@ -22,6 +22,7 @@ from slotzero.kernels.triton.tiles import (
     tiles_for,
     ways_for,
 )
+from slotzero.kernels.types import Normed
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64, 70, 250]

@@ -6,19 +6,19 @@ from oracle import FAMILIES, RECURRENT, build
 from traced import Traced, prompts_of
 
 from slotzero import LLM, SamplingParams
+from slotzero.checkpoint.tiny import tiny_checkpoint
+from slotzero.distributed.ranks import ALONE
 from slotzero.graph import Registry
 from slotzero.graph.backend import PlainPieces
-from slotzero.kernels.nouns import Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import decode, verify
+from slotzero.kernels.triton.attention import decode, verify
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.loading.tiny import tiny_checkpoint
+from slotzero.kernels.types import Rows, Tokens
 from slotzero.models.config import parse_config
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import load_weights
-from slotzero.parallel.ranks import ALONE
 from slotzero.speculative.assistant import fit_assistant, load_assistant
 from slotzero.speculative.model import ModelDrafter
 
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 def test_equals_transformers(device, monkeypatch, few_programs, tmp_path, family):
     """Chunked prompts, contexts that decode attention cuts in two, and a padded batch."""
     if device.type == "cpu":
-        monkeypatch.setattr("slotzero.worker.kernels_for", lambda _: TritonKernels())
+        monkeypatch.setattr("slotzero.executor.worker.kernels_for", lambda _: TritonKernels())
     torch.manual_seed(0)
     oracle = build(FAMILIES[family], tmp_path)
     settings = {"backend": "eager", "dtype": "float32", "kv_cache_memory": 1 << 24}

@@ -7,11 +7,11 @@ import torch
 from shapes import SHAPES as ODD
 from torch import Tensor
 
-from slotzero.kernels.composed import rotate
-from slotzero.kernels.nouns import Angles, Branches, Heads
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import prefill
+from slotzero.kernels.torch_ops import rotate
+from slotzero.kernels.triton.attention import prefill
 from slotzero.kernels.triton.launch import INTERPRETED
+from slotzero.kernels.types import Angles, Branches, Heads
 
 REFERENCE = ReferenceKernels()
 EPS = 1e-6

@@ -8,11 +8,11 @@ import torch
 from recurrence import KINDS, Mixer, Pair, Step
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.nouns_recurrent import Scan
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import recurrent_chunks
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
+from slotzero.kernels.triton.recurrent import chunks as recurrent_chunks
+from slotzero.kernels.types_recurrent import Scan
 
 NEAR = 1e-4
 of_kinds = pytest.mark.parametrize("shape", KINDS, ids=lambda shape: shape.kind)

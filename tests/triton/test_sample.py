@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slotzero.kernels.triton import sample as fused
-from slotzero.kernels.triton.closing import advance
 from slotzero.kernels.triton.launch import INTERPRETED
+from slotzero.kernels.triton.sampling import sample as fused
+from slotzero.kernels.triton.write_back import advance
 from slotzero.sampling import reference
 from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 from slotzero.sampling.tables import Sampled, SamplingTables

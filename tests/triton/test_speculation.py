@@ -12,9 +12,9 @@ from torch import Tensor
 
 from slotzero import LLM, SamplingParams
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Rows, Tokens
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.triton.speculation import SEARCHED_BLOCK
+from slotzero.kernels.triton.speculation.speculation import SEARCHED_BLOCK
+from slotzero.kernels.types import Rows, Tokens
 
 MAX_LEN, SPARE = 60, 3
 SIZES = [(1, 5), (7, 2), (33, 16), (150, 3)]  # rows, width
@@ -312,5 +312,5 @@ def test_no_token_changes(device, monkeypatch, few_programs, drafter, topk):
         outputs = LLM("tiny:llama", **settings, **more).generate(prompt, params, use_tqdm=False)
         answers.append(outputs[0].outputs[0].token_ids)
         if device.type == "cpu":  # from here on
-            monkeypatch.setattr("slotzero.worker.kernels_for", lambda _: TritonKernels())
+            monkeypatch.setattr("slotzero.executor.worker.kernels_for", lambda _: TritonKernels())
     assert answers[0] == answers[1]

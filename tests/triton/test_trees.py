@@ -10,10 +10,10 @@ from agreement import NAN, agree, ints, slots_for, spoilt, table_of
 from torch import Tensor
 
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import Front, Guesses, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import trees
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.triton.speculation import trees
+from slotzero.kernels.types import Front, Guesses, Rows, Tokens
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from slotzero.kernels.triton import tune
-from slotzero.kernels.triton.tiles import padded_rows, ways_for
+from slotzero.kernels.triton.linear import tune
+from slotzero.kernels.triton.linear.tiles import padded_rows, ways_for
 
 
 def test_what_ships_names_tiles_that_exist():

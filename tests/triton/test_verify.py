@@ -5,11 +5,12 @@ from random import Random
 import pytest
 import torch
 
-from slotzero.kernels.nouns import Angles, Branches, Heads, Rows, Tokens
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels, prefill, verify
+from slotzero.kernels.triton import kernels
+from slotzero.kernels.triton.attention import prefill, verify
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
+from slotzero.kernels.types import Angles, Branches, Heads, Rows, Tokens
 
 STARTS = [0, 3, 200, 63, 64, 17, 130]
 GROUPS = [(2, 2, 16, 4), (6, 2, 24, 16), (8, 1, 64, 32)]  # heads, KV heads, head size, page size

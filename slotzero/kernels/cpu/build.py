@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from slotzero.cache import cache_dir, unwritable, writing
 from slotzero.errors import CapacityError, ConfigError
+from slotzero.system.cache_dir import cache_dir, unwritable, writing
 
 _FLAGS = (
     "-O3",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.composed import ComposedKernels
 from slotzero.kernels.cpu import build
-from slotzero.kernels.nouns import (
+from slotzero.kernels.torch_ops import ComposedKernels
+from slotzero.kernels.types import (
     NO_BRANCHES,
     Activation,
     Angles,
@@ -22,7 +22,7 @@ from slotzero.kernels.nouns import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu")

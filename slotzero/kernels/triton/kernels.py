@@ -12,7 +12,33 @@ from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.nouns import (
+from slotzero.kernels.triton import embed as opening
+from slotzero.kernels.triton.attention import decode, prefill, verify
+from slotzero.kernels.triton.attention import decode_stream_k as line
+from slotzero.kernels.triton.attention import mla as latent
+from slotzero.kernels.triton.attention import mla_plan as latent_plan
+from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
+from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
+from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
+from slotzero.kernels.triton.linear import elementwise
+from slotzero.kernels.triton.linear import linear as few
+from slotzero.kernels.triton.linear import linear_tma as bulk
+from slotzero.kernels.triton.linear.elementwise import applied
+from slotzero.kernels.triton.linear.tiles import (
+    LIBRARY,
+    MAX_ROWS,
+    STAGED_ROWS,
+    Cublas,
+    Tile,
+    Way,
+    padded_rows,
+    ways_for,
+)
+from slotzero.kernels.triton.linear.tune import Choices
+from slotzero.kernels.triton.moe import experts, routing
+from slotzero.kernels.triton.sampling.sample import sample
+from slotzero.kernels.triton.write_back import advance
+from slotzero.kernels.types import (
     NO_BRANCHES,
     Activation,
     Angles,
@@ -26,37 +52,6 @@ from slotzero.kernels.nouns import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.triton import (
-    bulk,
-    decode,
-    elementwise,
-    experts,
-    latent,
-    latent_plan,
-    line,
-    opening,
-    prefill,
-    routing,
-    verify,
-)
-from slotzero.kernels.triton import linear as few
-from slotzero.kernels.triton.closing import advance
-from slotzero.kernels.triton.elementwise import applied
-from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
-from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
-from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
-from slotzero.kernels.triton.sample import sample
-from slotzero.kernels.triton.tiles import (
-    LIBRARY,
-    MAX_ROWS,
-    STAGED_ROWS,
-    Cublas,
-    Tile,
-    Way,
-    padded_rows,
-    ways_for,
-)
-from slotzero.kernels.triton.tune import Choices
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 MAX_DIM = 512  # what the tiles of attention hold

@@ -3,17 +3,15 @@
 from torch import Tensor
 
 from slotzero.kernels.contract_recurrent import RecurrentKernels
-from slotzero.kernels.nouns import Rows, Tokens
-from slotzero.kernels.nouns_recurrent import Scan, States, Trail
-from slotzero.kernels.triton import (
-    recurrent_chunks,
-    recurrent_convolution,
-    recurrent_delta,
-    recurrent_gate,
-    recurrent_mamba,
-    recurrent_step,
-    recurrent_trail,
-)
+from slotzero.kernels.triton.recurrent import chunks as recurrent_chunks
+from slotzero.kernels.triton.recurrent import convolution as recurrent_convolution
+from slotzero.kernels.triton.recurrent import delta as recurrent_delta
+from slotzero.kernels.triton.recurrent import gate as recurrent_gate
+from slotzero.kernels.triton.recurrent import mamba as recurrent_mamba
+from slotzero.kernels.triton.recurrent import step as recurrent_step
+from slotzero.kernels.triton.recurrent import trail as recurrent_trail
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_recurrent import Scan, States, Trail
 
 
 class TritonRecurrent(RecurrentKernels):

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from slotzero.kernels.contract_speculation import SpeculationKernels
-from slotzero.kernels.nouns import Aims, Branches, Front, Guesses, Rows, Tokens
-from slotzero.kernels.triton import speculation, trees
+from slotzero.kernels.triton.speculation import speculation, trees
+from slotzero.kernels.types import Aims, Branches, Front, Guesses, Rows, Tokens
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 

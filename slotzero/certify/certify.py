@@ -1,0 +1,131 @@
+"""Certification: every check over every size, one scene a size."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from slotzero.certify.checks import CHECK_FUNCTIONS, Bounds, Examination
+from slotzero.certify.checksum import checksum
+from slotzero.certify.report import Cell, Certificate, Violation
+from slotzero.certify.scene import Scene, Trial
+from slotzero.errors import ContractError, RequestError
+from slotzero.graph import GraphKey, Kind, Registry, Runner
+
+Plan = Sequence[tuple[Runner, GraphKey]]
+MakeScene = Callable[[Runner, GraphKey], AbstractContextManager[Scene]]
+Seen = Callable[[Cell], None]
+NOTHING: Mapping[tuple[GraphKey, str], str] = {}
+_NAMED = re.compile(r"tensor '([^']+)'")
+
+
+def certify(
+    certificate: Certificate,
+    plan: Iterable[tuple[Runner, GraphKey]],
+    make_scene: MakeScene,
+    bounds: Bounds,
+    seen: Seen = lambda cell: None,
+    checks: Sequence[str] = tuple(CHECK_FUNCTIONS),
+    skipped: Mapping[tuple[GraphKey, str], str] = NOTHING,
+) -> Certificate:
+    """Fills the certificate, cell by cell. `skipped`: by size and check, why it is not tried."""
+    start = time.perf_counter()
+    constants: Mapping[str, int] | None = None
+    with torch.inference_mode():
+        for runner, key in plan:
+            if constants is None:
+                constants = checksums(runner.registry)
+            runner.prepare(key)
+            wanted = [check for check in checks if (key, check) not in skipped]
+            try:
+                for cell in _size(runner, key, make_scene, bounds, constants, wanted):
+                    certificate.cells.append(cell)
+                    seen(cell)
+            except RequestError as error:  # the context is too short for so many tokens a row
+                certificate.uncertified[str(key)] = f"no such step was set: {error}"
+    certificate.cells += [
+        Cell(key.runner, str(key), check, 0.0, left_out=why)
+        for (key, check), why in skipped.items()
+    ]
+    certificate.seconds += time.perf_counter() - start
+    return certificate
+
+
+def _size(
+    runner: Runner,
+    key: GraphKey,
+    make_scene: MakeScene,
+    bounds: Bounds,
+    constants: Mapping[str, int],
+    checks: Sequence[str],
+) -> Iterator[Cell]:
+    start = time.perf_counter()
+    try:
+        with make_scene(runner, key) as scene:
+            yield from examine(Examination(Trial(runner, scene), bounds, constants), checks)
+    except ContractError as error:  # the scene could not be set
+        seconds = time.perf_counter() - start
+        yield Cell(key.runner, str(key), "S0", seconds, (_raised(error, "S0", key),))
+
+
+def examine(examination: Examination, checks: Iterable[str]) -> Iterator[Cell]:
+    key = examination.trial.scene.key
+    for check in checks:
+        start = time.perf_counter()
+        try:
+            violations = tuple(CHECK_FUNCTIONS[check](examination))
+        except ContractError as error:
+            violations = (_raised(error, check, key),)
+        yield Cell(key.runner, str(key), check, time.perf_counter() - start, violations)
+
+
+def _raised(error: ContractError, check: str, key: GraphKey) -> Violation:
+    named = _NAMED.search(str(error))
+    return Violation(check, key.runner, str(key), named[1] if named else "", str(error))
+
+
+def checksums(registry: Registry) -> dict[str, int]:
+    return {e.name: checksum(e.tensor) for e in registry.entries() if e.kind is Kind.CONSTANT}
+
+
+def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
+    """Every recorded size. A runner that is not recorded runs the same code at every size: its
+    smallest, a middle one and its largest stand for all."""
+    for runner in runners:
+        keys = list(runner.all_keys())
+        if not runner.is_recorded:
+            keys = [keys[i] for i in sorted({0, len(keys) // 2, len(keys) - 1})]
+        yield from ((runner, key) for key in reversed(keys))
+
+
+def few_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
+    """The smallest and, where all rows have as many tokens and so few sizes are, the largest."""
+    for runner in runners:
+        keys = list(runner.all_keys())
+        ends = (keys[-1], keys[0]) if runner.spec.rows is None else (keys[-1],)
+        yield from ((runner, key) for key in dict.fromkeys(ends))
+
+
+def few_checks(plan: Plan) -> dict[tuple[GraphKey, str], str]:
+    """What a quick look skips: S5 looks at code, which is the same at every size, and is slow."""
+    first = {runner.spec.name: key for runner, key in reversed(plan)}
+    return {
+        (key, "S5"): f"a quick look tries it at {first[key.runner]}"
+        for _, key in plan
+        if key != first[key.runner]
+    }
+
+
+def left_out(runners: Iterable[Runner], plan: Plan, is_quick: bool) -> dict[str, str]:
+    """By runner, of those with sizes that are not planned: how many are, and why not all."""
+    why = "a quick look" if is_quick else "it is not recorded, every size runs the same code"
+    planned = Counter(runner.spec.name for runner, _ in plan)
+    totals = {runner.spec.name: len(list(runner.all_keys())) for runner in runners}
+    return {
+        name: f"{planned[name]} of {total} sizes tried: {why}"
+        for name, total in totals.items()
+        if planned[name] < total
+    }

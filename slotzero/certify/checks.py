@@ -1,0 +1,288 @@
+"""S0 to S6 over one trial. Each yields violations; none knows what a runner computes."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from slotzero.certify.checksum import checksum
+from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
+from slotzero.certify.lint import Watch, baked, span_of, stray
+from slotzero.certify.report import Violation
+from slotzero.certify.scene import Outcome, Trial, others_of, owned_rows
+from slotzero.graph import GraphKey, Kind, Registry
+from slotzero.graph.registry import Entry
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far apart results may be, relative to `compare.magnitude`; 0 is to the bit."""
+
+    replay: float = 0.0
+    """A replay and the same function run eagerly."""
+    size: float = 0.0
+    """The same rows in another size."""
+    neighbours: float = 0.0
+    """The same row beside others, in the same size."""
+
+
+class Examination:
+    """One size of one runner. The first replay is the yardstick of all others."""
+
+    def __init__(self, trial: Trial, bounds: Bounds, constants: Mapping[str, int]) -> None:
+        self.trial, self.bounds = trial, bounds
+        self.registry: Registry = trial.registry
+        self._entries = trial.runner.entries()
+        self._constants = constants
+
+    @cached_property
+    def plain(self) -> Outcome:
+        return self.trial.replay()
+
+    def s0(self) -> Iterator[Violation]:
+        """What is checked at every replay raises by itself."""
+        _ = self.plain
+        yield from self._not_given()
+        yield from self._arrivals()
+
+    def s1(self) -> Iterator[Violation]:
+        for name, mismatch in self._guilty(self.trial.spoilable()):
+            found = f"spoilt, it changed {mismatch.tensor!r}: {mismatch}"
+            yield self._violation("S1", name, found, mismatch.row)
+
+    def s2(self) -> Iterator[Violation]:
+        eager = self.trial.eager()
+        yield from self._differ("S2", self.plain, eager, self.bounds.replay, "eager")
+        if self.trial.unpadded_key != self.trial.scene.key:
+            unpadded = self.trial.eager(key=self.trial.unpadded_key)
+            yield from self._differ(
+                "S2", eager, unpadded, self.bounds.size, "eager without padding"
+            )
+
+    def s3(self) -> Iterator[Violation]:
+        trial, bounds = self.trial, self.bounds
+        rows = range(trial.scene.num_rows)
+        after = trial.replay_after_the_crowd()
+        yield from self._differ("S3", after, self.plain, 0.0, "history: after a larger step")
+        if len(rows) > 1:
+            turned = trial.replay(rows=rows[::-1])
+            yield from self._differ("S3", turned, self.plain, 0.0, "order: rows turned round")
+            fewer = trial.replay(rows=rows[::2])
+            why = "neighbours: every other row gone"
+            yield from self._differ("S3", fewer, self.plain, bounds.neighbours, why)
+        larger = self._next_size()
+        if larger is not None:
+            trial.runner.prepare(larger)
+            padded = trial.replay(key=larger)
+            yield from self._differ("S3", padded, self.plain, bounds.size, f"size: in {larger}")
+
+    def s4(self) -> Iterator[Violation]:
+        plain, scene = self.plain, self.trial.scene
+        for entry in self._entries:
+            if entry.kind is Kind.TABLE:
+                before, after = (
+                    tensors[entry.name].movedim(entry.axis, 0)
+                    for tensors in (scene.tables, plain.tensors)
+                )
+                owned = owned_rows(entry, plain.slots, plain.tensors)
+                yield from self._unchanged(
+                    entry, after[~owned], before[~owned], (~owned).nonzero()[:, 0].tolist(),
+                    "not owned by the step",
+                )  # fmt: skip
+                if entry.name in scene.kept:
+                    kept = scene.kept[entry.name][owned]
+                    now, then = (of[owned].masked_fill(~kept, 0) for of in (after, before))
+                    rows = owned.nonzero()[:, 0].tolist()
+                    yield from self._unchanged(entry, now, then, rows, "the step only reads it")
+            elif entry.kind is Kind.OUTPUT:
+                padding = padding_of(entry, plain)
+                yield from self._unchanged(
+                    entry, padding, torch.zeros_like(padding),
+                    range(len(plain.slots), plain.key.rows), "a row of padding is zeros",
+                )  # fmt: skip
+        yield from self._made_of_nobody()
+        yield from self._others_touched()
+
+    def _made_of_nobody(self) -> Iterator[Violation]:
+        """What a step has as a whole it has of real rows alone."""
+        entries = [e for e in self._entries if e.kind is Kind.OUTPUT and e.per == "step"]
+        if entries:
+            nobody = self.trial.replay(rows=())
+        for entry in entries:
+            made = nobody.tensors[entry.name]
+            rows = range(len(made))
+            yield from self._unchanged(
+                entry, made, torch.zeros_like(made), rows, "zeros where nobody runs"
+            )
+
+    def _others_touched(self) -> Iterator[Violation]:
+        others, trap = others_of(self.trial.runner), self.trial.scene.trap
+        for entry in others:
+            entry.tensor.fill_(trap)
+        if others:
+            self.trial.replay()
+        for entry in others:
+            before = torch.full_like(entry.tensor, trap)
+            rows = range(len(before))
+            yield from self._unchanged(entry, entry.tensor, before, rows, "of another runner")
+
+    def s5(self) -> Iterator[Violation]:
+        trial, runner = self.trial, self.trial.runner
+        steps = (range(trial.scene.num_rows), range(0, trial.scene.num_rows, 2))
+        watched, written = [], []
+        for rows in steps:
+            watch, key = Watch(self.registry), self._set(rows)
+            with watch:
+                runner.eager(key)
+            watched.append(watch)
+            written.append(
+                runner.backend.transcript(partial(runner.spec.function, self._set(rows)))
+            )
+        findings = [
+            *watched[0].findings,
+            *baked(*(watch.lines for watch in watched)),
+            *baked(*written),
+            *stray(written[0], self.registry, runner.backend.memory()),
+        ]
+        for tensor, found in dict.fromkeys(findings):
+            yield self._violation("S5", tensor, found, None)
+
+    def s6(self) -> Iterator[Violation]:
+        spans = sorted(
+            (span_of(e.tensor), e.name) for e in self.registry.entries() if e.tensor.numel()
+        )
+        reaching: tuple[int, str] = (0, "")  # of those so far, the one that ends last
+        for (first, last), name in spans:
+            if first < reaching[0]:
+                guilty, other = self._intruder(name, reaching[1])
+                yield self._violation("S6", guilty, f"its memory overlaps that of {other!r}", None)
+            reaching = max(reaching, (last, name))
+        for start, end in self.trial.runner.backend.memory():
+            for (first, last), name in spans:
+                if first < end and start < last:
+                    yield self._violation("S6", name, "its memory is inside a graph's pool", None)
+
+    def _intruder(self, *names: str) -> tuple[str, str]:
+        """Of two that overlap, the one that is no table first, or else the smaller."""
+        one, other = sorted(
+            (self.registry.entry(name) for name in names),
+            key=lambda e: (e.kind is Kind.TABLE, e.tensor.nbytes),
+        )
+        return one.name, other.name
+
+    def _not_given(self) -> Iterator[Violation]:
+        """Published tensors that are not what was published, padded to the end of the buffer, and
+        constants that are not what they were."""
+        for name in self.trial.runner.spec.published:
+            entry, after = self.registry.entry(name), self.plain.tensors[name]
+            values = self.trial.scene.published[name]
+            pads = [entry.pad] * (len(after) - len(values))
+            wanted = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
+            found = first_difference(after, wanted, 0.0)
+            if found is not None:
+                row, got, expected = found
+                text = f"{got} where {expected} was expected: not what was published"
+                yield self._violation("S0", name, text, row)
+        for name, was in self._constants.items():
+            if checksum(self.registry[name]) != was:
+                yield self._violation("S0", name, "a constant has changed", None)
+
+    def _arrivals(self) -> Iterator[Violation]:
+        """The host gets what the device holds now, and nothing of another step."""
+        for value in (self.trial.scene.trap, 0):
+            for entry in self._entries:
+                if entry.kind is Kind.OUTPUT:
+                    entry.tensor.fill_(value)
+            for name, arrived in self.trial.scene.fetch(self.trial.scene.num_rows).items():
+                sent = self.registry[name][: len(arrived)].to(arrived.device)
+                found = first_difference(arrived, sent, 0.0)
+                if found is not None:
+                    row, got, expected = found
+                    text = f"the host got {got} where the device held {expected}"
+                    yield self._violation("S0", name, text, row)
+
+    def _guilty(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
+        """Those that hurt where they are spoilt, found by halves. Where only both halves together
+        hurt, none can be told from the others: then the first victim is named."""
+        mismatch = next(self._hurt(self.trial.replay(spoil=names)), None)
+        if mismatch is None:
+            return
+        middle = len(names) // 2
+        halves = (names[:middle], names[middle:]) if middle else ()
+        found = [guilty for half in halves for guilty in self._guilty(half)]
+        yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
+
+    def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
+        """What a real row, or a derived tensor within the size, has of memory that was spoilt."""
+        for mismatch in differences(self.trial.runner, outcome, self.plain):
+            if mismatch.tensor not in self.trial.scene.unused:
+                yield mismatch
+        for name, unused in self.trial.scene.unused.items():
+            entry = self.registry.entry(name)
+            owned = owned_rows(entry, outcome.slots, self.plain.tensors)
+            got, expected = (
+                of.tensors[name].movedim(entry.axis, 0)[owned].masked_fill(unused[owned], 0)
+                for of in (outcome, self.plain)
+            )
+            found = first_difference(got, expected, 0.0)
+            if found is not None:
+                yield Mismatch(name, None, *found[1:])
+        yield from self._padding_of(outcome)
+
+    def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
+        """Whether it is zeros at all is for S4."""
+        first = len(outcome.slots)
+        for entry in self._entries:
+            if entry.kind is Kind.OUTPUT:
+                ours, theirs = (padding_of(entry, of) for of in (outcome, self.plain))
+                found = first_difference(ours, theirs, 0.0)
+                if found:
+                    yield Mismatch(entry.name, first + found[0], *found[1:])
+
+    def _unchanged(
+        self, entry: Entry, after: Tensor, before: Tensor, rows: Iterable[int], why: str
+    ) -> Iterator[Violation]:
+        found = first_difference(after, before, 0.0)
+        if found is not None:
+            index, got, expected = found
+            text = f"{got} where {expected} was expected: {why}"
+            yield self._violation("S4", entry.name, text, list(rows)[index])
+
+    def _differ(
+        self, check: str, got: Outcome, expected: Outcome, bound: float, how: str
+    ) -> Iterator[Violation]:
+        for mismatch in differences(self.trial.runner, got, expected, bound):
+            yield self._violation(check, mismatch.tensor, f"{mismatch}; {how}", mismatch.row)
+
+    def _set(self, rows: range) -> GraphKey:
+        """The scene is set for these rows, and not yet run."""
+        key = self.trial.scene.key
+        self.trial.run(lambda key, num_tokens: None, rows, key)
+        return key
+
+    def _next_size(self) -> GraphKey | None:
+        key = self.trial.scene.key
+        larger = [
+            k
+            for k in self.trial.runner.all_keys()
+            if k.tokens >= key.tokens and k.rows >= key.rows and k != key
+        ]
+        return min(larger, key=lambda k: (k.tokens, k.rows), default=None)
+
+    def _violation(self, check: str, tensor: str, found: str, row: int | None) -> Violation:
+        key = self.trial.scene.key
+        return Violation(check, key.runner, str(key), tensor, found, row)
+
+
+CheckFunction = Callable[[Examination], Iterator[Violation]]
+CHECK_FUNCTIONS: Mapping[str, CheckFunction] = {
+    "S0": Examination.s0,
+    "S1": Examination.s1,
+    "S2": Examination.s2,
+    "S3": Examination.s3,
+    "S4": Examination.s4,
+    "S5": Examination.s5,
+    "S6": Examination.s6,
+}

@@ -1,0 +1,22 @@
+"""The faults of S7: each breaks one rule of one tensor, and is gone when its context ends.
+
+The rule: whatever index a fault lets through is in range, so a mutant is wrong and never crashes.
+"""
+
+from slotzero.certify.faults.case import Case, Fault, swapped
+from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
+from slotzero.certify.faults.host import ALLOCATIONS, DOWNLOADS, PUBLICATIONS, STAGINGS
+from slotzero.certify.faults.recurrent import RECURRENT
+
+FAULTS: tuple[Fault, ...] = (
+    *PUBLICATIONS,
+    *RECORDINGS,
+    *KERNELS,
+    *LAYERS,
+    *RECURRENT,
+    *DOWNLOADS,
+    *STAGINGS,
+    *ALLOCATIONS,
+)
+
+__all__ = ["FAULTS", "Case", "Fault", "swapped"]

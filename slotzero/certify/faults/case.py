@@ -1,0 +1,223 @@
+"""One tensor of one runner in one scene, and what it is to break it.
+
+What a case reads of the device it reads once: a fault may ask again while it is captured.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from slotzero.certify.compare import extent
+from slotzero.certify.scene import Outcome, Scene, Trial, owned_rows
+from slotzero.engine.engine import Engine
+from slotzero.graph import Kind, Registry, Runner
+from slotzero.graph.registry import Entry
+from slotzero.speculative.drafter import NUM_DRAFTS
+from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED
+
+COUNTS = ("new_length", NUM_DRAFTS, NUM_VERIFIED, NUM_TRIED)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: Engine
+    runner: Runner
+    entry: Entry
+    scene: Scene
+    plain: Outcome  # of the scene, where nothing is broken
+
+    @property
+    def registry(self) -> Registry:
+        return self.runner.registry
+
+    @property
+    def size(self) -> int:
+        return extent(self.entry, self.plain)
+
+    @property
+    def num_real(self) -> int:
+        """Of the size, how many rows or tokens are no padding."""
+        rows = range(self.scene.num_rows)
+        if self.entry.per == "step":
+            return self.size
+        if self.entry.per == "row":
+            return len(rows)
+        return Trial(self.runner, self.scene).num_tokens(self.scene.published, rows)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.num_real < self.size
+
+    @property
+    def is_count(self) -> bool:
+        """A row's value counts its tokens, so a sum over rows could stand there."""
+        return self.entry.name in (*self.runner.spec.published[1:], *COUNTS)
+
+    @property
+    def is_staged(self) -> bool:
+        """Pages, and states of a drafter, are written by kernels alone."""
+        return self.entry.name in self.engine.worker.tables._places
+
+    @property
+    def is_written(self) -> bool:
+        return self.entry.kind is not Kind.TABLE or bool(self.written_rows)
+
+    @cached_property
+    def real_rows(self) -> Tensor:
+        """Indices of the rows that are no padding; of a table by slot, those of running slots."""
+        rows = self.plain.slots if self.entry.kind is Kind.TABLE else range(self.num_real)
+        return torch.tensor(list(rows), device=self.entry.tensor.device)
+
+    @cached_property
+    def victim(self) -> Tensor:
+        """A place in which it shows what a real row has read."""
+        entries = [e for e in self.runner.entries() if e.tensor.numel()]
+        outputs = [e for e in entries if e.kind is Kind.OUTPUT and e.tensor.is_floating_point()]
+        made = [*outputs, *(e for e in entries if e.kind is Kind.DERIVED)]
+        if made:
+            return made[0].tensor[:1]
+        tables = (replace(self, entry=e) for e in entries if e.kind is Kind.TABLE)
+        written = next(case for case in tables if case.written_rows and not case.entry.through)
+        before, after = (of[written.entry.name] for of in (self.scene.tables, self.plain.tensors))
+        return written.entry.tensor[tuple((before != after).nonzero()[0].tolist())]
+
+    @property
+    def view(self) -> Tensor:
+        """Rows first; of a derived or output tensor, those within the size."""
+        if self.entry.kind in (Kind.DERIVED, Kind.OUTPUT):
+            return self.entry.tensor[: self.size]
+        return self.entry.tensor.movedim(self.entry.axis, 0)
+
+    @cached_property
+    def foreign(self) -> int | None:
+        """A row of this table that belongs to a slot which does not run, and is not hostile yet."""
+        trap, tables = self.scene.trap, self.scene.tables
+        crowd = self.scene.crowd[self.runner.spec.published[0]]
+        idle = [slot for slot in (*crowd, trap) if slot not in self.plain.slots]
+        if self.entry.through:
+            rows: list[int] = owned_rows(self.entry, idle, tables).nonzero()[:, 0].tolist()
+            return rows[0] if rows else None
+        by_row = tables[self.entry.name].movedim(self.entry.axis, 0)
+        return next((s for s in idle if (by_row[s] != trap).any()), idle[-1] if idle else None)
+
+    @cached_property
+    def elsewhere(self) -> int | None:
+        """A row that a running slot owns in another paged table, and none of them in this one."""
+        tables, slots = self.plain.tensors, self.plain.slots
+        owned = owned_rows(self.entry, slots, tables)
+        for other in self.registry.entries():
+            if other.through and other.name != self.entry.name:
+                theirs = owned_rows(other, slots, tables)[: len(owned)].nonzero()[:, 0].tolist()
+                only_theirs: list[int] = [row for row in theirs if not owned[row]]
+                if only_theirs:
+                    return only_theirs[0]
+        return None
+
+    @cached_property
+    def unused(self) -> tuple[int, ...] | None:
+        """Where, in rows of this table that running slots own, nothing is: one such place."""
+        unused = self.scene.unused.get(self.entry.name)
+        if unused is None:
+            return None
+        if not self.entry.through:
+            by_row = self.scene.tables[self.entry.name].movedim(self.entry.axis, 0)
+            unused = unused & (by_row != self.scene.trap)
+        return self._first_owned(unused)
+
+    @cached_property
+    def kept(self) -> tuple[int, ...] | None:
+        """Where, in rows of this table that running slots own, the step must write nothing."""
+        kept = self.scene.kept.get(self.entry.name)
+        return None if kept is None else self._first_owned(kept)
+
+    def _first_owned(self, mask: Tensor) -> tuple[int, ...] | None:
+        owned = owned_rows(self.entry, self.plain.slots, self.plain.tensors)
+        places = (mask & owned.view(-1, *[1] * (mask.dim() - 1))).nonzero()
+        return tuple(places[0].tolist()) if len(places) else None
+
+    @cached_property
+    def written_rows(self) -> list[int]:
+        """Rows of this table that the step changes."""
+        num_rows = self.entry.tensor.shape[self.entry.axis]
+        before, after = (
+            tensors[self.entry.name].movedim(self.entry.axis, -1).reshape(-1, num_rows)
+            for tensors in (self.scene.tables, self.plain.tensors)
+        )
+        return [int(row) for row in (before != after).any(0).nonzero()[:, 0]]
+
+    @cached_property
+    def begun(self) -> list[int]:
+        """Running slots whose text begins with this step."""
+        length = self.scene.tables["length"].tolist()
+        return [slot for slot in self.plain.slots if length[slot] == 0]
+
+    @cached_property
+    def exchanged(self) -> tuple[Tensor, Tensor] | None:
+        """Two rows of this tensor that differ, by index, and what they hold once exchanged."""
+        rows = self.view
+        differs = (rows != rows[:1]).view(len(rows), -1).any(1).nonzero()[:, 0]
+        if not len(differs):
+            return None
+        index = torch.stack([differs.new_zeros(()), differs[-1]])
+        return index, rows[index.flip(0)].clone()
+
+    @cached_property
+    def row_unlike_padding(self) -> int | None:
+        """The first real row whose value is not the one that an empty step would give it."""
+        rows = self.plain.tensors[self.entry.name][: self.num_real]
+        return next((row for row, value in enumerate(rows) if value.any()), None)
+
+
+def always(case: Case) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Fault(ABC):
+    name: str
+    kinds: tuple[Kind, ...]
+    only: Callable[[Case], bool] = always
+
+    @property
+    def shows_in_staging(self) -> bool:
+        """It is injected before a scene is staged, not before one is run."""
+        return False
+
+    def applies(self, case: Case) -> bool:
+        return case.entry.kind in self.kinds and self.only(case)
+
+    @abstractmethod
+    def inject(self, case: Case) -> AbstractContextManager[None]: ...
+
+
+@contextmanager
+def swapped(owner: object, name: str, value: object) -> Iterator[None]:
+    """An attribute of one object, which its class may have instead."""
+    held = vars(owner)
+    is_own, before = name in held, held.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def swapped_item(owner: MutableMapping[K, V], key: K, value: V) -> Iterator[None]:
+    before = owner[key]
+    owner[key] = value  # in its place: the order of registered tensors stays
+    try:
+        yield
+    finally:
+        owner[key] = before

@@ -1,0 +1,387 @@
+"""Faults of the device: what a recording, or a kernel, does wrong.
+
+A fault of a recording is in one replay and not in eager, its oracle. A fault of a kernel is in the
+function itself, so replay and eager have it alike. Both are plain torch without a host read, so
+that they are captured wherever the function is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
+from slotzero.certify.reach import is_drafter
+from slotzero.certify.scene import kind_of
+from slotzero.graph import GraphKey, Kind, Pieces, Runner
+from slotzero.graph.backend import Recording, StepFunction
+from slotzero.graph.cpu import CpuRecording
+from slotzero.models import spread
+from slotzero.models.given import Given
+from slotzero.speculative.assistant import AssistantDrafter
+from slotzero.speculative.passes import DRAFT, EXTEND
+
+DERIVED, OUTPUT, TABLE = (Kind.DERIVED,), (Kind.OUTPUT,), (Kind.TABLE,)
+LEAKED = -1000.0  # in place of NaN, which integers have not
+
+
+@dataclass(frozen=True)
+class RecordedFault(Fault):
+    effect: Callable[[Case, Tensor, Tensor], None] = lambda case, now, was: None
+    """Over rows as they are, and as they were when the replay began."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        runner, key, kind = case.runner, case.scene.key, case.entry.kind
+        now, was = case.view, case.view.clone()
+        damage = partial(self.effect, case, now, was)
+
+        def damaged(pieces: Pieces) -> None:
+            """Where a tensor is read within the step, it is wrong before it is read."""
+            was.copy_(now)
+            if kind is Kind.PUBLISHED:
+                damage()
+            damaging = _Damaging(pieces, damage)
+            runner.spec.function(key, damaging if kind in DERIVED else pieces)
+            if kind in (*OUTPUT, *TABLE) or (kind in DERIVED and not damaging.is_done):
+                damage()
+
+        with recorded(runner, key, damaged):
+            yield
+
+
+class _Damaging(Pieces):
+    """Does its damage when all is derived and the first piece has not run."""
+
+    def __init__(self, pieces: Pieces, damage: Callable[[], None]) -> None:
+        self._pieces, self._damage = pieces, damage
+        self.is_done = False
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        if not self.is_done:
+            self._damage()
+            self.is_done = True
+        return self._pieces(function, *tensors)
+
+
+@contextmanager
+def recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[None]:
+    recording: Recording | None = runner._recordings[key]
+    if isinstance(recording, CpuRecording):  # its pieces are the same: compile none again
+        recording = CpuRecording(damaged, recording._calls)
+    else:
+        runner._publish_nobody()
+        recording = runner.backend.record(damaged)
+    with swapped_item(runner._recordings, key, recording):
+        yield
+
+
+def _keep_all(case: Case, now: Tensor, was: Tensor) -> None:
+    now.copy_(was)
+
+
+def _keep_last_row(case: Case, now: Tensor, was: Tensor) -> None:
+    row = case.written_rows[-1] if case.entry.kind is Kind.TABLE else case.num_real - 1
+    now[row].copy_(was[row])
+
+
+def _keep_padding(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real :].copy_(was[case.num_real :])
+
+
+def _fill_first_padding(case: Case, now: Tensor, was: Tensor) -> None:
+    now[case.num_real].fill_(1)
+
+
+def _zero_columns(case: Case, now: Tensor, was: Tensor) -> None:
+    now[:, case.num_real : case.size].zero_()
+    _keep_padding(case, now, was)
+
+
+def _one_less(case: Case, now: Tensor, was: Tensor) -> None:
+    now.sub_(1).clamp_(min=0)
+
+
+def _pack(case: Case, now: Tensor, was: Tensor) -> None:
+    now[:-1].copy_(now[1:].clone())
+
+
+def _lay_out_narrower(case: Case, now: Tensor, was: Tensor) -> None:
+    """As for rows of one token fewer."""
+    width = case.scene.key.width
+    rows = now.view(-1, width, *now.shape[1:])[:, : width - 1].flatten(0, 1)
+    now[: len(rows)].copy_(rows.clone())
+
+
+def _sum_up(case: Case, now: Tensor, was: Tensor) -> None:
+    real = now[case.real_rows]
+    most = case.engine.limits.max_model_len
+    now.index_copy_(0, case.real_rows, real.sum().clamp(max=most).to(now.dtype).expand_as(real))
+
+
+def _bake(case: Case, now: Tensor, was: Tensor) -> None:
+    """A recording is made over an empty step, where every row is slot 0's: zeros."""
+    row = case.row_unlike_padding
+    assert row is not None
+    now[row].fill_(0)
+
+
+def _is_written(case: Case) -> bool:
+    return case.is_written
+
+
+RECORDINGS: tuple[Fault, ...] = (
+    RecordedFault("skip the write", DERIVED, always, _keep_all),
+    RecordedFault("skip the write", TABLE, _is_written, _keep_all),
+    RecordedFault("stale row", (*DERIVED, *OUTPUT), always, _keep_last_row),
+    # A row of any other table is stale where staging leaves it so.
+    RecordedFault(
+        "stale row", TABLE, lambda case: not case.is_staged and case.is_written, _keep_last_row
+    ),
+    RecordedFault(
+        "skip the pad", (*DERIVED, *OUTPUT), lambda case: case.is_padded, _keep_padding
+    ),
+    RecordedFault("pad off by one", OUTPUT, lambda case: case.is_padded, _fill_first_padding),
+    RecordedFault(
+        "wrong axis",
+        OUTPUT,
+        lambda case: case.is_padded and case.entry.tensor.dim() > 1,
+        _zero_columns,
+    ),
+    RecordedFault("off by one", DERIVED, always, _one_less),
+    RecordedFault("packed instead of uniform stride", (*DERIVED, *OUTPUT), always, _pack),
+    RecordedFault(
+        "wrong width",
+        (*DERIVED, *OUTPUT),
+        lambda case: case.entry.per == "token" and case.runner.spec.width > 1,
+        _lay_out_narrower,
+    ),
+    RecordedFault(
+        "global instead of local count",
+        (*DERIVED, *OUTPUT, *TABLE),
+        lambda case: case.is_count and case.is_written,
+        _sum_up,
+    ),
+    RecordedFault(
+        "baked host value",
+        (Kind.PUBLISHED, *DERIVED, *OUTPUT),
+        lambda case: case.row_unlike_padding is not None,
+        _bake,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KernelFault(Fault):
+    effect: Callable[[Case, Tensor], None] = lambda case, rows: None
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        runner, spec, rows = case.runner, case.runner.spec, case.view
+        saved = rows.clone() if case.entry.kind is Kind.CONSTANT else None  # a trial resets others
+
+        def damaged(key: GraphKey, pieces: Pieces) -> None:
+            spec.function(key, pieces)
+            self.effect(case, rows)
+
+        try:
+            with replaced(runner, case.scene.key, damaged):
+                yield
+        finally:
+            if saved is not None:
+                rows.copy_(saved)
+
+
+@contextmanager
+def replaced(
+    runner: Runner, key: GraphKey, function: Callable[[GraphKey, Pieces], None]
+) -> Iterator[None]:
+    with (
+        recorded(runner, key, partial(function, key)),
+        swapped(runner, "spec", replace(runner.spec, function=function)),
+    ):
+        yield
+
+
+def _write_row_0(case: Case, rows: Tensor) -> None:
+    rows[0].add_(1)
+
+
+def _has_foreign(case: Case) -> bool:
+    return case.foreign is not None
+
+
+def _write_foreign(case: Case, rows: Tensor) -> None:
+    rows[case.foreign].add_(1)
+
+
+def _write_elsewhere(case: Case, rows: Tensor) -> None:
+    rows[case.elsewhere].add_(1)
+
+
+def write_kept(case: Case, rows: Tensor) -> None:
+    assert case.kept is not None
+    rows[case.kept].add_(1)
+
+
+def _is_kv_of_another(case: Case) -> bool:
+    """The model's, where a drafter runs."""
+    drafts = kind_of(case.runner) in (EXTEND, DRAFT)
+    return drafts and bool(case.entry.through) and not is_drafter(case.entry.name)
+
+
+def _exchange_rows(case: Case, rows: Tensor) -> None:
+    """As if by a copy to the wrong place: every value is still there, and the same after a second
+    time."""
+    assert case.exchanged is not None
+    rows.index_copy_(0, *case.exchanged)
+
+
+def _write_column(case: Case, rows: Tensor) -> None:
+    rows.select(1, 0).add_(1)
+
+
+def _read_foreign(case: Case, rows: Tensor) -> None:
+    _leak(case, rows[case.foreign])
+
+
+def _read_unused(case: Case, rows: Tensor) -> None:
+    assert case.unused is not None
+    _leak(case, rows[case.unused])
+
+
+def _leak(case: Case, values: Tensor) -> None:
+    case.victim.add_(values.float().sum().nan_to_num(LEAKED).to(case.victim.dtype))
+
+
+KERNELS: tuple[Fault, ...] = (
+    KernelFault("kernel writes slot 0", TABLE, always, _write_row_0),
+    KernelFault("kernel writes another slot", TABLE, _has_foreign, _write_foreign),
+    KernelFault(
+        "another group's location",
+        TABLE,
+        lambda case: bool(case.entry.through) and case.elsewhere is not None,
+        _write_elsewhere,
+    ),
+    KernelFault(
+        "kernel writes what it only reads",
+        TABLE,
+        lambda case: case.kept is not None and not _is_kv_of_another(case),
+        write_kept,
+    ),
+    KernelFault(
+        "draft that writes KV",
+        TABLE,
+        lambda case: case.kept is not None and _is_kv_of_another(case),
+        write_kept,
+    ),
+    KernelFault("kernel reads another slot", TABLE, _has_foreign, _read_foreign),
+    KernelFault(
+        "kernel reads past its length",
+        TABLE,
+        lambda case: case.unused is not None,
+        _read_unused,
+    ),
+    KernelFault(
+        "wrong axis",
+        TABLE,
+        lambda case: case.entry.tensor.dim() > 1 and _is_written(case),
+        _write_column,
+    ),
+    KernelFault("written by a kernel", (Kind.CONSTANT,), always, _write_row_0),
+    KernelFault(
+        "two rows exchanged",
+        (Kind.CONSTANT,),
+        lambda case: case.exchanged is not None,
+        _exchange_rows,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RoutedPadding(Fault):
+    """Experts take every row for a real one."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        function = case.runner.spec.function
+
+        def damaged(key: GraphKey, pieces: Pieces) -> None:
+            function(key, _Unpadded(pieces))
+
+        with replaced(case.runner, case.scene.key, damaged):
+            yield
+
+
+class _Unpadded(Pieces):
+    """Gives layers a slot for every row; nobody but experts asks for it there."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+        at = Given._fields.index("slots")
+        slots = tensors[at]
+        assert slots is not None
+        return self._pieces(function, *tensors[:at], slots.clamp_min(1), *tensors[at + 1 :])
+
+
+@dataclass(frozen=True)
+class AdvancedPosition(Fault):
+    """A drafter that stands still, in the model's KV, goes on as if its guesses were stored."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scene.key
+        assert isinstance(drafter, AssistantDrafter)
+        right = drafter.stand
+        with (
+            swapped(drafter, "stand", lambda slots: right(slots) + 1),
+            recorded(runner, key, partial(runner.spec.function, key)),
+        ):
+            yield
+
+
+def _is_stood_in(case: Case) -> bool:
+    stands = isinstance(case.engine.worker.drafter, AssistantDrafter)
+    return stands and bool(case.entry.through) and kind_of(case.runner) == DRAFT
+
+
+@dataclass(frozen=True)
+class GlobalCount(Fault):
+    """So many tokens as are real on the first rank, or on all ranks that have their own, are taken
+    for real on each."""
+
+    @contextmanager
+    def inject(self, case: Case) -> Iterator[None]:
+        right, runner, key = spread.share_of, case.runner, case.scene.key
+        ranks = case.engine.worker.ranks
+
+        def wrong(slots: Tensor, share: int, rank: int) -> Tensor:
+            if not ranks.attend_apart:
+                return right(slots, share, 0)
+            place = torch.arange(len(slots), device=slots.device)
+            return slots.clamp_min(1) * (place < ranks.size * (slots > 0).sum())
+
+        with (
+            swapped(spread, "share_of", wrong),
+            recorded(runner, key, partial(runner.spec.function, key)),
+        ):
+            yield
+
+
+def _is_spread(case: Case) -> bool:
+    return case.engine.worker.ranks.spread_experts and case.entry.per == "step"
+
+
+LAYERS: tuple[Fault, ...] = (
+    GlobalCount("global count of real tokens instead of the rank's", OUTPUT, _is_spread),
+    RoutedPadding(
+        "expert routing that counts padded rows", OUTPUT, lambda case: case.entry.per == "step"
+    ),
+    AdvancedPosition("frozen-KV position advanced by one", TABLE, _is_stood_in),
+)

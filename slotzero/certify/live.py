@@ -1,0 +1,148 @@
+"""The sanitizer on live traffic: which steps are shadowed, and what is done about a violation.
+
+It attaches to the runners of an engine. An engine that is not watched never imports it. The rule:
+it raises before the step's results leave the device, or the step goes on as if it were not there.
+"""
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from slotzero.certify.answers import AnswerCheck
+from slotzero.certify.memory import Memory
+from slotzero.certify.mirror import Mirror
+from slotzero.certify.report import Violation
+from slotzero.certify.shadow import Shadow
+from slotzero.certify.stage import bounds_of
+from slotzero.config import EngineConfig
+from slotzero.engine.engine import Engine
+from slotzero.errors import PoolError, SanitizerError
+from slotzero.graph import GraphKey, Runner
+from slotzero.graph.observer import Observer
+from slotzero.request import Request
+
+KEPT = 100
+_log = logging.getLogger("slotzero.certify")
+
+
+def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
+    """Where every step is watched, what the host writes to tables is too. Between two steps that
+    would make a GPU wait for the host, so not where one step in many is."""
+    limits = engine.limits
+    is_full = config.sanitize == "full"
+    live = LiveSanitizer(
+        engine,
+        every=1 if is_full else config.sanitize_every,
+        action=config.sanitize_action,
+        bound=bounds_of(engine).replay,
+        highest_trap=min(
+            limits.max_num_seqs,
+            *(num_pages - 1 for num_pages in limits.num_pages.values()),
+            limits.max_model_len - 1,
+            engine.worker.vocab_size - 1,
+        ),
+    )
+    for runner in engine.worker.runners:
+        runner.observer = live
+    if is_full:
+        engine.worker.tables.observer = Mirror(engine.worker.tables)
+    return live
+
+
+class LiveSanitizer(Observer):
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        every: int,
+        action: str,
+        bound: float,
+        highest_trap: int,
+    ) -> None:
+        self.answers = AnswerCheck(engine, is_full=every == 1)
+        self.violations = 0
+        self.steps_watched = 0
+        self.steps_without_room = 0
+        self.last: deque[Violation] = deque(maxlen=KEPT)
+        self._every, self._action, self._bound = every, action, bound
+        self._engine, self._highest_trap = engine, highest_trap
+        self._steps: Counter[str] = Counter()  # by runner
+        self._num_commits = 0
+        self._last_miscount = ""
+        self._fallen: dict[str, str] = {}  # runner -> why it is eager
+        self._rng = random.Random(0)
+
+    def replay(self, runner: Runner, key: GraphKey, num_tokens: int) -> None:
+        name = runner.spec.name
+        if name in self._fallen and runner.records[key].backend != "eager":
+            runner.fall_back([key], self._fallen[name])  # recorded since
+        self._steps[name] += 1
+        if (self._steps[name] - 1) % self._every:
+            runner.replay(key)
+            return
+        try:
+            memory = Memory(runner, key, self._highest_trap, self._rng)
+            violations = Shadow(runner, key, memory, self._bound_of(runner, key)).examine()
+        except torch.OutOfMemoryError:
+            self._go_on_unwatched(key)
+            runner.replay(key)
+            return
+        self.steps_watched += 1
+        if violations:
+            self._report(violations)
+            runner.registry.distrust_published()
+            if self._action == "fallback":
+                self._fall_back(runner, memory, violations[0])
+            runner.replay(key)
+
+    def committed(self, finished: Sequence[Request]) -> None:
+        """The engine has committed a step, in which these requests ended."""
+        is_due = self._num_commits % self._every == 0
+        self._num_commits += 1
+        violations = [*self._miscounts()] if is_due else []
+        violations += self.answers.committed(finished, is_due)
+        if violations:
+            self._report(violations)
+            if self._action == "fallback":
+                self._engine.decode_plainly()
+
+    def _miscounts(self) -> Iterator[Violation]:
+        """S9; what was said of the step before is not said again."""
+        try:
+            self._engine.check()
+            self._last_miscount = ""
+        except PoolError as error:
+            if str(error) != self._last_miscount:
+                self._last_miscount = str(error)
+                step = f"step {self._engine.num_steps}"
+                yield Violation("S9", "engine", step, "", self._last_miscount)
+
+    def _bound_of(self, runner: Runner, key: GraphKey) -> float:
+        """What runs eagerly is the same code twice."""
+        return 0.0 if runner.records[key].backend == "eager" else self._bound
+
+    def _report(self, violations: Sequence[Violation]) -> None:
+        for violation in violations:
+            _log.error("%s", violation)
+        self.violations += len(violations)
+        self.last.extend(violations)
+        if self._action == "raise":
+            more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+            raise SanitizerError(f"{violations[0]}{more}")
+
+    def _fall_back(self, runner: Runner, memory: Memory, violation: Violation) -> None:
+        name = runner.spec.name
+        if name not in self._fallen:
+            self._fallen[name] = f"sanitizer: {violation.check}, tensor {violation.tensor!r}"
+            _log.warning("runner %s runs eagerly from now on: %s", name, self._fallen[name])
+            runner.fall_back(list(runner.records), self._fallen[name])
+        if any(memory.changed_rows(entry) for entry in memory.paged):
+            self._engine.lanes[0].ledger.cache.clear()  # no slot holds them: none may find them
+
+    def _go_on_unwatched(self, key: GraphKey) -> None:
+        if not self.steps_without_room:
+            _log.warning("%s is not watched: no memory for a copy of the KV of its slots", key)
+        self.steps_without_room += 1

@@ -1,0 +1,173 @@
+"""The memory of one live step: saved, spoilt where it belongs to nobody, and put back.
+
+It knows registered tensors and who owns what of them, and judges nothing. Tables are small and are
+copied whole. Of a paged table it copies what slots own; the rest it knows by checksums.
+"""
+
+import random
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from slotzero.certify.checksum import row_checksums
+from slotzero.certify.compare import extent, first_difference
+from slotzero.certify.reach import unused_tails
+from slotzero.certify.scene import MUTABLE, Outcome, others_of, owned_rows
+from slotzero.graph import GraphKey, Kind, Runner
+from slotzero.graph.registry import Entry
+
+SPOILT_PAGES = 8  # of those that no running slot owns: a sample, as each is copied
+
+
+class Patch:
+    """Rows of a table, and a mask of what in them belongs to nobody while the step runs."""
+
+    def __init__(self, entry: Entry, rows: Tensor, mask: Tensor, hostile: float) -> None:
+        """mask: [rows, ...], as many axes as it takes, from the table's own on."""
+        self.entry, self.rows = entry, rows
+        self._by_row = entry.tensor.movedim(entry.axis, 0)
+        self._saved = self._by_row[rows]
+        self._mask = mask.view(*mask.shape, *[1] * (self._saved.dim() - mask.dim()))
+        self._spoilt = self._saved.masked_fill(self._mask, hostile)
+
+    def spoil(self) -> None:
+        self._by_row[self.rows] = self._spoilt
+
+    def put_back(self) -> None:
+        self._by_row[self.rows] = torch.where(self._mask, self._saved, self._by_row[self.rows])
+
+    def first_change(self) -> tuple[int, str, str] | None:
+        """-> row, what it holds, and the hostile value that it should hold still"""
+        now = torch.where(self._mask, self._by_row[self.rows], self._spoilt)
+        if torch.equal(now.view(torch.uint8), self._spoilt.view(torch.uint8)):
+            return None  # the usual case, and NaN is not equal to itself
+        found = first_difference(now, self._spoilt, 0.0)
+        return None if found is None else (int(self.rows[found[0]]), *found[1:])
+
+
+class Memory:
+    """Made when all is published; nothing has run yet."""
+
+    def __init__(
+        self, runner: Runner, key: GraphKey, highest_trap: int, rng: random.Random
+    ) -> None:
+        """`highest_trap` is in range wherever an index is: as slot, page, position or token."""
+        self.registry = registry = runner.registry
+        self.slots, counts = _who_runs(runner)
+        self.entries = [e for e in runner.entries() if e.kind in MUTABLE]
+        self.others = [(entry, entry.tensor.clone()) for entry in others_of(runner)]
+        self.tables = [e for e in self.entries if e.kind is Kind.TABLE]
+        self.paged = [e for e in self.tables if e.through]
+        self.owned = {e.name: owned_rows(e, self.slots, registry) for e in self.tables}
+        self._key = key
+        self._pages = {e.name: self.owned[e.name].nonzero()[:, 0] for e in self.paged}
+        self._others = {e.name: self._rows_of_others(e) for e in self.paged}
+        self._others_before = {
+            e.name: e.tensor.index_select(e.axis, self._others[e.name]) for e in self.paged
+        }
+        self.before = self.outcome()
+        self._sums = {e.name: row_checksums(e.tensor, e.axis) for e in self.paged}
+        idle = set(range(1, highest_trap + 1)) - set(self.slots)
+        self._traps = dict.fromkeys((e.name for e in self.entries), min(idle, default=1))
+        tails = unused_tails(runner, self.slots, counts)
+        self._patches: dict[str, Patch] = {}
+        for entry in sorted(self.tables, key=lambda e: not e.through):  # pages first: see _foreign
+            foreign = self._foreign(entry, rng)
+            self._patches[entry.name] = self._patch(entry, foreign, tails.get(entry.name))
+
+    @property
+    def spoilable(self) -> list[str]:
+        return [e.name for e in self._scratch] + list(self._patches)
+
+    def outcome(self) -> Outcome:
+        tensors = {
+            e.name: e.tensor.index_select(e.axis, self._pages[e.name])
+            if e.through
+            else e.tensor.clone()
+            for e in self.entries
+        }
+        return Outcome(self._key, self.slots, tensors, frozenset(e.name for e in self.paged))
+
+    @contextmanager
+    def spoilt(self, names: Collection[str]) -> Iterator[list[Patch]]:
+        """-> the spoilt parts of tables; afterwards all is back but what a step rewrites."""
+        patches = [patch for name, patch in self._patches.items() if name in names]
+        try:
+            for patch in patches:
+                patch.spoil()
+            for entry in self._scratch:
+                if entry.name in names:
+                    entry.tensor.fill_(self._hostile(entry))
+            yield patches
+        finally:
+            for patch in patches:
+                patch.put_back()
+            for entry in self._scratch:
+                beyond = slice(extent(entry, self.before), None)
+                entry.tensor[beyond] = self.before.tensors[entry.name][beyond]
+
+    def undo(self) -> None:
+        """As before the step, but for pages that no slot holds."""
+        for entry in self.entries:
+            before = self.before.tensors[entry.name]
+            if not entry.through:
+                entry.tensor.copy_(before)
+                continue
+            entry.tensor.index_copy_(entry.axis, self._pages[entry.name], before)
+            others, others_before = self._others[entry.name], self._others_before[entry.name]
+            entry.tensor.index_copy_(entry.axis, others, others_before)
+        for entry, before in self.others:
+            entry.tensor.copy_(before)
+
+    def changed_rows(self, entry: Entry) -> list[int]:
+        """Of a paged table, those that the step does not own and that are not what they were."""
+        sums = row_checksums(entry.tensor, entry.axis)
+        changed = (sums != self._sums[entry.name]) & ~self.owned[entry.name]
+        return [int(row) for row in changed.nonzero()[:, 0]]
+
+    @property
+    def _scratch(self) -> list[Entry]:
+        return [e for e in self.entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]
+
+    def _rows_of_others(self, entry: Entry) -> Tensor:
+        """Row 0, and what slots own that do not run."""
+        all_slots = range(len(self.registry[entry.through]))
+        others = owned_rows(entry, all_slots, self.registry) & ~self.owned[entry.name]
+        others[0] = True
+        return others.nonzero()[:, 0]
+
+    def _foreign(self, entry: Entry, rng: random.Random) -> Tensor:
+        """[rows] bool: those to be spoilt whole. The first such page is the trap of page tables."""
+        foreign = ~self.owned[entry.name]
+        foreign[0] = False
+        if not entry.through:
+            return foreign
+        pages = foreign.nonzero()[:, 0].tolist()
+        some = rng.sample(pages, min(SPOILT_PAGES, len(pages)))
+        self._traps[entry.through] = next(iter(some), 1)
+        foreign[:] = False
+        foreign[some] = True
+        return foreign
+
+    def _patch(self, entry: Entry, foreign: Tensor, tail: Tensor | None) -> Patch:
+        mask = foreign
+        if tail is not None:
+            mask = foreign[:, None] | (self.owned[entry.name][:, None] & tail)
+        rows = mask.view(len(mask), -1).any(1).nonzero()[:, 0]
+        mask = mask[rows].view(-1, *[1] * entry.axis, *mask.shape[1:])
+        return Patch(entry, rows, mask, self._hostile(entry))
+
+    def _hostile(self, entry: Entry) -> float:
+        return torch.nan if entry.tensor.is_floating_point() else self._traps[entry.name]
+
+
+def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:
+    """-> slots by row, and how many tokens each computes"""
+    spec, registry = runner.spec, runner.registry
+    who = spec.published[0]
+    slots = tuple(s for s in registry.was_published(who) if s != registry.entry(who).pad)
+    if spec.rows is None:
+        return slots, [spec.width] * len(slots)
+    return slots, registry.was_published(spec.published[1])[: len(slots)]

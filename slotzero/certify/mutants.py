@@ -1,0 +1,171 @@
+"""S7: are the checks any good? Every rule of every tensor is broken on purpose, one at a time.
+
+A mutant is one fault in one tensor of one runner. It is caught if a check fails, and named if that
+check names the tensor. It does not know how a fault is injected, nor what a check looks for.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from slotzero.certify.bugs import numbers_of
+from slotzero.certify.certify import checksums, examine
+from slotzero.certify.checks import CHECK_FUNCTIONS, Examination
+from slotzero.certify.faults import FAULTS, Case, Fault, swapped
+from slotzero.certify.report import ORDER
+from slotzero.certify.scene import Scene, Trial, kind_of
+from slotzero.certify.stage import bounds_of, counts_of, staged
+from slotzero.distributed.ranks import Ranks
+from slotzero.engine.engine import Engine
+from slotzero.errors import ContractError, RecordingError, SlotzeroError
+from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph.registry import Entry
+
+FEWEST_ROWS = 3  # so that rows can be swapped, and every other one left out
+_NAMED = re.compile(r"tensor '([^']+)'")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    runner: str
+    tensor: str
+    fault: str
+    numbers: tuple[str, ...]
+    """Real bugs that were this fault in this tensor."""
+    caught_by: str
+    """The first check that failed; empty if none did."""
+    named: tuple[str, ...]
+    """All tensors that it named."""
+
+    @property
+    def caught(self) -> bool:
+        return bool(self.caught_by)
+
+    @property
+    def is_named(self) -> bool:
+        return self.tensor in self.named
+
+    def __str__(self) -> str:
+        by = f"{self.caught_by} named {', '.join(self.named)}" if self.caught else "not caught"
+        return f"{self.runner}: {self.tensor}: {self.fault}: {by}"
+
+
+def mutate(
+    engine: Engine,
+    seen: Callable[[Mutant], None] = lambda mutant: None,
+    checks: Sequence[str] = tuple(dict.fromkeys((*ORDER, *CHECK_FUNCTIONS))),
+    runners: Sequence[Runner] | None = None,
+) -> list[Mutant]:
+    """Of all runners, unless some are named. Afterwards the engine is as it was."""
+    mutants = []
+    try:
+        with torch.inference_mode():
+            for runner in engine.worker.runners if runners is None else runners:
+                with swapped(runner, "observer", None):  # whoever watches would catch them first
+                    for mutant in _mutants_of(engine, runner, checks):
+                        mutants.append(mutant)
+                        seen(mutant)
+    finally:
+        engine.worker.registry.distrust_published()
+    return mutants
+
+
+def tensors_of(runner: Runner) -> list[Entry]:
+    """What it can see. Of constants a few stand for all: one rule and one check serves them."""
+    entries = [e for e in runner.entries() if e.tensor.numel()]
+    constants = [e for e in entries if e.kind is Kind.CONSTANT]
+    kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
+    return [e for e in entries if e.kind is not Kind.CONSTANT or e.name in kept]
+
+
+def padded_size(runner: Runner) -> GraphKey:
+    """The smallest with padding of every kind and a few rows; else the largest."""
+
+    def is_fit(key: GraphKey) -> bool:
+        counts = counts_of(runner, key)
+        has_tokens = runner.spec.rows is None or max(counts) > 1
+        is_padded = len(counts) < key.rows and sum(counts) < key.tokens
+        return len(counts) >= FEWEST_ROWS and is_padded and has_tokens
+
+    keys = sorted(runner.all_keys(), key=lambda key: (key.tokens, key.rows))
+    return next(filter(is_fit, keys), keys[-1])
+
+
+def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterator[Mutant]:
+    key, registry, ranks = padded_size(runner), runner.registry, engine.worker.ranks
+    runner.prepare(key)
+    constants = checksums(registry)
+
+    def examination(scene: Scene) -> Examination:
+        return Examination(Trial(runner, scene), bounds_of(engine), constants)
+
+    with staged(engine, runner, key) as scene:
+        sound = examination(scene)
+        _require_clean(sound)
+        cases = [Case(engine, runner, e, scene, sound.plain) for e in tensors_of(runner)]
+        for case, fault in _matrix(cases, shows_in_staging=False):
+            with _injected(case, fault):
+                caught_by, named = _first_failure(examination(scene), checks, ranks)
+            _put_back(registry, scene)
+            yield _mutant(case, fault, caught_by, named)
+    for case, fault in _matrix(cases, shows_in_staging=True):
+        with _injected(case, fault):
+            try:
+                with staged(engine, runner, key) as scene:
+                    caught_by, named = _first_failure(examination(scene), checks, ranks)
+            except SlotzeroError as error:
+                caught_by, named = "S0", _NAMED.findall(str(error))
+        yield _mutant(case, fault, caught_by, named)
+
+
+@contextmanager
+def _injected(case: Case, fault: Fault) -> Iterator[None]:
+    """One that cannot be put in, or breaks more than its rule, is named."""
+    try:
+        with fault.inject(case):
+            yield
+    except Exception as error:  # a capture, or a kernel, raises whatever it raises
+        what = f"{case.runner.spec.name}: {case.entry.name}: {fault.name}"
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise RecordingError(f"mutant {what}: it could not be tried: {first}") from error
+
+
+def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Case, Fault]]:
+    for case in cases:
+        for fault in FAULTS:
+            if fault.shows_in_staging == shows_in_staging and fault.applies(case):
+                yield case, fault
+
+
+def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> Mutant:
+    runner, entry = case.runner, case.entry
+    numbers = numbers_of(kind_of(runner), entry, fault.name)
+    return Mutant(runner.spec.name, entry.name, fault.name, numbers, caught_by, tuple(named))
+
+
+def _first_failure(
+    examination: Examination, checks: Sequence[str], ranks: Ranks
+) -> tuple[str, list[str]]:
+    """-> the check and what it named; it may have failed on another rank, and name nothing here"""
+    try:
+        for cell in examine(examination, checks):
+            if ranks.any(bool(cell.violations)):
+                return cell.check, list(dict.fromkeys(v.tensor for v in cell.violations))
+    except SlotzeroError as error:
+        return "S0", _NAMED.findall(str(error))
+    return "", []
+
+
+def _require_clean(examination: Examination) -> None:
+    """Every check, whichever are to be scored: it also records what they replay."""
+    for cell in examine(examination, CHECK_FUNCTIONS):
+        for violation in cell.violations:
+            raise ContractError(f"nothing was broken yet, certify first: {violation}")
+
+
+def _put_back(registry: Registry, scene: Scene) -> None:
+    for name, tensor in scene.tables.items():
+        registry[name].copy_(tensor)

@@ -1,0 +1,116 @@
+"""How far a live step looks into the rows of its slots: what lies past that belongs to nobody.
+
+The one file that knows tables by name and reads them. What it says of a runner is said once more,
+from the requests' side, where scenes are staged.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slotzero.certify.scene import kind_of
+from slotzero.graph import Registry, Runner
+from slotzero.pools.states import SNAPSHOT_ROWS
+from slotzero.speculative.drafter import (
+    DRAFTED_AT,
+    FOLLOWED_TO,
+    LIMIT,
+    NUM_DRAFTS,
+    PAGED,
+    PENDING,
+    SPECULATES,
+)
+from slotzero.speculative.eagle import HIDDEN
+from slotzero.speculative.eagle_config import GROUP
+from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
+from slotzero.speculative.tree import PARENTS
+
+
+class Reach(NamedTuple):
+    """By row, [R] each: where the part of a slot ends that its step may read or write."""
+
+    tokens: Tensor
+    stored: Tensor | None  # KV of the model's own layers; None: not looked at
+    drafted: Tensor | None  # KV of the drafter's
+    features: Tensor | None = None
+
+
+def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) -> dict[str, Tensor]:
+    """By table, [rows, columns]: True where the rows of running slots have nothing for this step.
+
+    Tables that a step does not look at are left out: to spoil them would take a copy of all KV.
+    """
+    registry = runner.registry
+    index = torch.tensor(slots, dtype=torch.long, device=registry.device)
+    count = torch.tensor(counts, dtype=torch.int32, device=registry.device)
+    reach = reach_of(runner, index, count)
+    tails = {"tokens": _past(registry["tokens"], index, reach.tokens)}
+    if reach.features is not None:
+        tails[PENDING] = _past(registry[PENDING], index, reach.features)
+        if kind_of(runner) == VERIFY and has(registry, PARENTS):
+            tails[PARENTS] = _past(registry[PARENTS], index, reach.features)
+    for entry in registry.entries():
+        ends = reach.drafted if is_drafter(entry.name) else reach.stored
+        if entry.through and entry.through != SNAPSHOT_ROWS and ends is not None:
+            table, page_size = registry[entry.through], entry.tensor.shape[entry.axis + 1]
+            tails[entry.through] = _past(table, index, -(-ends // page_size))
+            position = torch.arange(table.shape[1] * page_size, device=table.device)
+            used = (position < ends[:, None]).view(-1, page_size).int()
+            shape = entry.tensor.shape[entry.axis], page_size
+            num_uses = torch.zeros(shape, dtype=torch.int32, device=table.device)
+            pages = table[index].flatten().long()
+            tails[entry.name] = num_uses.index_put_((pages,), used, accumulate=True) == 0
+    return tails
+
+
+def is_drafter(name: str) -> bool:
+    """Whether pages of this name hold the drafter's KV."""
+    return name.startswith(f"kv_{GROUP}")
+
+
+def reads_target(registry: Registry) -> bool:
+    """Whether the drafter, which has none of its own, looks at the target's KV."""
+    return has(registry, HIDDEN) and not any(is_drafter(e.name) for e in registry.entries())
+
+
+def has(registry: Registry, name: str) -> bool:
+    return any(entry.name == name for entry in registry.entries())
+
+
+def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
+    """`index` [R]: slots; `count` [R]: most tokens that each may compute"""
+    tables, kind = runner.registry, kind_of(runner)
+    length = tables["length"][index]
+    if kind == VERIFY:  # the newest token and drafts, and in place of the last of them one more
+        room = tables[LIMIT][index] - length - 1
+        drafts = tables[NUM_DRAFTS][index] * (tables[DRAFTED_AT][index] == length)
+        count = torch.minimum(count, torch.minimum(drafts + 1, room)).clamp_min(0)
+        return Reach(length + count + 1, length + count, None, count)
+    if kind == EXTEND:
+        num = torch.minimum(length - tables[FOLLOWED_TO][index], count).clamp_min(0)
+        return Reach(length + 1, None, length, num)
+    if kind == DRAFT:
+        most = torch.minimum(tables[LIMIT][index] - length - 2, tables[PAGED][index] - length - 1)
+        is_wanted = (tables[SPECULATES][index] > 0) & (length >= tables["target"][index])
+        num = most.clamp(0, runner.spec.ahead) * is_wanted
+        last = length + num + int(has(tables, PARENTS)) - int(has(tables, HIDDEN))
+        seen = length if reads_target(tables) else None
+        return Reach(length + num + 1, seen, torch.where(num > 0, last, length))
+    # Tokens are known below max(end, target) and one may be sampled at end; KV is stored below end.
+    ends = length + count
+    tokens = torch.maximum(ends, tables["target"][index] - 1) + 1
+    if kind != "decode":
+        return Reach(tokens, ends, ends)
+    pending = None
+    if has(tables, PENDING):
+        pending = length - tables[FOLLOWED_TO][index] + 1
+    return Reach(tokens, ends, None, pending)
+
+
+def _past(table: Tensor, index: Tensor, first: Tensor) -> Tensor:
+    """Columns [first, ...) of these rows."""
+    tail = torch.zeros(table.shape[:2], dtype=torch.bool, device=table.device)
+    tail[index] = torch.arange(table.shape[1], device=table.device) >= first[:, None]
+    return tail

@@ -1,0 +1,74 @@
+"""A whole certification of an engine, and of its mutants: what a command asks for, on every rank.
+
+Ranks do the same at the same time, and each finds what it finds on its own part; rank 0 joins it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
+from slotzero.certify.mutants import Mutant, mutate
+from slotzero.certify.report import CHECKS, Cell, Certificate
+from slotzero.certify.stage import bounds_of, staged
+from slotzero.certify.traffic import mutate_traffic
+from slotzero.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class Findings:
+    certificate: Certificate
+    mutants: list[Mutant] | None
+
+
+class Session:
+    def __init__(self, engine: Engine, model: str, is_quick: bool) -> None:
+        self._engine, self._is_quick = engine, is_quick
+        runners = engine.worker.runners
+        self.plan = list(few_sizes(runners) if is_quick else all_sizes(runners))
+        num_sizes = sum(len(list(runner.all_keys())) for runner in runners)
+        self.certificate = Certificate(model, engine.limits.backend, num_all_sizes=num_sizes)
+        self.certificate.uncertified.update(left_out(runners, self.plan, is_quick))
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.plan) * len(CHECKS)
+
+    def certify(self, seen: Callable[[Cell], None] = lambda cell: None) -> Certificate:
+        engine = self._engine
+        return certify(
+            self.certificate,
+            self.plan,
+            lambda runner, key: staged(engine, runner, key),
+            bounds_of(engine),
+            seen,
+            skipped=few_checks(self.plan) if self._is_quick else {},
+        )
+
+    def mutate(self, seen: Callable[[Mutant], None] = lambda mutant: None) -> list[Mutant]:
+        """Over checks that fail already, on any rank, a fault proves nothing."""
+        engine = self._engine
+        if engine.worker.ranks.any(not self.certificate.passed):
+            return []
+        return [*mutate(engine, seen), *mutate_traffic(engine, seen)]
+
+
+def joined(findings: Sequence[Findings]) -> Findings:
+    """What all ranks found, in the order of ranks."""
+    first, *others = findings
+    cells = {(cell.size, cell.check): cell for cell in first.certificate.cells}
+    for rank, other in enumerate(others, start=1):
+        for theirs in other.certificate.cells:
+            cell = cells.setdefault((theirs.size, theirs.check), replace(theirs, violations=()))
+            said = tuple(replace(v, found=f"rank {rank}: {v.found}") for v in theirs.violations)
+            cells[cell.size, cell.check] = replace(cell, violations=cell.violations + said)
+    certificate = replace(first.certificate, cells=list(cells.values()))
+    if first.mutants is None:
+        return Findings(certificate, None)
+    every = zip(*(found.mutants or () for found in findings), strict=True)
+    return Findings(certificate, [_named_by_all(mutants) for mutants in every])
+
+
+def _named_by_all(mutants: Iterable[Mutant]) -> Mutant:
+    first, *others = mutants
+    named = dict.fromkeys((*first.named, *(name for other in others for name in other.named)))
+    return replace(first, named=tuple(named))

@@ -1,0 +1,125 @@
+"""One live step run twice: eagerly, then replayed over memory whose unowned part is spoilt.
+
+It does not know requests, or what is done about a violation. The rule: without one, memory is then
+as after one replay; with one, or where anything raises, it is as before the step.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
+from slotzero.certify.memory import Memory
+from slotzero.certify.report import Violation
+from slotzero.certify.scene import Outcome
+from slotzero.graph import GraphKey, Kind, Runner
+from slotzero.graph.registry import Entry
+
+
+class Shadow:
+    def __init__(self, runner: Runner, key: GraphKey, memory: Memory, bound: float) -> None:
+        self._runner, self._key, self._memory, self._bound = runner, key, memory, bound
+
+    def examine(self) -> list[Violation]:
+        memory = self._memory
+        try:
+            expected = self._run(self._runner.eager)
+            memory.undo()
+            violations = self._replay_over_spoilt(memory.spoilable)
+            after = memory.outcome()
+            violations += self._s4(after)
+            violations += self._s1_and_s2(after, expected)
+        except BaseException:
+            memory.undo()
+            raise
+        if violations:
+            memory.undo()
+        return violations
+
+    def _run(self, how: Callable[[GraphKey], None]) -> Outcome:
+        how(self._key)
+        return self._memory.outcome()
+
+    def _replay_over_spoilt(self, names: Collection[str]) -> list[Violation]:
+        """-> where it wrote to what is nobody's"""
+        violations = []
+        with self._memory.spoilt(names) as patches:
+            self._runner.replay(self._key)
+            for patch in patches:
+                found = patch.first_change()
+                if found is not None:
+                    row, got, hostile = found
+                    text = f"{got} where {hostile} had been put: not owned by the step"
+                    violations.append(self._violation("S4", patch.entry.name, text, row))
+        return violations
+
+    def _s4(self, after: Outcome) -> Iterator[Violation]:
+        for entry in self._memory.entries:
+            if entry.through:
+                for row in self._memory.changed_rows(entry)[:1]:
+                    text = "it has changed: not owned by the step"
+                    yield self._violation("S4", entry.name, text, row)
+            elif entry.kind is Kind.TABLE:
+                foreign = ~self._memory.owned[entry.name]
+                now, before = (
+                    outcome.tensors[entry.name].movedim(entry.axis, 0)[foreign]
+                    for outcome in (after, self._memory.before)
+                )
+                rows = foreign.nonzero()[:, 0]
+                yield from self._unchanged(entry, now, before, rows, "not owned by the step")
+            elif entry.kind is Kind.OUTPUT:
+                num_rows = len(after.slots)
+                padding = padding_of(entry, after)
+                zeros, rows = torch.zeros_like(padding), torch.arange(len(padding)) + num_rows
+                yield from self._unchanged(entry, padding, zeros, rows, "a row of padding is zeros")
+            elif entry.kind is Kind.PUBLISHED:
+                now = after.tensors[entry.name]
+                wanted = torch.tensor(self._memory.registry.was_published(entry.name)).to(now)
+                rows = torch.arange(len(now))
+                yield from self._unchanged(entry, now, wanted, rows, "not what was published")
+        for entry, before in self._memory.others:
+            rows = torch.arange(len(before))
+            yield from self._unchanged(entry, entry.tensor, before, rows, "of another runner")
+
+    def _s1_and_s2(self, after: Outcome, expected: Outcome) -> Iterator[Violation]:
+        """A replay over clean memory tells them apart."""
+        wrong = self._wrong(after, expected)
+        if not wrong:
+            return
+        self._memory.undo()
+        clean = self._wrong(self._run(self._runner.replay), expected)
+        for mismatch in clean.values():
+            yield self._violation("S2", mismatch.tensor, f"{mismatch}; eager", mismatch.row)
+        hurt = next((mismatch for name, mismatch in wrong.items() if name not in clean), None)
+        if hurt is not None:
+            found = f"{hurt}: it is right where no memory is spoilt"
+            among_all = self._violation("S1", hurt.tensor, found, hurt.row)
+            yield from list(self._guilty(expected, clean)) or [among_all]
+
+    def _guilty(self, expected: Outcome, clean: Mapping[str, Mismatch]) -> Iterator[Violation]:
+        """Tensors that change a result where they alone are spoilt."""
+        for name in self._memory.spoilable:
+            self._memory.undo()
+            self._replay_over_spoilt([name])
+            wrong = self._wrong(self._memory.outcome(), expected)
+            hurt = next((mismatch for other, mismatch in wrong.items() if other not in clean), None)
+            if hurt is not None:
+                found = f"spoilt, it changed {hurt.tensor!r}: {hurt}"
+                yield self._violation("S1", name, found, hurt.row)
+
+    def _wrong(self, got: Outcome, expected: Outcome) -> dict[str, Mismatch]:
+        found = differences(self._runner, got, expected, self._bound)
+        return {mismatch.tensor: mismatch for mismatch in found}
+
+    def _unchanged(
+        self, entry: Entry, now: Tensor, before: Tensor, rows: Tensor, why: str
+    ) -> Iterator[Violation]:
+        found = first_difference(now, before, 0.0)
+        if found is not None:
+            index, got, expected = found
+            text = f"{got} where {expected} was expected: {why}"
+            yield self._violation("S4", entry.name, text, int(rows[index]))
+
+    def _violation(self, check: str, tensor: str, found: str, row: int | None) -> Violation:
+        return Violation(check, self._key.runner, str(self._key), tensor, found, row)

@@ -1,0 +1,71 @@
+"""A checkpoint of random weights: shapes from the config, numbers from a seed.
+
+It does not read tensor files, so a config.json alone is a model: enough to measure speed and
+memory.
+
+The rule: a tensor depends on (seed, name) and its shape only. Reading in another order, or reading
+one tensor of many, gives the same numbers on every machine with the same torch.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, final
+
+import torch
+
+from slotzero.checkpoint.checkpoint import Checkpoint
+from slotzero.errors import CorruptCheckpointError
+from slotzero.models.params import expected_tensors
+from slotzero.text.tokenizer import Tokenizer
+
+_DEFAULT_STD = 0.02
+_SLOW = -2.0  # A_log: a state that forgets slowly, so that a wrong one is seen for long
+_ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scalar", "router.scale", "expert_scale",
+         "norm_f.weight")  # fmt: skip
+
+
+@final
+class DummyCheckpoint(Checkpoint):
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        name: str,
+        *,
+        eos_token_ids: tuple[int, ...],
+        make_tokenizer: Callable[[], Tokenizer],
+        sampling: Callable[[], Mapping[str, Any]] = dict,
+        seed: int = 0,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.eos_token_ids = eos_token_ids
+        self._shapes = expected_tensors(config)
+        self._make_tokenizer = make_tokenizer
+        self._sampling = sampling
+        self._seed = seed
+
+    def names(self) -> Collection[str]:
+        return self._shapes.keys()
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._shapes:
+            raise CorruptCheckpointError(f"{self.name}: its config promises no tensor {name}")
+        shape = self._shapes[name]
+        if name.endswith(_ONES):
+            return torch.ones(shape)
+        generator = torch.Generator().manual_seed(tensor_seed(self._seed, name))
+        std = float(self.config.get("initializer_range") or _DEFAULT_STD)
+        mean = _SLOW if name.endswith("A_log") else 0.0
+        return torch.empty(shape).normal_(mean, std, generator=generator)
+
+    def tokenizer(self) -> Tokenizer:
+        return self._make_tokenizer()
+
+    def sampling(self) -> Mapping[str, Any]:
+        return self._sampling()
+
+
+def tensor_seed(seed: int, name: str) -> int:
+    """Python's own hash of a string differs from one process to the next, so this is not it."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,175 @@
+"""A folder as Hugging Face writes it: config.json, safetensors (one file or an index), a tokenizer.
+
+It does not read weights until it is asked: opening looks at the header of each file, and `read`
+maps one tensor.
+
+The rule: all files are there and whole, and have what the index says, or opening fails and names
+the file; what it leaves out is there too, for whoever knows what may be. A download that was cut
+off is found in milliseconds, not after minutes of loading.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slotzero.checkpoint.checkpoint import Checkpoint, Part
+from slotzero.checkpoint.text_part import text_config
+from slotzero.errors import (
+    CorruptCheckpointError,
+    ModelNotFoundError,
+    RequestError,
+    UnsupportedModelError,
+)
+from slotzero.models.config import DEQUANTISED, quantisation_of
+from slotzero.sampling.params import SamplingParams
+from slotzero.system.json_file import read_json, read_json_if_there, token_ids
+from slotzero.text.tokenizer import Tokenizer
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_GENERATION = "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@final
+class FolderCheckpoint(Checkpoint):
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or path.resolve().name
+        self.config = folder_config(path)
+        self.eos_token_ids = folder_eos_token_ids(path)
+        self._path = path
+        self._refuse_quantised()
+        self._handles: dict[Path, Any] = {}
+        self._file_of = self._find_tensors()
+
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def read(self, name: str) -> torch.Tensor:
+        with self._opened(name) as handle:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        return tensor
+
+    def read_part(self, name: str, *wanted: slice) -> Part:
+        with self._opened(name) as handle:
+            stored = handle.get_slice(name)
+            whole = tuple(stored.get_shape())
+            return Part(stored[wanted] if len(whole) == len(wanted) else stored[:0], whole)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """The file that holds a tensor."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise CorruptCheckpointError(
+                f"{self._path} has no tensor {name}; download the folder again"
+            )
+        try:
+            yield self._handles[file]
+        except (SafetensorError, OSError) as error:
+            raise _broken(file, error) from None
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_folder(self._path)
+
+    def sampling(self) -> Mapping[str, Any]:
+        return folder_sampling(self._path)
+
+    def _refuse_quantised(self) -> None:
+        """Quantised tensors can have familiar names: they would load, and be wrong."""
+        method = quantisation_of(self.config)
+        if method not in (None, *DEQUANTISED):
+            raise UnsupportedModelError(
+                f"{self._path} is quantised ({method}); use the unquantised folder or a GGUF file"
+            )
+
+    def _find_tensors(self) -> dict[str, Path]:
+        if (self._path / _INDEX).is_file():
+            return self._follow_index(self._path / _INDEX)
+        file = _single_file(self._path)
+        return dict.fromkeys(self._open(file), file)
+
+    def _follow_index(self, index: Path) -> dict[str, Path]:
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise CorruptCheckpointError(f"{index} has no weight_map; download it again")
+        for name, file in file_of.items():
+            if not isinstance(file, str):
+                raise CorruptCheckpointError(f"{index}: {name} is in {file!r}; download it again")
+        stored = {file: self._open(self._path / file) for file in sorted(set(file_of.values()))}
+        for name, file in file_of.items():
+            if name not in stored[file]:
+                raise CorruptCheckpointError(
+                    f"{self._path / file} has no tensor {name}, though {index.name} says so; "
+                    "download both again"
+                )
+        left_out = {name: file for file, names in stored.items() for name in names}
+        return {name: self._path / file for name, file in (left_out | file_of).items()}
+
+    def _open(self, file: Path) -> frozenset[str]:
+        if not file.is_file():
+            raise CorruptCheckpointError(f"{file} is missing; download it again")
+        try:
+            # Checks that the tensors end where the file ends; reads the header only.
+            self._handles[file] = safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _broken(file, error) from None
+        return frozenset(self._handles[file].keys())
+
+
+def folder_config(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").is_file():
+        found = sorted(file.name for file in path.glob("*.gguf"))
+        remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
+        raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
+    return text_config(read_json(path / "config.json"))
+
+
+def folder_eos_token_ids(path: Path) -> tuple[int, ...]:
+    """generation_config.json knows more ends (of a turn, of a message) than config.json."""
+    generation = read_json_if_there(path / _GENERATION).get("eos_token_id")
+    return token_ids(generation) or token_ids(folder_config(path).get("eos_token_id"))
+
+
+def folder_sampling(path: Path) -> dict[str, Any]:
+    file = path / _GENERATION
+    stored = read_json_if_there(file)
+    found = {name: stored[name] for name in _SAMPLING if stored.get(name) is not None}
+    if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
+        found["top_k"] = int(top_k)  # as some write it
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise CorruptCheckpointError(
+            f"{file}: {error}; mend it, or use --generation-config none"
+        ) from None
+    return found
+
+
+def _single_file(path: Path) -> Path:
+    files = sorted(path.glob("*.safetensors"))
+    if path / _SINGLE in files:
+        return path / _SINGLE
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CorruptCheckpointError(
+            f"{path / _INDEX} is missing, and there are {len(files)} safetensors files; "
+            "download it again"
+        )
+    if any(path.glob("*.bin")):
+        raise UnsupportedModelError(
+            f"{path} has its weights in *.bin files, which can run code; "
+            "convert them to safetensors"
+        )
+    raise CorruptCheckpointError(
+        f"{path / _SINGLE} is missing; download it, or use --load-format dummy"
+    )
+
+
+def _broken(file: Path, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{file} is broken or cut off ({error}); download it again")

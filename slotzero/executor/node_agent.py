@@ -1,0 +1,103 @@
+"""A machine that has ranks of an engine, and not the first: `slotzero serve ... --node-rank 1`.
+
+It goes to node 0 (nodes.py), starts the ranks that it is told to, and says when one ends. It knows
+neither the model nor what the ranks do. The rules: its ranks live no longer than node 0's engine or
+itself; and when that engine is gone, it waits for the next one, unless it was told to go too.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slotzero.distributed import secure_socket as line
+from slotzero.errors import ConfigError, RankLostError
+from slotzero.executor.nodes import End, Ended, Hello, Refusal, Start
+from slotzero.system import child
+
+PATIENCE = 2.0  # seconds in which ranks that are let go of have ended
+_POLL, _PAUSE = 0.05, 0.5
+
+
+class Outpost:
+    def __init__(self, hello: Hello, address: tuple[str, int], key: bytes, seconds: float) -> None:
+        """`seconds`: how long node 0 may take to be there."""
+        self._hello, self._address, self._key, self._seconds = hello, address, key, seconds
+        self._where = f"node 0 at {address[0]}:{address[1]}"
+
+    def stay(self) -> None:
+        """Until node 0 says that nobody will come back."""
+        while not self.attend():
+            self._say(f"{self._where} is gone: waiting for it")
+        self._say("told to end")
+
+    def attend(self) -> bool:
+        """One engine of node 0, to its end; -> whether that was the last"""
+        processes: dict[int, subprocess.Popen[bytes]] = {}
+        with self._arrive() as node_line:
+            try:
+                node_line.send(self._hello)
+                while True:
+                    if node_line.poll(_POLL):
+                        match node_line.recv():
+                            case Refusal(why):
+                                raise ConfigError(why)
+                            case Start(ranks, num_threads):
+                                for rank in ranks:
+                                    processes[rank] = self._start(rank, num_threads)
+                                self._say(f"starts {_named(ranks)}")
+                            case End():
+                                return True
+                    for rank, process in list(processes.items()):
+                        if (code := process.poll()) is not None:
+                            node_line.send(Ended(rank, process.pid, code))
+                            del processes[rank]
+            except (EOFError, OSError):
+                return False
+            finally:
+                for process in processes.values():
+                    child.finish(process, PATIENCE)
+
+    def _arrive(self) -> Connection:
+        until = time.monotonic() + self._seconds
+        while True:
+            try:
+                return line.connect(*self._address, self._key)
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise RankLostError(
+                        f"{self._where} was not there in {self._seconds:g} s ({error}): start it, "
+                        "with this --master-addr and --master-port"
+                    ) from None
+            time.sleep(_PAUSE)
+
+    def _start(self, rank: int, num_threads: int) -> subprocess.Popen[bytes]:
+        with line.connect(*self._address, self._key) as rank_line:
+            rank_line.send(rank)
+            fd = rank_line.fileno()
+            threads = {"OMP_NUM_THREADS": str(num_threads)}
+            return child.start(child.FOLLOWER, [str(rank), str(fd)], [fd], threads)
+
+    def _say(self, what: str) -> None:
+        print(f"node {self._hello.node_rank}: {what}", file=sys.stderr, flush=True)
+
+
+def _named(ranks: range) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def outpost_of(given: Mapping[str, Any]) -> Outpost:
+    """`given`: fields of EngineConfig, those that the user has said."""
+    import torch
+
+    from slotzero.config import EngineConfig
+    from slotzero.executor.worker import choose_backend
+
+    config = EngineConfig(**given)
+    device, _ = choose_backend(config)
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    hello = Hello(config.node_rank, given, num_gpus)
+    address = config.master_addr, config.master_port
+    return Outpost(hello, address, line.given_key(), config.node_timeout)

@@ -1,0 +1,203 @@
+"""Rank 0 of several: it starts the others, tells them every step, and notices when one is lost.
+
+Each is a process `python -m slotzero.executor.follower`, at the other end of a socket pair, or on
+another machine (nodes.py) at that of a TCP connection; collectives go over torch.distributed's. The
+rules: a rank that ends, or that is not there in time, is an error that names it; and after a step
+that failed on one of them the ranks are out of step, so that is the end of all.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+import torch
+
+from slotzero.checkpoint.source import open_checkpoint
+from slotzero.config import EngineConfig
+from slotzero.distributed import secure_socket as line
+from slotzero.distributed.ranks import ALONE, Ranks
+from slotzero.errors import ConfigError, RankLostError
+from slotzero.executor.nodes import Nodes
+from slotzero.executor.rank_group import Crew, Meeting, Wired
+from slotzero.executor.step_message import Message
+from slotzero.executor.worker import choose_backend
+from slotzero.models.config import ModelConfig, parse_config
+from slotzero.models.shards import sharded
+from slotzero.system import child
+
+PATIENCE = 5.0  # seconds in which a rank that broke a collective has ended, and can be named
+THREADS = "OMP_NUM_THREADS"
+
+
+def muster(config: EngineConfig, model: ModelConfig, task: Mapping[str, Any] | None = None) -> Crew:
+    """What of the model cannot be split is refused before anybody is started."""
+    size = config.tensor_parallel_size
+    if config.executor == "ray":
+        raise ConfigError("executor=ray is for the engines of a server: use slotzero serve")
+    if config.node_rank:
+        raise ConfigError(
+            f"node_rank={config.node_rank}: the engine is on node 0; run slotzero serve here, with "
+            f"--node-rank {config.node_rank} and the same --nnodes, --master-addr and --master-port"
+        )
+    if config.enable_expert_parallel and (size == 1 or model.experts is None):
+        needed = "a model with experts" if size > 1 else "tensor_parallel_size above 1"
+        raise ConfigError(f"enable_expert_parallel needs {needed}")
+    if config.enable_dp_attention and size == 1:
+        raise ConfigError("enable_dp_attention needs tensor_parallel_size above 1")
+    if size == 1:
+        return Crew()
+    device, _ = choose_backend(config)
+    if device.type == "cuda" and config.ranks_per_node > torch.cuda.device_count():
+        over = f" over {config.nnodes} nodes" if config.nnodes > 1 else ""
+        raise ConfigError(
+            f"tensor_parallel_size={size}{over}: this machine has {torch.cuda.device_count()} GPUs"
+        )
+    if config.sanitize != "off":
+        raise ConfigError(
+            f"sanitize={config.sanitize} watches one rank: with tensor_parallel_size={size} use "
+            "slotzero certify"
+        )
+    if torch.distributed.is_initialized():
+        raise ConfigError(
+            f"tensor_parallel_size={size}: this process has an engine with several ranks already; "
+            "end that one first, with its engine.crew.close()"
+        )
+    sharded(model, Ranks(0, size, "", config.enable_expert_parallel, config.enable_dp_attention))
+    return Leader(config, device, task)
+
+
+@contextlib.contextmanager
+def alike(config: EngineConfig, task: Mapping[str, Any]) -> Iterator[Crew]:
+    """Ranks that all certify, without being told of steps."""
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    crew = muster(config, parse_config(checkpoint.config), task)
+    try:
+        yield crew
+    finally:
+        crew.close()
+
+
+@final
+class Leader(Wired):
+    def __init__(
+        self, config: EngineConfig, device: torch.device, task: Mapping[str, Any] | None
+    ) -> None:
+        """`task`: what the others do by themselves; None: they wait for orders."""
+        super().__init__(ALONE, {}, config.rank_timeout)
+        self._task = task
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="slotzero-ranks-")
+        self._nodes: Nodes | None = None
+        size, per_node = config.tensor_parallel_size, config.ranks_per_node
+        meeting = Meeting(size, f"file://{self._folder.name}/store", config.rank_timeout)
+        if THREADS not in os.environ:  # as many on every rank: sums are cut alike
+            torch.set_num_threads(max(1, torch.get_num_threads() // per_node))
+        with self.watched("starting"):
+            if config.nnodes > 1:
+                self._nodes = Nodes(config, device.type == "cuda")
+                self._connections |= self._nodes.gather(torch.get_num_threads())
+                meeting = self._nodes.meeting()
+            for rank in range(1, per_node):
+                self._start(rank)
+            for connection in self._connections.values():
+                connection.send((meeting, config, task))
+                line.wait_at_most(connection, config.rank_timeout, [socket.SO_SNDTIMEO])
+            self._await_others(config.rank_timeout)
+            self.ranks = meeting.join(
+                0, device, config.enable_expert_parallel, config.enable_dp_attention
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks' processes on this machine"""
+        return [process.pid for process in self._processes.values()]
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        if self._task is None:
+            super().tell(messages)
+
+    def reports(self) -> list[Any]:
+        with self.watched("waiting for a report"):
+            return [self._connections[rank].recv() for rank in sorted(self._connections)]
+
+    @contextlib.contextmanager
+    def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            is_theirs = isinstance(error, RuntimeError | OSError | EOFError)
+            lost = self._lost(PATIENCE) if is_theirs else ""
+            if not (in_step or is_theirs or isinstance(error, RankLostError)):
+                self.dismiss()  # it would not start the next time either
+            self._end()
+            if not lost and "imed out" in str(error):
+                lost = f"a rank does not answer while {doing}, see --rank-timeout: {error}"
+            if not lost and in_step and isinstance(error, Exception):
+                lost = f"an error on one rank is the end of all: {error}"
+            if not lost or isinstance(error, RankLostError):
+                raise
+            raise RankLostError(lost) from error
+
+    def dismiss(self) -> None:
+        if self._nodes is not None:
+            self._nodes.dismiss()
+
+    def close(self) -> None:
+        self.dismiss()
+        self._end()
+
+    def _end(self) -> None:
+        """The others end when their connection does; whoever does not is ended. Other machines wait
+        for us to come back."""
+        if self._nodes is not None:
+            self._nodes.close()
+        for connection in self._connections.values():
+            connection.close()
+        deadline = time.monotonic() + PATIENCE
+        for process in self._processes.values():
+            child.finish(process, deadline - time.monotonic())
+        self._connections.clear()
+        self._processes.clear()
+        self._folder.cleanup()
+        if self.ranks.are_many:
+            torch.distributed.destroy_process_group()
+            self.ranks = ALONE
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fd, threads = theirs.fileno(), {THREADS: str(torch.get_num_threads())}
+            words = [str(rank), str(fd)]
+            self._processes[rank] = child.start(child.FOLLOWER, words, [fd], threads)
+        self._connections[rank] = Connection(ours.detach())
+
+    def _await_others(self, seconds: float) -> None:
+        """Until each has said that it is there; one that ends instead is an error at once."""
+        deadline = time.monotonic() + seconds
+        for connection in self._connections.values():
+            while not connection.poll(0.1):
+                lost = self._lost(0.0)
+                if lost or time.monotonic() > deadline:
+                    raise RankLostError(lost or f"a rank did not start in {seconds:g} s")
+            connection.recv()
+
+    def _lost(self, seconds: float) -> str:
+        """Says which rank has ended, and how; empty where none does in that time."""
+        until = time.monotonic() + seconds
+        while True:
+            for rank, process in self._processes.items():
+                code = process.poll()
+                if code is not None:
+                    how = child.ending(code)
+                    return f"rank {rank} (process {process.pid}) {how}: see what it said"
+            if self._nodes is not None and (lost := self._nodes.lost()):
+                return lost
+            if time.monotonic() >= until:
+                return ""
+            time.sleep(0.02)

@@ -1,0 +1,149 @@
+"""The ranks of an engine as it sees them: whom it tells of a step, what it makes of a failure."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from slotzero.distributed.ranks import ALONE, Ranks
+from slotzero.errors import ConfigError, ContractError, RankLostError
+from slotzero.executor.step_message import Message
+from slotzero.graph.transfer import Arriving
+
+LOOPBACK = "lo"  # all ranks are on this machine
+INTERFACE = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+
+
+class Crew:
+    """Of an engine that is alone, or whose other ranks do all that it does without being told."""
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.ranks = ranks
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        """One for each lane, before rank 0 does its own."""
+
+    def sampled(self, lane: int) -> Arriving:
+        """What another lane samples in the step that it was told last. Read in order."""
+        raise ContractError(f"nobody here knows what lane {lane} samples")
+
+    @contextlib.contextmanager
+    def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
+        """Whatever fails is the end of the others. If it failed because of one of them, that one is
+        named; in a step they are out of step, whatever it was."""
+        yield
+
+    def reports(self) -> list[Any]:
+        """What the others found, in the order of ranks, where they were given a task."""
+        return []
+
+    def dismiss(self) -> None:
+        """Tells other machines that nobody will come back; from any thread."""
+
+    def close(self) -> None:
+        """Ends the others."""
+
+
+class Wired(Crew):
+    """Whose others are each at the end of a connection."""
+
+    def __init__(self, ranks: Ranks, connections: dict[int, Connection], seconds: float) -> None:
+        super().__init__(ranks)
+        self._connections, self._seconds = connections, seconds
+
+    def tell(self, messages: Sequence[Message]) -> None:
+        for rank, connection in self._connections.items():
+            try:
+                connection.send(messages[rank if self.ranks.attend_apart else 0])
+            except BlockingIOError:
+                raise RankLostError(
+                    f"timed out: rank {rank} took no orders for {self._seconds:g} s"
+                ) from None
+
+    def sampled(self, lane: int) -> Arriving:
+        return _Sent(lane, self._connections[lane], self._seconds)
+
+
+class _Sent:
+    """Results of another rank, in the order in which they were asked for."""
+
+    def __init__(self, rank: int, connection: Connection, seconds: float) -> None:
+        self._rank, self._connection, self._seconds = rank, connection, seconds
+        self._tensors: list[Tensor] | None = None
+
+    def wait(self) -> list[Tensor]:
+        if self._tensors is None:
+            if not self._connection.poll(self._seconds):
+                raise RankLostError(
+                    f"timed out: rank {self._rank} did not send what it sampled in "
+                    f"{self._seconds:g} s"
+                )
+            self._tensors = [torch.from_numpy(array) for array in self._connection.recv()]
+        return self._tensors
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of an engine meet, and how long one waits for another."""
+
+    size: int
+    store: str  # a URL that torch.distributed knows; tcp:// where ranks are on several machines
+    seconds: float
+    per_node: int | None = None  # None: all of them
+
+    def join(
+        self,
+        rank: int,
+        device: torch.device,
+        spread_experts: bool = False,
+        attend_apart: bool = False,
+    ) -> Ranks:
+        """Waits for all ranks."""
+        from torch import distributed
+
+        if device.type == "cuda":
+            torch.cuda.set_device(rank % (self.per_node or self.size))
+        timeout = timedelta(seconds=self.seconds)
+        url, store = urlsplit(self.store), None
+        if url.scheme == "tcp":
+            assert url.hostname is not None and url.port is not None
+            store = distributed.TCPStore(  # type: ignore[attr-defined]
+                url.hostname, url.port, is_master=False, timeout=timeout
+            )
+        if INTERFACE not in os.environ:
+            os.environ[INTERFACE] = interface_towards(url.hostname) if url.hostname else LOOPBACK
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=self.store if store is None else None,
+            store=store,
+            rank=rank,
+            world_size=self.size,
+            timeout=timeout,
+        )
+        group = distributed.group.WORLD
+        assert group is not None
+        return Ranks(rank, self.size, group.group_name, spread_experts, attend_apart)
+
+
+def interface_towards(host: str) -> str:
+    """The network interface from which that address is reached, or which has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+        probe.connect((host, 9))
+        ours = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                told = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(told[20:24]) == ours:
+                    return name
+    raise ConfigError(f"no interface has {ours}, from which {host} is reached: set {INTERFACE}")

@@ -1,0 +1,226 @@
+"""The calls of recurrent layers in plain torch: what every fused kernel means.
+
+Rows of many tokens go token by token, so that a token's arithmetic is the same in a prompt, among
+drafts and alone. No value is read by the host.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slotzero.kernels.contract_recurrent import RecurrentKernels
+from slotzero.kernels.torch_speculation import put, up_to
+from slotzero.kernels.types import Activation, Rows, Tokens
+from slotzero.kernels.types_recurrent import Scan, States, Trail
+
+L2_EPS = 1e-6  # of keys and queries of a delta rule
+Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of states [n, ...] over one token each, given by index: new states, and what comes out."""
+
+
+class ComposedRecurrent(RecurrentKernels):
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """Norm the last axis of x."""
+
+    @abstractmethod
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        """activation(gates) * values"""
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tokens,
+        rows: Rows | None,
+        states: States,
+        trail: Trail | None,
+        shape: Scan,
+    ) -> Tensor:
+        def advance(inputs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            seen = torch.cat((inputs, x[at][:, :, None].float()), dim=-1)
+            summed = (seen * weight.float()).sum(-1)
+            if bias is not None:
+                summed = summed + bias.float()
+            return seen[:, :, 1:], F.silu(summed)
+
+        kept, into = (states.conv_kept, None if trail is None else trail.conv)
+        out = _through(advance, tokens, rows, states.conv, kept, states.rows, into, shape)
+        return out.to(x.dtype)
+
+    def scan(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        beta: Tensor | None,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        d: Tensor | None,
+        tokens: Tokens,
+        rows: Rows | None,
+        states: States,
+        trail: Trail | None,
+        shape: Scan,
+    ) -> Tensor:
+        step = F.softplus(gates.float() + dt_bias.float())
+        if shape.kind == "mamba":
+            step = step.clamp(*shape.dt_limit)
+        decay = torch.exp(-torch.exp(a_log.float()) * step)[:, :, None, None]  # [T, heads, 1, 1]
+        first, second, third = torch.split(mixed.float(), [*shape.sizes], dim=-1)
+
+        def of_heads(keys: Tensor) -> Tensor:
+            keys = keys.view(len(keys), shape.num_groups, shape.state_size)
+            return keys.repeat_interleave(shape.num_heads // shape.num_groups, dim=1)
+
+        if shape.kind == "mamba":
+            assert d is not None
+            values, keys, queries = first.view(-1, *shape.scan_shape[:2]), second, third
+            keys, queries, skip = of_heads(keys), of_heads(queries), d.float()[:, None] * values
+            added = (step[:, :, None] * values)[..., None] * keys[:, :, None]
+
+            def advance(h: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+                h = h * decay[at] + added[at]
+                return h, (h * queries[at][:, :, None]).sum(-1) + skip[at]
+        else:
+            assert beta is not None
+            queries, keys = _unit(of_heads(first)) * shape.state_size**-0.5, _unit(of_heads(second))
+            values, strength = third.view(-1, *shape.scan_shape[:2]), beta.float().sigmoid()
+
+            def advance(h: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+                h, key = h * decay[at], keys[at][:, :, None]
+                missing = (values[at] - (h * key).sum(-1)) * strength[at][:, :, None]
+                h = h + missing[..., None] * key
+                return h, (h * queries[at][:, :, None]).sum(-1)
+
+        kept, into = states.scan_kept, None if trail is None else trail.scan
+        out = _through(advance, tokens, rows, states.scan, kept, states.rows, into, shape)
+        return out.flatten(1).to(mixed.dtype)
+
+    def gate_norm(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        group_size: int,
+        gates_first: bool,
+    ) -> Tensor:
+        gates, wide = gates.float(), x.float()
+        if weight is None:
+            return self.gate(gates, wide, "silu").to(x.dtype)
+        if gates_first:
+            wide = self.gate(gates, wide, "silu")
+        groups = self.rms_norm(wide.view(len(x), -1, group_size), None, eps)
+        wide = (groups * weight.float().view(-1, group_size)).view_as(wide)
+        return (wide if gates_first else self.gate(gates, wide, "silu")).to(x.dtype)
+
+    def commit_trail(
+        self,
+        trail: Trail,
+        slots: Tensor,
+        length: Tensor,
+        num_right: Tensor,
+        states: States,
+        shape: Scan,
+    ) -> None:
+        row = torch.arange(len(slots), device=slots.device)
+        is_right = (slots > 0) & (num_right > 0)
+        last = (num_right - 1).clamp_min(0)
+        for table, left in ((states.conv, trail.conv), (states.scan, trail.scan)):
+            put(table.transpose(0, 1), (slots * is_right,), left[row, last], is_right)
+        if states.rows is None or states.conv_kept is None or states.scan_kept is None:
+            return
+        start, width = length[slots] - num_right, trail.conv.shape[1]
+        for i in range(width):
+            target = snapshot_row(states.rows, slots, start + i, shape, is_right & (i < num_right))
+            for kept, left in ((states.conv_kept, trail.conv), (states.scan_kept, trail.scan)):
+                put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
+
+
+def begin(
+    table: Tensor,  # [slots + 1, ...]
+    kept: Tensor | None,
+    rows: Tensor | None,
+    slots: Tensor,  # [R]
+    starts: Tensor,  # [R]
+    shape: Scan,
+) -> Tensor:
+    """What rows begin with, [R, ...] in float32. A text begins with zeros; a row that starts where
+    a snapshot stands, with that; any other goes on from its slot's own."""
+    first = table[slots].float()
+    if kept is not None and rows is not None:
+        found = snapshot_row(rows, slots, starts - 1, shape, starts > 0)
+        first = torch.where(_wide(found > 0, first), kept[found].float(), first)
+    return torch.where(_wide((starts > 0) & (slots > 0), first), first, 0.0)
+
+
+def snapshot_row(
+    rows: Tensor, slots: Tensor, positions: Tensor, shape: Scan, wanted: Tensor
+) -> Tensor:
+    """Where the state after these positions is kept; 0: nowhere, or it is not wanted."""
+    after = positions + 1
+    is_there = wanted & (slots > 0) & (after % shape.interval == 0)
+    column = (after // shape.interval - 1) * is_there
+    return rows[slots * is_there, column.clamp(0, rows.shape[1] - 1)] * is_there
+
+
+def _through(
+    advance: Advance,
+    tokens: Tokens,
+    rows: Rows | None,
+    table: Tensor,
+    kept: Tensor | None,
+    kept_rows: Tensor | None,
+    trail: Tensor | None,
+    shape: Scan,
+) -> Tensor:
+    """Every token in its turn -> what each brings out, [T, ...]; zeros for slot 0."""
+    slots, positions = tokens
+    if rows is None:
+        state = begin(table, kept, kept_rows, slots, positions, shape)
+        state, out = advance(state, torch.arange(len(slots), device=slots.device))
+        _keep(kept, kept_rows, slots, positions, state, shape)
+        put(table, (slots,), state, slots > 0)
+        return torch.where(_wide(slots > 0, out), out, 0.0)
+    state = begin(table, kept, kept_rows, rows.slots, rows.starts, shape)
+    place = up_to(len(slots), slots)
+    owner = torch.searchsorted(rows.ends, place, right=True).clamp_max(len(rows.ends) - 1)
+    outs = []
+    for t in range(len(slots)):
+        at, row, slot = place[t : t + 1], owner[t : t + 1], slots[t : t + 1]
+        new, out = advance(state[row], at)
+        put(state, (row,), new, slot > 0)
+        outs.append(torch.where(_wide(slot > 0, out), out, 0.0))
+        if trail is None:
+            _keep(kept, kept_rows, slot, positions[t : t + 1], new, shape)
+        else:
+            offset = at - (rows.ends - rows.counts)[row]
+            trail[row, offset] = torch.where(_wide(slot > 0, new), new, 0.0).to(trail.dtype)
+    if trail is None:
+        put(table, (rows.slots,), state, (rows.slots > 0) & (rows.counts > 0))
+    return torch.cat(outs)
+
+
+def _keep(
+    kept: Tensor | None,
+    rows: Tensor | None,
+    slots: Tensor,
+    positions: Tensor,
+    state: Tensor,
+    shape: Scan,
+) -> None:
+    if kept is not None and rows is not None:
+        target = snapshot_row(rows, slots, positions, shape, slots > 0)
+        put(kept, (target,), state, target > 0)
+
+
+def _wide(mask: Tensor, like: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (like.dim() - 1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)

@@ -1,0 +1,325 @@
+"""The calls of speculation in plain torch: what every fused kernel means."""
+
+import torch
+from torch import Tensor
+
+from slotzero.kernels.contract_speculation import SpeculationKernels
+from slotzero.kernels.types import Aims, Branches, Front, Guesses, Rows, Tokens
+from slotzero.sampling.tables import Sampled, SamplingTables
+
+
+class ComposedSpeculation(SpeculationKernels):
+    def locate_drafts(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        num_drafts: Tensor,
+        drafted_at: Tensor,
+        tokens: Tokens,
+        num_tried: Tensor,
+    ) -> tuple[Rows, Tensor]:
+        width, start = len(tokens.slots) // len(slots), length[slots]
+        room = limit[slots] - start - 1  # tokens that may still come
+        num_good = torch.minimum(num_drafts[slots] * (drafted_at[slots] == start), room - 1)
+        num_tried.copy_(torch.where(room > 0, num_good.clamp(0, width - 1) + 1, 0))
+        rows = lay_out(slots, start, num_tried, tokens)
+        return rows, tokens.positions + (tokens.slots > 0)
+
+    def locate_new(
+        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
+    ) -> tuple[Rows, Tensor]:
+        width = len(tokens.slots) // len(slots)
+        start = followed_to[slots]
+        num = (length[slots] - start).clamp(0, width)
+        rows = lay_out(slots, start, num, tokens)
+        return rows, rows.ends - width + (num - 1).clamp_min(0)
+
+    def accept(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,
+        sampled: Tensor,
+        tokens: Tensor,
+        length: Tensor,
+        num_verified: Tensor,
+    ) -> None:
+        start, place = length[slots], up_to(sampled.shape[1], slots)
+        at = (start[:, None] + 1 + place) * (place < num_tried[:, None])  # where each would stand
+        is_draft = place < num_tried[:, None] - 1
+        is_right = (tokens[slots[:, None], at] == sampled) & is_draft
+        num = is_right.int().cumprod(1).sum(1, dtype=torch.int32) + 1
+        num_verified.copy_(torch.where(num_tried > 0, num, 0))
+        is_new = place < num_verified[:, None]
+        owners = torch.where(is_new, slots[:, None], 0)
+        put(tokens, (owners, at * is_new), sampled, is_new)
+        put(length, (slots,), start + num_verified, slots > 0)
+
+    def keep(
+        self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
+    ) -> None:
+        x = x.view(len(slots), len(x) // len(slots), x.shape[1])
+        place = up_to(x.shape[1], slots)
+        is_new = place < counts[:, None]
+        owners = torch.where(is_new, slots[:, None], 0)
+        if path is not None:
+            x = x.gather(1, path.long()[:, :, None].expand_as(x))
+        put(table, (owners, place * is_new), x, is_new)
+
+    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+        put(table, (slots,), x[last], slots > 0)
+
+    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+        slots, positions = tokens
+        place = positions - followed_to[slots]
+        has_room = (slots > 0) & (place >= 0) & (place < table.shape[1])
+        put(table, (slots * has_room, place * has_room), x, has_room)
+
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+        end = torch.where(rows.counts > 0, tokens.positions[last] + 1, followed_to[rows.slots])
+        put(followed_to, (rows.slots,), end, rows.slots > 0)
+
+    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
+        return table[slots].flatten(0, 1)
+
+    def allot(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        limit: Tensor,
+        paged: Tensor,
+        speculates: Tensor,
+        target: Tensor,
+        most: int,
+    ) -> tuple[Tensor, Tensor]:
+        length = length[slots]
+        room = torch.minimum(limit[slots] - length - 2, paged[slots] - length - 1)
+        is_wanted = (speculates[slots] > 0) & (length >= target[slots])
+        return length, torch.where(is_wanted, room.clamp(0, most), 0)
+
+    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+        step = up_to(steps, slots)[:, None]
+        wanted = torch.where(step < num, slots, 0)
+        newest = length + step
+        return Aims(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
+
+    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+        put(tokens, (slots, positions * (slots > 0)), ids, slots > 0)
+
+    def recall(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        num: Tensor,
+        tokens: Tensor,
+        steps: int,
+        shortest: int,
+        longest: int,
+    ) -> Tensor:
+        known = tokens[slots]  # [R, max_len + 1]
+        place = up_to(known.shape[1], slots)
+        match = (place < length[:, None]).expand_as(known)  # ends here, before the newest token
+        score = torch.zeros_like(known)
+        for back in range(longest):
+            newest = known.gather(1, (length - back).clamp_min(0).long()[:, None])
+            moved = torch.roll(known, back, dims=1)  # the token that stands `back` before
+            match = match & (moved == newest) & (place >= back) & (length >= back)[:, None]
+            score = score + match.int()
+        rank = torch.where(score >= shortest, score * known.shape[1] + place, -1)
+        best, at = rank.max(dim=1)
+        num = torch.where(best >= 0, num, 0)
+        for i in range(steps):
+            wanted = torch.where(i < num, slots, 0)
+            ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # its guesses too
+            self.note(wanted, length + 1 + i, ids, tokens)
+        return num
+
+    def close_draft(
+        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
+    ) -> None:
+        put(num_drafts, (slots,), num, slots > 0)
+        put(drafted_at, (slots,), length, slots > 0)
+
+    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+        return logits[:, draft_of.clamp_min(0)].masked_fill(draft_of < 0, -torch.inf)
+
+    def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+        above = parents[rows.slots][:, : rows.span].long()  # [R, W]
+        place = up_to(rows.span, above).expand_as(above)
+        is_real = tokens.slots.view_as(place) > 0
+        above = above * (is_real & (place > 0))
+        seen, depth = 1 << place.long(), (place > 0).int()
+        for _ in range(rows.span.bit_length()):  # reaches twice as far each time
+            seen, depth = seen | seen.gather(1, above), depth + depth.gather(1, above)
+            above = above.gather(1, above)
+        bases = (rows.starts[:, None] * is_real).flatten()
+        return Branches(bases, seen.flatten(), bases + (depth * is_real).flatten())
+
+    def accept_tree(
+        self,
+        slots: Tensor,
+        num_tried: Tensor,
+        sampled: Tensor,
+        parents: Tensor,
+        branches: Branches,
+        tokens: Tensor,
+        length: Tensor,
+        num_verified: Tensor,
+        path: Tensor,
+    ) -> None:
+        width = sampled.shape[1]
+        start, place = length[slots], up_to(width, slots)
+        is_tried = place < num_tried[:, None]
+        drafts = tokens[slots[:, None], (start[:, None] + place) * is_tried]
+        is_draft = is_tried & (place > 0)
+        wanted = sampled.gather(1, parents[slots][:, :width].long() * is_draft)
+        is_right = (place == 0) | ((drafts == wanted) & is_draft)
+        right = (is_right.long() << place.long()).sum(1, keepdim=True)
+        is_good = (branches.seen.view_as(sampled) & ~right == 0) & is_tried  # with all before it
+        num_verified.copy_(is_good.sum(1, dtype=torch.int32))
+        is_new = place < num_verified[:, None]
+        path.copy_(torch.where(is_good, place, width).sort(dim=1).values * is_new)
+        owners = torch.where(is_new, slots[:, None], 0)
+        at = (start[:, None] + 1 + place) * is_new
+        put(tokens, (owners, at), sampled.gather(1, path.long()), is_new)
+        put(length, (slots,), start + num_verified, slots > 0)
+
+    def move_kv(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        num_verified: Tensor,
+        path: Tensor,
+        kv_pages: Tensor,
+        page_table: Tensor,
+    ) -> None:
+        place, page_size = up_to(path.shape[1], slots), kv_pages.shape[2]
+        is_moved = (place < num_verified[:, None]) & (path != place)
+        owners = torch.where(is_moved, slots[:, None], 0)
+        start = (length[slots] - num_verified)[:, None]
+
+        def stored(places: Tensor) -> tuple[Tensor, Tensor]:
+            at = (start + places) * is_moved
+            return page_table[owners, at // page_size], at % page_size
+
+        by_place = kv_pages.movedim(0, 2)  # [pages, page_size, layers, kv_heads, size]
+        put(by_place, stored(place), by_place[stored(path)], is_moved)
+
+    def sprout(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        room: Tensor,
+        drawn: Sampled,
+        front: Front | None,
+        guesses: Guesses,
+        step: int,
+        topk: int,
+        behind: int,
+        tables: SamplingTables,
+    ) -> Front:
+        num_rows, owners = len(slots), slots if front is None else front.tokens.slots
+        ids, scores = _candidates(drawn, owners, topk, tables)
+        nodes = torch.full_like(slots, -1) if front is None else front.nodes
+        scores = scores if front is None else scores + front.scores[:, None]
+        new = Guesses(ids, scores, nodes[:, None].expand_as(ids))
+        new = Guesses(*(part.reshape(num_rows, -1) for part in new))
+        first = min(step, 1) * topk + max(step - 1, 0) * topk**2
+        for part, values in zip(guesses, new, strict=True):
+            part[:, first : first + values.shape[1]] = values
+        best, chosen = (part[:, :topk] for part in _best_first(new.scores))
+        number = up_to(topk, slots) + step * topk  # of its place in the tree
+        is_real = (number < room[:, None]) & best.isfinite()
+        where = torch.where(is_real, slots[:, None], 0)
+        put(tables.tokens, (where, (length[:, None] + 1 + number) * is_real),
+            new.ids.gather(1, chosen), is_real)  # fmt: skip
+        origins = chosen // topk + (len(owners) // num_rows * up_to(num_rows, slots))[:, None]
+        seen = torch.zeros_like(owners, dtype=torch.int64) if front is None else front.branches.seen
+        start = (length + 1 - behind)[:, None]  # of the tree
+        bases = (start * is_real).flatten()
+        positions = bases + (step * is_real.int()).flatten()
+        rows = Rows(
+            where[:, 0],
+            (start[:, 0] + step * topk) * is_real[:, 0],
+            torch.full_like(slots, topk),
+            (up_to(num_rows, slots) + 1) * topk,
+            span=topk,
+        )
+        return Front(
+            Tokens(where.flatten(), bases + (number * is_real).flatten()),
+            rows,
+            Branches(bases, (seen[origins] | 1 << number.long()).flatten(), positions),
+            (positions + 1 + behind) * (where.flatten() > 0),
+            origins.flatten(),
+            (chosen + first).flatten().int(),
+            best.flatten(),
+        )
+
+    def select(
+        self,
+        slots: Tensor,
+        length: Tensor,
+        room: Tensor,
+        guesses: Guesses,
+        most: int,
+        tokens: Tensor,
+        parents: Tensor,
+    ) -> Tensor:
+        num = guesses.scores.isfinite().sum(1, dtype=torch.int32)
+        num = torch.minimum(num, room.clamp_max(most)) * (slots > 0)
+        _, order = _best_first(guesses.scores)
+        rank = up_to(order.shape[1], slots).long().expand_as(order)
+        rank = torch.empty_like(order).scatter_(1, order, rank)
+        is_chosen = rank < num[:, None]
+        node = is_chosen.cumsum(1, dtype=torch.int32) * is_chosen
+        above = node.gather(1, guesses.parents.long().clamp_min(0))
+        above = torch.where(guesses.parents < 0, 0, above)
+        owners = torch.where(is_chosen, slots[:, None], 0)
+        put(tokens, (owners, (length[:, None] + node) * is_chosen), guesses.ids, is_chosen)
+        put(parents, (owners, node), above, is_chosen)
+        return num
+
+
+def _candidates(
+    drawn: Sampled, slots: Tensor, topk: int, tables: SamplingTables
+) -> tuple[Tensor, Tensor]:
+    """Who comes after each token, [T, topk]: ids and scores."""
+    likely, scores = drawn.top_ids[:, :topk], drawn.top_logprobs[:, :topk]
+    is_passed = (likely == drawn.tokens[:, None]).cumsum(1)[:, :-1] > 0  # what was drawn is first
+    others = up_to(topk - 1, slots) + is_passed
+    ids = torch.cat((drawn.tokens[:, None], likely.gather(1, others)), 1)
+    scores = torch.cat((scores[:, :1], scores.gather(1, others)), 1)
+    has_penalty = (tables.repetition_penalty != 1) | (tables.presence_penalty != 0)
+    has_penalty = (has_penalty | (tables.frequency_penalty != 0))[slots]
+    is_out = (slots == 0)[:, None] | (has_penalty[:, None] & (up_to(topk, slots) > 0))
+    return ids, scores.masked_fill(is_out | ~scores.isfinite(), -torch.inf)
+
+
+def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, M], sorted, and which they were; of equals the earlier comes first."""
+    ordered = scores.sort(dim=1, descending=True, stable=True)
+    return ordered.values, ordered.indices
+
+
+def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
+    """Row r gets tokens [r * W, (r + 1) * W), from its start on; `counts` of them are real."""
+    width = len(tokens.slots) // len(slots)
+    place = up_to(width, slots)
+    is_real = place < counts[:, None]
+    tokens.slots.copy_((slots[:, None] * is_real).flatten())
+    tokens.positions.copy_(((starts[:, None] + place) * is_real).flatten())
+    owners = torch.where(counts > 0, slots, 0)
+    ends = (up_to(len(slots), slots) + 1) * width
+    counts = torch.full_like(slots, width)
+    return Rows(owners, starts * (owners > 0), counts, ends, span=width)
+
+
+def put(table: Tensor, index: tuple[Tensor, ...], values: Tensor, real: Tensor) -> None:
+    """table[index] = values where real; elsewhere what is there is written again."""
+    kept = table[index]
+    real = real.view(*real.shape, *[1] * (kept.dim() - real.dim()))
+    table.index_put_(index, torch.where(real, values.to(table.dtype), kept))
+
+
+def up_to(num: int, like: Tensor) -> Tensor:
+    return torch.arange(num, dtype=torch.int32, device=like.device)

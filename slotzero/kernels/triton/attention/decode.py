@@ -1,0 +1,425 @@
+"""Paged attention of a decode step: one token a row, each with its own length.
+
+The grid of a size is fixed; how it is shared out is derived in the graph, once a step, by `plan`.
+The keys that a row sees, all or the window at its end, are cut into chunks of one
+common size, chosen so that all chunks fit the grid, and one program takes one chunk of one KV head.
+Whoever finishes a row last merges its chunks, in order, so the result does not depend on who that
+was. A sink is counted by the program with the newest position alone.
+
+The same program norms and rotates its query heads, and the one with the newest position its key,
+which it stores with the value and attends to without reading them back. Heads that do not store
+find them in the pages, written earlier in this step. Rows of slot 0 store nothing and get zeros.
+Pages hold of the positions before what earlier steps wrote, so they are read before the wait.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.linear.activation import LOG2E, tanh
+from slotzero.kernels.types import Angles, Heads
+
+
+class Shares(NamedTuple):
+    """The plan: chunk i of the grid, [num_chunks] each, and what is needed to merge them."""
+
+    row: Tensor  # -1: nobody's
+    slot: Tensor
+    begin: Tensor  # its first position
+    end: Tensor  # one past its last position
+    first: Tensor  # the first chunk of its row
+    num: Tensor  # chunks of its row
+    done: Tensor  # [rows, kv_heads] programs that finished; 0 between layers
+    partial: Tensor  # [num_chunks, heads, value_dim] float32
+    peak: Tensor  # [num_chunks, heads] float32
+    total: Tensor
+
+
+@triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
+def _plan_kernel(
+    slots, positions, stands, rows,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, done,
+    num_done, num_chunks, spare, smallest,
+    WINDOW: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program. Never launched to overlap: what follows it may read the plan at once. A window
+    reaches back from where the first of a row's SPAN tokens stands. With APART the newest position,
+    which is not stored yet, is a chunk of its own. With BEFORE a row may begin before the text,
+    where nothing is."""
+    r = tl.arange(0, ROWS)
+    slot = tl.load(slots + r, mask=r < rows, other=0)
+    position = tl.load(positions + r, mask=r < rows, other=0)
+    length = tl.where(slot > 0, position + 1, 0)
+    if BEFORE:
+        length = tl.maximum(length, 0)
+    low = tl.zeros_like(length)  # the first key that the row sees
+    if WINDOW is not None:
+        stand = tl.load(stands + r * SPAN, mask=slot > 0, other=0)
+        low = tl.maximum(tl.where(slot > 0, stand + 1, 0) - WINDOW, 0)
+    stored = length
+    if APART:
+        stored = tl.maximum(length - 1, 0)
+    seen = stored - low
+    share = tl.cdiv(tl.sum(seen.to(tl.int64), axis=0), spare).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(share, smallest), 1) * smallest
+    count = tl.cdiv(seen, chunk) + 1 if APART else tl.maximum(tl.cdiv(seen, chunk), 1)
+    count = tl.where(r < rows, count, 0)
+    last = tl.cumsum(count, axis=0)
+    first = last - count
+    for i in range(tl.max(count, axis=0)):
+        mine = i < count
+        tl.store(row_of + first + i, r, mask=mine)
+        tl.store(slot_of + first + i, slot, mask=mine)
+        begin, end = low + i * chunk, tl.minimum(low + (i + 1) * chunk, stored)
+        if APART:
+            begin, end = tl.minimum(begin, stored), tl.where(i == count - 1, length, end)
+        tl.store(begin_of + first + i, begin, mask=mine)
+        tl.store(end_of + first + i, end, mask=mine)
+        tl.store(first_of + first + i, first, mask=mine)
+        tl.store(count_of + first + i, count, mask=mine)
+    used = tl.sum(count, axis=0)
+    lane = tl.arange(0, BLOCK)
+    for start in range(0, num_chunks, BLOCK):
+        unused = (start + lane >= used) & (start + lane < num_chunks)
+        tl.store(row_of + start + lane, -1, mask=unused)
+    for start in range(0, num_done, BLOCK):
+        tl.store(done + start + lane, 0, mask=start + lane < num_done)
+
+
+@triton.jit
+def _load_norm(norm, half, DIM: tl.constexpr):
+    """A norm's weight in two halves, [1, half] each"""
+    present = half < DIM // 2
+    a = tl.load(norm + half, mask=present, other=0.0).to(tl.float32)[None, :]
+    b = tl.load(norm + DIM // 2 + half, mask=present, other=0.0).to(tl.float32)[None, :]
+    return a, b
+
+
+@triton.jit
+def _norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Heads in two halves, [heads, half] each, rounded where composed.py rounds"""
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        square = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        scale = (1.0 / tl.sqrt_rn(square / DIM + eps))[:, None]
+        a = ((a * scale).to(dtype).to(tl.float32) * by_a).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * by_b).to(dtype).to(tl.float32)
+    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+
+
+@triton.jit
+def norm_values(v, eps, VALUE_DIM: tl.constexpr):
+    """[rows, dim]: each under an RMSNorm without a weight; zeros past VALUE_DIM"""
+    wide = v.to(tl.float32)
+    square = tl.sum(wide * wide, axis=1) / VALUE_DIM
+    return (wide * (1.0 / tl.sqrt_rn(square + eps))[:, None]).to(v.dtype)
+
+
+@triton.jit
+def _load_table(table, key, end, PAGE: tl.constexpr):
+    return tl.load(table + key // PAGE, mask=key < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _load_pages(
+    kv_pages, v_pages, page, kv_head, key, known, half, dim,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros where not known."""
+    at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
+    key_at = kv_pages + at[None, :] + half[:, None]
+    present = known[None, :] & (half < DIM // 2)[:, None]
+    a = tl.load(key_at, mask=present, other=0.0)
+    b = tl.load(key_at + DIM // 2, mask=present, other=0.0)
+    value_at = v_pages + at[:, None] + dim[None, :]
+    v = tl.load(value_at, mask=known[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
+    return a, b, v
+
+
+@triton.jit
+def _cap(score, SOFTCAP: tl.constexpr):
+    """A scaled score, in powers of two"""
+    if SOFTCAP is not None:
+        score = tanh(score) * (SOFTCAP * LOG2E)
+    return score
+
+
+@triton.jit
+def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
+    """One more tile of keys: the usual running softmax, in powers of two."""
+    score = tl.dot(qa, a, input_precision="ieee")
+    score = _cap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
+    score = tl.where(known[None, :], score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    weight = tl.exp2(score - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
+def attend_own(
+    qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
+    total, acc,
+    SINKS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
+    STORES: tl.constexpr,
+):  # fmt: skip
+    """The newest position, before any other, and the sink -> peak, total, sums. Stored too."""
+    half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
+    turn = half[None, :] < DIM // 2
+    if NORM_VALUES:
+        own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
+    if STORES:
+        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+        tl.store(kv_pages + place + half[None, :], ka, mask=turn)
+        tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
+        tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
+    product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
+    peak = _cap(tl.sum(product, axis=1) * scale, SOFTCAP)
+    total += 1.0
+    acc += own_v.to(tl.float32)[None, :]
+    if SINKS:
+        new_peak = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - new_peak)
+        total = total * shrink + tl.exp2(sink - new_peak)
+        acc, peak = acc * shrink[:, None], new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def _merge(
+    partial, peak_of, total_of, out, kv_head, first, count, dim,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
+    WIDTH: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """All chunks of a row, in order, into its heads of one KV head; a batch of them at a time, so
+    that their loads wait together"""
+    g, lane = tl.arange(0, MERGED), tl.arange(0, BATCH)
+    real = g < GROUP_SIZE
+    head = kv_head * GROUP_SIZE + g
+    inside = real[:, None] & (dim < VALUE_DIM)[None, :]
+    peak = tl.full([MERGED], float("-inf"), tl.float32)
+    total = tl.zeros([MERGED], tl.float32)
+    acc = tl.zeros([MERGED, WIDTH], tl.float32)
+    for start in range(first, first + count, BATCH):
+        known = real[:, None] & (start + lane < first + count)[None, :]
+        at = head[:, None] + (start + lane)[None, :] * HEADS
+        its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
+        its_total = tl.load(total_of + at, mask=known, other=0.0)
+        its_at = partial + at[:, :, None] * VALUE_DIM + dim[None, None, :]
+        its_acc = tl.load(its_at, mask=known[:, :, None] & inside[:, None, :], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
+        old, new = tl.exp2(peak - new_peak), tl.exp2(its_peak - new_peak[:, None])
+        total = total * old + tl.sum(its_total * new, axis=1)
+        acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
+        peak = new_peak
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + head[:, None] * VALUE_DIM + dim[None, :], result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode_kernel(
+    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
+    joined_stride, values_at, table_stride, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
+    BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
+    STORES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    kv_head, chunk = tl.program_id(0), tl.program_id(1)
+    row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
+    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
+    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
+    if row < 0:
+        wait_for_writer(PDL)
+        return
+    is_last = chunk == first + count - 1
+    group_size: tl.constexpr = HEADS // KV_HEADS
+    g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
+    head = kv_head * group_size + g
+    # values_at is DIM, not known to the compiler: a constant here costs it registers
+    v_pages, table = kv_pages + values_at, page_table + slot * table_stride
+    stored = end - is_last.to(tl.int32)  # the newest position is not in the pages yet
+
+    # constants, and what earlier steps stored, can be on their way before the query is known
+    key = begin + tl.arange(0, KEYS)
+    page = _load_table(table, key, stored, PAGE)
+    if EARLY:
+        a, b, v = _load_pages(
+            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
+            KV_HEADS, DIM, VALUE_DIM, PAGE,
+        )  # fmt: skip
+    newest = tl.maximum(end - 1, 0)
+    new_page = tl.load(table + newest // PAGE).to(tl.int64)
+    place = ((new_page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
+    by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        if STORES:
+            by_ka, by_kb = _load_norm(k_norm, half, DIM)
+    sink = 0.0
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
+    wait_for_writer(PDL)
+
+    row64 = row.to(tl.int64)
+    turn = half[None, :] < DIM // 2
+    q_at = joined + row64 * joined_stride + head[:, None] * DIM + half[None, :]
+    q_inside = (g < group_size)[:, None] & turn
+    qa = tl.load(q_at, mask=q_inside, other=0.0)
+    qb = tl.load(q_at + DIM // 2, mask=q_inside, other=0.0)
+    k_at = kv_pages + place
+    if STORES:
+        k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
+    ka = tl.load(k_at + half[None, :], mask=turn, other=0.0)
+    kb = tl.load(k_at + DIM // 2 + half[None, :], mask=turn, other=0.0)
+    v_at = v_pages + place
+    if STORES:
+        v_at = joined + row64 * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+    own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
+    angle = row64 * (DIM // 2) + half[None, :]
+    c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
+    inside = (g < group_size)[:, None] & (dim < VALUE_DIM)[None, :]
+    out_at = out + (row64 * HEADS + head[:, None]) * VALUE_DIM + dim[None, :]
+    if slot == 0:
+        tl.store(out_at, tl.zeros([GROUP, WIDTH], out.dtype.element_ty), mask=inside)
+        return
+
+    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    peak = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    if is_last:
+        peak, total, acc = attend_own(
+            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
+            total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF, WIDTH, NORM, NORM_VALUES,
+            STORES,
+        )  # fmt: skip
+
+    begin_loop = begin
+    if EARLY:
+        begin_loop += KEYS
+        if begin < stored:
+            peak, total, acc = _attend_keys(
+                qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
+            )
+    for start in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        if EARLY:  # the compiler runs it ahead, which a short loop likes better
+            page = _load_table(table, key, stored, PAGE)
+        a, b, v = _load_pages(
+            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
+            KV_HEADS, DIM, VALUE_DIM, PAGE,
+        )  # fmt: skip
+        if not EARLY:
+            page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+        peak, total, acc = _attend_keys(
+            qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
+        )
+
+    if count == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        return
+
+    flat = chunk * HEADS + head
+    tl.store(partial + flat[:, None] * VALUE_DIM + dim[None, :], acc, mask=inside)
+    tl.store(peak_of + flat, peak, mask=g < group_size)
+    tl.store(total_of + flat, total, mask=g < group_size)
+    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+    if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
+        tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
+        tl.debug_barrier()
+        _merge(
+            partial, peak_of, total_of, out + row64 * HEADS * VALUE_DIM, kv_head, first, count, dim,
+            HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
+        )  # fmt: skip
+
+
+def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
+    rows, kv_heads = len(slots), heads.num_kv_heads
+    programs, smallest = cut_for(rows)
+    spare = max(rows, triton.cdiv(programs, kv_heads) - rows)
+    num_chunks = rows + spare
+    ints = slots.new_empty(6, num_chunks)
+    floats = torch.empty(2, num_chunks, heads.num_heads, device=slots.device)
+    partial = torch.empty(num_chunks, heads.num_heads, heads.value_dim, device=slots.device)
+    done = slots.new_empty(rows, kv_heads)
+    peak, total = floats.unbind()
+    row, slot, begin, end, first, num = ints.unbind()
+    shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
+    launch(
+        _plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
+        num_chunks, spare, smallest, WINDOW=heads.window, SPAN=1, APART=False,
+        BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
+    )  # fmt: skip
+    return shares
+
+
+def attend(
+    joined: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    sinks: Tensor | None,
+    angles: Angles,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    shares: Shares,
+    heads: Heads,
+) -> Tensor:
+    dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
+    out = joined.new_empty(len(joined), heads.out_size)
+    group = triton.next_power_of_2(heads.num_heads // kv_heads)
+    half = max(16, triton.next_power_of_2(dim // 2))
+    width = max(32, triton.next_power_of_2(value_dim))
+    keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim + value_dim)
+    launch(
+        _decode_kernel, (kv_heads, len(shares.row)),
+        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *shares,
+        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], GROUP=max(16, group), MERGED=group,
+        BATCH=max(1, min(16, 2048 * warps // (group * width))), HALF=half, WIDTH=width, KEYS=keys,
+        STAGES=stages, EARLY=early, NORM=q_norm is not None,
+        NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
+        num_warps=warps, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def cut_for(rows: int) -> tuple[int, int]:
+    """-> programs to spread contexts over, and the fewest keys of one; see benchmarks/h200.
+
+    A small batch is cut so that every processor has some. A large one is cut too, less finely: of
+    whole rows the longest would end long after the others.
+    """
+    return (512, 64) if rows <= 64 else (4096, 256)
+
+
+def shape_for(rows: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
+    """-> keys in a tile, warps, stages, whether to read a tile early; see benchmarks/h200.
+
+    A small batch wants short programs, a large one as many at once as fit. Float32 and large heads
+    (`size` is of a key and its value) have half the keys in the same memory. Of the largest, a tile
+    that was read early would not fit the registers.
+    """
+    if size > 512:
+        return (32, 4, 2, False) if itemsize <= 2 else (16, 8, 2, False)
+    small = 2 if itemsize * size > 512 else 1
+    if rows <= 64:
+        return 64 // small, 4 if 2 <= rows <= 8 else 2, 2, True
+    if rows <= 128:
+        return 64 // small, 2, 2, False
+    return 32 // small, 1, 2, False

@@ -1,0 +1,96 @@
+"""Which programs see which of the latent rows: once a step, for all its layers."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from slotzero.kernels.triton.attention import mla_prefill as latent_own
+from slotzero.kernels.triton.attention import prefill
+from slotzero.kernels.triton.attention.decode import _plan_kernel
+from slotzero.kernels.triton.attention.verify import _padded
+from slotzero.kernels.triton.launch import launch, num_processors
+from slotzero.kernels.types import NO_BRANCHES, Branches, Heads, Rows, Tokens
+
+MAX_PAIRS = 32  # (token, head) pairs of a tile
+BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
+MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
+
+
+class Work(NamedTuple):
+    """The plan. Its rows are those of the step, or blocks of ragged ones."""
+
+    slots: Tensor  # [T]
+    positions: Tensor
+    starts: Tensor  # [rows]: the last position that the first token sees in pages
+    firsts: Tensor | None  # of blocks: the first token, and how many
+    sizes: Tensor | None
+    row: Tensor  # [num_chunks], like the next five: as in decode's Shares
+    slot: Tensor
+    begin: Tensor
+    end: Tensor  # of a row's last chunk: past its first token's key
+    first: Tensor
+    num: Tensor
+    partial: Tensor  # [2 * spare, pairs of a row, latent] float32
+    peak: Tensor  # [2 * spare, pairs of a row] float32
+    total: Tensor
+    bases: Tensor | None  # of branches
+    seen: Tensor | None
+    own: Tensor | None  # blocks of latent_own.py; None: all is seen in pages
+
+
+def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None) -> Work:
+    """What all layers of a step share, for rows of any kind."""
+    assert heads.latent is not None
+    firsts = sizes = own = None
+    if rows is None:
+        slots, starts, span = *tokens, 1
+    elif rows.span > 0:
+        slots, starts, span = rows.slots, rows.starts, rows.span
+    else:
+        group = min(heads.num_heads, BLOCK_HEADS)
+        (blocks,) = prefill.plan(
+            rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
+        )
+        slots, firsts, sizes, starts, befores = _columns(blocks)
+        span = prefill.block_tokens(group)
+        if branches is None and latent_own.pays(len(tokens.slots), rows, heads.latent):
+            starts, own = befores - 1, latent_own.plan(len(tokens.slots), rows)
+    num_rows, pairs = len(slots), span * heads.num_heads
+    spare, smallest = cut_for(num_rows, pairs)
+    num_chunks = num_rows + spare
+    num_chunks += -num_chunks % 4  # the parts of one allocation are aligned
+    row, slot, begin, end, first, num = slots.new_empty(6, num_chunks).unbind()
+    partial = torch.empty(2 * spare, pairs, heads.value_dim, device=slots.device)
+    peak, total = (torch.empty(2 * spare, pairs, device=slots.device) for _ in range(2))
+    nobody = row, 0  # counts the programs that are done
+    launch(
+        _plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
+        *nobody, num_chunks, spare, smallest,
+        WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=_padded(num_rows, 256), BLOCK=1024,
+    )  # fmt: skip
+    bases, seen, _ = branches or NO_BRANCHES
+    return Work(
+        *tokens, starts, firsts, sizes, row, slot, begin, end, first, num, partial, peak, total,
+        bases, seen, own,
+    )  # fmt: skip
+
+
+def _columns(blocks: Tensor) -> tuple[Tensor, ...]:
+    """Each contiguous and, like whatever else a kernel is given, aligned"""
+    num = len(blocks)
+    return blocks.new_empty(blocks.shape[1], num + -num % 4)[:, :num].copy_(blocks.t()).unbind()
+
+
+def cut_for(rows: int, pairs: int) -> tuple[int, int]:
+    """-> chunks beyond one a row, and the fewest keys of one, in whole tiles; `pairs` of a row.
+
+    Contexts are spread over as many programs as run at a time, two of each processor; a row's last
+    chunk counts as half a one. But who merges a row reads all of its chunks: more than 64 of a row,
+    or short ones in a large batch, cost more than they save.
+    """
+    parts = triton.cdiv(pairs, MAX_PAIRS)
+    spread = min(triton.cdiv(2 * num_processors(), parts) - rows // 2, 64 * rows)
+    spare = max(1, min(max(spread, rows), MAX_PARTIAL // pairs))
+    return spare, 256 if rows > 64 else 32 if pairs <= 16 else 64

@@ -1,0 +1,427 @@
+"""Paged attention of uniform rows: some new tokens behind a stored context, as a verify pass has.
+
+Row r is tokens [r * span, (r + 1) * span): the first of them are stored one after another from the
+row's start on, the rest is padding, slot 0. It is decode.py with more queries, all (token, head of
+the group) pairs of a row and KV head, which is why a context is read once for all of them; or as
+many as a tile holds, and then by as many programs. The plan is decode's too, of each row's first
+token: keys before the start are cut into chunks, and the program with the newest chunk takes the
+row's own keys from `joined`, norms, rotates and stores them, and attends to them without reading
+them back; heads that do not store have them from the pages. With a window a chunk may hold nothing
+that a late token sees; it then leaves the token as it was.
+
+With branches a row is a tree, or what grows on one: it may have begun before the row's start, so
+both stored and own keys are seen by their bits. No token stands before the first of its row.
+
+Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
+or that nobody sees.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.triton.attention.decode import (
+    Shares,
+    _cap,
+    _load_norm,
+    _load_pages,
+    _load_table,
+    _norm_and_rotate,
+    _plan_kernel,
+    norm_values,
+)
+from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
+from slotzero.kernels.triton.linear.activation import LOG2E
+from slotzero.kernels.types import NO_BRANCHES, Angles, Branches, Heads, Plan, Rows
+
+MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head: what a tile holds
+LARGE_PAIRS = 32  # of heads above 256, whose sums would fill all registers
+MAX_PARTS = 4  # tiles of a row: each of them reads its context
+FEW_ROWS = 8  # whose own keys are a chunk apart: a program more, but each of them is done sooner
+MERGED_PAIRS = 16  # at a time
+PLANNED = 2 + len(Shares._fields) + len(Branches._fields)  # what a plan has
+
+
+@triton.jit
+def _load_halves(source, apart, real, half, DIM: tl.constexpr):
+    """Rows in two halves, [rows, half] each; zeros where a row is not real"""
+    at = source[:, None] + half[None, :]
+    inside = real[:, None] & (half < DIM // 2)[None, :]
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + apart, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
+    at = token[:, None] * (DIM // 2) + half[None, :]
+    inside = real[:, None] & (half < DIM // 2)[None, :]
+    return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _in_window(key, end, stand, WINDOW: tl.constexpr):
+    """Which keys before `end` are in the window of each pair's token: [pairs or 1, keys]"""
+    seen = (key < end)[None, :]
+    if WINDOW is not None:
+        seen = seen & (key[None, :] > stand[:, None] - WINDOW)
+    return seen
+
+
+@triton.jit
+def _level(peak):
+    """What to subtract from scores: who has seen no key yet stays so."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def _attend_keys(
+    qa, qb, a, b, v, seen, key, past, tree, scale, peak, total, acc,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """One more tile, as decode's, of keys before `past`. Each pair sees those that it is told to,
+    by `seen` and by its branch."""
+    score = tl.dot(qa, a, input_precision="ieee")
+    score = _cap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
+    score = tl.where(seen, score, float("-inf"))
+    if tree is not None:
+        plain, base, bits = tree
+        if past > plain:
+            mine = sees(key[None, :], base[:, None], bits[:, None])
+            score = tl.where(mine, score, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(score, axis=1))
+    level = new_peak
+    if WINDOW is not None or tree is not None:
+        level = _level(new_peak)
+    weight = tl.exp2(score - level[:, None])
+    shrink = tl.exp2(peak - level)
+    total = total * shrink + tl.sum(weight, axis=1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
+def _merge(
+    partial, peak_of, total_of, out, row, kv_head, first, count, begin, end, num_real, dim,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SPAN: tl.constexpr,
+    MERGED: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr,
+):  # fmt: skip
+    """All chunks of a row, in order, a batch at a time, as decode's; of tokens [begin, end), some
+    pairs after others. Of padding there is nothing, and zeros remain."""
+    group: tl.constexpr = HEADS // KV_HEADS
+    lane = tl.arange(0, BATCH)
+    its = (first.to(tl.int64) * KV_HEADS + kv_head) * (SPAN * group)
+    partial, peak_of, total_of = partial + its * VALUE_DIM, peak_of + its, total_of + its
+    for some in range(begin * group, end * group, MERGED):
+        pair = some + tl.arange(0, MERGED)
+        place, head = pair // group, kv_head * group + pair % group
+        real = place < tl.minimum(num_real, end)
+        peak = tl.full([MERGED], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED], tl.float32)
+        acc = tl.zeros([MERGED, WIDTH], tl.float32)
+        for start in range(0, count, BATCH):
+            known = real[:, None] & (start + lane < count)[None, :]
+            at = pair[:, None] + (start + lane)[None, :] * (SPAN * HEADS)
+            its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
+            its_total = tl.load(total_of + at, mask=known, other=0.0)
+            its_at = partial + at[:, :, None] * VALUE_DIM + dim[None, None, :]
+            inside = known[:, :, None] & (dim < VALUE_DIM)[None, None, :]
+            its_acc = tl.load(its_at, mask=inside, other=0.0)
+            new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
+            level = _level(new_peak)
+            old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[:, None])
+            total = total * old + tl.sum(its_total * new, axis=1)
+            acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
+            peak = new_peak
+        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        out_at = out + ((row * SPAN + place) * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
+        inside = (place < end)[:, None] & (dim < VALUE_DIM)[None, :]
+        tl.store(out_at, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride", "starts"])
+def _verify_kernel(
+    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out, starts, token_slots,
+    row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
+    bases, bits_seen, stands, joined_stride, values_at, table_stride, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
+    PARTS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, OWN: tl.constexpr,
+    MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    kv_head, part, chunk = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
+    begin, end = tl.load(begin_of + chunk), tl.load(end_of + chunk)
+    first, count = tl.load(first_of + chunk), tl.load(count_of + chunk)
+    if row < 0:
+        wait_for_writer(PDL)
+        return
+    is_last = chunk == first + count - 1
+    group: tl.constexpr = HEADS // KV_HEADS
+    # the program's tokens: [first_place, last_place) of the row
+    first_place, last_place = part * TOKENS, tl.minimum((part + 1) * TOKENS, SPAN)
+    pair, own = first_place * group + tl.arange(0, PAIRS), tl.arange(0, OWN)
+    half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
+    place, head = pair // group, kv_head * group + pair % group  # place: of the token in its row
+    # values_at is DIM, not known to the compiler: a constant here costs it registers
+    v_pages, table = kv_pages + values_at, page_table + slot * table_stride
+    stored = end - is_last.to(tl.int32)  # the first token's own key, which is not in the pages
+
+    # constants, and what earlier steps stored, can be on their way before the query is known
+    key = begin + tl.arange(0, KEYS)
+    page = _load_table(table, key, stored, PAGE)
+    if EARLY:
+        a, b, v = _load_pages(
+            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
+            KV_HEADS, DIM, VALUE_DIM, PAGE,
+        )  # fmt: skip
+    start, row64 = tl.load(starts + row), row.to(tl.int64)
+    their_slots = tl.load(token_slots + row64 * SPAN + own, mask=own < SPAN, other=0)
+    num_real = tl.sum((their_slots > 0).to(tl.int32), axis=0)
+    real, is_own = place < tl.minimum(num_real, last_place), own < tl.where(is_last, num_real, 0)
+    stand, tree = start + place, None
+    if bits_seen is not None:
+        its = row64 * SPAN + place
+        base, bits = load_branches(bases, bits_seen, its, start + place, real)
+        plain = tl.min(tl.where(real, base, start), axis=0)  # all tokens see all keys before it
+        last_base, any_bits = anyone_of(base, bits)
+        tree = (plain, base, bits)
+        if WINDOW is not None:
+            stand = tl.load(stands + its, mask=real, other=0)
+    new_page = tl.load(table + (start + own) // PAGE, mask=is_own, other=0).to(tl.int64)
+    at = ((new_page * PAGE + (start + own) % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
+    by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
+    if NORM:
+        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        if STORES:
+            by_ka, by_kb = _load_norm(k_norm, half, DIM)
+    peak = tl.full([PAIRS], float("-inf"), tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    acc = tl.zeros([PAIRS, WIDTH], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
+        peak, total = tl.where(is_last, sink, peak), tl.where(is_last, 1.0, total)
+    wait_for_writer(PDL)
+
+    token, own_token = row64 * SPAN + place, row64 * SPAN + own
+    inside = (place < last_place)[:, None] & (dim < VALUE_DIM)[None, :]
+    out_at = out + (token * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
+    if num_real <= first_place:
+        tl.store(out_at, tl.zeros([PAIRS, WIDTH], out.dtype.element_ty), mask=inside)
+        return
+    q_at = joined + token * joined_stride + head * DIM
+    qa, qb = _load_halves(q_at, DIM // 2, real, half, DIM)
+    k_at = kv_pages + at
+    if STORES:
+        k_at = joined + own_token * joined_stride + (HEADS + kv_head) * DIM
+    ka, kb = _load_halves(k_at, DIM // 2, is_own, half, DIM)
+    v_at = v_pages + at
+    if STORES:
+        v_at = joined + own_token * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+    own_inside = is_own[:, None] & (dim < VALUE_DIM)[None, :]
+    own_v = tl.load(v_at[:, None] + dim[None, :], mask=own_inside, other=0.0)
+    c, s = _load_angles(cos, sin, token, real, half, DIM)
+    if STORES:
+        own_c, own_s = _load_angles(cos, sin, own_token, is_own, half, DIM)
+
+    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    if is_last:
+        if NORM_VALUES:
+            own_v = norm_values(own_v, eps, VALUE_DIM)
+        if STORES:
+            ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
+            is_mine = own < tl.where(part == 0, num_real, 0)  # to store
+            turned = is_mine[:, None] & (half < DIM // 2)[None, :]
+            tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=turned)
+            tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=turned)
+            mine = is_mine[:, None] & (dim < VALUE_DIM)[None, :]
+            tl.store(v_pages + at[:, None] + dim[None, :], own_v, mask=mine)
+        seen = _in_window(start + own, start + num_real, stand, WINDOW)
+        if tree is None:
+            seen = seen & (own[None, :] <= place[:, None])
+        peak, total, acc = _attend_keys(
+            qa, qb, ka.T, kb.T, own_v, seen, start + own, start + OWN, tree, scale,
+            peak, total, acc, WINDOW, SOFTCAP,
+        )  # fmt: skip
+
+    begin_loop = begin
+    if EARLY:
+        begin_loop += KEYS
+        if begin < stored:
+            seen = _in_window(key, stored, stand, WINDOW)
+            peak, total, acc = _attend_keys(
+                qa, qb, a, b, v, seen, key, begin + KEYS, tree, scale,
+                peak, total, acc, WINDOW, SOFTCAP,
+            )  # fmt: skip
+    for tile in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
+        key = tile + tl.arange(0, KEYS)
+        if EARLY:  # the compiler runs it ahead, which a short loop likes better
+            page = _load_table(table, key, stored, PAGE)
+        known = key < stored
+        if tree is not None:
+            known = known & sees(key, last_base, any_bits)
+        a, b, v = _load_pages(
+            kv_pages, v_pages, page, kv_head, key, known, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
+        )
+        if not EARLY:
+            page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+        seen = _in_window(key, stored, stand, WINDOW)
+        peak, total, acc = _attend_keys(
+            qa, qb, a, b, v, seen, key, tile + KEYS, tree, scale,
+            peak, total, acc, WINDOW, SOFTCAP,
+        )  # fmt: skip
+
+    if count == 1:
+        result = tl.where(real[:, None], acc / total[:, None], 0.0)
+        tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
+        return
+
+    flat = (chunk.to(tl.int64) * KV_HEADS + kv_head) * (SPAN * group) + pair
+    known = real[:, None] & (dim < VALUE_DIM)[None, :]
+    tl.store(partial + flat[:, None] * VALUE_DIM + dim[None, :], acc, mask=known)
+    tl.store(peak_of + flat, peak, mask=real)
+    tl.store(total_of + flat, total, mask=real)
+    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+    done += row * (KV_HEADS * PARTS) + tl.program_id(0)
+    if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
+        tl.store(done, 0)  # for the next layer
+        tl.debug_barrier()
+        _merge(
+            partial, peak_of, total_of, out, row64, kv_head, first, count,
+            first_place, last_place, num_real, dim,
+            HEADS, KV_HEADS, VALUE_DIM, SPAN, MERGED, WIDTH, BATCH,
+        )  # fmt: skip
+
+
+def takes(span: int, heads: Heads) -> bool:
+    """Whether rows of so many tokens are for these tiles, on this card."""
+    most = tile_tokens(heads)
+    return most > 0 and 0 < span <= MAX_PARTS * most
+
+
+def tile_tokens(heads: Heads) -> int:
+    """Of a row, at most, whose pairs one tile holds."""
+    size = _padded(max(heads.head_dim, heads.value_dim), 32)
+    # In shared memory, at most: all queries in float32, and the keys and values that are ahead.
+    pairs = MAX_PAIRS if size <= 256 else LARGE_PAIRS
+    while 4 * pairs * size + (64 << 10) > shared_memory() and pairs > 16:
+        pairs //= 2
+    return pairs // (heads.num_heads // heads.num_kv_heads)
+
+
+def plan(
+    token_slots: Tensor,
+    rows: Rows,
+    heads: Heads,
+    branches: Branches | None = None,
+) -> Plan:
+    """-> rows.starts, token_slots and Shares, whose partial results are of all pairs:
+    [num_chunks, kv_heads, pairs, value_dim]; their peaks and totals likewise. And the branches."""
+    num_rows, kv_heads, pairs = len(rows.slots), heads.num_kv_heads, _pairs(rows.span, heads)
+    parts, tokens = _cut(rows.span, heads)
+    spare, smallest, apart = cut_for(num_rows, kv_heads * parts, _pairs(tokens, heads))
+    num_chunks = num_rows * (1 + apart) + spare
+    num_chunks += -num_chunks % 4  # the parts of one allocation are aligned
+    ints = rows.slots.new_empty(6, num_chunks)
+    done = rows.slots.new_empty(num_rows, kv_heads * parts)
+    floats = torch.empty(2, num_chunks, kv_heads, pairs, device=done.device)
+    partial = torch.empty(num_chunks, kv_heads, pairs, heads.value_dim, device=done.device)
+    row, slot, begin, end, first, num = ints.unbind()
+    shares = Shares(row, slot, begin, end, first, num, done, partial, *floats.unbind())
+    stands, far = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
+    launch(
+        _plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
+        done.numel(), num_chunks, spare, smallest,
+        WINDOW=heads.window, SPAN=far, APART=apart, BEFORE=False, ROWS=_padded(num_rows, 256),
+        BLOCK=1024,
+    )  # fmt: skip
+    return rows.starts, token_slots, *shares, *(branches or NO_BRANCHES)
+
+
+def attend(
+    joined: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    sinks: Tensor | None,
+    angles: Angles,
+    kv_pages: Tensor,
+    page_table: Tensor,
+    plan: Plan,
+    heads: Heads,
+) -> Tensor:
+    starts, _, row, *_, stands = plan
+    assert starts is not None and row is not None
+    span, num_chunks = len(joined) // len(starts), len(row)
+    parts, tokens = _cut(span, heads)
+    dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
+    out = joined.new_empty(len(joined), heads.out_size)
+    pairs, width = _padded(_pairs(tokens, heads), 16), _padded(value_dim, 32)
+    keys, warps, stages, early = shape_for(pairs, joined.dtype.itemsize, dim + value_dim)
+    launch(
+        _verify_kernel, (kv_heads * parts, num_chunks),
+        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *plan,
+        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
+        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], SPAN=span,
+        PARTS=parts, TOKENS=tokens, PAIRS=pairs, OWN=_padded(span, 16), MERGED=MERGED_PAIRS,
+        BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
+        HALF=_padded(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
+        EARLY=early and stands is None,  # what a tree sees is known too late
+        NORM=q_norm is not None, NORM_VALUES=heads.norms_values and heads.stores,
+        STORES=heads.stores, num_warps=warps, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int, bool]:
+    """-> chunks beyond one a row, the fewest keys of one, and whether a row's own keys are apart.
+
+    Contexts are spread over 512 programs, as decode's of a small batch. But whoever merges a row
+    reads all pairs of its chunks alone: the more pairs, the fewer and longer chunks pay.
+    """
+    most = max(16, 512 // pairs) * rows
+    spare = max(rows, min(triton.cdiv(512, kv_heads) - rows, most))
+    smallest = 256 if rows > 64 else max(64, 2 * _padded(pairs, 16))
+    return spare, smallest, rows <= FEW_ROWS
+
+
+def shape_for(pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
+    """-> keys in a tile, warps, stages, whether to read a tile early.
+
+    With more stages than two, the compiler waits for one load after another unless a tile was read
+    early. `size` is of a key and its value. Threads share the queries and their sums: of more, more
+    of them, so that none spills; with 128 pairs of heads of 256, or 32 of 512, once a program, they
+    do.
+    """
+    if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+        return 16, 8, 2, False
+    if size > 256:
+        return 32, 8, 2, False
+    if pairs > 32:
+        return 64, 4 if pairs <= 64 else 8, 2, False
+    return 64, 4, 2, pairs <= 16
+
+
+def _cut(span: int, heads: Heads) -> tuple[int, int]:
+    """-> tiles of a row, and tokens of a tile"""
+    parts = triton.cdiv(span, tile_tokens(heads))
+    return parts, triton.cdiv(span, parts)
+
+
+def _pairs(span: int, heads: Heads) -> int:
+    return span * (heads.num_heads // heads.num_kv_heads)
+
+
+def _padded(size: int, least: int) -> int:
+    return max(least, int(triton.next_power_of_2(size)))

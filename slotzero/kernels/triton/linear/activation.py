@@ -1,0 +1,38 @@
+"""Functions of one number that several kernels apply, in float32 and of no state."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from slotzero.kernels import torch_ops as composed
+
+LOG2E = tl.constexpr(1.4426950408889634)
+CLAMP, SLOPE = tl.constexpr(composed.CLAMP), tl.constexpr(composed.SLOPE)
+GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
+
+
+@triton.jit
+def tanh(x):
+    """0 of 0, and never past 1."""
+    power = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    size = (1.0 - power) / (1.0 + power)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def activate(gate, value, ACTIVATION: tl.constexpr):
+    """-> the two factors of composed.gated; a NaN stays one."""
+    if ACTIVATION == "silu":
+        gate = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x
+        gate = gate * tl.sigmoid((gate + 0.044715 * gate * gate * gate) * GELU_SLOPE)
+    elif ACTIVATION == "sigmoid":
+        gate = tl.sigmoid(gate)
+    elif ACTIVATION == "relu":
+        gate = tl.where(gate < 0, 0.0, gate)
+    else:
+        tl.static_assert(ACTIVATION == "clamped_silu")
+        gate = tl.where(gate > CLAMP, CLAMP, gate)
+        gate = gate * tl.sigmoid(gate * SLOPE)
+        value = tl.where(value > CLAMP, CLAMP, tl.where(value < -CLAMP, -CLAMP, value)) + 1.0
+    return gate, value

@@ -1,0 +1,224 @@
+"""What stands beside products that are left to cuBLAS: residual and RMSNorm, activation, softcap;
+and the norms over all heads of a token, of which a program of attention sees a few."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.linear.activation import activate, tanh
+from slotzero.kernels.types import Activation, Heads, Normed
+
+GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
+
+
+@triton.jit
+def _scaled(wide, size, eps, dtype: tl.constexpr):
+    """Under RMSNorm but for its weight, rounded before that, as the checkpoints were trained"""
+    total = tl.sum(wide * wide, axis=0)
+    return (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_norm_kernel(
+    residual, delta, after, weight, out, squares, rows, size, residual_stride, eps,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    dtype: tl.constexpr = residual.dtype.element_ty
+    by, by_after = 1.0, 1.0
+    if weight is not None:
+        by = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if after is not None:
+        by_after = tl.load(after + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_writer(PDL)
+    at = row * size + column
+    residual_at = residual + row * residual_stride + column
+    value = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+    change = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        part_at = delta + part * rows.to(tl.int64) * size + at
+        change += tl.load(part_at, mask=inside, other=0.0).to(tl.float32)
+    if after is not None:
+        change = _scaled(change.to(dtype).to(tl.float32), size, eps, dtype)
+        change = (change * by_after).to(dtype).to(tl.float32)
+    value += change
+    if delta is not None:
+        tl.store(residual_at, value.to(dtype), mask=inside)
+    if weight is not None:
+        value = value.to(dtype).to(tl.float32)
+        if squares is not None:
+            tl.store(squares + row, tl.sum(value * value, axis=0))
+        else:
+            value = _scaled(value, size, eps, dtype)
+        tl.store(out + at, (value * by).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "num_parts"])
+def _apply_kernel(
+    x, squares, out, rows, size, num_parts, eps,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column, part = tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    wait_for_writer(PDL)
+    total = tl.load(squares + part * rows + row, mask=part < num_parts, other=0.0)
+    value = tl.load(x + row * size + column, mask=column < size, other=0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(total, axis=0) / size + eps)
+    scaled = (value.to(tl.float32) * scale).to(value.dtype)
+    tl.store(out + row * size + column, scaled, mask=column < size)
+
+
+@triton.jit
+def _gated_kernel(
+    gates, values, out, size, gates_stride, gates_step, values_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_writer(PDL)
+    gate = tl.load(gates + row * gates_stride + column * gates_step, mask=inside, other=0.0)
+    value = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
+    active, wide = activate(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
+    active = active.to(gate.dtype).to(tl.float32)
+    tl.store(out + row * size + column, (active * wide).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _cap_kernel(x, size, stride, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    may_follow(PDL)
+    at = x + tl.program_id(0).to(tl.int64) * stride
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_writer(PDL)
+    value = tl.load(at + column, mask=inside, other=0.0)
+    capped = cap * tanh(value.to(tl.float32) / cap)
+    tl.store(at + column, capped.to(value.dtype), mask=inside)
+
+
+@triton.jit
+def _norm_heads_kernel(
+    joined, q_norm, k_norm, out, joined_stride, eps,
+    Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Queries, keys or values of a token; values as they are."""
+    may_follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    source, target = joined + row * joined_stride, out + row * (Q_SIZE + K_SIZE + V_SIZE)
+    wait_for_writer(PDL)
+    if tl.program_id(1) == 0:
+        norm_part(source, q_norm, target, eps, Q_SIZE, Q_BLOCK)
+    elif tl.program_id(1) == 1:
+        norm_part(source + Q_SIZE, k_norm, target + Q_SIZE, eps, K_SIZE, K_BLOCK)
+    else:
+        begin: tl.constexpr = Q_SIZE + K_SIZE
+        norm_part(source + begin, None, target + begin, eps, V_SIZE, V_BLOCK)
+
+
+@triton.jit
+def norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A row under its RMSNorm; without one, as it is"""
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    value = tl.load(source + column, mask=inside, other=0.0)
+    if norm is not None:
+        by = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+        value = (_scaled(value.to(tl.float32), SIZE, eps, value.dtype) * by).to(value.dtype)
+    tl.store(target + column, value, mask=inside)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
+    """x [rows, size] under a norm"""
+    return add_norm(x, None, None, weight, eps, late)
+
+
+def add_norm(
+    residual: Tensor,
+    delta: Tensor | None,
+    after: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    late: bool,
+) -> Normed:
+    """Adds delta, [rows, size] or several such or none, to the residual, in place, and norms it; if
+    late, the scale is left to others. With `after`, delta is normed first; without a weight, the
+    residual is not."""
+    rows, size = residual.shape
+    block = triton.next_power_of_2(size)
+    made = Normed(residual, None)
+    if weight is not None:
+        squares = torch.empty(1, rows, device=residual.device) if late else None
+        made = Normed(torch.empty_like(residual), squares)
+    launch(
+        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size,
+        residual.stride(0), eps,
+        BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
+        num_warps=num_warps(block), **overlap(),
+    )  # fmt: skip
+    return made
+
+
+def applied(normed: Normed, eps: float) -> Tensor:
+    """The rows themselves, with the scale that was left to others"""
+    x, squares = normed
+    if squares is None:
+        return x
+    rows, size = x.shape
+    block = triton.next_power_of_2(size)
+    out = torch.empty_like(x)
+    launch(
+        _apply_kernel, (rows,), x, squares, out, rows, size, len(squares), eps,
+        BLOCK=block, PARTS=triton.next_power_of_2(len(squares)),
+        num_warps=num_warps(block), **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def gated(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+    """[rows, size] each, parts of wider rows maybe -> activation(gate) * value; a row may have one
+    gate, expanded"""
+    rows, size = values.shape
+    out = values.new_empty(rows, size)
+    launch(
+        _gated_kernel, (rows, triton.cdiv(size, GATED_BLOCK)),
+        gates, values, out, size, *gates.stride(), values.stride(0),
+        ACTIVATION=activation, BLOCK=GATED_BLOCK, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def cap(x: Tensor, softcap: float) -> None:
+    """softcap * tanh(x / softcap), in place"""
+    rows, size = x.shape
+    grid = (rows, triton.cdiv(size, CAPPED_BLOCK))
+    launch(_cap_kernel, grid, x, size, x.stride(0), softcap, BLOCK=CAPPED_BLOCK, **overlap())
+
+
+def norm_heads(
+    joined: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads
+) -> Tensor:
+    """Each token's queries under one RMSNorm and its keys under another, its values as they are"""
+    sizes = heads.sizes
+    out = joined.new_empty(len(joined), sum(sizes))
+    q_block, k_block, v_block = (triton.next_power_of_2(size) for size in sizes)
+    launch(
+        _norm_heads_kernel, (len(joined), 3),
+        joined, q_norm, k_norm, out, joined.stride(0), heads.norm_eps,
+        Q_SIZE=sizes[0], K_SIZE=sizes[1], V_SIZE=sizes[2],
+        Q_BLOCK=q_block, K_BLOCK=k_block, V_BLOCK=v_block,
+        num_warps=num_warps(q_block), **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def num_warps(block: int) -> int:
+    return min(8, max(1, block // 512))

@@ -1,0 +1,67 @@
+"""What surrounds a product and is fused into it: RMSNorm, bias, activation, the residual.
+
+The program that adds to the residual multiplies by the next norm's weight and leaves the sum of its
+squares; the product that follows adds those up and scales its result, so that nobody waits for a
+norm.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from slotzero.kernels.triton.linear.activation import activate
+
+
+@triton.jit
+def ask(
+    squares, norm, out, m, n, rows, num_out, num_parts, out_stride,
+    PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What is needed at the end, requested at the beginning: the squares and the residual."""
+    parts = tl.zeros([PARTS, ROWS], tl.float32)
+    if squares is not None:
+        for first in range(0, num_parts, PARTS):
+            part = first + tl.arange(0, PARTS)[:, None]
+            known = (part < num_parts) & (m[None, :] < rows)
+            parts += tl.load(squares + part * rows + m[None, :], mask=known, other=0.0)
+    before = tl.zeros([1, 1], tl.float32)
+    if norm is not None:
+        at = m[:, None].to(tl.int64) * out_stride + n[None, :]
+        inside = (m[:, None] < rows) & (n[None, :] < num_out)
+        before = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+    return parts, before
+
+
+@triton.jit
+def finish(
+    result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, part,
+    m, n, rows, num_out, out_stride, eps, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """result and second are [rows, features], the part-th of them. With a norm, out is the residual
+    and added to."""
+    row, feature = m[:, None], n[None, :]
+    inside = (row < rows) & (feature < num_out)
+    if squares is not None:
+        scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
+        result *= scale
+        second *= scale
+    if bias is not None:
+        result += tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        if bias is not None:
+            value_bias = bias + num_out + feature
+            second += tl.load(value_bias, mask=feature < num_out, other=0.0).to(tl.float32)
+        result, second = activate(result, second, ACTIVATION)
+        result = result * second
+    if slots is not None:
+        result = tl.where(tl.load(slots + row, mask=row < rows, other=0) > 0, result, 0.0)
+    if norm is not None:
+        result += before
+    at = row.to(tl.int64) * out_stride + feature
+    rounded = result.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=inside)
+    if norm is not None:
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        by = tl.load(norm + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        tl.store(weighted + at, (wide * by).to(out.dtype.element_ty), mask=inside)
+        tl.store(squares_out + part * rows + m, tl.sum(wide * wide, axis=1), mask=m < rows)

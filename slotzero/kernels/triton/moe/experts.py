@@ -1,0 +1,247 @@
+"""Products in which every row has a weight of its own choice: the experts of a mixture.
+
+Rows are sorted by the expert that they chose, and those of one expert are cut into blocks, so that
+a block reads one weight. The grid has as many blocks as any choice could need; which expert and
+which rows a block has is found on the device, and one that has none returns at once. Rows that
+chose nobody come last and belong to no block: nothing is computed for them, or read.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.triton.launch import (
+    launch,
+    may_follow,
+    overlap,
+    shared_memory,
+    wait_for_writer,
+)
+from slotzero.kernels.triton.linear.activation import activate
+from slotzero.kernels.types import Activation
+
+SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices that are looked at together
+PLAN_BLOCKS = 32  # what one program of `sort` finds
+ADDED_BLOCK = 1024
+
+
+class Tile(NamedTuple):
+    rows: int  # of a block
+    features: int
+    depth: int
+    stages: int
+    num_warps: int
+
+
+class Order(NamedTuple):
+    """Choices, one by one, in the order of their experts."""
+
+    order: Tensor  # [choices] int32: which choice, token * top_k + i, stands here
+    blocks: Tensor  # [blocks, 3] int32: expert or -1, first row, number of rows
+    tile: Tile
+
+
+@triton.jit
+def _sort_kernel(which, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program an expert, and one for nobody: it counts who stands before, and then sets down its
+    own in their order."""
+    may_follow(PDL)
+    expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num, BLOCK):
+        its = tl.load(which + first + lane, mask=first + lane < num, other=expert)
+        before += (its < expert).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(starts + expert, place)
+    for first in range(0, num, BLOCK):
+        its = tl.load(which + first + lane, mask=first + lane < num, other=-1)
+        mine = (its == expert).to(tl.int32)
+        at = place + tl.cumsum(mine, axis=0) - 1
+        tl.store(order + at, first + lane, mask=mine > 0)
+        place += tl.sum(mine, axis=0)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _blocks_kernel(
+    starts, blocks, num_blocks,
+    EXPERTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """starts [experts + 1]: expert e has rows [starts[e], starts[e + 1])."""
+    may_follow(PDL)
+    block, expert = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, LANES)
+    wait_for_writer(PDL)
+    start = tl.load(starts + expert, mask=expert < EXPERTS, other=0)
+    end = tl.load(starts + expert + 1, mask=expert < EXPERTS, other=0)
+    past = tl.cumsum((end - start + ROWS - 1) // ROWS, 0)  # the block after each expert's last
+    before = (past[None, :] <= block[:, None]) & (expert < EXPERTS)[None, :]
+    mine = tl.sum(before.to(tl.int32), axis=1)
+    begin = tl.max(tl.where(before, past[None, :], 0), axis=1)
+    is_real = mine < EXPERTS
+    first = tl.load(starts + mine, mask=is_real, other=0) + (block - begin) * ROWS
+    size = tl.minimum(tl.load(starts + mine + 1, mask=is_real, other=0) - first, ROWS)
+    kept = block < num_blocks
+    tl.store(blocks + block * 3, tl.where(is_real, mine, -1), mask=kept)
+    tl.store(blocks + block * 3 + 1, first, mask=kept)
+    tl.store(blocks + block * 3 + 2, size, mask=kept)
+
+
+@triton.jit
+def _product_kernel(
+    x, weights, biases, order, blocks, out, num_out, x_stride,
+    INNER: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """With an activation, x is of tokens, each of SHARED choices, and the result in the order of
+    experts; without one, x is in that order and the result in the order of choices."""
+    may_follow(PDL)
+    block = blocks + tl.program_id(1) * 3
+    n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    wait_for_writer(PDL)
+    expert = tl.load(block).to(tl.int64)
+    if expert < 0:
+        return
+    first, size = tl.load(block + 1), tl.load(block + 2)
+    choice = tl.load(order + first + m, mask=m < size, other=0).to(tl.int64)
+    here = (first + m).to(tl.int64)
+    gated: tl.constexpr = ACTIVATION is not None
+    source, target = (choice // SHARED, here) if gated else (here, choice)
+    parts: tl.constexpr = 2 if gated else 1
+    weight = weights + expert * num_out * parts * INNER
+    at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
+    apart = num_out.to(tl.int64) * INNER  # from a gate's weights to its value's
+    x_at = x + source[:, None] * x_stride + k[None, :]
+    acc = tl.zeros([ROWS, FEATURES], tl.float32)
+    acc2 = acc
+    for depth in tl.range(0, INNER, DEPTH, num_stages=STAGES):
+        known, inside = (m < size)[:, None], (n < num_out)[None, :]
+        if not EVEN:
+            known = known & (depth + k < INNER)[None, :]
+            inside = inside & (depth + k < INNER)[:, None]
+        value = tl.load(x_at + depth, mask=known, other=0.0)
+        w = tl.load(at + depth, mask=inside, other=0.0)
+        acc = tl.dot(value, w, acc, input_precision=PRECISION)
+        if gated:
+            w2 = tl.load(at + apart + depth, mask=inside, other=0.0)
+            acc2 = tl.dot(value, w2, acc2, input_precision=PRECISION)
+    feature = n[None, :]
+    if biases is not None:
+        bias = biases + expert * num_out * parts + feature
+        acc += tl.load(bias, mask=feature < num_out, other=0.0).to(tl.float32)
+        if gated:
+            acc2 += tl.load(bias + num_out, mask=feature < num_out, other=0.0).to(tl.float32)
+    if gated:
+        acc, acc2 = activate(acc, acc2, ACTIVATION)
+        acc = acc * acc2
+    out_at = out + target[:, None] * num_out + feature
+    inside = (m < size)[:, None] & (feature < num_out)
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_up_kernel(
+    results, share, which, out, size, none,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_writer(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        choice = token * TOP_K + i
+        if tl.load(which + choice) < none:
+            result = tl.load(results + choice * size + column, mask=inside, other=0.0)
+            total += result.to(tl.float32) * tl.load(share + choice).to(tl.float32)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
+    """chosen [T, top_k]: experts, or as many as there are for none; starts [experts + 1] is
+    written; dtype is of what will be multiplied"""
+    num_experts, num = len(starts) - 1, chosen.numel()
+    tile = tile_for(num / num_experts, dtype, shared_memory())
+    order = starts.new_empty(num)
+    block = min(SORTED_BLOCK, max(LEAST_SORTED, triton.next_power_of_2(num)))
+    launch(
+        _sort_kernel, (num_experts + 1,), chosen, order, starts, num, BLOCK=block,
+        num_warps=max(1, block // 512), **overlap(),
+    )  # fmt: skip
+    num_blocks = min(num, triton.cdiv(num, tile.rows) + num_experts)
+    blocks = starts.new_empty(num_blocks, 3)
+    launch(
+        _blocks_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),), starts, blocks, num_blocks,
+        EXPERTS=num_experts, LANES=triton.next_power_of_2(num_experts), ROWS=tile.rows,
+        BLOCKS=PLAN_BLOCKS, **overlap(),
+    )  # fmt: skip
+    return Order(order, blocks, tile)
+
+
+def gated(
+    x: Tensor,  # [T, hidden]
+    weights: Tensor,  # [experts, 2 * inner, hidden]: gates and then values
+    biases: Tensor | None,
+    chosen: Order,
+    activation: Activation,
+) -> Tensor:
+    """-> [choices, inner], in the order of their experts"""
+    out = x.new_empty(len(chosen.order), weights.shape[1] // 2)
+    shared = len(chosen.order) // len(x)
+    _product(x, weights, biases, chosen, out, shared, activation)
+    return out
+
+
+def product(x: Tensor, weights: Tensor, biases: Tensor | None, chosen: Order) -> Tensor:
+    """x in the order of their experts -> [choices, features], in the order of tokens"""
+    out = x.new_empty(len(x), weights.shape[1])
+    _product(x, weights, biases, chosen, out, 1, None)
+    return out
+
+
+def add_up(results: Tensor, share: Tensor, which: Tensor, none: int) -> Tensor:
+    """results [choices, size] by share [T, top_k] -> [T, size]; a choice of none adds nothing"""
+    (tokens, top_k), size = share.shape, results.shape[1]
+    out = results.new_empty(tokens, size)
+    launch(
+        _add_up_kernel, (tokens, triton.cdiv(size, ADDED_BLOCK)),
+        results, share, which, out, size, none, TOP_K=top_k, BLOCK=ADDED_BLOCK, **overlap(),
+    )  # fmt: skip
+    return out
+
+
+def tile_for(rows_each: float, dtype: torch.dtype, memory: int) -> Tile:
+    """Of blocks, where an expert has so many rows on average. Not tuned yet; `memory` is of a
+    program, in bytes."""
+    if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+        return Tile(16, 32, 32, 2, 4)
+    chosen = Tile(16, 64, 128, 3, 4) if rows_each <= 16 else Tile(64, 128, 64, 3, 8)
+    each = (chosen.rows + 2 * chosen.features) * chosen.depth * dtype.itemsize
+    return chosen if each * chosen.stages <= memory else chosen._replace(stages=2)
+
+
+def _product(
+    x: Tensor,
+    weights: Tensor,
+    biases: Tensor | None,
+    chosen: Order,
+    out: Tensor,
+    shared: int,
+    activation: Activation | None,
+) -> None:
+    inner, num_out, tile = weights.shape[2], out.shape[1], chosen.tile
+    launch(
+        _product_kernel, (triton.cdiv(num_out, tile.features), len(chosen.blocks)),
+        x, weights, biases, chosen.order, chosen.blocks, out, num_out, x.stride(0),
+        INNER=inner, ROWS=tile.rows, FEATURES=tile.features, DEPTH=tile.depth,
+        EVEN=inner % tile.depth == 0, SHARED=shared, ACTIVATION=activation,
+        PRECISION="ieee" if x.dtype is torch.float32 else None,
+        STAGES=tile.stages, num_warps=tile.num_warps, **overlap(),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Recurrent layers: convolution, Mamba-2 and gated delta rule."""

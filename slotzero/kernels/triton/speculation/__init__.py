@@ -1,0 +1,1 @@
+"""Draft bookkeeping and trees of drafts."""

@@ -1,0 +1,497 @@
+"""What stands between the models of speculation: where drafts are, which of them were right, what
+is kept of the target, who guesses next. composed_speculation.py defines it; each is one kernel.
+
+It does not know models or sampling. Kernels that derive where tokens are take no part in overlaps:
+all that follow may read what they wrote without a wait. `fetch` lets the next kernel start early
+and does not start early itself, as the kernels of opening.py. Those that close something or write
+to tables do both. A slot has one row of a step, so what a program reads of it no other one writes.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.types import Aims, Rows, Tokens
+
+ITEMS = 128  # rows or tokens of a program with one warp
+ACCEPTED_ROWS = 16
+COPIED_BLOCK, SPREAD_BLOCK, SEARCHED_BLOCK = 1024, 2048, 1024
+ALIGNED = 4  # int32: a kernel is compiled once more for addresses that are no multiple of 16 bytes
+
+
+# ---- where tokens are ----
+
+
+@triton.jit
+def _lay_out(
+    token, slot, start, count, token_slots, positions, row_slots, row_starts, row_counts, row_ends,
+    num_tokens, width,
+):  # fmt: skip
+    """Tokens, and the row of each that is a row's first -> which tokens are real"""
+    inside = token < num_tokens
+    row, place = token // width, token % width
+    is_real = place < count
+    tl.store(token_slots + token, tl.where(is_real, slot, 0), mask=inside)
+    tl.store(positions + token, tl.where(is_real, start + place, 0), mask=inside)
+    is_first = inside & (place == 0)
+    owner = tl.where(count > 0, slot, 0)
+    tl.store(row_slots + row, owner, mask=is_first)
+    tl.store(row_starts + row, tl.where(owner > 0, start, 0), mask=is_first)
+    tl.store(row_counts + row, tl.zeros_like(slot) + width, mask=is_first)
+    tl.store(row_ends + row, (row + 1) * width, mask=is_first)
+    return is_real
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def _locate_drafts_kernel(
+    slots, length, limit, num_drafts, drafted_at, token_slots, positions, num_tried, after,
+    row_slots, row_starts, row_counts, row_ends, num_tokens, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    row, place = token // width, token % width
+    slot = tl.load(slots + row, mask=inside, other=0)
+    start = tl.load(length + slot)
+    room = tl.load(limit + slot) - start - 1
+    is_good = tl.load(drafted_at + slot) == start
+    num = tl.minimum(tl.where(is_good, tl.load(num_drafts + slot), 0), room - 1)
+    count = tl.where(room > 0, tl.minimum(tl.maximum(num, 0), width - 1) + 1, 0)
+    is_real = _lay_out(
+        token, slot, start, count, token_slots, positions,
+        row_slots, row_starts, row_counts, row_ends, num_tokens, width,
+    )  # fmt: skip
+    is_owned = (is_real & (slot > 0)).to(tl.int32)
+    tl.store(after + token, tl.where(is_real, start + place, 0) + is_owned, mask=inside)
+    tl.store(num_tried + row, count, mask=inside & (place == 0))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def _locate_new_kernel(
+    slots, length, followed_to, token_slots, positions, last,
+    row_slots, row_starts, row_counts, row_ends, num_tokens, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, place = token // width, token % width
+    slot = tl.load(slots + row, mask=token < num_tokens, other=0)
+    start = tl.load(followed_to + slot)
+    count = tl.minimum(tl.maximum(tl.load(length + slot) - start, 0), width)
+    _lay_out(
+        token, slot, start, count, token_slots, positions,
+        row_slots, row_starts, row_counts, row_ends, num_tokens, width,
+    )  # fmt: skip
+    is_first = (token < num_tokens) & (place == 0)
+    tl.store(last + row, token + tl.maximum(count - 1, 0), mask=is_first)
+
+
+def locate_drafts(
+    slots: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    num_drafts: Tensor,
+    drafted_at: Tensor,
+    tokens: Tokens,
+    num_tried: Tensor,
+) -> tuple[Rows, Tensor]:
+    num, width = _shape(slots, tokens)
+    after, rows = torch.empty_like(tokens.positions), new_rows(slots, width)
+    launch(
+        _locate_drafts_kernel, (triton.cdiv(num, ITEMS),),
+        slots, length, limit, num_drafts, drafted_at, *tokens, num_tried, after,
+        rows.slots, rows.starts, rows.counts, rows.ends, num, width, BLOCK=ITEMS, num_warps=1,
+    )  # fmt: skip
+    return rows, after
+
+
+def locate_new(
+    slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
+) -> tuple[Rows, Tensor]:
+    num, width = _shape(slots, tokens)
+    last, rows = torch.empty_like(slots), new_rows(slots, width)
+    launch(
+        _locate_new_kernel, (triton.cdiv(num, ITEMS),),
+        slots, length, followed_to, *tokens, last,
+        rows.slots, rows.starts, rows.counts, rows.ends, num, width, BLOCK=ITEMS, num_warps=1,
+    )  # fmt: skip
+    return rows, last
+
+
+def _shape(slots: Tensor, tokens: Tokens) -> tuple[int, int]:
+    num = len(tokens.slots)
+    return num, num // len(slots)
+
+
+def new_rows(slots: Tensor, width: int) -> Rows:
+    owners, starts, counts, ends = aligned(4, len(slots), slots).unbind()
+    return Rows(owners, starts, counts, ends, span=width)
+
+
+def aligned(num: int, size: int, like: Tensor) -> Tensor:
+    """[num, size] int32, each of them aligned"""
+    padded = triton.cdiv(size, ALIGNED) * ALIGNED
+    return like.new_empty(num, padded, dtype=torch.int32)[:, :size]
+
+
+# ---- which drafts were right, and what is kept ----
+
+
+@triton.jit(do_not_specialize=["num_rows", "sampled_stride", "token_stride"])
+def _accept_kernel(
+    slots, num_tried, sampled, tokens, length, num_verified,
+    num_rows, sampled_stride, token_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What is written of a row depends on all that was read of it, so nothing is read too late."""
+    may_follow(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, WIDTH)[None, :]
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0).to(tl.int64)
+    count = tl.load(num_tried + row, mask=row < num_rows, other=0)
+    start = tl.load(length + slot)
+    at = tokens + (slot * token_stride + start + 1)[:, None] + place
+    is_draft = place < count[:, None] - 1
+    drafted = tl.load(at, mask=is_draft, other=0)
+    source = sampled + row[:, None] * sampled_stride + place
+    chosen = tl.load(source, mask=place < count[:, None], other=0)
+    is_right = is_draft & (drafted == chosen)
+    num = tl.where(count > 0, tl.min(tl.where(is_right, WIDTH, place), axis=1) + 1, 0)
+    is_real = slot > 0
+    tl.store(at, chosen, mask=is_real[:, None] & (place < num[:, None]))
+    tl.store(length + slot, start + num, mask=is_real)
+    tl.store(num_verified + row, num, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["width", "path_stride"])
+def _keep_kernel(
+    slots, counts, last, path, x, table, width, size, path_stride, x_stride, slot_stride,
+    place_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One of the first `counts` of a row, or of its path; or what is `last`, in its only place."""
+    may_follow(PDL)
+    item = tl.program_id(0)
+    row, place = item // width, item % width
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    count = 1
+    if last is not None:
+        item = tl.load(last + row)
+    else:
+        count = tl.load(counts + row)
+        if path is not None:
+            item = row * width + tl.load(path + row * path_stride + place)
+    inside = column < tl.where((slot > 0) & (place < count), size, 0)
+    value = tl.load(x + item.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+    tl.store(table + slot * slot_stride + place * place_stride + column, value, mask=inside)
+
+
+@triton.jit
+def _keep_next_kernel(
+    slots, positions, followed_to, x, table, most, size, x_stride, slot_stride, place_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + token).to(tl.int64)
+    place = tl.load(positions + token) - tl.load(followed_to + slot)
+    has_room = (slot > 0) & (place >= 0) & (place < most)
+    inside = column < tl.where(has_room, size, 0)
+    value = tl.load(x + token.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+    tl.store(table + slot * slot_stride + place * place_stride + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _follow_kernel(
+    slots, counts, positions, last, followed_to, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    may_follow(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)
+    has_moved = (slot > 0) & (tl.load(counts + row, mask=row < num_rows, other=0) > 0)
+    newest = tl.load(last + row, mask=has_moved, other=0)
+    tl.store(followed_to + slot, tl.load(positions + newest, mask=has_moved) + 1, mask=has_moved)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _fetch_kernel(
+    slots, table, out, width, size, slot_stride, place_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    may_follow(PDL)
+    item = tl.program_id(0)
+    row, place = item // width, item % width
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row).to(tl.int64)
+    source = table + slot * slot_stride + place * place_stride
+    value = tl.load(source + column, mask=column < size, other=0.0)
+    tl.store(out + item.to(tl.int64) * size + column, value, mask=column < size)
+
+
+def accept(
+    slots: Tensor,
+    num_tried: Tensor,
+    sampled: Tensor,  # [R, W]
+    tokens: Tensor,
+    length: Tensor,
+    num_verified: Tensor,
+) -> None:
+    num_rows, width = sampled.shape
+    launch(
+        _accept_kernel, (triton.cdiv(num_rows, ACCEPTED_ROWS),),
+        slots, num_tried, sampled, tokens, length, num_verified,
+        num_rows, sampled.stride(0), tokens.stride(0),
+        ROWS=ACCEPTED_ROWS, WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
+    )  # fmt: skip
+
+
+def keep(
+    slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
+) -> None:
+    _keep(slots, counts, None, path, x, table, len(x) // len(slots), table.stride(1))
+
+
+def keep_last(slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+    _keep(slots, None, last, None, x, table, 1, 0)
+
+
+def _keep(
+    slots: Tensor,
+    counts: Tensor | None,
+    last: Tensor | None,
+    path: Tensor | None,
+    x: Tensor,
+    table: Tensor,
+    width: int,
+    place_stride: int,
+) -> None:
+    size = x.shape[1]
+    if size:  # a drafter may want to know nothing
+        launch(
+            _keep_kernel, (len(slots) * width, triton.cdiv(size, COPIED_BLOCK)),
+            slots, counts, last, path, x, table, width, size,
+            0 if path is None else path.stride(0), x.stride(0), table.stride(0), place_stride,
+            BLOCK=COPIED_BLOCK, **overlap(),
+        )  # fmt: skip
+
+
+def keep_next(tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+    num, size = x.shape
+    if size:
+        launch(
+            _keep_next_kernel, (num, triton.cdiv(size, COPIED_BLOCK)),
+            *tokens, followed_to, x, table, table.shape[1], size,
+            x.stride(0), table.stride(0), table.stride(1), BLOCK=COPIED_BLOCK, **overlap(),
+        )  # fmt: skip
+
+
+def follow(rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+    num_rows = len(rows.slots)
+    launch(
+        _follow_kernel, (triton.cdiv(num_rows, ITEMS),),
+        rows.slots, rows.counts, tokens.positions, last, followed_to, num_rows,
+        BLOCK=ITEMS, num_warps=1, **overlap(),
+    )  # fmt: skip
+
+
+def fetch(slots: Tensor, table: Tensor) -> Tensor:
+    _, width, size = table.shape
+    out = table.new_empty(len(slots) * width, size)
+    if size:
+        launch(
+            _fetch_kernel, (len(out), triton.cdiv(size, COPIED_BLOCK)),
+            slots, table, out, width, size, table.stride(0), table.stride(1),
+            BLOCK=COPIED_BLOCK, PDL=overlap()["PDL"],
+        )  # fmt: skip
+    return out
+
+
+# ---- who guesses what ----
+
+
+@triton.jit(do_not_specialize=["num_rows", "most"])
+def _allot_kernel(
+    slots, length, limit, paged, speculates, target, its_length, num, num_rows, most,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)
+    start = tl.load(length + slot)
+    room = tl.minimum(tl.load(limit + slot) - start - 2, tl.load(paged + slot) - start - 1)
+    is_wanted = (tl.load(speculates + slot) > 0) & (start >= tl.load(target + slot))
+    room = tl.minimum(tl.maximum(room, 0), most)
+    tl.store(its_length + row, start, mask=row < num_rows)
+    tl.store(num + row, tl.where(is_wanted, room, 0), mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_aims", "stride", "behind"])
+def _aim_kernel(
+    slots, length, num, wanted, places, after, num_rows, num_aims, stride, behind,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    aim = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = aim < num_aims
+    step, row = aim // num_rows, aim % num_rows
+    is_real = inside & (step < tl.load(num + row, mask=inside, other=0))
+    slot = tl.load(slots + row, mask=is_real, other=0)
+    newest = tl.load(length + row, mask=is_real, other=0) + step
+    at = step * stride + row
+    tl.store(wanted + at, slot, mask=inside)
+    tl.store(places + at, tl.where(slot > 0, newest - behind, 0), mask=inside)
+    tl.store(after + at, tl.where(slot > 0, newest + 1, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "token_stride"])
+def _note_kernel(
+    slots, positions, ids, tokens, num_rows, token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    may_follow(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0).to(tl.int64)
+    position = tl.load(positions + row, mask=slot > 0, other=0)
+    token = tl.load(ids + row, mask=slot > 0, other=0)
+    tl.store(tokens + slot * token_stride + position, token, mask=slot > 0)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def _recall_kernel(
+    slots, length, num, tokens, num_found, columns,
+    STEPS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row. From the end of what is known to its begin, or until no match could be better."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    newest, wanted = tl.load(length + row), tl.load(num + row)
+    known = tokens + slot * columns
+    best = tl.full([], -1, tl.int32)  # the score of a match, and then its place
+    first = tl.where((slot > 0) & (wanted > 0), (newest - 1) // BLOCK * BLOCK, -1)
+    while (first >= 0) & (best < LONGEST * columns):
+        place = first + tl.arange(0, BLOCK)
+        is_match = place < newest
+        score = tl.zeros([BLOCK], tl.int32)
+        for back in tl.static_range(LONGEST):
+            is_match = is_match & (place >= back)
+            there = tl.load(known + place - back, mask=is_match, other=0)
+            is_match = is_match & (there == tl.load(known + tl.maximum(newest - back, 0)))
+            score += is_match.to(tl.int32)
+        rank = tl.where(score >= SHORTEST, score * columns + place, -1)
+        best = tl.maximum(best, tl.max(rank, axis=0))
+        first -= BLOCK
+    found = tl.where(best >= 0, wanted, 0)
+    tl.store(num_found + row, found)
+    # past the newest token its guesses are what is known, over and over
+    at, step = best % columns, tl.arange(0, STEPS)
+    period = tl.maximum(newest - at, 1)
+    ids = tl.load(known + at + 1 + step % period, mask=step < found, other=0)
+    tl.store(known + newest + 1 + step, ids, mask=step < found)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _close_draft_kernel(
+    slots, length, num, num_drafts, drafted_at, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    may_follow(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_writer(PDL)
+    slot = tl.load(slots + row, mask=row < num_rows, other=0)
+    is_real = slot > 0
+    tl.store(num_drafts + slot, tl.load(num + row, mask=is_real, other=0), mask=is_real)
+    tl.store(drafted_at + slot, tl.load(length + row, mask=is_real, other=0), mask=is_real)
+
+
+@triton.jit
+def _spread_kernel(
+    logits, draft_of, out, vocab, logits_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    may_follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    draft = tl.load(draft_of + token, mask=token < vocab, other=-1)
+    wait_for_writer(PDL)
+    source = logits + row * logits_stride + draft
+    value = tl.load(source, mask=draft >= 0, other=float("-inf"))
+    tl.store(out + row * vocab + token, value, mask=token < vocab)
+
+
+def allot(
+    slots: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    paged: Tensor,
+    speculates: Tensor,
+    target: Tensor,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    num_rows, (its_length, num) = len(slots), aligned(2, len(slots), slots).unbind()
+    launch(
+        _allot_kernel, (triton.cdiv(num_rows, ITEMS),),
+        slots, length, limit, paged, speculates, target, its_length, num, num_rows, most,
+        BLOCK=ITEMS, num_warps=1,
+    )  # fmt: skip
+    return its_length, num
+
+
+def aim(slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+    num_rows, num_aims = len(slots), steps * len(slots)
+    aims = Aims(*aligned(3 * steps, num_rows, slots).view(3, steps, num_rows).unbind())
+    launch(
+        _aim_kernel, (triton.cdiv(num_aims, ITEMS),),
+        slots, length, num, *aims, num_rows, num_aims, aims.slots.stride(0), behind,
+        BLOCK=ITEMS, num_warps=1,
+    )  # fmt: skip
+    return aims
+
+
+def note(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+    num_rows = len(slots)
+    launch(
+        _note_kernel, (triton.cdiv(num_rows, ITEMS),),
+        slots, positions, ids, tokens, num_rows, tokens.stride(0),
+        BLOCK=ITEMS, num_warps=1, **overlap(),
+    )  # fmt: skip
+
+
+def recall(
+    slots: Tensor,
+    length: Tensor,
+    num: Tensor,
+    tokens: Tensor,
+    steps: int,
+    shortest: int,
+    longest: int,
+) -> Tensor:
+    num_found = torch.empty_like(num)
+    launch(
+        _recall_kernel, (len(slots),), slots, length, num, tokens, num_found, tokens.stride(0),
+        STEPS=triton.next_power_of_2(steps), SHORTEST=shortest, LONGEST=longest,
+        BLOCK=SEARCHED_BLOCK,
+    )  # fmt: skip
+    return num_found
+
+
+def close_draft(
+    slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
+) -> None:
+    num_rows = len(slots)
+    launch(
+        _close_draft_kernel, (triton.cdiv(num_rows, ITEMS),),
+        slots, length, num, num_drafts, drafted_at, num_rows,
+        BLOCK=ITEMS, num_warps=1, **overlap(),
+    )  # fmt: skip
+
+
+def spread(logits: Tensor, draft_of: Tensor) -> Tensor:
+    rows, vocab = len(logits), len(draft_of)
+    out = logits.new_empty(rows, vocab)
+    launch(
+        _spread_kernel, (rows, triton.cdiv(vocab, SPREAD_BLOCK)),
+        logits, draft_of, out, vocab, logits.stride(0), BLOCK=SPREAD_BLOCK, **overlap(),
+    )  # fmt: skip
+    return out

@@ -1,1 +1,0 @@
-"""Who runs next: requests in, steps out."""

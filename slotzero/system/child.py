@@ -1,0 +1,51 @@
+"""Processes of ours that end when the one that started them does, however that ends.
+
+Each has a pipe on standard input on which nothing is ever said; its end is the parent's.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+FOLLOWER, ENGINE = "slotzero.executor.follower", "slotzero.server.process"
+GRAMMARS = "slotzero.grammars.fork_server"
+
+
+def start(
+    module: str, words: Sequence[str], fds: Sequence[int], env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """`python -m MODULE WORDS`, which calls end_with_parent."""
+    # -P and the path: it imports what we would, wherever we happen to stand
+    path = {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *words],
+        pass_fds=fds,
+        stdin=subprocess.PIPE,
+        env={**os.environ, **path, **env},
+    )
+
+
+def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Lets go of its pipe, and waits; -> how it ended"""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        return process.wait(timeout=max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def end_with_parent() -> None:
+    threading.Thread(target=_await_end, daemon=True).start()
+
+
+def _await_end() -> None:
+    os.read(0, 1)
+    os._exit(0)
+
+
+def ending(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"

@@ -1,0 +1,270 @@
+"""Text to token ids and back, and the model's way of writing a conversation.
+
+It does not know models or requests, and not torch: a command that only counts tokens starts fast.
+
+The rule: text that the chat template wrote holds its special tokens already, so it is encoded with
+`add_special_tokens=False`; anything else is encoded with them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from slotzero.errors import CorruptCheckpointError, RequestError, TokenizerMissingError
+from slotzero.system.json_file import read_json_if_there
+from slotzero.text.chat_template import NOT_BOTH, render_chat, render_unfinished
+from slotzero.text.gguf_tokenizer import gguf_tokenizer, token_text
+
+SPECIAL_KINDS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_HALF = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character (yet)
+_CONTEXT_LEN = 8
+_MAX_WINDOW_LEN = 24
+_BYTES_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@final
+class Tokenizer:
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        tool_template: str | None = None,
+    ) -> None:
+        """`special_tokens`: from `bos_token`, `eos_token` ... to their texts, as templates see
+        them. `tool_template` is used in place of `chat_template` when a request has tools."""
+        backend.no_truncation()  # some files carry the limits of a training run
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens)
+        self._tool_template = tool_template
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self._special_ids = frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.byte_ids = _fallback_byte_ids(backend)
+
+    @classmethod
+    def from_folder(cls, path: Path) -> "Tokenizer":
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise TokenizerMissingError(
+                f"{file} is missing; download it, or write it with AutoTokenizer.save_pretrained"
+            )
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise CorruptCheckpointError(f"{file} is broken ({error}); download it again") from None
+        config = read_json_if_there(path / "tokenizer_config.json")
+        templates = _folder_templates(path, config)
+        return cls(
+            backend,
+            {kind: text for kind in SPECIAL_KINDS if (text := _content(config.get(kind)))},
+            templates.get("default"),
+            templates.get("tool_use"),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> "Tokenizer":
+        backend = gguf_tokenizer(metadata)
+        kinds = zip(SPECIAL_KINDS, ("bos", "eos", "unknown", "padding"), strict=True)
+        return cls(
+            backend,
+            {kind: text for kind, key in kinds if (text := token_text(metadata, key))},
+            metadata.get("tokenizer.chat_template"),
+            metadata.get("tokenizer.chat_template.tool_use"),
+        )
+
+    @classmethod
+    def bytes_tokenizer(cls) -> "Tokenizer":
+        """One token for each byte (its id is the byte), then <bos> 256, <eos> 257, <pad> 258."""
+        backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens(
+            [AddedToken(text, normalized=False) for text in ("<bos>", "<eos>", "<pad>")]
+        )
+        backend.post_processor = TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 256)]
+        )
+        special_tokens = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+        return cls(backend, special_tokens, _BYTES_TEMPLATE)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode("utf-8")  # JSON may hold half of a surrogate pair, which is no text
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has half a character at position {error.start}; send valid Unicode"
+            ) from None
+        # as a batch of one: that lets other threads run meanwhile, and a long text takes a second
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as text; further arguments are for the template. With
+        `continue_final_message` the text ends where the last message does, so that the model goes
+        on with it, rather than with a message of its own."""
+        if tokenize:
+            raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(f"continue_final_message: {NOT_BOTH}")
+        template = self.tool_template if tools else self.chat_template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: send a plain prompt, or give one with "
+                "--chat-template"
+            )
+        own = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        render = render_unfinished if continue_final_message else render_chat
+        return render(template, {**self.special_tokens, **own, **kwargs})
+
+    def set_chat_template(self, template: str) -> None:
+        """Use it for every request, those with tools included."""
+        self.chat_template, self._tool_template = template, None
+
+    def to_json(self) -> str:
+        """As tokenizer.json has it."""
+        text: str = self._backend.to_str()
+        return text
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of requests that have tools."""
+        return self._tool_template or self.chat_template
+
+    def first_difference(
+        self, other: "Tokenizer", num_ids: int
+    ) -> tuple[int, str | None, str | None] | None:
+        """The lowest of so many token ids that has another text there, and its texts here and
+        there; one that is no token has none."""
+        for index in range(num_ids):
+            ours, theirs = self._backend.id_to_token(index), other._backend.id_to_token(index)
+            if ours != theirs:
+                return index, ours, theirs
+        return None
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Models have more rows than their tokenizer has tokens; those rows have no text."""
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self._backend.id_to_token(token_id) is not None
+
+    def _special_id(self, kind: str) -> int | None:
+        text = self.special_tokens.get(kind)
+        index: int | None = self._backend.token_to_id(text) if text is not None else None
+        return index
+
+
+@final
+class Detokenizer:
+    """Token ids to text while they arrive. It does not know when that ends: `flush` is called then.
+
+    The rule: all texts of `push`, then `flush`, joined, are `decode` of all ids, and no text of
+    `push` ends in half a character. Decoding everything again would cost more with each token, so a
+    window of the latest tokens is decoded: [context: its text was returned][new]. The context is
+    there because decoders look back: the first word loses its space, and a character may span
+    tokens. UTF-8 finds its step again after four bytes, and a token of the window has at least one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._num_given = 0  # the first characters of the window's text that were returned
+
+    def push(self, token_id: int) -> str:
+        if not self._tokenizer.has_text(token_id, skip_special_tokens=self._skip):
+            return ""
+        self._window.append(token_id)
+        if token_id in self._tokenizer.byte_ids:
+            return ""  # a later byte can change what the run of bytes before it is read as
+        text = self._decode()
+        num_final = len(text) - text.endswith(_HALF)
+        new = text[self._num_given : num_final]
+        self._num_given = num_final
+        if len(self._window) > _MAX_WINDOW_LEN:
+            self._slide(num_held=len(text) - num_final)
+        return new
+
+    def held(self) -> str:
+        """What bytes that are held back are read as, unless more of them come."""
+        if not self._window or self._window[-1] not in self._tokenizer.byte_ids:
+            return ""
+        return self._decode()[self._num_given :]
+
+    def flush(self) -> str:
+        rest = self._decode()[self._num_given :]
+        self._window, self._num_given = [], 0
+        return rest
+
+    def _slide(self, num_held: int) -> None:
+        self._window = self._window[-_CONTEXT_LEN:]
+        self._num_given = len(self._decode()) - num_held
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+
+def _content(token: Any) -> str | None:
+    """tokenizer_config.json writes a token as its text or as an object around it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """A file of its own, or an entry: one template, or a list of named ones."""
+    file = path / "chat_template.jinja"
+    stored = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    if isinstance(stored, list):
+        return {entry["name"]: entry["template"] for entry in stored}
+    return {"default": stored} if stored else {}
+
+
+def byte_letters() -> dict[str, int]:
+    """Byte-level BPE writes each byte as a letter: itself where that can be seen, else one of the
+    letters from 256 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {chr(byte): byte for byte in visible}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+def _fallback_byte_ids(backend: Backend) -> frozenset[int]:
+    """Ids of <0x00> ... <0xFF> where the decoder reads them as bytes (SentencePiece models)."""
+    found = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    letter = found[ord("A")]
+    if letter is None or backend.decode([letter]) != "A":
+        return frozenset()
+    return frozenset(index for index in found.values() if index is not None)

@@ -1,0 +1,61 @@
+"""How many tokens a step of greedy decoding would gain with a head, measured without decoding.
+
+It needs sequences that are the target's own greedy text. Then a draft is right when it equals the
+token that is there, and while all drafts before were right, the true tokens are the drafted ones.
+
+The rule: places are weighed as decoding meets them. Places that follow long runs of right drafts
+are stepped over, so the mean over all places would be too high.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slotzero.errors import ConfigError
+from slotzero.training.head import EagleHead
+from slotzero.training.loss import Target
+from slotzero.training.samples import Batch, Sample, whole_batches
+
+
+def check_walkable(what: str, samples: Sequence[Sample]) -> None:
+    if all(len(sample.tokens) - sample.first < 2 for sample in samples):
+        raise ConfigError(f"{what}: no answer has two tokens, so there is nothing to draft")
+
+
+@torch.no_grad()
+def acceptance_len(
+    head: EagleHead, target: Target, samples: Sequence[Sample], num_drafts: int, batch_tokens: int
+) -> float:
+    """Tokens that a step emits in the mean, the target's own included: from 1 to num_drafts + 1."""
+    emitted: list[int] = []
+    for group, batch in whole_batches(samples, batch_tokens, target.lm_head.device):
+        accepted = num_accepted(head, target, batch, num_drafts).tolist()  # walked on the host
+        for i, row in zip(group, accepted, strict=True):
+            emitted += walk(row, samples[i].first, len(samples[i].tokens))
+    return sum(emitted) / len(emitted)
+
+
+def num_accepted(head: EagleHead, target: Target, batch: Batch, num_drafts: int) -> Tensor:
+    """[batch, places]: how many drafts of the chain that begins there are right."""
+    is_right = torch.ones_like(batch.wanted)
+    count = torch.zeros_like(batch.tokens)
+    unrolled = head.unroll(target.embedding, batch.tokens, batch.features, num_drafts)
+    for s, hidden in enumerate(unrolled):
+        rows, starts = batch.wanted[:, s + 2 :].nonzero(as_tuple=True)
+        hit = torch.zeros_like(is_right)
+        drafted = target.drafted(hidden[rows, starts])
+        hit[rows, starts] = drafted == batch.tokens[rows, starts + s + 2]
+        is_right &= hit
+        count += is_right
+    return count
+
+
+def walk(accepted: Sequence[int], first: int, num_tokens: int) -> list[int]:
+    """What each step emits. Place p has seen token p + 1 and drafts from token p + 2 on."""
+    emitted = []
+    place = first - 1  # the prompt's own step brought the answer's first token
+    while place + 2 < num_tokens:
+        emitted.append(accepted[place] + 1)
+        place += emitted[-1]
+    return emitted
