@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 from slotzero.errors import ConfigError
-from slotzero.speculative.shape import TreeShape
+from slotzero.tree_shape import TreeShape
 
 DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")

@@ -6,8 +6,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slotzero.certify.start import start_engine
 from slotzero.config import DEFAULT_MODEL, EngineConfig
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Answer
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.interrupt import uninterrupted
@@ -137,7 +138,7 @@ class LLM:
         config = EngineConfig(model=model, **settings)
         if config.skip_tokenizer_init and config.chat_template is not None:
             raise ConfigError("chat_template: not with skip_tokenizer_init, drop one")
-        self.engine = Engine(config)
+        self.engine = start_engine(config)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:

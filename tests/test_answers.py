@@ -16,6 +16,7 @@ from slotzero.certify.answers import AnswerCheck
 from slotzero.certify.live import LiveSanitizer
 from slotzero.certify.recompute import Disagreement, Recomputation
 from slotzero.certify.stage import bounds_of
+from slotzero.certify.start import start_engine
 from slotzero.certify.traffic import TRAFFIC_FAULTS, TrafficFault, mutate_traffic
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Answer, Engine
@@ -44,7 +45,7 @@ def engine_of(family: str, shape: str = "wide", drafter: str = "", **more: Any) 
     if drafter:
         wanted |= {"speculative": drafter, "speculative_steps": 3, "speculative_adaptive": False}
         wanted["kv_cache_memory"] *= 2
-    return Engine(EngineConfig(**wanted))
+    return start_engine(EngineConfig(**wanted))
 
 
 def sanitizer_of(engine: Engine) -> LiveSanitizer:

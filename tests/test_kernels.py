@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from slotzero.errors import ContractError
 from slotzero.kernels.cpu.kernels import CpuKernels
-from slotzero.kernels.places import MAX_PLACES
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.torch_ops import ComposedKernels
 from slotzero.kernels.types import (
@@ -32,6 +31,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.tree_shape import MAX_PLACES
 
 REFERENCE = ReferenceKernels()
 EPS = 1e-5

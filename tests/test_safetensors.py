@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slotzero import LLM, SamplingParams
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.checkpoint.dummy import DummyCheckpoint, tensor_seed
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.checkpoint.tiny import TINY_CONFIGS, tiny_names
@@ -23,6 +22,7 @@ from slotzero.errors import (
     TokenizerMissingError,
     UnsupportedModelError,
 )
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.params import expected_tensors
 from slotzero.text.tokenizer import Tokenizer
 

@@ -18,6 +18,7 @@ from traffic import NUM_PAGES, draw_batch, engine_of, send, settings_of
 from slotzero.certify import live
 from slotzero.certify.compare import first_difference
 from slotzero.certify.live import LiveSanitizer
+from slotzero.certify.start import start_engine
 from slotzero.cli import flags
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
@@ -451,7 +452,7 @@ DRAFTING_FAULTS = [
 def test_a_fault_of_a_drafting_runner_is_named(
     which: str, how: Damage, check: str, tensor: str
 ) -> None:
-    engine = Engine(EngineConfig(**settings_with("llama", "wide", "eagle3"), backend="eager"))
+    engine = start_engine(EngineConfig(**settings_with("llama", "wide", "eagle3"), backend="eager"))
     good = ask(engine, [PROMPTS])
     sanitizer = watch(engine, "fallback")
     damage(engine, how, getattr(engine.worker.cycles[4], which))
@@ -492,7 +493,7 @@ def test_no_alarm_is_false_where_drafts_are_verified(
 ) -> None:
     more = {"sanitize": "full", "sanitize_action": "raise", "speculative_adaptive": is_adaptive}
     watched, plain = (
-        Engine(EngineConfig(**{**settings_with(family, shape, of), **with_}, backend="eager"))
+        start_engine(EngineConfig(**{**settings_with(family, shape, of), **with_}, backend="eager"))
         for of, with_ in ((drafter, more), (None, {}))
     )
     rng = random.Random(drafter)

@@ -22,6 +22,7 @@ import pytest
 from served import SETTINGS
 
 from slotzero import LLM, SamplingParams
+from slotzero.certify.start import start_engine
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import (
@@ -553,7 +554,9 @@ def test_an_engine_says_how_far_loading_is() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         told = process.LoadingReport(process.Outbox(ours))
-        engine = Engine(EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), told=told)
+        engine = start_engine(
+            EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), told=told
+        )
         ours.shutdown(socket.SHUT_WR)
         data = b"".join(iter(lambda: theirs.recv(1 << 20), b""))
     heard: list[Any] = Frames(FromEngine).feed(data)
@@ -745,7 +748,7 @@ class Desk:
     def __init__(self, **more: Any) -> None:
         self.ours, self.theirs = socket.socketpair()
         self.theirs.setblocking(False)
-        self.engine = Engine(EngineConfig(**SETTINGS | more))
+        self.engine = start_engine(EngineConfig(**SETTINGS | more))
         self.inbox: process.Inbox = queue.SimpleQueue()
         self.outbox = process.Outbox(self.ours)
         self.loop = process.EngineLoop(self.engine, self.inbox, self.outbox)

@@ -11,7 +11,7 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.types import Front, Guesses, Rows, Tokens
 from slotzero.sampling.params import MAX_LOGPROBS, SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
-from slotzero.speculative.shape import TreeShape
+from slotzero.tree_shape import TreeShape
 
 KERNELS = ReferenceKernels()
 NUM_SLOTS, PAGE, LAYERS = 5, 4, 2

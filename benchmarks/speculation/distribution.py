@@ -27,8 +27,8 @@ from slotzero.checkpoint.tiny import tiny_names
 from slotzero.config import BACKENDS, DRAFTERS, EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.sampling.params import SamplingParams
-from slotzero.speculative.shape import places_ahead
 from slotzero.system.progress import prompts_bar
+from slotzero.tree_shape import places_ahead
 
 NUM_TOKENS = 3
 LEAST_P = 0.01

@@ -13,8 +13,8 @@ from typing import Any
 from slotzero.bench import hardware
 from slotzero.bench.timeline import Timeline, measure
 from slotzero.bench.workloads import Workload, WorkloadSpec
+from slotzero.certify.start import start_engine
 from slotzero.config import EngineConfig
-from slotzero.engine.engine import Engine
 from slotzero.errors import ConfigError
 from slotzero.executor.worker import choose_backend
 from slotzero.graph.runner import Counts
@@ -33,7 +33,7 @@ class Session:
         self.read_bandwidth = hardware.read_bandwidth(device)  # before the engine takes the memory
         self._shows_progress = config.show_progress
         start = time.perf_counter()
-        self.engine = Engine(config)
+        self.engine = start_engine(config)
         self.record_seconds = self.engine.recording_seconds
         self.load_seconds = time.perf_counter() - start - self.record_seconds
         self._before = self._counts()

@@ -98,6 +98,10 @@ class LiveSanitizer(Observer):
                 self._fall_back(runner, memory, violations[0])
             runner.replay(key)
 
+    @property
+    def is_pending(self) -> bool:
+        return self.answers.is_pending
+
     def committed(self, finished: Sequence[Request]) -> None:
         """The engine has committed a step, in which these requests ended."""
         is_due = self._num_commits % self._every == 0

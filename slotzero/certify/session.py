@@ -11,7 +11,9 @@ from slotzero.certify.mutants import Mutant, mutate
 from slotzero.certify.report import CHECKS, Cell, Certificate
 from slotzero.certify.stage import bounds_of, staged
 from slotzero.certify.traffic import mutate_traffic
+from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
+from slotzero.executor.rank_group import Crew
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ class Session:
         if engine.worker.ranks.any(not self.certificate.passed):
             return []
         return [*mutate(engine, seen), *mutate_traffic(engine, seen)]
+
+
+def certify_rank(config: EngineConfig, crew: Crew, is_quick: bool, with_mutants: bool) -> Findings:
+    """Certify the part of the model that a rank other than the first holds."""
+    session = Session(Engine(replace(config, show_progress=False), crew), config.model, is_quick)
+    certificate = session.certify()
+    return Findings(certificate, session.mutate() if with_mutants else None)
 
 
 def joined(findings: Sequence[Findings]) -> Findings:

@@ -13,8 +13,8 @@ from typing import Any, final
 
 import torch
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.errors import CorruptCheckpointError
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.params import expected_tensors
 from slotzero.text.tokenizer import Tokenizer
 

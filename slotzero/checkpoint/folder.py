@@ -16,7 +16,6 @@ from typing import Any, final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slotzero.checkpoint.checkpoint import Checkpoint, Part
 from slotzero.checkpoint.text_part import text_config
 from slotzero.errors import (
     CorruptCheckpointError,
@@ -24,6 +23,7 @@ from slotzero.errors import (
     RequestError,
     UnsupportedModelError,
 )
+from slotzero.models.checkpoint import Checkpoint, Part
 from slotzero.models.config import DEQUANTISED, quantisation_of
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.json_file import read_json, read_json_if_there, token_ids

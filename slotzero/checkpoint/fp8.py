@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Checkpoint, Shown
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
+from slotzero.models.checkpoint import Checkpoint, Shown
 
 SCALES = "_scale_inv"
 BLOCK = 128

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.checkpoint.gguf_header import BLOCK_TYPES, StoredTensor, map_file, parse_header
 from slotzero.checkpoint.gguf_names import (
     ROPE_FACTORS,
@@ -29,6 +28,7 @@ from slotzero.checkpoint.gguf_names import (
     llama3_scaling,
 )
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.text.tokenizer import Tokenizer
 
 Bytes = npt.NDArray[np.uint8]

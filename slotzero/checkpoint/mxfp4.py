@@ -10,8 +10,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Shown
 from slotzero.errors import CorruptCheckpointError
+from slotzero.models.checkpoint import Shown
 
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero

@@ -16,7 +16,6 @@ import re
 from functools import partial
 from pathlib import Path
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.checkpoint.dummy import DummyCheckpoint
 from slotzero.checkpoint.folder import (
     FolderCheckpoint,
@@ -31,6 +30,7 @@ from slotzero.checkpoint.text_part import TEXT, TextCheckpoint
 from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import family_of, quantisation_of
 from slotzero.text.tokenizer import Tokenizer
 

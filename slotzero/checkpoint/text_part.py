@@ -9,8 +9,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Checkpoint, Part, Shown
 from slotzero.errors import UnsupportedModelError
+from slotzero.models.checkpoint import Checkpoint, Part, Shown
 
 TEXT_MODELS: Mapping[str, str] = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
 OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")  # said once for all parts

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +102,13 @@ def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfi
 def _findings(
     config: EngineConfig, is_quick: bool, with_mutants: bool
 ) -> "tuple[Certificate, list[Mutant] | None]":
-    from slotzero.certify.session import Findings, Session, joined
+    from slotzero.certify.session import Findings, Session, certify_rank, joined
     from slotzero.engine.engine import Engine
     from slotzero.executor.rank0 import alike
     from slotzero.system.progress import certify_bar
 
-    with alike(config, {"is_quick": is_quick, "with_mutants": with_mutants}) as crew:
+    task = partial(certify_rank, is_quick=is_quick, with_mutants=with_mutants)
+    with alike(config, task) as crew:
         session, mutants = Session(Engine(config, crew), config.model, is_quick), None
         bar = certify_bar(config.show_progress, session.num_cells)
         with bar as tried, crew.watched("certifying"):

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from slotzero.config import EngineConfig
 from slotzero.engine.dp_schedulers import Lanes
 from slotzero.engine.output_text import Transcript
 from slotzero.engine.scheduler import Scheduler, SchedulerConfig
-from slotzero.errors import CapacityError, RequestError, TokenizerMissingError
+from slotzero.errors import CapacityError, ConfigError, RequestError, TokenizerMissingError
 from slotzero.executor.rank0 import muster
 from slotzero.executor.rank_group import Crew
 from slotzero.executor.worker import Results, RowLogprobs, Worker
@@ -39,9 +39,6 @@ from slotzero.system.interrupt import uninterrupted
 from slotzero.system.progress import Told, not_told, recording_bar, weights_bar
 from slotzero.text.chat_template import read_template
 from slotzero.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from slotzero.certify.live import LiveSanitizer
 
 MOST_UNCUT = 24  # tokens; of a tree that is cut by less the policy learns too, or never would
 MASK_GRACE = 0.005  # seconds that a step waits for the masks of the tokens that it commits
@@ -88,12 +85,30 @@ class Answer:
         return self.transcript.text if self.transcript else ""
 
 
+class Watcher(Protocol):
+    """Checks on live traffic."""
+
+    steps_watched: int
+    violations: int
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a check of earlier answers is to be continued."""
+
+    def committed(self, finished: Sequence[Request]) -> None:
+        """A step was committed, in which these requests ended."""
+
+
 class Engine:
     def __init__(
-        self, config: EngineConfig, crew: Crew | None = None, told: Told = not_told
+        self,
+        config: EngineConfig,
+        crew: Crew | None = None,
+        told: Told = not_told,
+        watch: "Callable[[Engine], Watcher] | None" = None,
     ) -> None:
         """`crew`: of ranks that are there already, and all do what this one does. `told` is told
-        how far loading is."""
+        how far loading is. `watch` attaches the live checks, see certify/start.py."""
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
@@ -159,11 +174,9 @@ class Engine:
         self._max_in_flight = 1 if self.worker.overlaps else 0  # between two calls of `step`
         self.lock = threading.RLock()
         """Held by every call that changes requests; hold it to read answers while others step."""
-        self.sanitizer: LiveSanitizer | None = None
-        if config.sanitize != "off":
-            from slotzero.certify.live import attach
-
-            self.sanitizer = attach(self, config)
+        if config.sanitize != "off" and watch is None:
+            raise ConfigError("sanitize: build this engine by slotzero.certify.start.start_engine")
+        self.sanitizer = watch(self) if watch is not None else None
 
     def add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Answer:
         """Queues one request (n is for the caller); raises RequestError, disturbing nobody. A
@@ -233,7 +246,7 @@ class Engine:
                 elif step is None and not grown and self._grammars.is_busy:
                     self._grammars.poll(IDLE_WAIT)
                 if self.sanitizer is not None and (
-                    is_due or grown or (step is None and self.sanitizer.answers.is_pending)
+                    is_due or grown or (step is None and self.sanitizer.is_pending)
                 ):
                     self.sanitizer.committed([a.request for a in grown if a.finished])
             except BaseException as error:

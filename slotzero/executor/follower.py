@@ -2,7 +2,7 @@
 outpost.py on another machine.
 
 It loads its part of the model, records the same sizes, and then does what it is told until its
-connection ends; or it certifies its part, and reports. Where it has requests of its own, it sends
+connection ends; or it does one task, and reports. Where it has requests of its own, it sends
 what it sampled. Signals to stop are for rank 0 to judge, so it ignores them.
 """
 
@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,6 @@ from slotzero.errors import SlotzeroError
 from slotzero.system.child import end_with_parent
 
 if TYPE_CHECKING:
-    from slotzero.certify.session import Findings
-    from slotzero.config import EngineConfig
-    from slotzero.executor.rank_group import Crew
     from slotzero.executor.worker import Worker
     from slotzero.graph.transfer import Arriving
 
@@ -57,7 +53,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     how = config.enable_expert_parallel, config.enable_dp_attention
     crew = Crew(meeting.join(rank, device, *how))
     if task is not None:
-        connection.send(_certified(config, crew, **task))
+        connection.send(task(config, crew))
         return
     checkpoint = open_checkpoint(config.model, config.load_format)
     worker = Worker(config, checkpoint, lambda done, total: None, crew)
@@ -89,17 +85,6 @@ def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[
     except BaseException as error:  # a rank that is mute is worse than one that is gone
         print(f"what was sampled could not be sent: {error}", file=sys.stderr, flush=True)
         os._exit(1)
-
-
-def _certified(
-    config: "EngineConfig", crew: "Crew", is_quick: bool, with_mutants: bool
-) -> "Findings":
-    from slotzero.certify.session import Findings, Session
-    from slotzero.engine.engine import Engine
-
-    session = Session(Engine(replace(config, show_progress=False), crew), config.model, is_quick)
-    certificate = session.certify()
-    return Findings(certificate, session.mutate() if with_mutants else None)
 
 
 if __name__ == "__main__":

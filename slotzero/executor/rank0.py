@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, final
 
@@ -35,7 +35,11 @@ PATIENCE = 5.0  # seconds in which a rank that broke a collective has ended, and
 THREADS = "OMP_NUM_THREADS"
 
 
-def muster(config: EngineConfig, model: ModelConfig, task: Mapping[str, Any] | None = None) -> Crew:
+RankTask = Callable[[EngineConfig, Crew], Any]
+"""What a rank does by itself instead of waiting for steps; its result is the rank's report."""
+
+
+def muster(config: EngineConfig, model: ModelConfig, task: RankTask | None = None) -> Crew:
     """What of the model cannot be split is refused before anybody is started."""
     size = config.tensor_parallel_size
     if config.executor == "ray":
@@ -73,7 +77,7 @@ def muster(config: EngineConfig, model: ModelConfig, task: Mapping[str, Any] | N
 
 
 @contextlib.contextmanager
-def alike(config: EngineConfig, task: Mapping[str, Any]) -> Iterator[Crew]:
+def alike(config: EngineConfig, task: RankTask) -> Iterator[Crew]:
     """Ranks that all certify, without being told of steps."""
     checkpoint = open_checkpoint(config.model, config.load_format)
     crew = muster(config, parse_config(checkpoint.config), task)
@@ -85,9 +89,7 @@ def alike(config: EngineConfig, task: Mapping[str, Any]) -> Iterator[Crew]:
 
 @final
 class Leader(Wired):
-    def __init__(
-        self, config: EngineConfig, device: torch.device, task: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device, task: RankTask | None) -> None:
         """`task`: what the others do by themselves; None: they wait for orders."""
         super().__init__(ALONE, {}, config.rank_timeout)
         self._task = task

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.config import DTYPES, EngineConfig
 from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CapacityError, ConfigError, ContractError
@@ -27,6 +26,7 @@ from slotzero.graph.runner import Record
 from slotzero.graph.transfer import Arriving, Download
 from slotzero.kernels.contract import kernels_for
 from slotzero.kernels.types_recurrent import States
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import FULL, KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.rope import frequencies
@@ -42,9 +42,9 @@ from slotzero.runners.results import ResultRing
 from slotzero.speculative.build import Prepared, Target, prepare_drafter
 from slotzero.speculative.drafter import MOST_PENDING, Drafter
 from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED, PATH, VERIFIED
-from slotzero.speculative.shape import places_ahead
 from slotzero.speculative.speculation import Cycle, Speculation, speculation_tables
 from slotzero.step import Step
+from slotzero.tree_shape import places_ahead
 
 MOST_RECORDED = 8192  # tokens of a recorded prefill; beyond, launches hide behind the work
 FEW_ROWS = 8  # a recorded prefill has rows for so many, or for all

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.places import MAX_PLACES
 from slotzero.kernels.torch_ops import ComposedKernels
 from slotzero.kernels.types import Branches, Heads
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
+from slotzero.tree_shape import MAX_PLACES
 
 
 class ReferenceKernels(ComposedKernels):

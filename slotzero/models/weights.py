@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.param import Param, Stored
 from slotzero.models.params import ahead_prefixes, params_of, unread_tensors

@@ -26,12 +26,34 @@ offers, and those before it.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from slotzero.errors import PoolError
 from slotzero.pools.pages import KvPool
 from slotzero.pools.prefix import Lookup, PrefixCache
-from slotzero.request import Request
+
+
+class PageHolder(Protocol):
+    """What the ledger reads and writes of a request; request.py says what each field means."""
+
+    pages: list[list[int]]
+    lookup: Lookup | None
+    num_paged: int
+    num_computed: int
+    num_cached: int
+    num_found: int
+    num_behind: int
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> list[int]: ...
 
 
 class PageChange(NamedTuple):
@@ -86,7 +108,7 @@ class PageLedger:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def admit(self, request: Request, budget: int, spare: int = 0) -> bool:
+    def admit(self, request: PageHolder, budget: int, spare: int = 0) -> bool:
         """Pages, found or fresh, if `spare` of each group then remain for others: of whole groups
         for every known token, of windowed ones for the first chunk, of at most `budget` tokens."""
         lookup = self._look_up(request)
@@ -120,7 +142,7 @@ class PageLedger:
         return True
 
     def grow(
-        self, request: Request, num_tokens: int, num_stored: int | None = None
+        self, request: PageHolder, num_tokens: int, num_stored: int | None = None
     ) -> list[PageChange] | None:
         """Pages to compute positions [num_stored, num_tokens), by default from num_computed; the
         ones before the window are let go. None, and nothing changed, if there are too few."""
@@ -147,19 +169,19 @@ class PageLedger:
         self._set_num_paged(request, start, num_tokens)
         return changes
 
-    def remember(self, request: Request) -> None:
+    def remember(self, request: PageHolder) -> None:
         """Let later requests find what this one has computed while it goes on."""
         if self.enable_prefix_caching:
             self.cache.insert(self._cacheable(request), request.pages)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: PageHolder) -> None:
         """The request lets go of all its pages; the full ones stay findable until evicted."""
         tokens = self._cacheable(request) if self.enable_prefix_caching else []
         self.cache.release(tokens, request.pages)
         request.pages = []
         request.num_paged = request.num_computed = request.num_behind = 0
 
-    def check(self, requests: Iterable[Request]) -> None:
+    def check(self, requests: Iterable[PageHolder]) -> None:
         """Recount, given everyone who holds pages."""
         holders = list(requests)
         self.cache.check()
@@ -180,7 +202,7 @@ class PageLedger:
     def _num_available(self, group: int) -> int:
         return self.groups[group].pool.num_free + self.cache.num_evictable(group)
 
-    def _look_up(self, request: Request) -> Lookup:
+    def _look_up(self, request: PageHolder) -> Lookup:
         """What the cache has of a request that waits. Its tokens do not change meanwhile."""
         if request.lookup is not None:
             self.cache.search(request.lookup)
@@ -228,17 +250,17 @@ class PageLedger:
         pages[passed.start : passed.stop] = zeros
         return PageChange(group, passed.start, zeros)
 
-    def _set_num_paged(self, request: Request, num_stored: int, num_tokens: int) -> None:
+    def _set_num_paged(self, request: PageHolder, num_stored: int, num_tokens: int) -> None:
         """After a chunk of several tokens a window has much to let go of, so the next one asks."""
         if self._has_window and num_tokens > num_stored + 1:
             request.num_paged = num_tokens
         else:
             request.num_paged = min(map(len, request.pages)) * self.page_size
 
-    def _cacheable(self, request: Request) -> list[int]:
+    def _cacheable(self, request: PageHolder) -> list[int]:
         return request.all_token_ids[: request.num_computed - request.num_behind]
 
-    def _check_pages(self, request: Request) -> None:
+    def _check_pages(self, request: PageHolder) -> None:
         if not request.num_computed <= request.num_paged:
             raise PoolError(f"request {request.id} computed past its {request.num_paged} paged")
         for g, group in enumerate(self.groups):
@@ -261,7 +283,7 @@ class PageLedger:
         for g, pages in enumerate(request.pages):
             self._check_companions(request, g, pages)
 
-    def _check_snapshots(self, request: Request, rows: list[int], group: KvPool) -> None:
+    def _check_snapshots(self, request: PageHolder, rows: list[int], group: KvPool) -> None:
         for i, row in enumerate(rows):
             end = (i + 1) * self.page_size
             if row and end % group.interval:
@@ -271,7 +293,7 @@ class PageLedger:
             if row and end > request.num_computed and group.pool.references(row) != 1:
                 raise PoolError(f"snapshot {row} is shared, and request {request.id} will write it")
 
-    def _check_companions(self, request: Request, group: int, pages: list[int]) -> None:
+    def _check_companions(self, request: PageHolder, group: int, pages: list[int]) -> None:
         """Who owns a page of a node owns its whole pages."""
         for i, page in enumerate(pages):
             for g, companion in enumerate(self.cache.companions(group, page)):

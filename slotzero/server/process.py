@@ -361,15 +361,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine":
     try:
+        from slotzero.certify.start import start_engine
         from slotzero.config import EngineConfig
-        from slotzero.engine.engine import Engine
 
         unknown = sorted(set(settings) - {field.name for field in fields(EngineConfig)})
         if unknown:
             raise ConfigError(f"the engine has no setting {unknown[0]!r}")
         config = share.taken(EngineConfig(**settings))
         start = time.perf_counter()
-        engine = Engine(config, told=LoadingReport(outbox))
+        engine = start_engine(config, told=LoadingReport(outbox))
     except Exception as error:
         outbox.put(Failed(*_told(error)))
         outbox.flush()

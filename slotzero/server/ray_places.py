@@ -2,8 +2,8 @@
 
 Ray says where there is room; everything else is as without it. A task of ours connects to the
 server and starts the engine's process with that connection (server/process.py), and one for each
-further rank is an outpost (executor/node_agent.py) of one rank: to Ray, a task is a rank with its CPUs
-and its GPU. The tasks of an engine live as long as its process, and the next life has new ones.
+further rank is a node agent (executor/node_agent.py) of one rank: to Ray, a task is a rank with its
+CPUs and its GPU. The tasks of an engine live as long as its process; the next one has new tasks.
 
 The rules: there is room for all engines at once, or none is started and what is missing is named;
 ranks of one engine are on one machine where one has room, and engines are spread. Of a machine that

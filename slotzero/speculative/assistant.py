@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, Rows, Tokens
 from slotzero.models.assistant import BACK, CENTROIDS, JOIN, ORDER, AssistantConfig, parse_assistant
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.decoder import Decoder, KvPages
 from slotzero.models.param import Param, Source

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.checkpoint.folder import FolderCheckpoint
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import DEFAULT_MODEL, EngineConfig
@@ -16,6 +15,7 @@ from slotzero.errors import ConfigError, TokenizerMissingError, UnsupportedModel
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.models.assistant import MODEL_TYPE
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import KvGroup, ModelConfig, parse_config
 from slotzero.models.decoder import Decoder, Kind, KvPages
 from slotzero.models.rope import frequencies

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.types import Heads
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import KvGroup, ModelConfig
 from slotzero.models.rope import parse_rope
 

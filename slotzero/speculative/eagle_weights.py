@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.decoder import LAYER_WEIGHTS
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, plain_names

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from slotzero.checkpoint.checkpoint import Checkpoint
 from slotzero.errors import CorruptCheckpointError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
+from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.decoder import LAYER_WEIGHTS
 from slotzero.models.params import ahead_params

@@ -38,8 +38,8 @@ from slotzero.speculative.drafter import (
     SPECULATES,
     Drafter,
 )
-from slotzero.speculative.shape import places_ahead
 from slotzero.speculative.tree import Trees
+from slotzero.tree_shape import places_ahead
 
 VERIFIED, NUM_VERIFIED, NUM_TRIED = "verified", "num_verified", "num_tried"
 PATH = "verified_path"

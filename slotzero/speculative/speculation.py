@@ -19,8 +19,8 @@ from slotzero.speculative.drafter import (
     Guesser,
 )
 from slotzero.speculative.passes import SpeculativePasses
-from slotzero.speculative.shape import TreeShape
 from slotzero.speculative.tree import Trees, tree_tables
+from slotzero.tree_shape import TreeShape
 
 
 def speculation_tables(tree: TreeShape | None) -> tuple[TableSpec, ...]:

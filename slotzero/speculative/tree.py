@@ -12,7 +12,7 @@ from slotzero.graph import Pieces, Registry
 from slotzero.kernels.types import Guesses, Tokens
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import Guesser
-from slotzero.speculative.shape import TreeShape
+from slotzero.tree_shape import TreeShape
 
 PARENTS = "draft_parents"
 

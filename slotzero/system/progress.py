@@ -5,14 +5,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from slotzero.graph.runner import Record
-
 EVERY = 10.0  # seconds between two lines of a log
+
+
+class Recorded(Protocol):
+    """A size that was just captured."""
+
+    @property
+    def key(self) -> object: ...
 
 
 Told = Callable[[str, int, int], None]
@@ -41,13 +46,13 @@ def weights_bar(
 @contextmanager
 def recording_bar(
     shown: bool, backend: str, num_sizes: int, told: Told = not_told
-) -> Iterator[Callable[["Record"], None]]:
+) -> Iterator[Callable[[Recorded], None]]:
     with _bar(shown) as bar:
         task = bar.add_task(f"recording on {backend}", total=num_sizes)
         num_recorded = 0
         told("recording", 0, num_sizes)
 
-        def seen(record: "Record") -> None:
+        def seen(record: Recorded) -> None:
             nonlocal num_recorded
             num_recorded += 1
             bar.update(task, advance=1, description=f"recorded {record.key}")

@@ -26,7 +26,7 @@ constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the 
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
 constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
-constexpr int PLACES = 63;  // of a tree, at most: the same as in places.py
+constexpr int PLACES = 63;  // of a tree, at most: the same as in tree_shape.py
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }

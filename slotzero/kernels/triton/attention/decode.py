@@ -41,7 +41,7 @@ class Shares(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
-def _plan_kernel(
+def plan_kernel(
     slots, positions, stands, rows,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done,
     num_done, num_chunks, spare, smallest,
@@ -93,7 +93,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _load_norm(norm, half, DIM: tl.constexpr):
+def load_norm(norm, half, DIM: tl.constexpr):
     """A norm's weight in two halves, [1, half] each"""
     present = half < DIM // 2
     a = tl.load(norm + half, mask=present, other=0.0).to(tl.float32)[None, :]
@@ -102,7 +102,7 @@ def _load_norm(norm, half, DIM: tl.constexpr):
 
 
 @triton.jit
-def _norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+def norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
     """Heads in two halves, [heads, half] each, rounded where composed.py rounds"""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
@@ -123,12 +123,12 @@ def norm_values(v, eps, VALUE_DIM: tl.constexpr):
 
 
 @triton.jit
-def _load_table(table, key, end, PAGE: tl.constexpr):
+def load_table(table, key, end, PAGE: tl.constexpr):
     return tl.load(table + key // PAGE, mask=key < end, other=0).to(tl.int64)
 
 
 @triton.jit
-def _load_pages(
+def load_pages(
     kv_pages, v_pages, page, kv_head, key, known, half, dim,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _load_pages(
 
 
 @triton.jit
-def _cap(score, SOFTCAP: tl.constexpr):
+def apply_softcap(score, SOFTCAP: tl.constexpr):
     """A scaled score, in powers of two"""
     if SOFTCAP is not None:
         score = tanh(score) * (SOFTCAP * LOG2E)
@@ -152,10 +152,10 @@ def _cap(score, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
+def attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
     """One more tile of keys: the usual running softmax, in powers of two."""
     score = tl.dot(qa, a, input_precision="ieee")
-    score = _cap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
+    score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(known[None, :], score, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(score, axis=1))
     weight = tl.exp2(score - new_peak[:, None])
@@ -179,12 +179,12 @@ def attend_own(
     if NORM_VALUES:
         own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
     if STORES:
-        ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+        ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
         tl.store(kv_pages + place + half[None, :], ka, mask=turn)
         tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
         tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
     product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
-    peak = _cap(tl.sum(product, axis=1) * scale, SOFTCAP)
+    peak = apply_softcap(tl.sum(product, axis=1) * scale, SOFTCAP)
     total += 1.0
     acc += own_v.to(tl.float32)[None, :]
     if SINKS:
@@ -196,7 +196,7 @@ def attend_own(
 
 
 @triton.jit
-def _merge(
+def merge_chunks(
     partial, peak_of, total_of, out, kv_head, first, count, dim,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
@@ -255,9 +255,9 @@ def _decode_kernel(
 
     # constants, and what earlier steps stored, can be on their way before the query is known
     key = begin + tl.arange(0, KEYS)
-    page = _load_table(table, key, stored, PAGE)
+    page = load_table(table, key, stored, PAGE)
     if EARLY:
-        a, b, v = _load_pages(
+        a, b, v = load_pages(
             kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
             KV_HEADS, DIM, VALUE_DIM, PAGE,
         )  # fmt: skip
@@ -266,9 +266,9 @@ def _decode_kernel(
     place = ((new_page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
-        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
-            by_ka, by_kb = _load_norm(k_norm, half, DIM)
+            by_ka, by_kb = load_norm(k_norm, half, DIM)
     sink = 0.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
@@ -297,7 +297,7 @@ def _decode_kernel(
         tl.store(out_at, tl.zeros([GROUP, WIDTH], out.dtype.element_ty), mask=inside)
         return
 
-    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
     scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -313,20 +313,20 @@ def _decode_kernel(
     if EARLY:
         begin_loop += KEYS
         if begin < stored:
-            peak, total, acc = _attend_keys(
+            peak, total, acc = attend_keys(
                 qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
             )
     for start in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
         if EARLY:  # the compiler runs it ahead, which a short loop likes better
-            page = _load_table(table, key, stored, PAGE)
-        a, b, v = _load_pages(
+            page = load_table(table, key, stored, PAGE)
+        a, b, v = load_pages(
             kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
             KV_HEADS, DIM, VALUE_DIM, PAGE,
         )  # fmt: skip
         if not EARLY:
-            page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
-        peak, total, acc = _attend_keys(
+            page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+        peak, total, acc = attend_keys(
             qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
         )
 
@@ -342,7 +342,7 @@ def _decode_kernel(
     if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
         tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
         tl.debug_barrier()
-        _merge(
+        merge_chunks(
             partial, peak_of, total_of, out + row64 * HEADS * VALUE_DIM, kv_head, first, count, dim,
             HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
         )  # fmt: skip
@@ -361,7 +361,7 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     row, slot, begin, end, first, num = ints.unbind()
     shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
-        _plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
+        plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
         num_chunks, spare, smallest, WINDOW=heads.window, SPAN=1, APART=False,
         BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip

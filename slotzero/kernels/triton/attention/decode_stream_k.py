@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.attention.decode import (
-    _attend_keys,
-    _load_norm,
-    _load_table,
-    _merge,
-    _norm_and_rotate,
+    attend_keys,
     attend_own,
+    load_norm,
+    load_table,
+    merge_chunks,
+    norm_and_rotate,
 )
 from slotzero.kernels.triton.launch import (
     launch,
@@ -156,7 +156,7 @@ def _load_tile(
         page = tl.where(part == 0, p0, tl.where(part == 1, p1, tl.where(part == 2, p2, p3)))
         page = page.to(tl.int64)
     else:
-        page = _load_table(table, begin + key, end, PAGE)
+        page = load_table(table, begin + key, end, PAGE)
     start = page * PAGE
     if PAGE > KEYS:
         start += begin % PAGE
@@ -193,10 +193,10 @@ def _begin_row(
     c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
-        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
-            by_ka, by_kb = _load_norm(k_norm, half, DIM)
-    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+            by_ka, by_kb = load_norm(k_norm, half, DIM)
+    qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
     # slot 0 has a key of weight one and value zero, so that it ends with zeros
     peak = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, float("-inf"), 0.0)
     total = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, 0.0, 1.0)
@@ -300,7 +300,7 @@ def _line_kernel(
                 HEADS, KV_HEADS, DIM, VALUE_DIM, SOFTCAP, PAGE, GROUP, HALF, WIDTH, NORM,
                 NORM_VALUES, STORES,
             )  # fmt: skip
-        peak, total, acc = _attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP)
+        peak, total, acc = attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP)
         if is_end & from_start:
             result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
             out_row = out + its_row.to(tl.int64) * (HEADS * VALUE_DIM)
@@ -326,7 +326,7 @@ def _line_kernel(
                 tl.store(done + its * KV_HEADS + kv_head, 0)  # for the next layer
                 tl.debug_barrier()
                 out_row = out + its * (HEADS * VALUE_DIM)
-                _merge(
+                merge_chunks(
                     partial, peak_of, total_of, out_row, kv_head, tl.load(first_of + its), count,
                     dim, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
                 )  # fmt: skip

@@ -34,7 +34,7 @@ from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS, Work
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
 from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
-from slotzero.kernels.triton.attention.verify import _level, _padded
+from slotzero.kernels.triton.attention.verify import padded_rows, softmax_level
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -161,7 +161,7 @@ def _attend_kernel(
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
         level = new_peak
         if bits_seen is not None:
-            level = _level(new_peak)
+            level = softmax_level(new_peak)
         weight = tl.exp2(score - level[:, None])
         shrink = tl.exp2(peak - level)
         totals = totals * shrink[:, None] + weight
@@ -266,7 +266,7 @@ def _merge_kernel(
             held = known[:, :, None] & (dim < LATENT)[None, None, :]
             its_acc = tl.load(its_at, mask=held, other=0.0)
             new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
-            level = _level(new_peak)
+            level = softmax_level(new_peak)
             old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[:, None])
             total = total * old + tl.sum(its_total * new, axis=1)
             acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
@@ -321,7 +321,7 @@ def attend(
     that is not all, [T, heads]: log2 of its softmax's sum, -inf of nothing, which is not written"""
     num_heads, latent, page = heads.num_heads, heads.value_dim, kv_pages.shape[1]
     turned = heads.head_dim - latent
-    turn, width = _padded(turned, 16), _padded(latent, 32)
+    turn, width = padded_rows(turned, 16), padded_rows(latent, 32)
     pairs, num_chunks = work.peak.shape[1], len(work.row)
     tile = tile_for(pairs, turn + width, query.dtype.itemsize)
     parts, groups = triton.cdiv(pairs, tile.pairs), triton.cdiv(pairs, MERGED_PAIRS)

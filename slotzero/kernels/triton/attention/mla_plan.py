@@ -8,8 +8,8 @@ from torch import Tensor
 
 from slotzero.kernels.triton.attention import mla_prefill as latent_own
 from slotzero.kernels.triton.attention import prefill
-from slotzero.kernels.triton.attention.decode import _plan_kernel
-from slotzero.kernels.triton.attention.verify import _padded
+from slotzero.kernels.triton.attention.decode import plan_kernel
+from slotzero.kernels.triton.attention.verify import padded_rows
 from slotzero.kernels.triton.launch import launch, num_processors
 from slotzero.kernels.types import NO_BRANCHES, Branches, Heads, Rows, Tokens
 
@@ -66,9 +66,9 @@ def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | N
     peak, total = (torch.empty(2 * spare, pairs, device=slots.device) for _ in range(2))
     nobody = row, 0  # counts the programs that are done
     launch(
-        _plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
+        plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
         *nobody, num_chunks, spare, smallest,
-        WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=_padded(num_rows, 256), BLOCK=1024,
+        WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=padded_rows(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     bases, seen, _ = branches or NO_BRANCHES
     return Work(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.attention import prefill
 from slotzero.kernels.triton.attention.prefill import BLOCK_FIELDS, Tile, fitted, padded_dim
-from slotzero.kernels.triton.attention.verify import _level
+from slotzero.kernels.triton.attention.verify import softmax_level
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -100,7 +100,7 @@ def _attend_kernel(
         if tile + KEYS > first:  # not all see all of the tile
             score = tl.where(key[None, :] <= token[:, None], score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1) * scale)
-        level = _level(new_peak)
+        level = softmax_level(new_peak)
         weight = tl.exp2(score * scale - level[:, None])
         shrink = tl.exp2(peak - level)
         total = total * shrink + tl.sum(weight, axis=1)

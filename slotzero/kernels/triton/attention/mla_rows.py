@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.attention.decode import _norm_and_rotate
+from slotzero.kernels.triton.attention.decode import norm_and_rotate
 from slotzero.kernels.triton.attention.per_head import cut_for, multiply_head, per_head
-from slotzero.kernels.triton.attention.verify import _load_angles, _load_halves
+from slotzero.kernels.triton.attention.verify import load_angles, load_halves
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.elementwise import norm_part
 from slotzero.kernels.types import Angles, Heads
@@ -50,12 +50,12 @@ def _store_kernel(
     head, half, one = tl.arange(0, SOME), tl.arange(0, HALF), tl.arange(0, 1)
     wait_for_writer(PDL)
 
-    c, s = _load_angles(cos, sin, token + one, one == 0, half, TURNED)
+    c, s = load_angles(cos, sin, token + one, one == 0, half, TURNED)
     if part > 0:
         head += (part - 1) * SOME
         source = q + token * q_stride + head * (PLAIN + TURNED) + PLAIN
-        a, b = _load_halves(source, TURNED // 2, head < HEADS, half, TURNED)
-        a, b = _norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
+        a, b = load_halves(source, TURNED // 2, head < HEADS, half, TURNED)
+        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
         target = query + (token * HEADS + head)[:, None] * size + half[None, :]
         inside = (head < HEADS)[:, None] & (half < TURNED // 2)[None, :]
         tl.store(target, a, mask=inside)
@@ -66,8 +66,8 @@ def _store_kernel(
         page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
         stored = kv_pages + (page * PAGE + position % PAGE) * size
         source = k + token * k_stride
-        a, b = _load_halves(source + one, TURNED // 2, one == 0, half, TURNED)
-        a, b = _norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
+        a, b = load_halves(source + one, TURNED // 2, one == 0, half, TURNED)
+        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
         _store_halves(stored, a, b, half, TURNED)
         norm_part(source + TURNED, k_norm, stored + TURNED, eps, LATENT, WIDTH)
         if own is not None:

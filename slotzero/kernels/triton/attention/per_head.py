@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.attention.verify import _padded
+from slotzero.kernels.triton.attention.verify import padded_rows
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -80,11 +80,11 @@ def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | No
     more often. None: cuBLAS."""
     if rows > MAX_ROWS or dtype.itemsize > 2:
         return None
-    depth, block = _padded(inner, 16), min(_padded(rows, 16), MAX_BLOCK)
+    depth, block = padded_rows(inner, 16), min(padded_rows(rows, 16), MAX_BLOCK)
     held = HELD * triton.next_power_of_2(triton.cdiv(rows, block))
     while held > HELD and dtype.itemsize * (held + block * depth) > shared_memory():
         held //= 2
-    return Cut(depth, min(_padded(columns, 16), max(16, held // depth)), block)
+    return Cut(depth, min(padded_rows(columns, 16), max(16, held // depth)), block)
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from slotzero.kernels.places import MAX_PLACES
+from slotzero.tree_shape import MAX_PLACES
 
 PLACES = tl.constexpr(MAX_PLACES)
 

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from slotzero.kernels.triton.attention.decode import (
     Shares,
-    _cap,
-    _load_norm,
-    _load_pages,
-    _load_table,
-    _norm_and_rotate,
-    _plan_kernel,
+    apply_softcap,
+    load_norm,
+    load_pages,
+    load_table,
+    norm_and_rotate,
     norm_values,
+    plan_kernel,
 )
 from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
 from slotzero.kernels.triton.launch import (
@@ -52,7 +52,7 @@ PLANNED = 2 + len(Shares._fields) + len(Branches._fields)  # what a plan has
 
 
 @triton.jit
-def _load_halves(source, apart, real, half, DIM: tl.constexpr):
+def load_halves(source, apart, real, half, DIM: tl.constexpr):
     """Rows in two halves, [rows, half] each; zeros where a row is not real"""
     at = source[:, None] + half[None, :]
     inside = real[:, None] & (half < DIM // 2)[None, :]
@@ -60,7 +60,7 @@ def _load_halves(source, apart, real, half, DIM: tl.constexpr):
 
 
 @triton.jit
-def _load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
+def load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
     at = token[:, None] * (DIM // 2) + half[None, :]
     inside = real[:, None] & (half < DIM // 2)[None, :]
     return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
@@ -76,7 +76,7 @@ def _in_window(key, end, stand, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _level(peak):
+def softmax_level(peak):
     """What to subtract from scores: who has seen no key yet stays so."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
@@ -89,7 +89,7 @@ def _attend_keys(
     """One more tile, as decode's, of keys before `past`. Each pair sees those that it is told to,
     by `seen` and by its branch."""
     score = tl.dot(qa, a, input_precision="ieee")
-    score = _cap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
+    score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(seen, score, float("-inf"))
     if tree is not None:
         plain, base, bits = tree
@@ -99,7 +99,7 @@ def _attend_keys(
     new_peak = tl.maximum(peak, tl.max(score, axis=1))
     level = new_peak
     if WINDOW is not None or tree is not None:
-        level = _level(new_peak)
+        level = softmax_level(new_peak)
     weight = tl.exp2(score - level[:, None])
     shrink = tl.exp2(peak - level)
     total = total * shrink + tl.sum(weight, axis=1)
@@ -135,7 +135,7 @@ def _merge(
             inside = known[:, :, None] & (dim < VALUE_DIM)[None, None, :]
             its_acc = tl.load(its_at, mask=inside, other=0.0)
             new_peak = tl.maximum(peak, tl.max(its_peak, axis=1))
-            level = _level(new_peak)
+            level = softmax_level(new_peak)
             old, new = tl.exp2(peak - level), tl.exp2(its_peak - level[:, None])
             total = total * old + tl.sum(its_total * new, axis=1)
             acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
@@ -179,9 +179,9 @@ def _verify_kernel(
 
     # constants, and what earlier steps stored, can be on their way before the query is known
     key = begin + tl.arange(0, KEYS)
-    page = _load_table(table, key, stored, PAGE)
+    page = load_table(table, key, stored, PAGE)
     if EARLY:
-        a, b, v = _load_pages(
+        a, b, v = load_pages(
             kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
             KV_HEADS, DIM, VALUE_DIM, PAGE,
         )  # fmt: skip
@@ -202,9 +202,9 @@ def _verify_kernel(
     at = ((new_page * PAGE + (start + own) % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
-        by_qa, by_qb = _load_norm(q_norm, half, DIM)
+        by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
-            by_ka, by_kb = _load_norm(k_norm, half, DIM)
+            by_ka, by_kb = load_norm(k_norm, half, DIM)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     acc = tl.zeros([PAIRS, WIDTH], tl.float32)
@@ -220,27 +220,27 @@ def _verify_kernel(
         tl.store(out_at, tl.zeros([PAIRS, WIDTH], out.dtype.element_ty), mask=inside)
         return
     q_at = joined + token * joined_stride + head * DIM
-    qa, qb = _load_halves(q_at, DIM // 2, real, half, DIM)
+    qa, qb = load_halves(q_at, DIM // 2, real, half, DIM)
     k_at = kv_pages + at
     if STORES:
         k_at = joined + own_token * joined_stride + (HEADS + kv_head) * DIM
-    ka, kb = _load_halves(k_at, DIM // 2, is_own, half, DIM)
+    ka, kb = load_halves(k_at, DIM // 2, is_own, half, DIM)
     v_at = v_pages + at
     if STORES:
         v_at = joined + own_token * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_inside = is_own[:, None] & (dim < VALUE_DIM)[None, :]
     own_v = tl.load(v_at[:, None] + dim[None, :], mask=own_inside, other=0.0)
-    c, s = _load_angles(cos, sin, token, real, half, DIM)
+    c, s = load_angles(cos, sin, token, real, half, DIM)
     if STORES:
-        own_c, own_s = _load_angles(cos, sin, own_token, is_own, half, DIM)
+        own_c, own_s = load_angles(cos, sin, own_token, is_own, half, DIM)
 
-    qa, qb = _norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
     scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
     if is_last:
         if NORM_VALUES:
             own_v = norm_values(own_v, eps, VALUE_DIM)
         if STORES:
-            ka, kb = _norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
+            ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
             is_mine = own < tl.where(part == 0, num_real, 0)  # to store
             turned = is_mine[:, None] & (half < DIM // 2)[None, :]
             tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=turned)
@@ -267,15 +267,15 @@ def _verify_kernel(
     for tile in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
         key = tile + tl.arange(0, KEYS)
         if EARLY:  # the compiler runs it ahead, which a short loop likes better
-            page = _load_table(table, key, stored, PAGE)
+            page = load_table(table, key, stored, PAGE)
         known = key < stored
         if tree is not None:
             known = known & sees(key, last_base, any_bits)
-        a, b, v = _load_pages(
+        a, b, v = load_pages(
             kv_pages, v_pages, page, kv_head, key, known, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
         )
         if not EARLY:
-            page = _load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+            page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
         seen = _in_window(key, stored, stand, WINDOW)
         peak, total, acc = _attend_keys(
             qa, qb, a, b, v, seen, key, tile + KEYS, tree, scale,
@@ -312,7 +312,7 @@ def takes(span: int, heads: Heads) -> bool:
 
 def tile_tokens(heads: Heads) -> int:
     """Of a row, at most, whose pairs one tile holds."""
-    size = _padded(max(heads.head_dim, heads.value_dim), 32)
+    size = padded_rows(max(heads.head_dim, heads.value_dim), 32)
     # In shared memory, at most: all queries in float32, and the keys and values that are ahead.
     pairs = MAX_PAIRS if size <= 256 else LARGE_PAIRS
     while 4 * pairs * size + (64 << 10) > shared_memory() and pairs > 16:
@@ -341,9 +341,9 @@ def plan(
     shares = Shares(row, slot, begin, end, first, num, done, partial, *floats.unbind())
     stands, far = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
     launch(
-        _plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
+        plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
         done.numel(), num_chunks, spare, smallest,
-        WINDOW=heads.window, SPAN=far, APART=apart, BEFORE=False, ROWS=_padded(num_rows, 256),
+        WINDOW=heads.window, SPAN=far, APART=apart, BEFORE=False, ROWS=padded_rows(num_rows, 256),
         BLOCK=1024,
     )  # fmt: skip
     return rows.starts, token_slots, *shares, *(branches or NO_BRANCHES)
@@ -366,7 +366,7 @@ def attend(
     parts, tokens = _cut(span, heads)
     dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
     out = joined.new_empty(len(joined), heads.out_size)
-    pairs, width = _padded(_pairs(tokens, heads), 16), _padded(value_dim, 32)
+    pairs, width = padded_rows(_pairs(tokens, heads), 16), padded_rows(value_dim, 32)
     keys, warps, stages, early = shape_for(pairs, joined.dtype.itemsize, dim + value_dim)
     launch(
         _verify_kernel, (kv_heads * parts, num_chunks),
@@ -374,9 +374,9 @@ def attend(
         joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
         WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], SPAN=span,
-        PARTS=parts, TOKENS=tokens, PAIRS=pairs, OWN=_padded(span, 16), MERGED=MERGED_PAIRS,
+        PARTS=parts, TOKENS=tokens, PAIRS=pairs, OWN=padded_rows(span, 16), MERGED=MERGED_PAIRS,
         BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
-        HALF=_padded(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
+        HALF=padded_rows(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
         EARLY=early and stands is None,  # what a tree sees is known too late
         NORM=q_norm is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, **overlap(),
@@ -392,7 +392,7 @@ def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int, bool]:
     """
     most = max(16, 512 // pairs) * rows
     spare = max(rows, min(triton.cdiv(512, kv_heads) - rows, most))
-    smallest = 256 if rows > 64 else max(64, 2 * _padded(pairs, 16))
+    smallest = 256 if rows > 64 else max(64, 2 * padded_rows(pairs, 16))
     return spare, smallest, rows <= FEW_ROWS
 
 
@@ -423,5 +423,5 @@ def _pairs(span: int, heads: Heads) -> int:
     return span * (heads.num_heads // heads.num_kv_heads)
 
 
-def _padded(size: int, least: int) -> int:
+def padded_rows(size: int, least: int) -> int:
     return max(least, int(triton.next_power_of_2(size)))

@@ -1,4 +1,4 @@
-"""The shape of a tree of guesses, and the places that guesses take.
+"""The shape of a tree of drafts, and the places in the KV cache that drafts take.
 
 It knows no tensors, so that settings can be checked with it.
 """
@@ -6,7 +6,9 @@ It knows no tensors, so that settings can be checked with it.
 from dataclasses import dataclass
 
 from slotzero.errors import ConfigError
-from slotzero.kernels.places import MAX_PLACES
+
+MAX_PLACES = 63
+"""Most places of a tree: the bits of an int64 without its sign."""
 
 
 @dataclass(frozen=True)

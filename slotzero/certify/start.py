@@ -1,0 +1,16 @@
+"""Build an engine, with live checks where its config asks for them.
+
+Nothing else of this package is imported for an engine that is not watched.
+"""
+
+from slotzero.config import EngineConfig
+from slotzero.engine.engine import Engine
+from slotzero.system.progress import Told, not_told
+
+
+def start_engine(config: EngineConfig, told: Told = not_told) -> Engine:
+    if config.sanitize == "off":
+        return Engine(config, told=told)
+    from slotzero.certify.live import attach
+
+    return Engine(config, told=told, watch=lambda engine: attach(engine, config))

@@ -1,0 +1,114 @@
+"""The folders of the package are layers: a module imports from its own folder and from those below.
+
+Every import counts, those inside functions and under TYPE_CHECKING too. No module imports another's
+private name.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import slotzero
+
+LAYERS = (
+    "__main__",
+    "cli",
+    "server",
+    "training",
+    "bench",
+    "llm",
+    "certify",
+    "engine",
+    "executor",
+    "speculative",
+    "runners",
+    "checkpoint",
+    "models",
+    "step",
+    "request",
+    "pools",
+    "kernels",
+    "grammars",
+    "sampling",
+    "distributed",
+    "graph",
+    "text",
+    "system",
+    "config",
+    "tree_shape",
+    "errors",
+)
+"""From top to bottom: folders, and modules that stand alone."""
+
+ROOT = Path(slotzero.__file__).parent
+
+
+class Import(NamedTuple):
+    importer: str  # models/rope.py
+    module: str  # slotzero.errors
+    name: str  # ConfigError
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                yield Import(str(path.relative_to(ROOT)), node.module, alias.name)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(str(path.relative_to(ROOT)), alias.name, "")
+
+
+def all_imports() -> list[Import]:
+    modules = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+    return [found for path in modules for found in imports_of(path)]
+
+
+def layer_of(found: Import) -> str | None:
+    """The layer that is imported from; None: another package, or this one's public names."""
+    parts = [*found.module.split("."), found.name]
+    return parts[1] if parts[0] == "slotzero" and parts[1] in LAYERS else None
+
+
+def breaks_layers(found: Import) -> bool:
+    own, other = Path(found.importer).parts[0].removesuffix(".py"), layer_of(found)
+    return other is not None and other != own and LAYERS.index(other) < LAYERS.index(own)
+
+
+def is_private(found: Import) -> bool:
+    is_ours = found.module.partition(".")[0] == "slotzero"
+    return is_ours and found.name.startswith("_") and not found.name.startswith("__")
+
+
+def test_every_folder_and_module_has_a_layer() -> None:
+    found = {path.stem for path in ROOT.glob("*.py")} | {
+        path.parent.name for path in ROOT.glob("*/*.py")
+    }
+    assert found - {"__init__"} == set(LAYERS)
+
+
+def test_no_import_points_up() -> None:
+    """So there is no cycle between folders, either."""
+    assert [found for found in all_imports() if breaks_layers(found)] == []
+
+
+def test_no_module_imports_a_private_name() -> None:
+    assert [found for found in all_imports() if is_private(found)] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (Import("models/rope.py", "slotzero.engine.engine", "Engine"), True),
+        (Import("models/rope.py", "slotzero", "engine"), True),
+        (Import("models/rope.py", "slotzero.kernels.types", "Heads"), False),
+        (Import("models/rope.py", "slotzero.models.config", "ModelConfig"), False),
+        (Import("config.py", "slotzero.models.config", "ModelConfig"), True),
+        (Import("models/rope.py", "torch.cli", "engine"), False),
+    ],
+)
+def test_an_import_that_points_up_is_seen(found: Import, expected: bool) -> None:
+    assert breaks_layers(found) is expected
