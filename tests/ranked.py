@@ -46,7 +46,7 @@ def main(rank: int, size: int, file: Path) -> None:
             follow(job, Crew(mine), wires[0])
             continue
         crew = Wired(mine, wires, PATIENCE) if leads else Crew(mine)
-        slotzero.llm.Engine = functools.partial(Engine, crew=crew)  # type: ignore[misc]
+        slotzero.llm.start_engine = functools.partial(Engine, crew=crew)  # type: ignore[misc]
         try:
             kept = mutate(job, crew) if "faults" in job else JOBS[leads](job)
         except Exception:

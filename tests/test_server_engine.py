@@ -1038,7 +1038,7 @@ def test_an_unforeseen_error_at_the_start_is_told(
     def broken(config: EngineConfig, told: Any) -> Engine:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("slotzero.engine.engine.Engine", broken)
+    monkeypatch.setattr("slotzero.certify.start.Engine", broken)
     with pytest.raises(client_module.SlotzeroError):
         process._start(SETTINGS, WHOLE, desk.outbox)
     assert desk.read() == [Failed("ZeroDivisionError", "ZeroDivisionError")]

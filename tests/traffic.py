@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slotzero.certify.start import start_engine
 from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Answer, Engine
@@ -49,7 +50,7 @@ def settings_of(family: str, shape: str) -> dict[str, object]:
 
 
 def engine_of(family: str, shape: str, **more: object) -> Engine:
-    return Engine(EngineConfig(**{**settings_of(family, shape), **more}))
+    return start_engine(EngineConfig(**{**settings_of(family, shape), **more}))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Each program owns a few output features; their weights are read once, the rows come from cache. What
 surrounds a product is fused into it (`ends.py`). The first weights are requested before the wait
 for the rows, into registers where they fit, into the card's cache elsewhere. From 2 rows on a tile
-may be copied in bulk (`bulk.py`).
+may be copied in bulk (`linear_tma.py`).
 
 Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """

@@ -22,10 +22,12 @@ from torch import Tensor
 
 from slotzero.system.cache_dir import cache_dir
 
-SHIPPED = Path(__file__).with_name("tuned.json")
+HERE = Path(__file__).parent
+SHIPPED = HERE / "tuned.json"
 SOURCES = (  # of what is timed
-    "linear.py", "bulk.py", "ends.py", "tiles.py", "launch.py", "elementwise.py", "kernels.py",
-)  # fmt: skip
+    *(HERE / f"{name}.py" for name in ("linear", "linear_tma", "epilogue", "tiles", "elementwise")),
+    *(HERE.parent / f"{name}.py" for name in ("launch", "kernels")),
+)
 COLD_BYTES = 256 << 20  # several times the cache of a card
 LEAST_CALLS, MOST_COPIES = 8, 64
 NEIGHBOURS = 3  # shapes whose best are tried
@@ -94,8 +96,8 @@ def _distance(one: str, other: str) -> float:
 def _version() -> str:
     """A choice is forgotten when the kernels or their compiler change."""
     digest = hashlib.sha256(triton.__version__.encode())
-    for name in SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for source in SOURCES:
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 
 
