@@ -1,6 +1,6 @@
 """`slotzero certify`: runs the checks over the sizes of every runner, and shows what was found.
 
-It does not know what a check does: that is in slotzero/sanitizer/. The rule: the exit code is 0
+It does not know what a check does: that is in slotzero/certify/. The rule: the exit code is 0
 only if nothing was found and, with --mutate, every fault that was put in was.
 """
 
