@@ -21,7 +21,7 @@ from torch import Tensor, multiprocessing
 
 from slotzero.bench.hardware import describe, versions
 from slotzero.distributed.ranks import Ranks
-from slotzero.executor.rank_group import Meeting
+from slotzero.executor.rank_group import Rendezvous
 from slotzero.executor.step_message import Orders
 from slotzero.graph import GraphKey
 
@@ -65,7 +65,7 @@ def _collectives(size: int) -> list[dict[str, Any]]:
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Meeting(size, f"file://{folder}/store", PATIENCE)
+        meeting = Rendezvous(size, f"file://{folder}/store", PATIENCE)
         others = [
             spawning.Process(target=_take_part, args=(meeting, rank, theirs), daemon=True)
             for rank in range(size)
@@ -80,7 +80,7 @@ def _collectives(size: int) -> list[dict[str, Any]]:
     return lines
 
 
-def _take_part(meeting: Meeting, rank: int, connection: "Connection[Any, Any]") -> None:
+def _take_part(meeting: Rendezvous, rank: int, connection: "Connection[Any, Any]") -> None:
     torch.set_num_threads(1)
     ranks, lines = meeting.join(rank, torch.device("cpu")), []
     for rows in ROWS:

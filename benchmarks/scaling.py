@@ -132,7 +132,7 @@ def choices(machine: Machine) -> list[dict[str, Any]]:
     for name in CHOICES:
         model = MODELS[name]
         for called, layout in LAYOUTS.items():
-            if layout.ranks.spread_experts and model.experts is None:
+            if layout.ranks.expert_parallel and model.experts is None:
                 continue
             ranks, each = layout.ranks, layout.replicas
             weights = weight_bytes(model, ranks)

@@ -157,11 +157,11 @@ def _seen(window: int | None, context: float) -> float:
 
 def calls(model: ModelConfig, ranks: Ranks, load: Load, n: Numbers = OURS) -> Iterator[Call]:
     """Every collective of a step, as Decoder and Vocabulary make them."""
-    if not ranks.are_many:
+    if not ranks.is_distributed:
         return
     share = -(-load.tokens // ranks.size)
     all_rows, own_rows = (t * model.hidden_size * n.state for t in (load.tokens, share))
-    apart = ranks.attend_apart
+    apart = ranks.dp_attention
     if not apart:
         yield Call("all_reduce", all_rows)  # embedding
     for layer in range(model.num_layers):
@@ -171,9 +171,9 @@ def calls(model: ModelConfig, ranks: Ranks, load: Load, n: Numbers = OURS) -> It
             if heads.norms_whole:
                 yield from [Call("all_reduce", load.tokens * 4.0)] * 2
             yield Call("all_reduce", all_rows)
-        if not is_sparse or model.dense_beside:
+        if not is_sparse or model.shared_mlp:
             yield from _mlp_calls(apart, all_rows, own_rows)
-        if is_sparse and ranks.spread_experts:
+        if is_sparse and ranks.expert_parallel:
             yield from _expert_calls(model, ranks, share, n)
         elif is_sparse:
             if apart:
@@ -199,7 +199,7 @@ def _expert_calls(model: ModelConfig, ranks: Ranks, share: int, n: Numbers) -> I
     yield Call("all_to_all", size * share * 2.0 * model.experts.num_chosen * CHOICE_BYTES)
     for sent in n.sent:
         yield Call("all_to_all", copies * share * model.hidden_size * sent)
-    if not ranks.attend_apart:
+    if not ranks.dp_attention:
         yield Call("all_gather", share * model.hidden_size * n.state)
 
 
@@ -281,7 +281,7 @@ def _attention_seconds(
         if load.is_prompt:
             size = heads.head_dim + heads.value_dim
             if latent is not None:
-                size = latent.plain_dim + latent.turned_dim + latent.result_dim
+                size = latent.nope_dim + latent.rope_dim + latent.v_head_dim
             before = seen - seen * seen / (2 * load.context)  # on average, of each token
             flops = 2 * own_rows * load.context * before * heads.num_heads * size
             total += len(group.layers) * flops / machine.prefill_rate

@@ -24,7 +24,7 @@ from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.executor.follower import obey
-from slotzero.executor.rank_group import Crew, Meeting, Wired
+from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
 from slotzero.executor.worker import Worker
 from slotzero.sampling.params import MAX_LOGPROBS
 
@@ -34,18 +34,18 @@ QUIET = {"lazy_recording": True, "show_progress": False}
 
 def main(rank: int, size: int, file: Path) -> None:
     torch.set_num_threads(1)
-    meeting = Meeting(size, f"file://{file.parent / 'store'}", PATIENCE)
+    meeting = Rendezvous(size, f"file://{file.parent / 'store'}", PATIENCE)
     path = str(file.parent / "wires")
     listener = path if rank else Listener(path, backlog=size)  # before the others come
     ranks = meeting.join(rank, torch.device("cpu"))
     wires = wires_of(rank, size, listener)
     for name, job in json.loads(file.read_text()).items():
         mine = replace(ranks, **job["ranks"])
-        leads = mine.attend_apart and "faults" not in job
+        leads = mine.dp_attention and "faults" not in job
         if leads and rank > 0:
-            follow(job, Crew(mine), wires[0])
+            follow(job, RankGroup(mine), wires[0])
             continue
-        crew = Wired(mine, wires, PATIENCE) if leads else Crew(mine)
+        crew = RemoteRanks(mine, wires, PATIENCE) if leads else RankGroup(mine)
         slotzero.llm.start_engine = functools.partial(Engine, crew=crew)  # type: ignore[misc]
         try:
             kept = mutate(job, crew) if "faults" in job else JOBS[leads](job)
@@ -68,7 +68,7 @@ def wires_of(rank: int, size: int, listener: Listener | str) -> dict[int, Connec
     return {wire.recv(): wire for wire in wires}
 
 
-def follow(job: dict, crew: Crew, wire: Connection) -> None:
+def follow(job: dict, crew: RankGroup, wire: Connection) -> None:
     torch.manual_seed(0)
     config = EngineConfig(model=job["model"], **QUIET, **job["settings"])
     obey(Worker(config, open_checkpoint(config.model), lambda *_: None, crew), wire)
@@ -116,7 +116,7 @@ def run_apart(job: dict) -> dict:
 JOBS = {False: run, True: run_apart}
 
 
-def mutate(job: dict, crew: Crew) -> dict:
+def mutate(job: dict, crew: RankGroup) -> dict:
     """Some faults, put in on every rank at once."""
     config = EngineConfig(model=job["model"], show_progress=False, **job["settings"])
     engine = Engine(config, crew)

@@ -93,7 +93,9 @@ def test_rope_angles(kernels, size):
     frequency = torch.rand(size)
 
     def angles(positions: Tensor) -> Tensor:
-        return stacked(*kernels.turn(Tokens(torch.ones_like(positions), positions), frequency, 1.5))
+        return stacked(
+            *kernels.rope_angles(Tokens(torch.ones_like(positions), positions), frequency, 1.5)
+        )
 
     positions = torch.arange(ROWS, dtype=torch.int32) * 977
     require_invariant(angles, positions)
@@ -101,7 +103,7 @@ def test_rope_angles(kernels, size):
 
     def angles_by_token(positions: Tensor) -> Tensor:
         tokens = Tokens(torch.ones_like(positions), positions)
-        return stacked(*kernels.turn(tokens, by_token[positions // 977], 1.0))
+        return stacked(*kernels.rope_angles(tokens, by_token[positions // 977], 1.0))
 
     require_invariant(angles_by_token, positions)
 

@@ -24,10 +24,10 @@ from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
-from slotzero.executor.rank_group import Crew
+from slotzero.executor.rank_group import RankGroup
 from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
-from slotzero.kernels import torch_speculation as speculation
+from slotzero.kernels import torch_speculation
 from slotzero.kernels.types import Rows, Tokens
 from slotzero.runners.passes import Followed
 from slotzero.speculative import eagle
@@ -63,7 +63,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     made: list[Engine] = []
     init = Engine.__init__
 
-    def noted(self: Engine, config: EngineConfig, crew: Crew) -> None:
+    def noted(self: Engine, config: EngineConfig, crew: RankGroup) -> None:
         init(self, config, crew)
         made.append(self)
 
@@ -203,19 +203,21 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def writes_padding(patch: pytest.MonkeyPatch) -> None:
-    put = speculation.put
-    patch.setattr(speculation, "put", lambda *given: put(*given[:3], torch.ones_like(given[3])))
+    put = torch_speculation.put
+    patch.setattr(
+        torch_speculation, "put", lambda *given: put(*given[:3], torch.ones_like(given[3]))
+    )
 
 
 def takes_all_tokens_for_real(patch: pytest.MonkeyPatch) -> None:
     """Those behind the last draft too."""
-    right = speculation.lay_out
+    right = torch_speculation.lay_out
 
     def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
         width = len(tokens.slots) // len(slots)
         return right(slots, starts, (slots > 0).int() * width, tokens)
 
-    patch.setattr(speculation, "lay_out", lay_out)
+    patch.setattr(torch_speculation, "lay_out", lay_out)
 
 
 def drafts_from_the_token_after(patch: pytest.MonkeyPatch) -> None:

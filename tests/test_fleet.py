@@ -23,9 +23,9 @@ from slotzero.cli import main as cli
 from slotzero.errors import EngineDiedError, EngineUnavailableError, OverloadedError
 from slotzero.server import client as client_module
 from slotzero.server import fleet as fleet_module
-from slotzero.server.fleet import Errand, Fleet
-from slotzero.server.messages import Grown, Speculation, Stats
-from slotzero.server.pulse import Pulse
+from slotzero.server.fleet import Fleet, RoutedRequest
+from slotzero.server.messages import Speculation, Stats, TokenDelta
+from slotzero.server.pulse import Broadcast
 from slotzero.server.share import Share
 from slotzero.server.stream import Mail, Stream
 from slotzero.server.tally import tally
@@ -44,7 +44,7 @@ def _without_gpu() -> Iterator[None]:
         yield
 
 
-async def tokens_of(errand: Errand) -> list[int]:
+async def tokens_of(errand: RoutedRequest) -> list[int]:
     async with asyncio.timeout(SOON), aclosing(errand):
         return [token async for grown in errand for token in grown.token_ids]
 
@@ -303,7 +303,7 @@ class FakeReplica:
 
     def say(self, token: int, finish_reason: str | None = None) -> None:
         for mail in self.mails:
-            mail.put_nowait(Grown("a", [token], [], 0, finish_reason))
+            mail.put_nowait(TokenDelta("a", [token], [], 0, finish_reason))
 
     def enter(self, state: str) -> None:
         if state == "restarting":
@@ -645,7 +645,7 @@ def test_a_tally_is_of_all_engines() -> None:
 
 def test_a_pulse_wakes_those_who_wait_now() -> None:
     async def live() -> None:
-        pulse = Pulse()
+        pulse = Broadcast()
         waiting = [asyncio.create_task(pulse.wait()) for _ in range(2)]
         await asyncio.sleep(0)
         pulse.beat()

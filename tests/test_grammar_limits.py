@@ -26,7 +26,7 @@ from test_engine import PAGE, check_nothing_leaked, drain, greedy, make, prompt_
 from test_structured import begun, settled, shaped, tokens_of
 
 from slotzero import LLM
-from slotzero.engine.dp_schedulers import Lanes
+from slotzero.engine.dp_schedulers import DpSchedulers
 from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import ConfigError, RequestError
 from slotzero.grammars.fork_server import _ForkServer
@@ -708,7 +708,7 @@ def test_a_request_that_no_lane_takes_leaves_nothing_behind(
     if is_compiled:
         engine.validate("one", [1, 2], params)
     with monkeypatch.context() as patched:
-        patched.setattr(Lanes, "add", refuse)
+        patched.setattr(DpSchedulers, "add", refuse)
         if is_compiled:
             with pytest.raises(RequestError, match="no lane takes it"):
                 engine.add("one", [1, 2], params)

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph import Backend, GraphKey, Kind, Ladder, Refusal, Registry, Runner, RunnerSpec
+from slotzero.graph import (
+    Backend,
+    GraphKey,
+    Kind,
+    Ladder,
+    NoCaptureSize,
+    Registry,
+    Runner,
+    RunnerSpec,
+)
 from slotzero.graph.backend import EagerBackend, backend_for
 from slotzero.graph.transfer import DEPTH, DownloadRing, UploadRing
 
@@ -139,7 +148,7 @@ def test_a_key_of_another_runner_or_of_too_few_tokens_is_refused(toy):
 
 def test_too_large_a_step_gets_a_reason(toy):
     refusal = toy.runner.pick(7, 7)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, NoCaptureSize)
     assert "toy" in refusal.reason and "7 is above the largest size 6" in refusal.reason
 
 

@@ -23,7 +23,7 @@ from slotzero.server import client as client_module
 from slotzero.server import heartbeat
 from slotzero.server.client import EngineClient
 from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
-from slotzero.server.messages import Beat, Grown, Loading, Ready, frame
+from slotzero.server.messages import Beat, Loading, Ready, TokenDelta, frame
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
@@ -162,7 +162,7 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
             await until(lambda: client.state == "ready")
             assert (client.failure, client.generation, client.pid) == ("", 0, pid)
             async with asyncio.timeout(SOON), aclosing(stopped.stream):
-                grown: list[Grown] = [part async for part in stopped.stream]
+                grown: list[TokenDelta] = [part async for part in stopped.stream]
             assert grown[-1].finish_reason == "length"
 
     with caplog.at_level(logging.INFO, "slotzero.server"):

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from slotzero.errors import ContractError
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.torch_ops import ComposedKernels
+from slotzero.kernels.torch_ops import TorchKernels
 from slotzero.kernels.types import (
     Angles,
     Branches,
@@ -268,7 +268,7 @@ def test_a_token_of_a_tree_sees_its_branch(case, size):
     q = case.attending.queries(len(slots))
     q[slots == 0] = torch.nan
 
-    def attend(kernels: ComposedKernels, rows: slice) -> Tensor:
+    def attend(kernels: TorchKernels, rows: slice) -> Tensor:
         parts = [x[rows].contiguous() for x in (q, slots, places, *branches)]
         return kernels.attend(
             parts[0], case.attending.sinks, kv, table, *parts[1:3], case.attending.heads,
@@ -474,7 +474,7 @@ def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
     )
 
 
-def packed(kernels: ComposedKernels, weights: ExpertWeights) -> ExpertWeights:
+def packed(kernels: TorchKernels, weights: ExpertWeights) -> ExpertWeights:
     pack = kernels.pack
     return weights._replace(
         router=pack(weights.router), gate_up=pack(weights.gate_up), down=pack(weights.down)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotzero.errors import ConfigError
-from slotzero.graph import Ladder, Refusal
+from slotzero.graph import Ladder, NoCaptureSize
 
 
 @given(maximum=st.integers(1, 2000), n=st.integers(-3, 2100))
@@ -11,7 +11,7 @@ def test_pick_is_the_smallest_size_that_holds_n_or_a_reason(maximum, n):
     ladder = Ladder.up_to(maximum)
     picked = ladder.pick(n)
     if n < 1 or n > maximum:
-        assert isinstance(picked, Refusal) and str(n) in picked.reason
+        assert isinstance(picked, NoCaptureSize) and str(n) in picked.reason
     else:
         assert picked == min(size for size in ladder.sizes if size >= n)
 

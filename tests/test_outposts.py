@@ -17,11 +17,11 @@ from served import PATIENCE, children, free_port, outpost, wait_until
 from slotzero import LLM, SamplingParams
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
-from slotzero.distributed import secure_socket as line
+from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError, SlotzeroError
-from slotzero.executor.node_agent import Outpost
+from slotzero.executor.node_agent import NodeAgent
 from slotzero.executor.nodes import Hello, Nodes
-from slotzero.executor.rank0 import muster
+from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import LOOPBACK, interface_towards
 
 SECRET = "only-for-tests-" * 2
@@ -35,7 +35,7 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(line.KEY, SECRET)
+    monkeypatch.setenv(secure_socket.KEY, SECRET)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
@@ -130,7 +130,7 @@ def waiting(config: EngineConfig, on_gpus: bool = False) -> Iterator[list[str]]:
 
 
 def come(port: int, hello: Hello, key: str = SECRET) -> None:
-    Outpost(hello, ("127.0.0.1", port), key.encode(), PATIENCE).attend()
+    NodeAgent(hello, ("127.0.0.1", port), key.encode(), PATIENCE).attend()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_two_of_one_number() -> None:
     port = free_port()
     config = config_of(port, nnodes=3, tensor_parallel_size=3)
     with waiting(config) as why, pytest.raises(ConfigError, match="node 1 is there already"):
-        first = line.connect("127.0.0.1", port, SECRET.encode())
+        first = secure_socket.connect("127.0.0.1", port, SECRET.encode())
         first.send(Hello(1, {}, 0))
         come(port, Hello(1, {}, 0))
     first.close()
@@ -173,7 +173,7 @@ def test_two_of_one_number() -> None:
 
 def test_who_does_not_know_the_key_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it keep others out, or is anything unpickled that it says."""
-    monkeypatch.setattr(line, "HANDSHAKE", 0.3)
+    monkeypatch.setattr(secure_socket, "HANDSHAKE", 0.3)
     port = free_port()
     with waiting(config_of(port)) as why:
         silent = socket.create_connection(("127.0.0.1", port))
@@ -192,7 +192,7 @@ def test_a_node_that_goes_again_is_missing() -> None:
     port = free_port()
     with waiting(config_of(port, nnodes=3, tensor_parallel_size=3)) as why:
         for hello in (Hello(1, {}, 0), "no hello"):
-            with line.connect("127.0.0.1", port, SECRET.encode()) as came:
+            with secure_socket.connect("127.0.0.1", port, SECRET.encode()) as came:
                 came.send(hello)
                 assert hello != "no hello" or came.poll(PATIENCE)
     assert "node 1 of 3 did not come" in why[0] and "a node comes first" in why[0]
@@ -229,7 +229,7 @@ def test_a_missing_node_a_port_in_use_a_key(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7:.* is an IPv4 address of node 0"):
         LLM("tiny:llama", master_addr="203.0.113.7", **settings)
     for key in ("", "short"):
-        monkeypatch.setenv(line.KEY, key)
+        monkeypatch.setenv(secure_socket.KEY, key)
         with pytest.raises(ConfigError, match=r"SLOTZERO_KEY is a secret .* at least 16"):
             LLM("tiny:llama", **settings)
 
@@ -268,7 +268,7 @@ def test_ranks_of_a_node_are_counted_by_its_gpus(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ConfigError, match="tensor_parallel_size=4 over 2 nodes: this machine has 1"
     ):
-        muster(config, model)
+        start_ranks(config, model)
 
 
 def test_collectives_go_where_the_others_are() -> None:

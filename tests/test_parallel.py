@@ -97,12 +97,12 @@ def ran(tmp_path_factory, oracles):
     jobs["faults"] = {
         "model": "tiny:gpt-oss",
         "settings": {"backend": "eager", "max_num_seqs": 4, "max_model_len": 64},
-        "ranks": {"spread_experts": True},
+        "ranks": {"expert_parallel": True},
         "faults": OF_RANKS,
     }
     jobs["faults-apart"] = {
         **jobs["faults"],
-        "ranks": {"spread_experts": True, "attend_apart": True},
+        "ranks": {"expert_parallel": True, "dp_attention": True},
     }
     return run_ranks(SIZE, jobs, tmp_path_factory.mktemp("ranked"))
 
@@ -118,7 +118,7 @@ def of_models(oracles, jobs):
             "model": oracles[model].path,
             "vocab": oracles[model].vocab_size,
             "settings": settings,
-            "ranks": {"spread_experts": "spread" in name, "attend_apart": "apart" in name},
+            "ranks": {"expert_parallel": "spread" in name, "dp_attention": "apart" in name},
             "lengths": LENGTHS,
             "num_tokens": num_tokens(name),
         }

@@ -418,7 +418,7 @@ def writes_states_of_others(runner: Runner, replay: Callable[[], None]) -> None:
 def reads_features_past_the_new(runner: Runner, replay: Callable[[], None]) -> None:
     registry = runner.registry
     slot = registry.was_published("slots")[0]
-    num_new = int(registry["length"][slot] - registry["followed_to"][slot])
+    num_new = int(registry["length"][slot] - registry["drafter_len"][slot])
     replay()
     unused = registry["features"][slot, num_new:]
     registry["draft_hidden"][slot] += unused.sum() * 0

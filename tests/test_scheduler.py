@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slotzero.engine.dp_schedulers import Lanes
+from slotzero.engine.dp_schedulers import DpSchedulers
 from slotzero.engine.scheduler import Scheduler, SchedulerConfig
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
 from slotzero.pools.pages import KvPool, PagePool, reach
@@ -78,7 +78,7 @@ class SlotRow:
     length: int
     target: int
     pages: list[list[int]]
-    followed_to: int
+    drafter_len: int
     """By a drafter, if there is one."""
     num_constrained: int = -1
     """How many tokens were known when it was last said what may follow them."""
@@ -134,10 +134,10 @@ class Device:
         if self.most_behind is not None:
             if not step.is_decode:
                 assert all(
-                    self.table[s].followed_to == n for s, n in zip(slots, starts, strict=True)
+                    self.table[s].drafter_len == n for s, n in zip(slots, starts, strict=True)
                 )
                 self._follow(rows)
-            behind = [self.table[slot].length - self.table[slot].followed_to for slot in slots]
+            behind = [self.table[slot].length - self.table[slot].drafter_len for slot in slots]
             assert max(behind, default=0) <= (self.most_behind if step.is_decode else 0)
         return sampled
 
@@ -151,11 +151,11 @@ class Device:
         group = len(self.windows) - 1
         for row in rows:
             own = self.table[row.slot]
-            self._read_group(row, group, own.followed_to, own.followed_to)
+            self._read_group(row, group, own.drafter_len, own.drafter_len)
             _, truth = _alone(row.request.prompt_token_ids, row.request.max_len)
-            for position in range(own.followed_to, own.length):
+            for position in range(own.drafter_len, own.length):
                 self.kv[self._place(row.slot, group, position)] = truth[position]
-            own.followed_to = own.length
+            own.drafter_len = own.length
 
     def _apply(self) -> None:
         for kind, slot, *rest in self.staged:
@@ -244,7 +244,7 @@ class World:
         self.groups = [KvPool(PagePool(count), window) for count, window in pools]
         slots = SlotPool(self.config.max_num_seqs)
         self.scheduler = Scheduler(self.config, slots, self.groups, self.device)
-        self.lanes = Lanes([self.scheduler])
+        self.lanes = DpSchedulers([self.scheduler])
         self.pending: deque[tuple[Sequence[Row], list[list[int]]]] = deque()
         self.requests: list[Request] = []
         self.widths = random.Random(len(self.groups))
@@ -556,7 +556,7 @@ def test_lanes_do_not_hurt_each_other(ahead: int) -> None:
             _world(num_pages=14, max_num_batched_tokens=5, ahead=ahead, most_behind=behind)
             for _ in range(3)
         ]
-        lanes = Lanes([world.scheduler for world in worlds])
+        lanes = DpSchedulers([world.scheduler for world in worlds])
         for turn in range(400):
             world = worlds[rng.choice([0, 0, 0, 1, 1, 2])]
             if turn < 60 and rng.random() < 0.5:
@@ -586,7 +586,7 @@ def test_lanes_do_not_hurt_each_other(ahead: int) -> None:
 
 def test_a_request_goes_where_its_prompt_is_known() -> None:
     worlds = [_world(), _world()]
-    lanes = Lanes([world.scheduler for world in worlds])
+    lanes = DpSchedulers([world.scheduler for world in worlds])
     texts = [[7] * 200, [8] * 200, [7] * 200, [8] * 200, [9] * 200]
     requests = [
         Request(f"r{i}", text, SamplingParams(), 0, i, frozenset(), 201)

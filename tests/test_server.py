@@ -36,7 +36,7 @@ from slotzero.errors import (
 from slotzero.sampling.params import SamplingParams
 from slotzero.server import fleet
 from slotzero.server.app import make_app
-from slotzero.server.messages import Grown, Loading, Stats, TokenLogprobs
+from slotzero.server.messages import Loading, Stats, TokenDelta, TokenLogprobs
 from slotzero.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from slotzero.server.settings import TOOL_CALL_PARSERS, ServerSettings
 from slotzero.server.status import TABLE, error_reply, status_of
@@ -69,14 +69,14 @@ STATS = Stats(
 
 
 class FakeStream:
-    def __init__(self, client: "FakeClient", request_id: str, grown: list[Grown]) -> None:
+    def __init__(self, client: "FakeClient", request_id: str, grown: list[TokenDelta]) -> None:
         self._client, self._id, self._grown = client, request_id, grown
         self.is_closed = False
 
-    def __aiter__(self) -> AsyncIterator[Grown]:
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
         return self._read()
 
-    async def _read(self) -> AsyncIterator[Grown]:
+    async def _read(self) -> AsyncIterator[TokenDelta]:
         for i, grown in enumerate(self._grown):
             await asyncio.sleep(self._client.pace)
             if i == self._client.hangs_at:
@@ -158,11 +158,11 @@ class FakeClient:
 
     def _grown(
         self, request_id: str, tokens: list[int], params: Mapping[str, Any], reason: str
-    ) -> list[Grown]:
+    ) -> list[TokenDelta]:
         wanted = params.get("logprobs")
         steps = [tokens[i : i + self.step] for i in range(0, len(tokens), self.step)]
         return [
-            Grown(
+            TokenDelta(
                 request_id,
                 step,
                 [] if wanted is None else [_logprobs(token, wanted) for token in step],

@@ -44,10 +44,10 @@ from slotzero.server.messages import (
     Failed,
     Frames,
     FromEngine,
-    Grown,
     Progress,
     Refused,
     Stats,
+    TokenDelta,
 )
 from slotzero.server.share import WHOLE
 from slotzero.server.stream import Stream
@@ -74,7 +74,7 @@ def greedy(max_tokens: int = 8, **more: Any) -> dict[str, Any]:
     return {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens} | more
 
 
-async def collect(stream: Stream) -> list[Grown]:
+async def collect(stream: Stream) -> list[TokenDelta]:
     async with asyncio.timeout(SOON), aclosing(stream):
         return [grown async for grown in stream]
 
@@ -119,8 +119,8 @@ class Served:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
 
-    def ask(self, prompt: list[int], params: dict[str, Any]) -> list[Grown]:
-        async def asked() -> list[Grown]:
+    def ask(self, prompt: list[int], params: dict[str, Any]) -> list[TokenDelta]:
+        async def asked() -> list[TokenDelta]:
             return await collect(self.client.submit("a", prompt, params))
 
         return self.run(asked())

@@ -103,7 +103,7 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
         num_verified, path,
     )  # fmt: skip
     KERNELS.move_kv(ints(*slots), length, num_verified, path, kv, table)
-    KERNELS.keep(ints(*slots), num_verified, features, kept, path)
+    KERNELS.store_features(ints(*slots), num_verified, features, kept, path)
 
     old_tokens, old_length, old_kv, old_kept = before
     for row, (slot, start, nodes) in enumerate(zip(slots, starts, trees, strict=True)):
@@ -199,7 +199,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
                 if not math.isnan(gain):
                     new.append(((*way, token), score + gain))
         book.append(new)
-        front = KERNELS.sprout(
+        front = KERNELS.grow_tree(
             slots, length, rooms, drawn, front, guesses, step, topk, behind, tables
         )
         places = room - step * topk

@@ -41,10 +41,10 @@ def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from slotzero.kernels.triton.attention import mla as latent
+    from slotzero.kernels.triton.attention import mla
 
-    monkeypatch.setattr(latent, "shared_memory", lambda: 227 << 10)
-    kernel, tile = latent._attend_kernel, latent.tile_for(pairs, 576, 2)
+    monkeypatch.setattr(mla, "shared_memory", lambda: 227 << 10)
+    kernel, tile = mla._attend_kernel, mla.tile_for(pairs, 576, 2)
     constants = {
         "HEADS": pairs, "TURNED": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
         "KEYS": tile.keys, "TURN": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead, "PDL": True,

@@ -1,4 +1,4 @@
-"""Decode attention as a share of the bandwidth, by chunks (decode.py) and as one line (line.py).
+"""Decode attention as a share of the bandwidth: by chunks (decode.py) and stream-K.
 
     python benchmarks/h200/attention.py [--models llama qwen gemma gpt-oss] [--rows 64 256]
         [--contexts 384 1000 mixed] [--lines 4/32/2/3/2 8/32/1/2/4]
@@ -15,8 +15,7 @@ import torch
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
-from slotzero.kernels.triton.attention import decode
-from slotzero.kernels.triton.attention import decode_stream_k as line
+from slotzero.kernels.triton.attention import decode, decode_stream_k
 from slotzero.kernels.triton.launch import compiling_ahead
 from slotzero.kernels.types import Angles, Heads
 
@@ -26,7 +25,7 @@ MODELS = {  # heads, KV heads, dim
     "llama": (32, 8, 128), "qwen": (16, 8, 128), "gemma": (8, 4, 256), "gpt-oss": (64, 8, 64),
 }  # fmt: skip
 PAGE, LAYERS, REPEATS = 16, 16 if DEVICE.type == "cuda" else 2, 3
-SHAPE_FOR = line.shape_for
+SHAPE_FOR = decode_stream_k.shape_for
 
 
 def main() -> None:
@@ -84,9 +83,9 @@ class Case:
 
     def call(self, way: str, layers: int = 1):
         """-> of so many layers, a call that gives the last one's attention"""
-        module = decode if way == "chunks" else line
-        shape = line.Shape(*map(int, way.split("/"))) if "/" in way else None
-        line.shape_for = SHAPE_FOR if shape is None else lambda _: shape
+        module = decode if way == "chunks" else decode_stream_k
+        shape = decode_stream_k.Shape(*map(int, way.split("/"))) if "/" in way else None
+        decode_stream_k.shape_for = SHAPE_FOR if shape is None else lambda _: shape
         torch.manual_seed(0)
         pages = [torch.randn(self.pages_shape, device=DEVICE, dtype=DTYPE) for _ in range(layers)]
         plan = module.plan(self.slots, self.positions, self.heads)

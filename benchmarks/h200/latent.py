@@ -23,7 +23,7 @@ from stack import apart, open_stack, step_seconds
 from torch import Tensor
 
 from slotzero.bench.clock import device_seconds
-from slotzero.kernels.triton.attention import mla_prefill as latent_own
+from slotzero.kernels.triton.attention import mla_prefill
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.types import Heads, Latent, Rows, Tokens
 
@@ -121,7 +121,7 @@ def chunks(num_heads: int, named: list[str]) -> list[dict]:
         chunk, outs = Chunk(num_heads, tokens, before), {}
         result = {"heads": num_heads, "tokens": tokens, "before": before}
         for form, least in FORMS.items():
-            latent_own.LEAST = least
+            mla_prefill.LEAST = least
             spent, outs[form] = chunk.seconds()
             result |= {f"{form}_ms": round(1000 * spent, 4)}
             result |= {f"{form}_tflops": round(operations(chunk, form) / spent / 1e12, 1)}
@@ -173,7 +173,7 @@ class Chunk:
     def seconds(self) -> tuple[float, Tensor]:
         kernels = TritonKernels()
         frequency = 10000.0 ** -torch.arange(0, 1, 2 / TURNED, device=DEVICE)
-        angles = kernels.turn(self.places, frequency, 1.0)
+        angles = kernels.rope_angles(self.places, frequency, 1.0)
         plan = kernels.plan(self.places, self.rows, self.heads)
 
         def call() -> Tensor:

@@ -16,7 +16,7 @@ from slotzero.bench.session import Session
 from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError
-from slotzero.graph import Refusal
+from slotzero.graph import NoCaptureSize
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (128, 512, 2048, 8192, 32768, 65536)
@@ -87,9 +87,9 @@ def write_plot(report: Report, path: Path) -> None:
     path.write_text(draw(f"{model}, {report['hardware']}, {shown}", "ms", panels))
 
 
-def _refusal(session: Session, rows: int, context: int) -> Refusal | None:
+def _refusal(session: Session, rows: int, context: int) -> NoCaptureSize | None:
     key = session.engine.worker.decode.pick(rows, rows)
-    return key if isinstance(key, Refusal) else refusal(session.engine, key, context)
+    return key if isinstance(key, NoCaptureSize) else refusal(session.engine, key, context)
 
 
 def _measure(session: Session, rows: int, context: int, repeats: int) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ def _measure(session: Session, rows: int, context: int, repeats: int) -> Mapping
     engine = session.engine
     decode = engine.worker.decode
     key = decode.pick(rows, rows)
-    assert not isinstance(key, Refusal)
+    assert not isinstance(key, NoCaptureSize)
     with standing(engine, decode, key, context) as stood:
         _, seconds = host_and_replay(session, stood, repeats)
     least = session.least_seconds([context] * rows)

@@ -18,7 +18,7 @@ from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError, ConfigError
 from slotzero.executor.worker import Worker
-from slotzero.graph import GraphKey, Refusal, Runner
+from slotzero.graph import GraphKey, NoCaptureSize, Runner
 from slotzero.pools.budget import show
 
 DECODE_SIZES = (1, 8, 64, 256)  # of these, those that are recorded
@@ -124,7 +124,7 @@ def sheets(report: Report) -> list[Sheet]:
 
 def _why_not(decode: Runner, size: int) -> str:
     picked = decode.spec.ladder.pick(size)
-    if isinstance(picked, Refusal):
+    if isinstance(picked, NoCaptureSize):
         return f"{picked.reason}: raise --max-num-seqs"
     return f"decode is not recorded at it, {size} rows run in size {picked}: choose that"
 

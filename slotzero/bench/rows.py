@@ -15,7 +15,7 @@ from slotzero.certify.stand_ins import stand_ins
 from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, ContractError
 from slotzero.executor.worker import Worker
-from slotzero.graph import GraphKey, Refusal, Runner
+from slotzero.graph import GraphKey, NoCaptureSize, Runner
 from slotzero.sampling.params import SamplingParams
 from slotzero.step import Row, Step
 
@@ -74,13 +74,13 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
         yield StandingRows(engine.worker, runner, key, Step((tuple(rows),)))
 
 
-def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
+def refusal(engine: Engine, key: GraphKey, context: int) -> NoCaptureSize | None:
     """Why rows of this key cannot stand at this context, if they cannot."""
     if engine.has_work:
         raise ContractError("rows stand only in an engine without requests: let it finish first")
     lens, limit = _prompt_lens(engine, key, context), engine.limits.max_model_len
     if max(lens) >= limit:
-        return Refusal(
+        return NoCaptureSize(
             f"{key} at a context of {context} needs {max(lens) + 1} tokens a row and the context "
             f"holds {limit}: lower --context"
             + (" or raise --max-model-len" if limit < engine.worker.model.max_position else "")
@@ -92,7 +92,7 @@ def refusal(engine: Engine, key: GraphKey, context: int) -> Refusal | None:
         first = 0 if window is None else max(0, context + 1 - window) // page_size
         num_pages = sum(-(-length // page_size) - first for length in lens)
         if num_pages > available:
-            return Refusal(
+            return NoCaptureSize(
                 f"{key} at a context of {context} needs {num_pages} KV pages of {name} layers and "
                 f"there are {available}: lower --context or raise --kv-cache-memory"
             )

@@ -20,12 +20,12 @@ from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FEATURES,
     FOLLOWED_TO,
     LIMIT,
     MOST_PENDING,
     NUM_DRAFTS,
     PAGED,
-    PENDING,
     SPECULATES,
 )
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
@@ -176,7 +176,7 @@ class Cast:
         elif self._engine.worker.cycles:
             behind = self._rng.randrange(min(MOST_PENDING, start + 1))
             self._tables.stage(FOLLOWED_TO, request.slot, [start - behind])
-            looks |= {FOLLOWED_TO: READ, PENDING: Look(0, [behind])}
+            looks |= {FOLLOWED_TO: READ, FEATURES: Look(0, [behind])}
         return Actor(request, looks, stores, self._snapshots(start, start + count))
 
     def _verifies(self, index: int) -> Actor:
@@ -210,7 +210,7 @@ class Cast:
         room = self._width if plan.room is None else plan.room
         count = min(1 if plan.is_stale else len(drafts) + 1, room, self._width)
         num = min(1 + sum(i is None for i in tree.which[: max(count - 1, 0)]), count)
-        looks = {LIMIT: READ, DRAFTED_AT: READ, PENDING: Look.over(0, num)}
+        looks = {LIMIT: READ, DRAFTED_AT: READ, FEATURES: Look.over(0, num)}
         stores = Stores()
         if not plan.is_stale:
             looks[NUM_DRAFTS] = READ
@@ -235,7 +235,7 @@ class Cast:
         self._tables.stage(FOLLOWED_TO, request.slot, [length - num])
         looks, stores = {FOLLOWED_TO: CHANGED}, Stores()
         if num:
-            looks |= {"tokens": Look(length + 1), PENDING: Look(num)}
+            looks |= {"tokens": Look(length + 1), FEATURES: Look(num)}
             looks |= self._passes_on(length - num)
             stores = self._follows(length - num, length)
         return Actor(request, looks, stores)
@@ -250,7 +250,7 @@ class Cast:
         tokens = self._unlike(num_known) if case == "unlike" else self._random(PERIOD) * num_known
         request = self._answering(
             tokens[:num_known], length, room=2 if case == "limit" else None,
-            num_ahead=0 if case == "pages" else self._most, speculative=case != "wish",
+            num_mtp_layers=0 if case == "pages" else self._most, speculative=case != "wish",
         )  # fmt: skip
         self._leave(request)
         looks = {NUM_DRAFTS: WRITTEN, DRAFTED_AT: WRITTEN}
@@ -328,7 +328,7 @@ class Cast:
         *,
         room: int | None = None,
         num_stored: int | None = None,
-        num_ahead: int | None = None,
+        num_mtp_layers: int | None = None,
         resumes: bool = False,
         **asks: Any,
     ) -> Request:
@@ -349,7 +349,7 @@ class Cast:
             self._params(**asks),
             length if num_stored is None else num_stored,
             answer=tokens[prompt_len:],
-            num_ahead=self._most if num_ahead is None else num_ahead,
+            num_mtp_layers=self._most if num_mtp_layers is None else num_mtp_layers,
             resumes=resumes,
         )
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slotzero.graph import Registry
-from slotzero.graph.backend import Line
+from slotzero.graph.backend import TraceLine
 
 Finding = tuple[str, str]  # tensor, what is wrong with it
 
@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, registry: Registry) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[Line] = []
+        self.lines: list[TraceLine] = []
         self.findings: list[Finding] = []
         self._device = registry.device
         self._addresses = Addresses(registry)
@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         words = [self._word(func, value) for value in given]
         if func is torch.ops.aten._local_scalar_dense.default:
             self.findings.append((words[0].split("[")[0], "the host waits for its value"))
-        self.lines.append(Line(f"{func} {' '.join(words)}"))
+        self.lines.append(TraceLine(f"{func} {' '.join(words)}"))
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
@@ -87,16 +87,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{name}[{tuple(value.shape)}, {value.stride()}, {value.dtype}]"
 
 
-def baked(first: Iterable[Line], second: Iterable[Line]) -> Iterator[Finding]:
+def baked(first: Iterable[TraceLine], second: Iterable[TraceLine]) -> Iterator[Finding]:
     """The first line that two recordings do not share."""
-    for one, other in zip([*first, Line("the end")], [*second, Line("the end")], strict=False):
+    for one, other in zip(
+        [*first, TraceLine("the end")], [*second, TraceLine("the end")], strict=False
+    ):
         if one.text != other.text:
             yield _name_in(one), f"{one.text[:160]} in one step, {other.text[:160]} in another"
             return
 
 
 def stray(
-    lines: Iterable[Line], registry: Registry, memory: Iterable[tuple[int, int]]
+    lines: Iterable[TraceLine], registry: Registry, memory: Iterable[tuple[int, int]]
 ) -> Iterator[Finding]:
     """Addresses that are neither registered nor a graph's own, and reads of host memory."""
     addresses, spans = Addresses(registry), list(memory)
@@ -108,7 +110,7 @@ def stray(
                 yield "unregistered", f"{line.text[:160]} was given {address:#x}, not registered"
 
 
-def _name_in(line: Line) -> str:
+def _name_in(line: TraceLine) -> str:
     """The first registered tensor that an operator was given."""
     for word in line.text.split(" ")[1:]:
         name = word.split("[")[0]

@@ -15,11 +15,11 @@ from slotzero.graph import Registry, Runner
 from slotzero.pools.states import SNAPSHOT_ROWS
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FEATURES,
     FOLLOWED_TO,
     LIMIT,
     NUM_DRAFTS,
     PAGED,
-    PENDING,
     SPECULATES,
 )
 from slotzero.speculative.eagle import HIDDEN
@@ -48,7 +48,7 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
     reach = reach_of(runner, index, count)
     tails = {"tokens": _past(registry["tokens"], index, reach.tokens)}
     if reach.features is not None:
-        tails[PENDING] = _past(registry[PENDING], index, reach.features)
+        tails[FEATURES] = _past(registry[FEATURES], index, reach.features)
         if kind_of(runner) == VERIFY and has(registry, PARENTS):
             tails[PARENTS] = _past(registry[PARENTS], index, reach.features)
     for entry in registry.entries():
@@ -104,7 +104,7 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
     if kind != "decode":
         return Reach(tokens, ends, ends)
     pending = None
-    if has(tables, PENDING):
+    if has(tables, FEATURES):
         pending = length - tables[FOLLOWED_TO][index] + 1
     return Reach(tokens, ends, None, pending)
 

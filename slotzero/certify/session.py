@@ -13,7 +13,7 @@ from slotzero.certify.stage import bounds_of, staged
 from slotzero.certify.traffic import mutate_traffic
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
-from slotzero.executor.rank_group import Crew
+from slotzero.executor.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class Session:
         return [*mutate(engine, seen), *mutate_traffic(engine, seen)]
 
 
-def certify_rank(config: EngineConfig, crew: Crew, is_quick: bool, with_mutants: bool) -> Findings:
+def certify_rank(
+    config: EngineConfig, crew: RankGroup, is_quick: bool, with_mutants: bool
+) -> Findings:
     """Certify the part of the model that a rank other than the first holds."""
     session = Session(Engine(replace(config, show_progress=False), crew), config.model, is_quick)
     certificate = session.certify()

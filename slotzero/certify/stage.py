@@ -23,7 +23,7 @@ from slotzero.graph import GraphKey, Ladder, Runner
 from slotzero.graph.registry import Entry
 from slotzero.pools.states import SNAPSHOT_ROWS, SNAPSHOTS, STATES
 from slotzero.runners.passes import COUNTS, SLOTS
-from slotzero.speculative.drafter import PENDING, SPECULATION_TABLES
+from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
 from slotzero.speculative.tree import PARENTS
 
 CROWD = 8  # more rows than run, for the step before
@@ -44,7 +44,7 @@ class Mask(NamedTuple):
 def states_of(engine: Engine) -> tuple[str, ...]:
     """Tables by slot, and snapshots of them, that no host writes: of a drafter, and of layers."""
     worker = engine.worker
-    drafter = () if worker.drafter is None else (PENDING, *worker.drafter.states)
+    drafter = () if worker.drafter is None else (FEATURES, *worker.drafter.states)
     layers = () if worker.states is None else STATES
     return (*drafter, *layers, *(SNAPSHOTS if engine.limits.num_snapshots else ()))
 
@@ -178,7 +178,7 @@ def _looked_at(engine: Engine) -> list[str]:
 
 def _columns(entry: Entry, running: Sequence[Actor]) -> Mask:
     table, name = entry.tensor.movedim(entry.axis, 0), entry.name
-    num = table.shape[1] if name in ("tokens", PENDING, PARENTS) else 1
+    num = table.shape[1] if name in ("tokens", FEATURES, PARENTS) else 1
     known = torch.ones(len(table), num, dtype=torch.bool, device=table.device)
     written = torch.zeros_like(known)
     for request, looks, _, _ in running:

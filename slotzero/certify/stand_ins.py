@@ -27,7 +27,7 @@ class StandIns:
         params: SamplingParams,
         num_stored: int,
         answer: Sequence[int] = (),
-        num_ahead: int = 0,
+        num_mtp_layers: int = 0,
         resumes: bool = False,
     ) -> Request:
         """All of the prompt is known, and what there is of an answer; the KV of the first tokens is
@@ -37,7 +37,7 @@ class StandIns:
         request = engine.validate(f"stand-in-{len(self.requests)}", prompt, params)
         request.target = request.num_tokens
         request.output_token_ids += answer
-        num_paged = min(request.num_tokens + num_ahead, engine.limits.max_model_len)
+        num_paged = min(request.num_tokens + num_mtp_layers, engine.limits.max_model_len)
         if lane.ledger.grow(request, num_paged, num_stored) is None:
             raise CapacityError(f"{request.id}: no KV pages left: raise --kv-cache-memory")
         if resumes:

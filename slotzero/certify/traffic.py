@@ -190,7 +190,7 @@ def mutate_traffic(
 ) -> list[Mutant]:
     """Faults that apply to this engine and change an answer. Afterwards it is as it was."""
     mutants: list[Mutant] = []
-    if engine.worker.ranks.are_many:
+    if engine.worker.ranks.is_distributed:
         return mutants
     for fault in TRAFFIC_FAULTS:
         if not fault.applies(engine):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.models.checkpoint import Checkpoint, Shown
+from slotzero.models.checkpoint import Checkpoint, CheckpointView
 
 SCALES = "_scale_inv"
 BLOCK = 128
@@ -24,7 +24,7 @@ def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 @final
-class Fp8Checkpoint(Shown):
+class Fp8Checkpoint(CheckpointView):
     """Another checkpoint, its quantised tensors made plain."""
 
     def __init__(self, stored: Checkpoint) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import CorruptCheckpointError
-from slotzero.models.checkpoint import Shown
+from slotzero.models.checkpoint import CheckpointView
 
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
@@ -32,7 +32,7 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 @final
-class Mxfp4Checkpoint(Shown):
+class Mxfp4Checkpoint(CheckpointView):
     """Another checkpoint, its quantised tensors made plain."""
 
     def names(self) -> Collection[str]:

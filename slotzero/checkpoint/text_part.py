@@ -10,7 +10,7 @@ from typing import Any, final
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.checkpoint import Checkpoint, Part, Shown
+from slotzero.models.checkpoint import Checkpoint, CheckpointView, Part
 
 TEXT_MODELS: Mapping[str, str] = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
 OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")  # said once for all parts
@@ -40,7 +40,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @final
-class TextCheckpoint(Shown):
+class TextCheckpoint(CheckpointView):
     """Another checkpoint, as if its text model were all of it."""
 
     def __init__(self, stored: Checkpoint) -> None:

@@ -16,28 +16,28 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: str = ""  # torch.distributed's name of them
-    spread_experts: bool = False
+    expert_parallel: bool = False
     """Each has some experts as they are, rather than a part of every one."""
-    attend_apart: bool = False
+    dp_attention: bool = False
     """Each has requests of its own and attends to them alone; MLPs are for the tokens of all."""
 
     @property
-    def are_many(self) -> bool:
+    def is_distributed(self) -> bool:
         return self.size > 1
 
     @property
     def attention(self) -> "Ranks":
         """Those that share heads, and the vocabulary."""
-        return ALONE if self.attend_apart else self
+        return ALONE if self.dp_attention else self
 
     @property
     def num_lanes(self) -> int:
         """How many of them have requests of their own."""
-        return self.size if self.attend_apart else 1
+        return self.size if self.dp_attention else 1
 
     def sum(self, x: Tensor) -> Tensor:
         """Of what every rank has."""
-        if not self.are_many:
+        if not self.is_distributed:
             return x
         ops = torch.ops._c10d_functional
         total = ops.all_reduce(x.contiguous(), "sum", self.group)
@@ -72,7 +72,7 @@ class Ranks:
 
     def least(self, number: int) -> int:
         """Of what every rank says; not inside a step."""
-        if not self.are_many:
+        if not self.is_distributed:
             return number
         from torch import distributed
 

@@ -16,7 +16,7 @@ from slotzero.request import Request
 from slotzero.step import Step
 
 
-class Lanes(Sequence[Scheduler]):
+class DpSchedulers(Sequence[Scheduler]):
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         self._schedulers = tuple(schedulers)
         self._router = Router(len(schedulers), times=1, crowd=8)

@@ -19,12 +19,12 @@ import numpy as np
 
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import EngineConfig
-from slotzero.engine.dp_schedulers import Lanes
+from slotzero.engine.dp_schedulers import DpSchedulers
 from slotzero.engine.output_text import Transcript
 from slotzero.engine.scheduler import Scheduler, SchedulerConfig
 from slotzero.errors import CapacityError, ConfigError, RequestError, TokenizerMissingError
-from slotzero.executor.rank0 import muster
-from slotzero.executor.rank_group import Crew
+from slotzero.executor.rank0 import start_ranks
+from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.worker import Results, RowLogprobs, Worker
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.pool import GrammarLimits, Grammars
@@ -103,7 +103,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        crew: Crew | None = None,
+        crew: RankGroup | None = None,
         told: Told = not_told,
         watch: "Callable[[Engine], Watcher] | None" = None,
     ) -> None:
@@ -117,7 +117,7 @@ class Engine:
                 self.tokenizer.set_chat_template(read_template(config.chat_template))
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Of requests that do not say; whoever makes their parameters takes them from here."""
-        self.crew = crew or muster(config, parse_config(checkpoint.config))
+        self.crew = crew or start_ranks(config, parse_config(checkpoint.config))
         told("kernels", 0, 0)
         bar = weights_bar(config.show_progress, checkpoint.name, told)
         with bar as progress, self.crew.watched("loading"):
@@ -131,7 +131,7 @@ class Engine:
             self.eos_token_ids,
             GrammarLimits(reply_seconds=config.grammar_timeout, memory=config.grammar_memory),
         )
-        self.lanes = Lanes(
+        self.lanes = DpSchedulers(
             [
                 Scheduler(
                     SchedulerConfig(

@@ -44,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
 
 def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     from slotzero.checkpoint.source import open_checkpoint
-    from slotzero.executor.rank_group import Crew
+    from slotzero.executor.rank_group import RankGroup
     from slotzero.executor.worker import Worker, choose_backend
 
     meeting, config, task = connection.recv()
     device, _ = choose_backend(config)
     connection.send(rank)
     how = config.enable_expert_parallel, config.enable_dp_attention
-    crew = Crew(meeting.join(rank, device, *how))
+    crew = RankGroup(meeting.join(rank, device, *how))
     if task is not None:
         connection.send(task(config, crew))
         return

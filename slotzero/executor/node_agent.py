@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slotzero.distributed import secure_socket as line
+from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
 from slotzero.executor.nodes import End, Ended, Hello, Refusal, Start
 from slotzero.system import child
@@ -21,7 +21,7 @@ PATIENCE = 2.0  # seconds in which ranks that are let go of have ended
 _POLL, _PAUSE = 0.05, 0.5
 
 
-class Outpost:
+class NodeAgent:
     def __init__(self, hello: Hello, address: tuple[str, int], key: bytes, seconds: float) -> None:
         """`seconds`: how long node 0 may take to be there."""
         self._hello, self._address, self._key, self._seconds = hello, address, key, seconds
@@ -64,7 +64,7 @@ class Outpost:
         until = time.monotonic() + self._seconds
         while True:
             try:
-                return line.connect(*self._address, self._key)
+                return secure_socket.connect(*self._address, self._key)
             except OSError as error:
                 if time.monotonic() > until:
                     raise RankLostError(
@@ -74,7 +74,7 @@ class Outpost:
             time.sleep(_PAUSE)
 
     def _start(self, rank: int, num_threads: int) -> subprocess.Popen[bytes]:
-        with line.connect(*self._address, self._key) as rank_line:
+        with secure_socket.connect(*self._address, self._key) as rank_line:
             rank_line.send(rank)
             fd = rank_line.fileno()
             threads = {"OMP_NUM_THREADS": str(num_threads)}
@@ -88,7 +88,7 @@ def _named(ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def outpost_of(given: Mapping[str, Any]) -> Outpost:
+def outpost_of(given: Mapping[str, Any]) -> NodeAgent:
     """`given`: fields of EngineConfig, those that the user has said."""
     import torch
 
@@ -100,4 +100,4 @@ def outpost_of(given: Mapping[str, Any]) -> Outpost:
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     hello = Hello(config.node_rank, given, num_gpus)
     address = config.master_addr, config.master_port
-    return Outpost(hello, address, line.given_key(), config.node_timeout)
+    return NodeAgent(hello, address, secure_socket.given_key(), config.node_timeout)

@@ -22,9 +22,9 @@ from typing import Any
 
 from slotzero import __version__
 from slotzero.config import EngineConfig
-from slotzero.distributed import secure_socket as line
+from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
-from slotzero.executor.rank_group import Meeting
+from slotzero.executor.rank_group import Rendezvous
 from slotzero.system.child import ending
 
 LISTENER = "SLOTZERO_LISTENER"
@@ -72,7 +72,7 @@ class End:
 class Nodes:
     def __init__(self, config: EngineConfig, on_gpus: bool) -> None:
         self._config, self._on_gpus = config, on_gpus
-        self._key = line.given_key()
+        self._key = secure_socket.given_key()
         self._lines: dict[int, Connection] = {}  # by node rank
         self._where = f"{config.master_addr}:{config.master_port}"
         self._refused = ""
@@ -91,7 +91,7 @@ class Nodes:
                 node_line.send(Start(ranks, num_threads))
             return self._await_ranks()
 
-    def meeting(self) -> Meeting:
+    def meeting(self) -> Rendezvous:
         """Over a store that listens at the same address."""
         from torch import distributed
 
@@ -108,7 +108,7 @@ class Nodes:
             )
         store = f"tcp://{config.master_addr}:{port}"
         size, per_node = config.tensor_parallel_size, config.ranks_per_node
-        return Meeting(size, store, config.rank_timeout, per_node)
+        return Rendezvous(size, store, config.rank_timeout, per_node)
 
     def lost(self) -> str:
         """Says which rank or node has ended; empty where none has."""
@@ -143,7 +143,7 @@ class Nodes:
             if not is_said:
                 is_said = True
                 _say(f"waiting at {self._where} for nodes: there, {_COMMAND} N")
-            came = line.accept(self._listener, self._key, _POLL)
+            came = secure_socket.accept(self._listener, self._key, _POLL)
             if came is not None:
                 self._admit(came)
             self._forget_gone()
@@ -160,7 +160,7 @@ class Nodes:
 
     def _admit(self, came: Connection) -> None:
         try:
-            hello: Any = came.recv() if came.poll(line.HANDSHAKE) else None
+            hello: Any = came.recv() if came.poll(secure_socket.HANDSHAKE) else None
             why = self._refuses(hello) if isinstance(hello, Hello) else "a node comes first"
             if not why:
                 self._lines[hello.node_rank] = came
@@ -216,11 +216,11 @@ class Nodes:
             if lost or time.monotonic() > until:
                 late = f"rank {missing[0]} did not come in {config.rank_timeout:g} s"
                 raise RankLostError(lost or late)
-            came = line.accept(self._listener, self._key, _POLL)
+            came = secure_socket.accept(self._listener, self._key, _POLL)
             if came is None:
                 continue
             with contextlib.suppress(EOFError, OSError):
-                rank = came.recv() if came.poll(line.HANDSHAKE) else None
+                rank = came.recv() if came.poll(secure_socket.HANDSHAKE) else None
                 if rank in missing:
                     ranks[rank] = came
                     continue

@@ -20,11 +20,11 @@ import torch
 
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import EngineConfig
-from slotzero.distributed import secure_socket as line
+from slotzero.distributed import secure_socket
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import ConfigError, RankLostError
 from slotzero.executor.nodes import Nodes
-from slotzero.executor.rank_group import Crew, Meeting, Wired
+from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
 from slotzero.executor.step_message import Message
 from slotzero.executor.worker import choose_backend
 from slotzero.models.config import ModelConfig, parse_config
@@ -35,11 +35,13 @@ PATIENCE = 5.0  # seconds in which a rank that broke a collective has ended, and
 THREADS = "OMP_NUM_THREADS"
 
 
-RankTask = Callable[[EngineConfig, Crew], Any]
+RankTask = Callable[[EngineConfig, RankGroup], Any]
 """What a rank does by itself instead of waiting for steps; its result is the rank's report."""
 
 
-def muster(config: EngineConfig, model: ModelConfig, task: RankTask | None = None) -> Crew:
+def start_ranks(
+    config: EngineConfig, model: ModelConfig, task: RankTask | None = None
+) -> RankGroup:
     """What of the model cannot be split is refused before anybody is started."""
     size = config.tensor_parallel_size
     if config.executor == "ray":
@@ -55,7 +57,7 @@ def muster(config: EngineConfig, model: ModelConfig, task: RankTask | None = Non
     if config.enable_dp_attention and size == 1:
         raise ConfigError("enable_dp_attention needs tensor_parallel_size above 1")
     if size == 1:
-        return Crew()
+        return RankGroup()
     device, _ = choose_backend(config)
     if device.type == "cuda" and config.ranks_per_node > torch.cuda.device_count():
         over = f" over {config.nnodes} nodes" if config.nnodes > 1 else ""
@@ -73,14 +75,14 @@ def muster(config: EngineConfig, model: ModelConfig, task: RankTask | None = Non
             "end that one first, with its engine.crew.close()"
         )
     sharded(model, Ranks(0, size, "", config.enable_expert_parallel, config.enable_dp_attention))
-    return Leader(config, device, task)
+    return Rank0(config, device, task)
 
 
 @contextlib.contextmanager
-def alike(config: EngineConfig, task: RankTask) -> Iterator[Crew]:
+def alike(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
     """Ranks that all certify, without being told of steps."""
     checkpoint = open_checkpoint(config.model, config.load_format)
-    crew = muster(config, parse_config(checkpoint.config), task)
+    crew = start_ranks(config, parse_config(checkpoint.config), task)
     try:
         yield crew
     finally:
@@ -88,7 +90,7 @@ def alike(config: EngineConfig, task: RankTask) -> Iterator[Crew]:
 
 
 @final
-class Leader(Wired):
+class Rank0(RemoteRanks):
     def __init__(self, config: EngineConfig, device: torch.device, task: RankTask | None) -> None:
         """`task`: what the others do by themselves; None: they wait for orders."""
         super().__init__(ALONE, {}, config.rank_timeout)
@@ -97,7 +99,7 @@ class Leader(Wired):
         self._folder = tempfile.TemporaryDirectory(prefix="slotzero-ranks-")
         self._nodes: Nodes | None = None
         size, per_node = config.tensor_parallel_size, config.ranks_per_node
-        meeting = Meeting(size, f"file://{self._folder.name}/store", config.rank_timeout)
+        meeting = Rendezvous(size, f"file://{self._folder.name}/store", config.rank_timeout)
         if THREADS not in os.environ:  # as many on every rank: sums are cut alike
             torch.set_num_threads(max(1, torch.get_num_threads() // per_node))
         with self.watched("starting"):
@@ -109,7 +111,7 @@ class Leader(Wired):
                 self._start(rank)
             for connection in self._connections.values():
                 connection.send((meeting, config, task))
-                line.wait_at_most(connection, config.rank_timeout, [socket.SO_SNDTIMEO])
+                secure_socket.wait_at_most(connection, config.rank_timeout, [socket.SO_SNDTIMEO])
             self._await_others(config.rank_timeout)
             self.ranks = meeting.join(
                 0, device, config.enable_expert_parallel, config.enable_dp_attention
@@ -167,7 +169,7 @@ class Leader(Wired):
         self._connections.clear()
         self._processes.clear()
         self._folder.cleanup()
-        if self.ranks.are_many:
+        if self.ranks.is_distributed:
             torch.distributed.destroy_process_group()
             self.ranks = ALONE
 

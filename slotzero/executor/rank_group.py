@@ -25,7 +25,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 
 
-class Crew:
+class RankGroup:
     """Of an engine that is alone, or whose other ranks do all that it does without being told."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -55,7 +55,7 @@ class Crew:
         """Ends the others."""
 
 
-class Wired(Crew):
+class RemoteRanks(RankGroup):
     """Whose others are each at the end of a connection."""
 
     def __init__(self, ranks: Ranks, connections: dict[int, Connection], seconds: float) -> None:
@@ -65,7 +65,7 @@ class Wired(Crew):
     def tell(self, messages: Sequence[Message]) -> None:
         for rank, connection in self._connections.items():
             try:
-                connection.send(messages[rank if self.ranks.attend_apart else 0])
+                connection.send(messages[rank if self.ranks.dp_attention else 0])
             except BlockingIOError:
                 raise RankLostError(
                     f"timed out: rank {rank} took no orders for {self._seconds:g} s"
@@ -94,7 +94,7 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of an engine meet, and how long one waits for another."""
 
     size: int
@@ -106,8 +106,8 @@ class Meeting:
         self,
         rank: int,
         device: torch.device,
-        spread_experts: bool = False,
-        attend_apart: bool = False,
+        expert_parallel: bool = False,
+        dp_attention: bool = False,
     ) -> Ranks:
         """Waits for all ranks."""
         from torch import distributed
@@ -133,7 +133,7 @@ class Meeting:
         )
         group = distributed.group.WORLD
         assert group is not None
-        return Ranks(rank, self.size, group.group_name, spread_experts, attend_apart)
+        return Ranks(rank, self.size, group.group_name, expert_parallel, dp_attention)
 
 
 def interface_towards(host: str) -> str:

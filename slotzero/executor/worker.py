@@ -17,10 +17,10 @@ import torch
 from slotzero.config import DTYPES, EngineConfig
 from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CapacityError, ConfigError, ContractError
-from slotzero.executor.rank_group import Crew
+from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.step_message import Message, Orders, Timing
 from slotzero.executor.table_writer import TableWriter
-from slotzero.graph import GraphKey, Ladder, Refusal, Registry, Runner
+from slotzero.graph import GraphKey, Ladder, NoCaptureSize, Registry, Runner
 from slotzero.graph.backend import Backend, EagerBackend, backend_for
 from slotzero.graph.runner import Record
 from slotzero.graph.transfer import Arriving, Download
@@ -146,7 +146,7 @@ class Worker:
         config: EngineConfig,
         checkpoint: Checkpoint,
         progress: Progress,
-        crew: Crew,
+        crew: RankGroup,
     ) -> None:
         device, backend = choose_backend(config)
         whole = parse_config(checkpoint.config)
@@ -249,7 +249,7 @@ class Worker:
         graphs = backend_for(backend, device)
         self.decode = Runner(step.decode_spec(Ladder.up_to(rows)), registry, graphs)
         self.prefills = _prefill_runners(step, registry, graphs, limits)
-        deadline = config.rank_timeout if ranks.are_many else None
+        deadline = config.rank_timeout if ranks.is_distributed else None
         self._results = ResultRing(registry, passes.RESULTS, deadline)
         self.tree = config.tree
         self._speculation: Speculation | None = None
@@ -382,7 +382,7 @@ class Worker:
                         "were started with other settings"
                     )
             self._launch(message, launches)
-            return self._download(message) if self.ranks.attend_apart else None
+            return self._download(message) if self.ranks.dp_attention else None
 
     def _launch(self, orders: Orders, launches: Sequence[tuple[Runner, GraphKey]]) -> None:
         for runner, key in launches:
@@ -449,7 +449,7 @@ def _picked(runners: Sequence[Runner], step: Step) -> tuple[Runner, GraphKey]:
     reasons = []
     for runner in runners:
         key = runner.pick(step.num_tokens, step.num_rows)
-        if not isinstance(key, Refusal):
+        if not isinstance(key, NoCaptureSize):
             return runner, key
         reasons.append(key.reason)
     raise CapacityError(f"a planned step has no size: {'; '.join(reasons)}")

@@ -11,7 +11,7 @@ can see is registered first, as one of five kinds, each with its rule:
 """
 
 from slotzero.graph.backend import Backend, Pieces, Recording
-from slotzero.graph.ladder import Ladder, Refusal
+from slotzero.graph.ladder import Ladder, NoCaptureSize
 from slotzero.graph.registry import Kind, Registry
 from slotzero.graph.runner import GraphKey, Runner, RunnerSpec
 
@@ -20,9 +20,9 @@ __all__ = [
     "GraphKey",
     "Kind",
     "Ladder",
+    "NoCaptureSize",
     "Pieces",
     "Recording",
-    "Refusal",
     "Registry",
     "Runner",
     "RunnerSpec",

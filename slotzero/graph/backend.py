@@ -23,7 +23,7 @@ class Pieces(ABC):
 StepFunction = Callable[[Pieces], None]
 
 
-class Line(NamedTuple):
+class TraceLine(NamedTuple):
     """One thing that a recording does, in words: equal in every recording of one function."""
 
     text: str
@@ -45,7 +45,7 @@ class Backend(ABC):
     def record(self, function: StepFunction) -> Recording:
         """Records one size. It may run the function, so published tensors must hold padding."""
 
-    def transcript(self, function: StepFunction) -> list[Line]:
+    def transcript(self, function: StepFunction) -> list[TraceLine]:
         """What `record` would record, as far as this backend bakes anything in."""
         return []
 

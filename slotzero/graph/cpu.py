@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph.backend import Backend, Line, Pieces, Recording, StepFunction
+from slotzero.graph.backend import Backend, Pieces, Recording, StepFunction, TraceLine
 from slotzero.system.cache_dir import cache_dir, writable
 
 Compiled = Callable[..., Any]
@@ -43,7 +43,7 @@ class TracingPieces(Pieces):
     """Writes down what would be compiled, once for equal layers."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[TraceLine] = []
         self._seen: set[tuple[Any, ...]] = set()
 
     def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
@@ -51,9 +51,11 @@ class TracingPieces(Pieces):
         if key not in self._seen:
             self._seen.add(key)
             module = trace_piece(function, tensors)
-            self.lines += [Line(line) for line in module.code.strip().splitlines()]
+            self.lines += [TraceLine(line) for line in module.code.strip().splitlines()]
             for name, constant in module.named_buffers():  # baked in: memory that nobody declared
-                self.lines.append(Line(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),)))
+                self.lines.append(
+                    TraceLine(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),))
+                )
         return function(*tensors)
 
 
@@ -98,7 +100,7 @@ class CpuBackend(Backend):
             raise RecordingError(f"{type(error).__name__}: {error}") from error
         return CpuRecording(function, pieces.calls)
 
-    def transcript(self, function: StepFunction) -> list[Line]:
+    def transcript(self, function: StepFunction) -> list[TraceLine]:
         """The compiled pieces; what lies between them runs in Python at every replay."""
         pieces = TracingPieces()
         function(pieces)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slotzero.errors import RecordingError
-from slotzero.graph.backend import Backend, Line, PlainPieces, Recording, StepFunction
+from slotzero.graph.backend import Backend, PlainPieces, Recording, StepFunction, TraceLine
 from slotzero.graph.nodes import Node, nodes_of, pointers_of
 
 TORCH_KERNEL = "2at6native"  # in a mangled name: the namespace at::native
@@ -73,7 +73,7 @@ class CudaBackend(Backend):
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return CudaRecording(graph, torch.cuda.memory_reserved(self._device) - before)
 
-    def transcript(self, function: StepFunction) -> list[Line]:
+    def transcript(self, function: StepFunction) -> list[TraceLine]:
         """Node by node. Of a parameter's bytes only whole numbers are compared: what lies between
         the fields of a struct is anything."""
         pieces = PlainPieces()
@@ -116,7 +116,7 @@ class CudaBackend(Backend):
         return graph
 
 
-def _line(node: Node, segments: list[tuple[int, int]]) -> Line:
+def _line(node: Node, segments: list[tuple[int, int]]) -> TraceLine:
     """An address is a word that lies in memory which torch has; any other is a number.
 
     In the structs that torch's own kernels get, some bytes were never written and hold anything,
@@ -132,7 +132,7 @@ def _line(node: Node, segments: list[tuple[int, int]]) -> Line:
         is_number = is_whole and int.from_bytes(param, "little") not in found
         numbers.append(param.hex() if is_number else "-")
     text = f"{node.kind} {node.name} {node.dims} {' '.join(numbers)}"
-    return Line(text, tuple(found), node.reads_host)
+    return TraceLine(text, tuple(found), node.reads_host)
 
 
 def _segments() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from slotzero.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NoCaptureSize:
     """Why no size fits; it is counted and shown, never swallowed."""
 
     reason: str
@@ -47,10 +47,10 @@ class Ladder:
     def maximum(self) -> int:
         return self.sizes[-1]
 
-    def pick(self, n: int) -> int | Refusal:
+    def pick(self, n: int) -> int | NoCaptureSize:
         """The smallest size that holds n."""
         if n < 1:
-            return Refusal(f"{n} is not a size")
+            return NoCaptureSize(f"{n} is not a size")
         if n > self.maximum:
-            return Refusal(f"{n} is above the largest size {self.maximum}")
+            return NoCaptureSize(f"{n} is above the largest size {self.maximum}")
         return self.sizes[bisect_left(self.sizes, n)]

@@ -21,7 +21,7 @@ from slotzero.graph.backend import (
     PlainPieces,
     Recording,
 )
-from slotzero.graph.ladder import Ladder, Refusal
+from slotzero.graph.ladder import Ladder, NoCaptureSize
 from slotzero.graph.observer import Observer
 from slotzero.graph.proof import flaw
 from slotzero.graph.registry import Entry, Fingerprint, Kind, Registry
@@ -120,18 +120,18 @@ class Runner:
         shared = (Kind.TABLE, Kind.CONSTANT)
         return [e for e in self.registry.entries() if e.kind in shared or e.name in mine]
 
-    def pick(self, num_tokens: int, num_rows: int) -> GraphKey | Refusal:
+    def pick(self, num_tokens: int, num_rows: int) -> GraphKey | NoCaptureSize:
         """`num_tokens` is not asked for where every row has as many."""
         if self.spec.rows is None:
             rows = self.spec.ladder.pick(num_rows)
-            if isinstance(rows, Refusal):
-                return Refusal(f"runner {self.spec.name}: rows: {rows.reason}")
+            if isinstance(rows, NoCaptureSize):
+                return NoCaptureSize(f"runner {self.spec.name}: rows: {rows.reason}")
             return GraphKey(self.spec.name, rows * self.spec.width, rows)
         tokens, rows = self.spec.ladder.pick(num_tokens), self.spec.rows.pick(num_rows)
-        if isinstance(tokens, Refusal):
-            return Refusal(f"runner {self.spec.name}: tokens: {tokens.reason}")
-        if isinstance(rows, Refusal):
-            return Refusal(f"runner {self.spec.name}: rows: {rows.reason}")
+        if isinstance(tokens, NoCaptureSize):
+            return NoCaptureSize(f"runner {self.spec.name}: tokens: {tokens.reason}")
+        if isinstance(rows, NoCaptureSize):
+            return NoCaptureSize(f"runner {self.spec.name}: rows: {rows.reason}")
         return GraphKey(self.spec.name, tokens, rows)
 
     def num_tokens(self, num_tokens: int, num_rows: int) -> int:

@@ -60,7 +60,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         """[..., out_features, in_features] -> [..., *packed_shape]"""
 
     @abstractmethod
-    def locate(
+    def decode_positions(
         self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
     ) -> None:
         """Of a step with one token a row: each token's slot, its position, which is the length of
@@ -80,12 +80,12 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         """
 
     @abstractmethod
-    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+    def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         """frequency [head_dim / 2], or [T, head_dim / 2] where tokens differ; factor is of cos and
         sin."""
 
     @abstractmethod
-    def open(
+    def embed(
         self,
         tokens: Tokens,
         table: Tensor,  # [slots + 1, max_len] token ids by position
@@ -101,7 +101,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         """Rows of a packed weight [vocab, hidden]: ids [T] -> [T, hidden]"""
 
     @abstractmethod
-    def open_pair(
+    def embed_pair(
         self,
         tokens: Tokens,
         table: Tensor,
@@ -119,7 +119,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         """x [rows, size], a part of wider rows maybe, under an RMSNorm; without one, itself."""
 
     @abstractmethod
-    def settle(self, x: Normed, eps: float) -> Tensor:
+    def apply_norm(self, x: Normed, eps: float) -> Tensor:
         """The rows themselves, with the scale that was left to others."""
 
     @abstractmethod
@@ -237,7 +237,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         k_norm: Tensor,  # [latent]
         up_k: Tensor,  # [heads, plain, latent]
         up_v: Tensor,  # [heads, result, latent]
-        angles: Angles,  # of turned_dim
+        angles: Angles,  # of rope_dim
         kv_pages: Tensor,  # [pages, page_size, 1, row_size]
         page_table: Tensor,
         plan: Plan,

@@ -30,7 +30,7 @@ class SpeculationKernels(ABC):
 
     @abstractmethod
     def locate_new(
-        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
+        self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         """What lies between where a slot was followed to and its length -> the rows, and [R]: which
         token is the last of each; the first one where there is none."""
@@ -50,7 +50,7 @@ class SpeculationKernels(ABC):
         verified."""
 
     @abstractmethod
-    def keep(
+    def store_features(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
     ) -> None:
         """Of each row of x [R * W, size], the first `counts` [R] of `path` [R, W] go to the places
@@ -62,20 +62,20 @@ class SpeculationKernels(ABC):
         anything that x has."""
 
     @abstractmethod
-    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+    def keep_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
         """Of each token, one of a slot, x [T, size] goes to its slot in table [slots + 1, W, size],
         to as many places from the first as it stands behind where its slot was followed to."""
 
     @abstractmethod
-    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
         """Each slot is followed to the end of its row, whose last token `last` [R] names."""
 
     @abstractmethod
-    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
+    def load_features(self, slots: Tensor, table: Tensor) -> Tensor:
         """table [slots + 1, W, size] -> [R * W, size]"""
 
     @abstractmethod
-    def allot(
+    def draft_budget(
         self,
         slots: Tensor,
         length: Tensor,
@@ -89,16 +89,18 @@ class SpeculationKernels(ABC):
         not sampled yet, and no more than can be verified."""
 
     @abstractmethod
-    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+    def draft_targets(
+        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int
+    ) -> Aims:
         """The first `num` [R] of so many guesses of each slot. Who computes from the newest token
         is not behind; who computes from pairs is behind by 1. All are of lengths [R]."""
 
     @abstractmethod
-    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+    def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
         """Writes a token of each slot in its place."""
 
     @abstractmethod
-    def recall(
+    def propose_ngrams(
         self,
         slots: Tensor,
         length: Tensor,  # [R]
@@ -119,7 +121,7 @@ class SpeculationKernels(ABC):
         """Each slot has `num` [R] drafts that are good at `length` [R]."""
 
     @abstractmethod
-    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+    def expand_draft_vocab(self, logits: Tensor, draft_of: Tensor) -> Tensor:
         """[R, draft_vocab], and for each token which of those it is, [vocab] -> [R, vocab]; where
         it is none, -1, its logit is -inf."""
 
@@ -160,7 +162,7 @@ class SpeculationKernels(ABC):
         """What was stored for the nodes of a path goes where their tokens now stand."""
 
     @abstractmethod
-    def sprout(
+    def grow_tree(
         self,
         slots: Tensor,  # [R]; 0: without a tree
         length: Tensor,  # [R]

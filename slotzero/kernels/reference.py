@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.torch_ops import ComposedKernels
+from slotzero.kernels.torch_ops import TorchKernels
 from slotzero.kernels.types import Branches, Heads
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 from slotzero.tree_shape import MAX_PLACES
 
 
-class ReferenceKernels(ComposedKernels):
+class ReferenceKernels(TorchKernels):
     name = "reference"
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.torch_recurrent import ComposedRecurrent
-from slotzero.kernels.torch_speculation import ComposedSpeculation
+from slotzero.kernels.torch_recurrent import TorchRecurrent
+from slotzero.kernels.torch_speculation import TorchSpeculation
 from slotzero.kernels.types import (
     NO_BRANCHES,
     Activation,
@@ -33,7 +33,7 @@ from slotzero.kernels.types import (
 CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
 
 
-class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
+class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     @abstractmethod
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
         """x [rows, in_features], a packed weight -> [rows, out_features]"""
@@ -112,7 +112,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
     def held(self) -> Mapping[str, Tensor]:
         return {}
 
-    def locate(
+    def decode_positions(
         self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
     ) -> None:
         token_slots.copy_(slots)
@@ -130,11 +130,11 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
             branches.check(tokens, rows)
         return *tokens, *(branches or NO_BRANCHES)
 
-    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+    def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         angle = (tokens.positions[:, None].float() * frequency)[:, None]
         return Angles(angle.cos() * factor, angle.sin() * factor)
 
-    def open(
+    def embed(
         self,
         tokens: Tokens,
         table: Tensor,
@@ -148,7 +148,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
             residual = residual * scale
         return residual, self.norm(residual, norm, eps)
 
-    def open_pair(
+    def embed_pair(
         self,
         tokens: Tokens,
         table: Tensor,
@@ -158,13 +158,13 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
         hidden_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        _, embedded = self.open(tokens, table, embedding, 1.0, embed_norm, eps)
+        _, embedded = self.embed(tokens, table, embedding, 1.0, embed_norm, eps)
         return torch.cat((embedded.x, self.norm(hidden, hidden_norm, eps).x), dim=-1)
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         return Normed(x if weight is None else self.rms_norm(x, weight, eps), None)
 
-    def settle(self, x: Normed, eps: float) -> Tensor:
+    def apply_norm(self, x: Normed, eps: float) -> Tensor:
         return x.x
 
     def linear(
@@ -342,7 +342,7 @@ class ComposedKernels(ComposedSpeculation, ComposedRecurrent, Kernels):
     ) -> Tensor:
         assert heads.latent is not None
         slots, positions, branches = _planned(plan)
-        plain, turned = heads.latent.plain_dim, heads.latent.turned_dim
+        plain, turned = heads.latent.nope_dim, heads.latent.rope_dim
         queries = q.view(len(q), -1, plain + turned)
         straight, turning = queries[..., :plain], queries[..., plain:]
         key, latent = k[:, None, :turned], k[:, None, turned:]

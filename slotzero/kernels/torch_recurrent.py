@@ -21,7 +21,7 @@ Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Of states [n, ...] over one token each, given by index: new states, and what comes out."""
 
 
-class ComposedRecurrent(RecurrentKernels):
+class TorchRecurrent(RecurrentKernels):
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """Norm the last axis of x."""

@@ -8,7 +8,7 @@ from slotzero.kernels.types import Aims, Branches, Front, Guesses, Rows, Tokens
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
-class ComposedSpeculation(SpeculationKernels):
+class TorchSpeculation(SpeculationKernels):
     def locate_drafts(
         self,
         slots: Tensor,
@@ -27,10 +27,10 @@ class ComposedSpeculation(SpeculationKernels):
         return rows, tokens.positions + (tokens.slots > 0)
 
     def locate_new(
-        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
+        self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         width = len(tokens.slots) // len(slots)
-        start = followed_to[slots]
+        start = drafter_len[slots]
         num = (length[slots] - start).clamp(0, width)
         rows = lay_out(slots, start, num, tokens)
         return rows, rows.ends - width + (num - 1).clamp_min(0)
@@ -55,7 +55,7 @@ class ComposedSpeculation(SpeculationKernels):
         put(tokens, (owners, at * is_new), sampled, is_new)
         put(length, (slots,), start + num_verified, slots > 0)
 
-    def keep(
+    def store_features(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
     ) -> None:
         x = x.view(len(slots), len(x) // len(slots), x.shape[1])
@@ -69,20 +69,20 @@ class ComposedSpeculation(SpeculationKernels):
     def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         put(table, (slots,), x[last], slots > 0)
 
-    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+    def keep_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
         slots, positions = tokens
-        place = positions - followed_to[slots]
+        place = positions - drafter_len[slots]
         has_room = (slots > 0) & (place >= 0) & (place < table.shape[1])
         put(table, (slots * has_room, place * has_room), x, has_room)
 
-    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
-        end = torch.where(rows.counts > 0, tokens.positions[last] + 1, followed_to[rows.slots])
-        put(followed_to, (rows.slots,), end, rows.slots > 0)
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
+        end = torch.where(rows.counts > 0, tokens.positions[last] + 1, drafter_len[rows.slots])
+        put(drafter_len, (rows.slots,), end, rows.slots > 0)
 
-    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
+    def load_features(self, slots: Tensor, table: Tensor) -> Tensor:
         return table[slots].flatten(0, 1)
 
-    def allot(
+    def draft_budget(
         self,
         slots: Tensor,
         length: Tensor,
@@ -97,16 +97,18 @@ class ComposedSpeculation(SpeculationKernels):
         is_wanted = (speculates[slots] > 0) & (length >= target[slots])
         return length, torch.where(is_wanted, room.clamp(0, most), 0)
 
-    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+    def draft_targets(
+        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int
+    ) -> Aims:
         step = up_to(steps, slots)[:, None]
         wanted = torch.where(step < num, slots, 0)
         newest = length + step
         return Aims(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
 
-    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+    def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
         put(tokens, (slots, positions * (slots > 0)), ids, slots > 0)
 
-    def recall(
+    def propose_ngrams(
         self,
         slots: Tensor,
         length: Tensor,
@@ -131,7 +133,7 @@ class ComposedSpeculation(SpeculationKernels):
         for i in range(steps):
             wanted = torch.where(i < num, slots, 0)
             ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # its guesses too
-            self.note(wanted, length + 1 + i, ids, tokens)
+            self.record_ngrams(wanted, length + 1 + i, ids, tokens)
         return num
 
     def close_draft(
@@ -140,7 +142,7 @@ class ComposedSpeculation(SpeculationKernels):
         put(num_drafts, (slots,), num, slots > 0)
         put(drafted_at, (slots,), length, slots > 0)
 
-    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+    def expand_draft_vocab(self, logits: Tensor, draft_of: Tensor) -> Tensor:
         return logits[:, draft_of.clamp_min(0)].masked_fill(draft_of < 0, -torch.inf)
 
     def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
@@ -205,7 +207,7 @@ class ComposedSpeculation(SpeculationKernels):
         by_place = kv_pages.movedim(0, 2)  # [pages, page_size, layers, kv_heads, size]
         put(by_place, stored(place), by_place[stored(path)], is_moved)
 
-    def sprout(
+    def grow_tree(
         self,
         slots: Tensor,
         length: Tensor,

@@ -51,14 +51,14 @@ Plan = tuple[Tensor | None, ...]
 class Latent:
     """Of heads whose keys and values are all made from one short row of a token.
 
-    The row is what is stored, as one KV head: `turned_dim` numbers under rope, then the latent. It
+    The row is what is stored, as one KV head: `rope_dim` numbers under rope, then the latent. It
     is the key of every head, once its query has been brought there, and its latent is the value; a
     result is brought back.
     """
 
-    plain_dim: int  # of a head's query that is not turned
-    turned_dim: int
-    result_dim: int  # of a head
+    nope_dim: int  # of a head's query that is not turned
+    rope_dim: int
+    v_head_dim: int  # of a head
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Heads:
         if not self.stores:
             return self.num_heads * self.head_dim, 0, 0
         if self.latent is not None:
-            q = self.num_heads * (self.latent.plain_dim + self.latent.turned_dim)
+            q = self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
             return q, self.head_dim, 0
         kv = self.num_kv_heads
         return self.num_heads * self.head_dim, kv * self.head_dim, kv * self.value_dim
 
     @property
     def out_size(self) -> int:
-        each = self.value_dim if self.latent is None else self.latent.result_dim
+        each = self.value_dim if self.latent is None else self.latent.v_head_dim
         return self.num_heads * each
 
     @property

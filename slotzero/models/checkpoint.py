@@ -50,7 +50,7 @@ class Checkpoint(ABC):
         return {}
 
 
-class Shown(Checkpoint):
+class CheckpointView(Checkpoint):
     """Another checkpoint, some of whose tensors are shown otherwise than they are stored."""
 
     def __init__(self, stored: Checkpoint) -> None:

@@ -12,7 +12,7 @@ from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.types import Activation, Experts, Heads
 from slotzero.models.fields import activation, eps, mapping, plain_activation, positive
 from slotzero.models.latent import latent_heads
-from slotzero.models.mixtures import beside_size, experts_of, sparse_layers
+from slotzero.models.mixtures import experts_of, shared_expert_size, sparse_layers
 from slotzero.models.per_layer import heads_of, owners_and_readers, with_full_heads
 from slotzero.models.recurrent import Mixers, Recurrent, layers_of, plainly, recurrent_of
 from slotzero.models.rope import RopeConfig, parse_rope, refuse_two_ropes
@@ -88,10 +88,10 @@ class ModelConfig:
     experts: Experts | None
     sparse_layers: tuple[int, ...]
     """Those that have experts in place of one MLP, or beside it."""
-    dense_beside: bool
+    shared_mlp: bool
     q_rank: int | None
     """Of latent heads: queries are made of so many numbers under a norm; None: of the token's."""
-    num_ahead: int
+    num_mtp_layers: int
     """Layers behind the last that guess tokens ahead, stored with the others."""
     reader_width: int = 1
     """How many times as wide the MLP of a layer is that owns no KV."""
@@ -103,7 +103,7 @@ class ModelConfig:
     recurrent: Recurrent | None = None
     mlp_layers: tuple[int, ...] | None = None
     """Those that have an MLP or experts; None: all."""
-    beside_size: int | None = None
+    shared_expert_size: int | None = None
     """Of the MLP beside experts, where it is not like the others."""
     gates_beside: bool = False
     """What that MLP brings is gated, by one number of each token."""
@@ -148,12 +148,12 @@ class Family:
     score_scale: float | None = None  # None: by the size of a head
     norms_values: bool = False
     scales_layers: bool = False
-    dense_beside: bool = False  # its experts, if it has any, are beside an MLP
+    shared_mlp: bool = False  # its experts, if it has any, are beside an MLP
     mixers: Mixers = "attention"
     gates_beside: bool = False
     gates_attention: bool = False
     gates_mlp: bool = True
-    num_ahead: int = 0  # where the config is silent
+    num_mtp_layers: int = 0  # where the config is silent
     rotates: float = 1.0  # of each head, where the config is silent
 
 
@@ -215,7 +215,7 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm="head", norms="around", scales_embedding=True,
         is_sliding=_all_but_every_sixth_and_last, ropes_by_kind=True, full_head_dim=512,
         ends_full=True, score_scale=1.0, norms_values=True, scales_layers=True,
-        dense_beside=True,
+        shared_mlp=True,
     ),
     "Olmo3ForCausalLM": Family(
         "olmo3", qk_norm="whole", norms="after", is_sliding=_slide_but_every(4),
@@ -236,8 +236,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3NextForCausalLM": Family(
         "qwen3_next",
         frozenset({"num_experts", "partial_rotary_factor", "num_nextn_predict_layers"}),
-        qk_norm="head", norm_offset=1.0, mixers="either", dense_beside=True, gates_beside=True,
-        gates_attention=True, num_ahead=1, rotates=0.25,
+        qk_norm="head", norm_offset=1.0, mixers="either", shared_mlp=True, gates_beside=True,
+        gates_attention=True, num_mtp_layers=1, rotates=0.25,
     ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1", frozenset({"embedding_multiplier"}), mixers="both"
@@ -248,11 +248,11 @@ FAMILIES: Mapping[str, Family] = {
             "embedding_multiplier", "logits_scaling", "residual_multiplier", "num_local_experts",
             "attention_multiplier",
         }),
-        mixers="either", dense_beside=True,
+        mixers="either", shared_mlp=True,
     ),
     "NemotronHForCausalLM": Family(
         "nemotron_h", frozenset({"n_routed_experts", "n_shared_experts", "num_local_experts"}),
-        qkv_bias=False, out_bias=False, mixers="alone", dense_beside=True, gates_mlp=False,
+        qkv_bias=False, out_bias=False, mixers="alone", shared_mlp=True, gates_mlp=False,
     ),
 }  # fmt: skip
 
@@ -340,14 +340,14 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         value_scale=float(config.get("attention_value_scale") or 1.0),
         experts=experts,
         sparse_layers=sparse,
-        dense_beside=experts is not None and family.dense_beside,
+        shared_mlp=experts is not None and family.shared_mlp,
         q_rank=_q_rank(config) if family.is_latent else None,
-        num_ahead=config.get("num_nextn_predict_layers", family.num_ahead) or 0,
+        num_mtp_layers=config.get("num_nextn_predict_layers", family.num_mtp_layers) or 0,
         reader_width=2 if config.get("use_double_wide_mlp") else 1,
         scales_layers=family.scales_layers,
         recurrent=recurrent_of(config, family.model_type, layers.recurrent),
         mlp_layers=layers.mlp if family.mixers == "alone" else None,
-        beside_size=beside_size(config, family.model_type),
+        shared_expert_size=shared_expert_size(config, family.model_type),
         gates_beside=family.gates_beside,
         gates_attention=family.gates_attention,
         gates_mlp=family.gates_mlp,

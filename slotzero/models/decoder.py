@@ -138,7 +138,7 @@ class Kind:
             assert config.q_rank is not None
             sizes = config.q_rank, *sizes[1:]
         joined = kernels.linear(normed, eps, layer.qkv, layer.qkv_bias, sum(sizes))
-        if heads.norms_whole and self.ranks.attention.are_many:
+        if heads.norms_whole and self.ranks.attention.is_distributed:
             joined = self._norm_whole(joined, q_norm, k_norm, heads)
             heads, q_norm, k_norm = replace(heads, norms_whole=False), None, None
         if up_k is None or up_v is None or k_norm is None or heads.latent is None:
@@ -187,18 +187,18 @@ class Kind:
             return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
         by = None
         if layer.expert_norm is None:
-            x = normed = Normed(kernels.settle(normed, eps), None)  # once, for all who read it
+            x = normed = Normed(kernels.apply_norm(normed, eps), None)  # once, for all who read it
         else:
             x = kernels.norm(residual, layer.expert_norm, eps)
             by = kernels.norm(residual, layer.router_norm, eps)
-        size = config.beside_size or inner
+        size = config.shared_expert_size or inner
         dense = self._dense(normed, layer.dense_gate_up, layer.dense_down, size)
         if layer.dense_gate is not None:
             gate = kernels.linear(normed, eps, layer.dense_gate, None, 1)
             dense = kernels.gate(gate.expand_as(dense), dense, "sigmoid")
         mixed = self._experts(x, slots, weights, self.experts, starts, by)
-        change = kernels.settle(kernels.norm(dense, layer.after_dense, eps), eps)
-        change = change + kernels.settle(kernels.norm(mixed, layer.after_experts, eps), eps)
+        change = kernels.apply_norm(kernels.norm(dense, layer.after_dense, eps), eps)
+        change = change + kernels.apply_norm(kernels.norm(mixed, layer.after_experts, eps), eps)
         return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
 
     def _inner(self, x: Normed, gate_up: Tensor, bias: Tensor | None, inner: int) -> Tensor:
@@ -234,7 +234,7 @@ class Kind:
     ) -> tuple[Tensor, Normed]:
         """x times a packed weight, of whose columns and x's each rank has some, to the residual."""
         kernels, eps = self.kernels, self.config.norm_eps
-        if not ranks.are_many:
+        if not ranks.is_distributed:
             return kernels.linear_add_norm(x, weight, bias, residual, after, norm, eps)
         part = kernels.linear(Normed(x, None), eps, weight, bias, residual.shape[1])
         return kernels.add_norm(_summed(ranks, part), residual, after, norm, eps)
@@ -248,9 +248,9 @@ class Kind:
 
     def _of_all(self, x: Normed) -> Normed:
         """With the rows of the other ranks, where each has its own."""
-        if not self.ranks.attend_apart:
+        if not self.ranks.dp_attention:
             return x
-        return Normed(self.ranks.gather(self.kernels.settle(x, self.config.norm_eps)), None)
+        return Normed(self.ranks.gather(self.kernels.apply_norm(x, self.config.norm_eps)), None)
 
     def _experts(
         self,
@@ -262,9 +262,9 @@ class Kind:
         by: Normed | None = None,
     ) -> Tensor:
         kernels, ranks, eps = self.kernels, self.ranks, self.config.norm_eps
-        if ranks.spread_experts:
+        if ranks.expert_parallel:
             return experts_over(ranks, kernels, x, by or x, eps, slots, weights, shape, starts)
-        if ranks.attend_apart:
+        if ranks.dp_attention:
             x, by, slots = self._of_all(x), by and self._of_all(by), ranks.gather(slots)
         chosen = kernels.choose(x, eps, slots, weights, shape, by)
         return _summed(ranks, kernels.experts(chosen, weights, shape, starts))
@@ -281,7 +281,7 @@ class Kind:
 
 def _summed(ranks: Ranks, part: Tensor) -> Tensor:
     """Of all ranks; where each has its own rows, part has those of all, and these come back."""
-    return ranks.scatter_sum(part) if ranks.attend_apart else ranks.sum(part)
+    return ranks.scatter_sum(part) if ranks.dp_attention else ranks.sum(part)
 
 
 class Decoder:
@@ -344,7 +344,7 @@ class Decoder:
         `taps`: by layer, where to write what goes into it, [T, hidden]; one past the last layer is
         what is under the final norm.
         """
-        residual, normed = self.vocabulary.open(
+        residual, normed = self.vocabulary.embed(
             batch.tokens, batch.ids, self._scale, self._weights.layers[0].input_norm,
             self.config.norm_eps,
         )  # fmt: skip
@@ -385,7 +385,7 @@ class Decoder:
             plans[group.name] = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
             frequency = self._frequencies[group.name]
             speed = speeds(group.rope, frequency, *stands, batch.prompt_len)
-            angles[group.name] = kernels.turn(stands, speed, group.rope.attention_factor)
+            angles[group.name] = kernels.rope_angles(stands, speed, group.rope.attention_factor)
         for i, (kind, layer) in enumerate(zip(self._kinds, self._layers, strict=True)):
             if i in taps:
                 taps[i].copy_(residual)
@@ -402,7 +402,7 @@ class Decoder:
             residual, *parts = pieces(kind.run, *given, *layer, *plan)
             normed = Normed(*parts)
         if len(self._layers) in taps:
-            taps[len(self._layers)].copy_(kernels.settle(normed, config.norm_eps))
+            taps[len(self._layers)].copy_(kernels.apply_norm(normed, config.norm_eps))
         return normed
 
     def _layer_inputs(self, batch: Batch, embedded: Tensor) -> Sequence[Tensor | None]:
@@ -412,7 +412,7 @@ class Decoder:
         num, size = config.num_layers, config.input_size
         if weights.input_embedding is None or weights.input_projection is None:
             return [None] * num
-        own, _ = kernels.open(
+        own, _ = kernels.embed(
             batch.tokens, batch.ids, weights.input_embedding, self._input_scale, None, 0.0
         )
         made = kernels.linear(

@@ -55,7 +55,7 @@ def experts_of(config: Mapping[str, Any], model_type: str) -> Experts | None:
     return None
 
 
-def beside_size(config: Mapping[str, Any], model_type: str) -> int | None:
+def shared_expert_size(config: Mapping[str, Any], model_type: str) -> int | None:
     """Of the MLP beside experts, where that is another than the other MLPs'."""
     if model_type == "qwen3_next" and config.get("num_experts"):
         return positive(config, "shared_expert_intermediate_size")

@@ -56,7 +56,7 @@ def params_of(config: ModelConfig) -> list[Param]:
     wide = {i for group in config.groups for i in group.readers if config.reader_width > 1}
     sparse = set(config.sparse_layers)
     dense = {i for i in range(config.num_layers) if config.has_mlp(i)} - sparse
-    for of_kind, beside in ((dense, False), (sparse if config.dense_beside else set(), True)):
+    for of_kind, beside in ((dense, False), (sparse if config.shared_mlp else set(), True)):
         for layers, width in ((of_kind - wide, 1), (of_kind & wide, config.reader_width)):
             if layers:
                 params += _mlp(config, tuple(sorted(layers)), width, beside)
@@ -93,7 +93,7 @@ def ahead_params(config: ModelConfig, layer: int) -> list[Param]:
     own.matrix("join", 2 * hidden, Source("eh_proj", hidden))
     params = [*own.made, *_attention(config, replace(config.groups[-1], layers=(layer,)))]
     is_sparse = config.num_layers - 1 in config.sparse_layers
-    if not is_sparse or config.dense_beside:
+    if not is_sparse or config.shared_mlp:
         params += _mlp(config, (layer,), 1, is_sparse)
     if is_sparse:
         params += _experts(config, (layer,))
@@ -120,7 +120,7 @@ def ahead_prefixes(config: ModelConfig) -> tuple[str, ...]:
     if config.family in ("qwen3_next", "nemotron_h"):
         return ("mtp.",)
     num = config.num_layers
-    return tuple(f"model.layers.{num + i}." for i in range(config.num_ahead))
+    return tuple(f"model.layers.{num + i}." for i in range(config.num_mtp_layers))
 
 
 def _norms(params: LayerParams, config: ModelConfig, has_two: bool) -> None:
@@ -212,7 +212,7 @@ def _with_gates(q: Source, order: Sequence[int] | None, heads: Heads) -> tuple[S
 def _latent_attention(config: ModelConfig, group: KvGroup) -> list[Param]:
     heads, latent, hidden = group.heads, group.heads.latent, config.hidden_size
     assert latent is not None
-    plain, turned, rank = latent.plain_dim, latent.turned_dim, heads.value_dim
+    plain, turned, rank = latent.nope_dim, latent.rope_dim, heads.value_dim
     params, (q_size, k_size, _) = LayerParams(group.layers), heads.sizes
     order = halves(group.rope) or range(turned)
     q_order = _by_head([*range(plain), *(plain + row for row in order)], heads.num_heads)
@@ -225,7 +225,7 @@ def _latent_attention(config: ModelConfig, group: KvGroup) -> list[Param]:
         params.norm("q_norm", "self_attn.q_a_layernorm", config.q_rank, 0.0)
         params.matrix("q_up", config.q_rank, Source("self_attn.q_b_proj", q_size, q_order))
     params.norm("k_norm", "self_attn.kv_a_layernorm", rank, 0.0)
-    each = plain + latent.result_dim
+    each = plain + latent.v_head_dim
     for name, rows in (("up_k", range(plain)), ("up_v", range(plain, each))):
         taken = [head * each + row for head in range(heads.num_heads) for row in rows]
         source = Source("self_attn.kv_b_proj", heads.num_heads * each, taken)
@@ -244,8 +244,8 @@ def _mlp(config: ModelConfig, layers: tuple[int, ...], width: int, beside: bool)
     """Alone, or beside experts."""
     params = LayerParams(layers, "_wide" if width > 1 else "")
     inner, hidden = config.intermediate_size * width, config.hidden_size
-    if beside and config.beside_size is not None:
-        inner = config.beside_size
+    if beside and config.shared_expert_size is not None:
+        inner = config.shared_expert_size
     gate_up, down = _mlp_sources(config, inner, beside)
     prefix = "dense_" if beside else ""
     params.matrix(f"{prefix}gate_up", hidden, *gate_up)
@@ -356,7 +356,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if config.get("model_type") == MODEL_TYPE:
         return _assistant_tensors(parse_assistant(config, MODEL_TYPE))
     ours = parse_config(config)
-    ahead = range(ours.num_layers, ours.num_layers + ours.num_ahead)
+    ahead = range(ours.num_layers, ours.num_layers + ours.num_mtp_layers)
     params = [*params_of(ours), *(param for layer in ahead for param in ahead_params(ours, layer))]
     return _shapes(params)
 

@@ -19,7 +19,7 @@ FLAG = "tensor_parallel_size"
 
 def sharded(config: ModelConfig, ranks: Ranks) -> ModelConfig:
     """What every rank has: as many heads, as wide MLPs."""
-    if not ranks.are_many:
+    if not ranks.is_distributed:
         return config
     experts = None if config.experts is None else _part_of_experts(config.experts, ranks)
     groups, num = config.groups, ranks.attention.size
@@ -29,15 +29,15 @@ def sharded(config: ModelConfig, ranks: Ranks) -> ModelConfig:
         intermediate_size=_part(config.intermediate_size, "intermediate_size", ranks.size),
         experts=experts,
         recurrent=None if config.recurrent is None else _part_of_mixer(config.recurrent, num),
-        beside_size=None
-        if config.beside_size is None
-        else _part(config.beside_size, "shared_expert_intermediate_size", ranks.size),
+        shared_expert_size=None
+        if config.shared_expert_size is None
+        else _part(config.shared_expert_size, "shared_expert_intermediate_size", ranks.size),
     )
 
 
 def cut(whole: list[Param], mine: list[Param], ranks: Ranks) -> list[Param]:
     """Params of the rank's own config, as they are cut out of those of the whole model."""
-    if not ranks.are_many:
+    if not ranks.is_distributed:
         return mine
     return [_cut(w, m, ranks) for w, m in zip(whole, mine, strict=True)]
 
@@ -49,7 +49,7 @@ def vocabulary_part(size: int, ranks: Ranks) -> int:
 
 def _cut(whole: Param, mine: Param, ranks: Ranks) -> Param:
     if mine.field in ("embedding", "head"):
-        if not ranks.attention.are_many:
+        if not ranks.attention.is_distributed:
             return mine
         return replace(mine, sources=tuple(_tokens(s, ranks) for s in mine.sources))
     sources = []
@@ -61,7 +61,7 @@ def _cut(whole: Param, mine: Param, ranks: Ranks) -> Param:
             m = replace(m, scale=0.0)
         sources.append(m)
     mine = replace(mine, sources=tuple(sources))
-    if mine.experts is not None and ranks.spread_experts:
+    if mine.experts is not None and ranks.expert_parallel:
         first = ranks.rank * (mine.experts - mine.num_shared)
         mine = replace(mine, whole_experts=whole.experts, first_expert=first)
     if whole.columns != mine.columns and mine.columns is not None:
@@ -119,7 +119,7 @@ def _part_of_mixer(mixer: Recurrent, size: int) -> Recurrent:
 
 def _part_of_experts(experts: Experts, ranks: Ranks) -> Experts:
     size = ranks.size
-    if ranks.spread_experts:
+    if ranks.expert_parallel:
         _part(experts.num_experts, "num_experts", size)
         return replace(experts, num_ranks=size)
     return replace(experts, inner_size=_part(experts.inner_size, "moe_intermediate_size", size))
@@ -127,9 +127,9 @@ def _part_of_experts(experts: Experts, ranks: Ranks) -> Experts:
 
 def _summed(param: Param, ranks: Ranks) -> tuple[str, ...]:
     """Biases that are added to a sum over ranks, and so by one of them alone."""
-    if param.experts is not None and ranks.spread_experts:
+    if param.experts is not None and ranks.expert_parallel:
         return ()
-    return ("down_bias",) if ranks.attend_apart else ("out_bias", "down_bias", "scan_out_bias")
+    return ("down_bias",) if ranks.dp_attention else ("out_bias", "down_bias", "scan_out_bias")
 
 
 def _part(number: int, field: str, size: int) -> int:

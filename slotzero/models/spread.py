@@ -42,7 +42,7 @@ def experts_over(
     num, among = len(slots), ranks.attention  # that have the same tokens
     share = -(-num // among.size)
     pad, first = share * among.size - num, among.rank * share
-    rows = torch.stack((kernels.settle(x, eps), kernels.settle(by, eps)))
+    rows = torch.stack((kernels.apply_norm(x, eps), kernels.apply_norm(by, eps)))
     rows = F.pad(rows, (0, 0, 0, pad))[:, first : first + share]
     mine, theirs = (Normed(part, None) for part in rows)
     slots = share_of(F.pad(slots, (0, pad)), share, among.rank)
@@ -53,7 +53,7 @@ def experts_over(
     sent = Chosen(ranks.exchange(wanted).flatten(0, 1), weight, local.long())
     results = kernels.experts(sent, weights, shape, starts)
     back = ranks.exchange(results.view(ranks.size, share, -1)).sum(0)
-    return among.gather(back)[:num] if among.are_many else back
+    return among.gather(back)[:num] if among.is_distributed else back
 
 
 def _addressed(chosen: Chosen, shape: Experts, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:

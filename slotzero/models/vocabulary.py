@@ -23,12 +23,12 @@ class Vocabulary:
     kernels: Kernels
     ranks: Ranks = ALONE
 
-    def open(
+    def embed(
         self, tokens: Tokens, table: Tensor, scale: float, norm: Tensor | None, eps: float
     ) -> tuple[Tensor, Normed]:
         """Looks up and embeds every token -> what the first layer begins with, and its RMSNorm."""
-        if not self.ranks.attention.are_many:
-            return self.kernels.open(tokens, table, self.embedding, scale, norm, eps)
+        if not self.ranks.attention.is_distributed:
+            return self.kernels.embed(tokens, table, self.embedding, scale, norm, eps)
         residual = self._embedded(tokens, table)
         if scale != 1:
             residual = residual * scale
@@ -44,13 +44,13 @@ class Vocabulary:
         eps: float,
     ) -> Tensor:
         """See Kernels.open_pair."""
-        if not self.ranks.attention.are_many:
-            return self.kernels.open_pair(
+        if not self.ranks.attention.is_distributed:
+            return self.kernels.embed_pair(
                 tokens, table, self.embedding, embed_norm, hidden, hidden_norm, eps
             )
         sides = (self._embedded(tokens, table), embed_norm), (hidden, hidden_norm)
         normed = [self.kernels.norm(side, norm, eps) for side, norm in sides]
-        return torch.cat([self.kernels.settle(side, eps) for side in normed], dim=-1)
+        return torch.cat([self.kernels.apply_norm(side, eps) for side in normed], dim=-1)
 
     def logits(
         self,
@@ -61,7 +61,7 @@ class Vocabulary:
         out: Tensor,
     ) -> None:
         """Into out [rows, size]; zeros for rows of slot 0"""
-        if not self.ranks.attention.are_many:
+        if not self.ranks.attention.is_distributed:
             self.kernels.logits(x, eps, self.head, slots, softcap, out)
             return
         part = out.new_empty(len(slots), vocabulary_part(self.size, self.ranks.attention))
@@ -76,7 +76,7 @@ class Vocabulary:
         return self._rows(table[tokens.slots, tokens.positions], self.embedding)
 
     def _rows(self, ids: Tensor, weight: Tensor) -> Tensor:
-        if not self.ranks.attention.are_many:
+        if not self.ranks.attention.is_distributed:
             return self.kernels.embedded(ids, weight)
         part = vocabulary_part(self.size, self.ranks.attention)
         local = ids - self.ranks.rank * part

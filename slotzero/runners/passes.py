@@ -112,7 +112,7 @@ class Passes:
         """Row r is token r."""
         derived = (self._token_slots, self._positions, self._new_length)
         rows = [tensor[: key.rows] for tensor in derived]
-        self._kernels.locate(self._slots[: key.rows], self._tables["length"], *rows)
+        self._kernels.decode_positions(self._slots[: key.rows], self._tables["length"], *rows)
         taps = () if self.follower is None else self.follower.taps
         features = self._decoder.new_hidden(key.tokens, len(taps))
         normed = self._forward(key, None, pieces, views_of(features, taps))

@@ -19,7 +19,7 @@ from typing import Any
 from slotzero.engine.output_text import Transcript
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
-from slotzero.server.messages import Grown, TokenLogprobs
+from slotzero.server.messages import TokenDelta, TokenLogprobs
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -82,7 +82,7 @@ class Answer:
         self.num_cached = 0
         self.finish_reason: str | None = None
 
-    def grow(self, grown: Grown) -> Piece:
+    def grow(self, grown: TokenDelta) -> Piece:
         if grown.finish_reason == "abort":
             raise EngineDiedError("the engine gave this request up; send it again")
         if self.num_tokens == 0:

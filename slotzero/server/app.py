@@ -18,7 +18,7 @@ from slotzero import __version__
 from slotzero.errors import SlotzeroError
 from slotzero.server.connections import Connections, Tracked
 from slotzero.server.front import Front
-from slotzero.server.gate import Gate, json_bytes, log
+from slotzero.server.gate import GateMiddleware, json_bytes, log
 from slotzero.server.metrics import Metrics
 from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_openai import openai_routes
@@ -65,7 +65,7 @@ def make_app(
     app.include_router(engine_routes(front))
     _tell_errors(app, front)
     app.add_middleware(
-        Gate,
+        GateMiddleware,
         settings=settings,
         refused=front.metrics.refused,
         connections=connections,

@@ -39,15 +39,15 @@ from slotzero.server.messages import (
     Failed,
     Frames,
     FromEngine,
-    Grown,
     Loading,
     Progress,
     Ready,
     Refused,
     Stats,
+    TokenDelta,
     frame,
 )
-from slotzero.server.pulse import Pulse
+from slotzero.server.pulse import Broadcast
 from slotzero.server.share import WHOLE, Share
 from slotzero.server.stream import Mail, Stream
 
@@ -100,7 +100,7 @@ class EngineClient:
         *,
         name: str = "the engine",
         share: Share = WHOLE,
-        pulse: Pulse | None = None,
+        pulse: Broadcast | None = None,
         restarts: int = 3,
         restart_window: float = 300.0,
         patience: Patience | None = None,
@@ -130,7 +130,7 @@ class EngineClient:
         self._launch = launch
         self._keeper: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._pulse = pulse or Pulse()
+        self._pulse = pulse or Broadcast()
         self._last_words: Failed | None = None
         self._vigil = Vigil(self.patience)
         self._given_up = ""  # why we killed the process
@@ -368,7 +368,7 @@ class EngineClient:
             case Failed():
                 self._last_words = message
 
-    def _deliver(self, grown: Grown) -> None:
+    def _deliver(self, grown: TokenDelta) -> None:
         request = self._open.get(grown.id)
         if request is None:
             return  # cancelled, and the engine did not know it yet

@@ -3,7 +3,7 @@
 `Connection` stands between a socket and uvicorn's protocol, which parses HTTP, and does not look
 inside. `Tracked`, around the application, tells it when a request begins and ends, through the
 state of the request's scope. Connections that are idle, or never send the whole head of a request,
-are closed here; Gate ends those that never send the whole body.
+are closed here; GateMiddleware ends those that never send the whole body.
 
 The rules: a connection that serves a request is never closed by a limit. When more than `limit` are
 open, the connection that has been idle longest is closed. Requests are refused before they occupy

@@ -5,51 +5,51 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Asked(BaseModel):
+class RequestModel(BaseModel):
     """No conversions, and no fields that are not here."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class Function(Asked):
+class Function(RequestModel):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Asked):
+class Tool(RequestModel):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(Asked):
+class FunctionName(RequestModel):
     name: str
 
 
-class NamedTool(Asked):
+class NamedTool(RequestModel):
     type: Literal["function"]
     function: FunctionName
 
 
-class CalledFunction(Asked):
+class CalledFunction(RequestModel):
     name: str
     arguments: str
 
 
-class ToolCall(Asked):
+class ToolCall(RequestModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # some clients send a streamed call back as it came
 
 
-class TextPart(Asked):
+class TextPart(RequestModel):
     type: Literal["text"]
     text: str
 
 
-class Message(Asked):
+class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None

@@ -22,8 +22,8 @@ from slotzero.engine.router import Load, Router
 from slotzero.errors import EngineDiedError, OverloadedError
 from slotzero.server.client import EngineClient, Launch, State, launch_here
 from slotzero.server.heartbeat import Patience
-from slotzero.server.messages import Grown, Loading, Stats
-from slotzero.server.pulse import Pulse
+from slotzero.server.messages import Loading, Stats, TokenDelta
+from slotzero.server.pulse import Broadcast
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
 from slotzero.server.tally import tally
@@ -50,7 +50,7 @@ class Fleet:
         """`settings` are fields of EngineConfig, the same for each; restarts are of each too."""
         self.settings = dict(settings)
         self.max_waiting = max_waiting
-        self.pulse = Pulse()
+        self.pulse = Broadcast()
         self.num_moving = 0
         """Requests that no engine has, and that wait for one."""
         self.replicas = tuple(
@@ -124,11 +124,13 @@ class Fleet:
         if self.num_ready and not self.is_draining and self.num_waiting >= self.max_waiting:
             raise OverloadedError(f"{self.num_waiting} requests wait already: try again later")
 
-    def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> "Errand":
+    def submit(
+        self, request_id: str, prompt: list[int], params: Mapping[str, Any]
+    ) -> "RoutedRequest":
         """Refuses at once (EngineUnavailableError); the errand raises the rest."""
         if params.get("seed") is not None:
-            return Errand(self, request_id, prompt, params)
-        errand = Errand(self, request_id, prompt, {**params, "seed": self._next_seed})
+            return RoutedRequest(self, request_id, prompt, params)
+        errand = RoutedRequest(self, request_id, prompt, {**params, "seed": self._next_seed})
         self._next_seed = self._seeds.getrandbits(63)  # only now: a refused request uses none
         return errand
 
@@ -151,7 +153,7 @@ class Fleet:
                 tasks.create_task(replica.stop())
 
 
-class Errand(AsyncIterator[Grown]):
+class RoutedRequest(AsyncIterator[TokenDelta]):
     """One request, wherever it runs. Whoever stops reading cancels it, as with a Stream."""
 
     def __init__(
@@ -163,7 +165,7 @@ class Errand(AsyncIterator[Grown]):
         self._moves_left = MAX_MOVES  # 0 too once it has begun
         self._is_closed = False
 
-    async def __anext__(self) -> Grown:
+    async def __anext__(self) -> TokenDelta:
         while True:
             try:
                 grown = await anext(self._stream)

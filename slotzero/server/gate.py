@@ -34,7 +34,7 @@ CLIENT_GONE = 499  # as nginx logs it; nobody receives it
 MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that its sender sees why
 
 
-class Gate:
+class GateMiddleware:
     def __init__(
         self,
         app: ASGIApp,
@@ -57,7 +57,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        passage = _Passage(scope, send, self._refused, self._is_closing)
+        passage = RequestScope(scope, send, self._refused, self._is_closing)
         try:
             await self._pass(scope, self._in_time(receive), passage)
         except ClientGone:
@@ -71,7 +71,7 @@ class Gate:
         finally:
             passage.log()
 
-    async def _pass(self, scope: Scope, receive: Receive, passage: "_Passage") -> None:
+    async def _pass(self, scope: Scope, receive: Receive, passage: "RequestScope") -> None:
         headers = Headers(scope=scope)
         if self._connections.is_full and scope["path"] not in WATCHED_PATHS:
             await _discard(receive, self._max_bytes)
@@ -140,7 +140,7 @@ class Gate:
         return limited
 
 
-class _Passage:
+class RequestScope:
     """One request on its way through."""
 
     def __init__(

@@ -35,7 +35,7 @@ class TokenLogprobs(Struct, array_like=True, frozen=True):
     top_values: list[float]
 
 
-class Grown(Struct, array_like=True, frozen=True):
+class TokenDelta(Struct, array_like=True, frozen=True):
     """What one request gained in a step; the last one has a finish_reason, or a Refused follows."""
 
     id: str
@@ -49,7 +49,7 @@ class Grown(Struct, array_like=True, frozen=True):
 class Progress(Struct, tag="progress", array_like=True, frozen=True):
     """One committed step."""
 
-    grown: list[Grown]
+    grown: list[TokenDelta]
 
 
 class Refused(Struct, tag="refused", array_like=True, frozen=True):

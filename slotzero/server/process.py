@@ -35,7 +35,6 @@ from slotzero.server.messages import (
     Failed,
     Frames,
     FromEngine,
-    Grown,
     Loading,
     Progress,
     Ready,
@@ -43,6 +42,7 @@ from slotzero.server.messages import (
     Speculation,
     Stats,
     ToEngine,
+    TokenDelta,
     TokenLogprobs,
     frame,
 )
@@ -51,7 +51,7 @@ from slotzero.system.child import end_with_parent
 
 if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
     from slotzero.engine.engine import Answer, Engine
-    from slotzero.executor.rank_group import Crew
+    from slotzero.executor.rank_group import RankGroup
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
 
@@ -216,7 +216,7 @@ class EngineLoop:
                 refusal = _told(RequestError(answer.failure))
                 self._outbox.put(Refused(answer.request.id, *refusal))
 
-    def _growth(self, answer: "Answer") -> Grown:
+    def _growth(self, answer: "Answer") -> TokenDelta:
         request = answer.request
         asked = self._asked[request.id]
         tokens = answer.token_ids[asked.num_sent :]
@@ -228,7 +228,7 @@ class EngineLoop:
         asked.num_sent += len(tokens)
         if answer.finished:
             del self._asked[request.id]
-        return Grown(
+        return TokenDelta(
             request.id,
             tokens,
             [TokenLogprobs(p.chosen, p.top_ids[:wanted], p.top_values[:wanted]) for p in logprobs],
@@ -344,7 +344,7 @@ def main(argv: Sequence[str]) -> int:
     end = socket.socket(fileno=int(argv[0]))
     end.set_inheritable(False)  # a compiler that we start must not keep it open after us
     inbox: Inbox = queue.SimpleQueue()
-    crews: list[Crew] = []
+    crews: list[RankGroup] = []
     threading.Thread(target=_listen, args=(end, inbox, crews), daemon=True).start()
     outbox = Outbox(end)
     heart = Heart(outbox.put)
@@ -381,7 +381,7 @@ def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine
     return engine
 
 
-def _listen(end: socket.socket, inbox: Inbox, crews: "Sequence[Crew]") -> None:
+def _listen(end: socket.socket, inbox: Inbox, crews: "Sequence[RankGroup]") -> None:
     """In a thread, so that the end of the other process is noticed in the midst of a step. Then
     nobody will start this engine again: `crews`, if there is one yet, hear of it."""
     frames = Frames(ToEngine)

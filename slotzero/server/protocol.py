@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slotzero.sampling.params import MAX_LOGIT_BIAS
-from slotzero.server.conversation import Asked, Message, NamedTool, Tool
+from slotzero.server.conversation import Message, NamedTool, RequestModel, Tool
 from slotzero.server.status import FieldError
 from slotzero.text.chat_template import NOT_BOTH
 
@@ -51,19 +51,19 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
-class JsonSchema(Asked):
+class JsonSchema(RequestModel):
     name: str
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Asked):
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Structure(Asked):
+class Structure(RequestModel):
     """What an answer must look like: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -72,7 +72,7 @@ class Structure(Asked):
     choice: list[str] | None = None
 
 
-class StreamOptions(Asked):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: counts so far, in every chunk
     include_obfuscation: Literal[False] | None = None
@@ -109,7 +109,7 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
     return bias
 
 
-class Generation(Asked):
+class Generation(RequestModel):
     """What chats and completions have in common."""
 
     model: str
@@ -216,7 +216,7 @@ class CompletionRequest(Generation):
         return self
 
 
-class TokenizeRequest(Asked):
+class TokenizeRequest(RequestModel):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -232,7 +232,7 @@ class TokenizeRequest(Asked):
         return self
 
 
-class DetokenizeRequest(Asked):
+class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: Tokens
 

@@ -3,7 +3,7 @@
 import asyncio
 
 
-class Pulse:
+class Broadcast:
     def __init__(self) -> None:
         self._event = asyncio.Event()
 

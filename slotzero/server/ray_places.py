@@ -27,9 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slotzero import __version__
 from slotzero.config import EngineConfig
-from slotzero.distributed import secure_socket as line
+from slotzero.distributed import secure_socket
 from slotzero.errors import ConfigError, RankLostError
-from slotzero.executor.node_agent import Outpost
+from slotzero.executor.node_agent import NodeAgent
 from slotzero.executor.nodes import LISTENER, Hello
 from slotzero.server.share import THREADS, Share
 from slotzero.system import child
@@ -109,7 +109,7 @@ class RayPlaces:
                 address = host, listener.getsockname()[1]
                 ours = dict(settings) | {"executor": "local", "nnodes": size}
                 words = [json.dumps(ours, default=os.fspath), str(self._plan.share)]
-                env = {line.KEY: key, THREADS: f"{self._plan.rank[CPU]:g}"}
+                env = {secure_socket.KEY: key, THREADS: f"{self._plan.rank[CPU]:g}"}
                 process.add(self._task(_run_engine, first), __version__, address, words, env)
                 end, meeting = await _came(listener, key.encode(), process)
             for rank in range(1, size):
@@ -189,11 +189,11 @@ async def _came(
 
 def _accept(listener: socket.socket, key: bytes) -> tuple[socket.socket, Address] | None:
     """-> our end, and where the first rank waits for the others"""
-    connection = line.accept(listener, key, _POLL)
+    connection = secure_socket.accept(listener, key, _POLL)
     if connection is None:
         return None
     with connection, contextlib.suppress(EOFError, OSError, ValueError):  # it is lost already
-        if connection.poll(line.HANDSHAKE):
+        if connection.poll(secure_socket.HANDSHAKE):
             host, port = json.loads(connection.recv_bytes())
             return socket.socket(fileno=os.dup(connection.fileno())), (host, port)
     return None
@@ -207,7 +207,7 @@ def _run_engine(version: str, address: Address, words: list[str], env: dict[str,
         raise ConfigError(f"slotzero is {__version__} on a node of Ray, the server's is {version}")
     settings, share = words
     with (
-        line.connect(*address, env[line.KEY].encode()) as connection,
+        secure_socket.connect(*address, env[secure_socket.KEY].encode()) as connection,
         socket.create_server((ray.util.get_node_ip_address(), 0)) as listener,
     ):
         host, port = listener.getsockname()[:2]
@@ -224,7 +224,7 @@ def _run_engine(version: str, address: Address, words: list[str], env: dict[str,
 
 
 def _run_rank(rank: int, address: Address, key: str, seconds: float) -> int:
-    Outpost(Hello(rank, {}, None), address, key.encode(), seconds).attend()
+    NodeAgent(Hello(rank, {}, None), address, key.encode(), seconds).attend()
     return 0
 
 
@@ -235,7 +235,7 @@ def _connect() -> None:
     host, _, port = os.environ.get(ADDRESS, "").rpartition(":")
     try:
         if host and port.isdecimal():  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), timeout=line.HANDSHAKE).close()
+            socket.create_connection((host, int(port)), timeout=secure_socket.HANDSHAKE).close()
         ray.init(address="auto", logging_level=logging.WARNING)
     except OSError:
         where = f"at {ADDRESS}={host}:{port}" if host else "on this machine"

@@ -12,34 +12,34 @@ from pydantic import BaseModel
 from slotzero import __version__
 
 
-class Told(BaseModel):
+class ReplyModel(BaseModel):
     def json_bytes(self) -> bytes:
         return self.model_dump_json(exclude_unset=True).encode()
 
 
-class ErrorDetail(Told):
+class ErrorDetail(ReplyModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorReply(Told):
+class ErrorReply(ReplyModel):
     error: ErrorDetail
 
 
-class CachedTokens(Told):
+class CachedTokens(ReplyModel):
     cached_tokens: int
 
 
-class Usage(Told):
+class Usage(ReplyModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
 
 
-class TopLogprob(Told):
+class TopLogprob(ReplyModel):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -49,59 +49,59 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Told):
+class ChatLogprobs(ReplyModel):
     content: list[TokenLogprob]
     refusal: None
 
 
-class CompletionLogprobs(Told):
+class CompletionLogprobs(ReplyModel):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]] | None
     text_offset: list[int]
 
 
-class FunctionCall(Told):
+class FunctionCall(ReplyModel):
     name: str | None = None
     arguments: str | None = None
 
 
-class ToolCallReply(Told):
+class ToolCallReply(ReplyModel):
     index: int | None = None  # in chunks only
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Delta(Told):
+class Delta(ReplyModel):
     role: Literal["assistant"] = "assistant"
     content: str | None = None
     refusal: None = None
     tool_calls: list[ToolCallReply] | None = None
 
 
-class ChatChoice(Told):
+class ChatChoice(ReplyModel):
     index: int
     message: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str
 
 
-class ChatChunkChoice(Told):
+class ChatChunkChoice(ReplyModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
-class CompletionChoice(Told):
+class CompletionChoice(ReplyModel):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
 
 
-class Head(Told):
+class Head(ReplyModel):
     """What every reply to one request repeats."""
 
     id: str
@@ -126,7 +126,7 @@ class CompletionReply(Head):
     usage: Usage | None = None
 
 
-class ModelCard(Told):
+class ModelCard(ReplyModel):
     id: str
     object: Literal["model"]
     created: int
@@ -134,22 +134,22 @@ class ModelCard(Told):
     max_model_len: int | None
 
 
-class ModelList(Told):
+class ModelList(ReplyModel):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Tokens(Told):
+class Tokens(ReplyModel):
     count: int
     max_model_len: int | None
     tokens: list[int]
 
 
-class Prompt(Told):
+class Prompt(ReplyModel):
     prompt: str
 
 
-class TokenizerInfo(Told):
+class TokenizerInfo(ReplyModel):
     """What a client needs beside /tokenize to write prompts itself."""
 
     chat_template: str | None
@@ -159,7 +159,7 @@ class TokenizerInfo(Told):
     pad_token: str | None
 
 
-class Health(Told):
+class Health(ReplyModel):
     status: str
     engines: list[str]
     """The state of each."""
@@ -169,11 +169,11 @@ class Health(Told):
     """How far loading is: stage, done and total."""
 
 
-class Version(Told):
+class Version(ReplyModel):
     version: str
 
 
-class ServerInfo(Told):
+class ServerInfo(ReplyModel):
     version: str
     state: str
     failure: str | None

@@ -28,7 +28,7 @@ from slotzero.server.replies import (
     ErrorReply,
     ModelCard,
     ModelList,
-    Told,
+    ReplyModel,
 )
 from slotzero.server.runs import Run
 from slotzero.server.status import BUG, error_reply
@@ -43,19 +43,21 @@ class Writer(Protocol):
     def add(self, piece: Piece) -> None:
         """Keeps it for the whole."""
 
-    def chunks(self, piece: Piece, run: Run) -> Iterable[Told]:
+    def chunks(self, piece: Piece, run: Run) -> Iterable[ReplyModel]:
         """Adds it, and says what a stream says of it."""
 
     def is_enough(self, index: int) -> bool:
         """Whether this answer has said all that is wanted of it."""
 
-    def last_chunk(self, run: Run) -> Told | None: ...
+    def last_chunk(self, run: Run) -> ReplyModel | None: ...
 
-    def whole(self, run: Run) -> Told:
+    def whole(self, run: Run) -> ReplyModel:
         """What is said of all pieces in one reply."""
 
 
-def responses(model: type[Told], is_streamed: bool = False) -> dict[int | str, dict[str, Any]]:
+def responses(
+    model: type[ReplyModel], is_streamed: bool = False
+) -> dict[int | str, dict[str, Any]]:
     """For the OpenAPI document."""
     made: dict[str, Any] = {"model": model}
     if is_streamed:
@@ -162,7 +164,7 @@ def openai_routes(front: Front) -> APIRouter:
     return router
 
 
-async def gather(pieces: AsyncGenerator[Piece, None], run: Run, writer: Writer) -> Told:
+async def gather(pieces: AsyncGenerator[Piece, None], run: Run, writer: Writer) -> ReplyModel:
     async with aclosing(pieces):
         async for piece in pieces:
             writer.add(piece)
@@ -203,7 +205,7 @@ async def events(
     yield DONE
 
 
-def told(reply: Told, status: int = 200) -> Response:
+def told(reply: ReplyModel, status: int = 200) -> Response:
     return Response(reply.json_bytes(), status, media_type="application/json")
 
 

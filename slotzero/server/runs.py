@@ -13,14 +13,14 @@ from typing import Any, Protocol
 from slotzero.errors import EngineDiedError, RequestRefusedError
 from slotzero.server.answers import Answer, Ask, Piece
 from slotzero.server.asks import refusal
-from slotzero.server.messages import Grown, Loading
+from slotzero.server.messages import Loading, TokenDelta
 from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import DeadlineError, status_of
 from slotzero.text.tokenizer import Tokenizer
 
 
 class GrownStream(Protocol):
-    def __aiter__(self) -> AsyncIterator[Grown]: ...
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
 
     async def aclose(self) -> None: ...
 
@@ -162,7 +162,7 @@ class Run:
                     answer.num_tokens,
                 )
 
-    def _note(self, answer: Answer, grown: Grown, latest: float) -> float:
+    def _note(self, answer: Answer, grown: TokenDelta, latest: float) -> float:
         now = time.monotonic()
         num_new = len(grown.token_ids)
         if num_new and answer.num_tokens == 0:

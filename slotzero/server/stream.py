@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from slotzero.errors import SlotzeroError
-from slotzero.server.messages import Grown
+from slotzero.server.messages import TokenDelta
 
-Mail = asyncio.Queue[Grown | SlotzeroError | None]  # None: closed by its reader
+Mail = asyncio.Queue[TokenDelta | SlotzeroError | None]  # None: closed by its reader
 
 
-class Stream(AsyncIterator[Grown]):
+class Stream(AsyncIterator[TokenDelta]):
     """What one request gains, step by step. Whoever stops reading it cancels the request: by
     `aclose`, by being cancelled while it waits, or by forgetting it."""
 
@@ -22,7 +22,7 @@ class Stream(AsyncIterator[Grown]):
         self._loop = asyncio.get_running_loop()
         self._is_over = False
 
-    async def __anext__(self) -> Grown:
+    async def __anext__(self) -> TokenDelta:
         if self._is_over:
             raise StopAsyncIteration
         try:
@@ -30,7 +30,7 @@ class Stream(AsyncIterator[Grown]):
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        if isinstance(item, Grown):
+        if isinstance(item, TokenDelta):
             self._is_over = item.finish_reason is not None
             return item
         self._is_over = True

@@ -31,7 +31,7 @@ from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_params, load_weights
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import Guess, Guesser
+from slotzero.speculative.drafter import Guess, LogitsDrafter
 from slotzero.speculative.eagle import HIDDEN
 from slotzero.speculative.eagle_config import GROUP, fits
 
@@ -115,7 +115,7 @@ def load_assistant(
     return AssistantWeights(decoder, read["join"], read["back"], read.get("centroids"), cluster_of)
 
 
-class AssistantDrafter(Guesser):
+class AssistantDrafter(LogitsDrafter):
     name = "mtp"
     behind = 0
     states = (HIDDEN,)
@@ -149,7 +149,9 @@ class AssistantDrafter(Guesser):
         return self.tables["length"][slots]
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
-        return self.next(tokens, self.kernels.fetch(tokens.slots, self._hidden[:, None]), pieces)
+        return self.next(
+            tokens, self.kernels.load_features(tokens.slots, self._hidden[:, None]), pieces
+        )
 
     def next(
         self,

@@ -25,7 +25,7 @@ from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_weights, random_weights
 from slotzero.pools.tables import SlotTables
 from slotzero.speculative.assistant import AssistantDrafter, fit_assistant, load_assistant
-from slotzero.speculative.drafter import MOST_PENDING, PENDING, Drafter
+from slotzero.speculative.drafter import FEATURES, MOST_PENDING, Drafter
 from slotzero.speculative.eagle import EagleDrafter
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, parse_eagle, random_eagle
 from slotzero.speculative.eagle_weights import load_head
@@ -58,7 +58,7 @@ class Prepared:
     ) -> Drafter:
         like, most = decoder.new_hidden(0, len(self.taps)), max(max_width, MOST_PENDING)
         pending = like.new_zeros(tables.num_slots + 1, most, like.shape[1])
-        return self.make(tables, registry.table(PENDING, pending), kv)
+        return self.make(tables, registry.table(FEATURES, pending), kv)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
 
 
 def _mtp(settings: EngineConfig, target: Target) -> Prepared:
-    model, num = target.checkpoint.name, target.config.num_ahead
+    model, num = target.checkpoint.name, target.config.num_mtp_layers
     name = settings.speculative_model
     if name is not None and not num:
         return _assistant(name, settings.load_format, target)

@@ -24,9 +24,9 @@ from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables, TableSpec
 
 NUM_DRAFTS, DRAFTED_AT = "num_drafts", "drafted_at"
-LIMIT, PAGED, SPECULATES, FOLLOWED_TO = "limit", "paged", "speculates", "followed_to"
-NOWHERE = -1
-PENDING = "features"
+LIMIT, PAGED, SPECULATES, FOLLOWED_TO = "limit", "paged", "speculates", "drafter_len"
+NO_DRAFT = -1
+FEATURES = "features"
 MOST_PENDING = 16
 """Tokens by which a drafter may be behind; they are caught up with at once."""
 
@@ -35,7 +35,7 @@ SPECULATION_TABLES = (
     TableSpec(PAGED, 1, "int32", 0),  # positions that have pages
     TableSpec(SPECULATES, 1, "int32", 0),  # whether drafts are wanted
     TableSpec(NUM_DRAFTS, 1, "int32", 0),
-    TableSpec(DRAFTED_AT, 1, "int32", NOWHERE),  # drafts are good only at this length
+    TableSpec(DRAFTED_AT, 1, "int32", NO_DRAFT),  # drafts are good only at this length
     TableSpec(FOLLOWED_TO, 1, "int32", 0),  # the drafter has computed all positions before
 )
 
@@ -63,8 +63,8 @@ class Drafter(ABC):  # a Follower
         self.kernels.follow(rows, tokens, last, self.tables[FOLLOWED_TO])
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
-        followed_to = self.tables[FOLLOWED_TO]
-        self.kernels.keep_next(tokens, followed_to, features, self.pending)
+        drafter_len = self.tables[FOLLOWED_TO]
+        self.kernels.keep_next(tokens, drafter_len, features, self.pending)
 
     @abstractmethod
     def draft(
@@ -78,7 +78,7 @@ class Drafter(ABC):  # a Follower
         return self.writes
 
     def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        self.kernels.note(slots, positions, ids, self.tables["tokens"])
+        self.kernels.record_ngrams(slots, positions, ids, self.tables["tokens"])
 
 
 class Guess(NamedTuple):
@@ -86,7 +86,7 @@ class Guess(NamedTuple):
     logits: Tensor  # [T, vocab]
 
 
-class Guesser(Drafter):
+class LogitsDrafter(Drafter):
     """Who guesses one token after another, from logits, with KV of its own or the target's."""
 
     behind: int
@@ -114,7 +114,7 @@ class Guesser(Drafter):
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
     ) -> Tensor:
-        aims = self.kernels.aim(slots, length, num, steps, self.behind)
+        aims = self.kernels.draft_targets(slots, length, num, steps, self.behind)
         state = None
         for i, (wanted, place, after) in enumerate(zip(*aims, strict=True)):
             tokens = Tokens(wanted, place)

@@ -28,14 +28,14 @@ from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import FOLLOWED_TO, Guess, Guesser
+from slotzero.speculative.drafter import FOLLOWED_TO, Guess, LogitsDrafter
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
 
 HIDDEN = "draft_hidden"
 
 
-class EagleDrafter(Guesser):
+class EagleDrafter(LogitsDrafter):
     behind = 1
 
     def __init__(
@@ -76,7 +76,7 @@ class EagleDrafter(Guesser):
         for layer in range(len(self._layers)):
             if layer:  # what begins a text takes nothing of the slot's last owner
                 tokens, rows = _one_before(tokens, rows)
-                before = self.kernels.fetch(tokens.slots, self._hidden[layer - 1][:, None])
+                before = self.kernels.load_features(tokens.slots, self._hidden[layer - 1][:, None])
                 self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer - 1])
                 hidden = torch.where(is_first[:, None], before, hidden.roll(1, 0))
             hidden, _ = self._forward(layer, tokens, hidden, pieces, rows)
@@ -88,12 +88,12 @@ class EagleDrafter(Guesser):
     ) -> Tensor:
         if len(self._layers) == 1:
             return super().draft(slots, length, num, steps, pieces)
-        aims = self.kernels.aim(slots, length, num, steps, self.behind)
+        aims = self.kernels.draft_targets(slots, length, num, steps, self.behind)
         state, logits = self.first(Tokens(aims.slots[0], aims.places[0]), pieces)
         assert state is not None
         for layer, (wanted, after) in enumerate(zip(aims.slots, aims.after, strict=True)):
             if layer > 1:  # the first of its pairs ends in a guess, so nobody has computed it yet
-                before = self.kernels.fetch(wanted, self._hidden[layer - 1][:, None])
+                before = self.kernels.load_features(wanted, self._hidden[layer - 1][:, None])
                 state = torch.cat((before[:, None], state.view(len(slots), layer - 1, -1)), dim=1)
             if layer:
                 tokens, rows = _newest(wanted, aims.places[0], layer)
@@ -105,7 +105,7 @@ class EagleDrafter(Guesser):
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
         """The newest pair was computed by `extend`."""
-        hidden = self.kernels.fetch(tokens.slots, self._hidden[0][:, None])
+        hidden = self.kernels.load_features(tokens.slots, self._hidden[0][:, None])
         normed = self.kernels.norm(hidden, self._layers[0].norm, self._config.norm_eps)
         return Guess(hidden, self._logits(0, normed, tokens.slots))
 
@@ -143,7 +143,9 @@ class EagleDrafter(Guesser):
             hidden = self._product(x, weights.fc, weights.fc_bias)
             normed = kernels.norm(hidden, weights.first_norm, eps)
         plan = kernels.plan(tokens, rows, config.group.heads, branches)
-        angles = kernels.turn(standing(tokens, branches), self._frequency, rope.attention_factor)
+        angles = kernels.rope_angles(
+            standing(tokens, branches), self._frequency, rope.attention_factor
+        )
         given = Given(hidden, *normed, tokens.slots, None, self._expert_starts)
         given = given.attending(*angles, self._kv.pages[layer], self._kv.page_table)
         hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, *plan)
@@ -162,7 +164,11 @@ class EagleDrafter(Guesser):
             weights.vocabulary.logits(normed, config.norm_eps, slots, None, few)
         else:
             self.kernels.logits(normed, config.norm_eps, weights.head, slots, None, few)
-        return few if weights.draft_of is None else self.kernels.spread(few, weights.draft_of)
+        return (
+            few
+            if weights.draft_of is None
+            else self.kernels.expand_draft_vocab(few, weights.draft_of)
+        )
 
 
 def _newest(slots: Tensor, places: Tensor, span: int) -> tuple[Tokens, Rows]:

@@ -89,7 +89,7 @@ def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     """A head in the target's own shape, for models whose weights are random too."""
     heads = replace(target.groups[0].heads, window=None, softcap=None, norms_whole=False)
     if heads.latent is not None:
-        size = heads.latent.plain_dim + heads.latent.turned_dim
+        size = heads.latent.nope_dim + heads.latent.rope_dim
         heads = replace(heads, num_kv_heads=heads.num_heads, head_dim=size, latent=None)
     heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5, norms_values=False)
     rope = parse_rope({"rope_theta": 10000.0}, heads.head_dim, target.max_position)

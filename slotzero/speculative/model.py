@@ -14,10 +14,10 @@ from slotzero.kernels.types import Branches, Rows, Tokens
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import Guess, Guesser
+from slotzero.speculative.drafter import Guess, LogitsDrafter
 
 
-class ModelDrafter(Guesser):
+class ModelDrafter(LogitsDrafter):
     name = "draft"
     behind = 0
 

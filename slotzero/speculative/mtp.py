@@ -24,7 +24,7 @@ from slotzero.speculative.eagle_weights import HeadWeights
 
 
 def mtp_config(target: ModelConfig) -> EagleConfig:
-    layers = tuple(range(target.num_ahead))
+    layers = tuple(range(target.num_mtp_layers))
     return EagleConfig(
         is_third=False,
         taps=(target.num_layers,),
@@ -46,7 +46,7 @@ def load_mtp(
     dtype: torch.dtype,
 ) -> list[HeadWeights]:
     layers, ranks = [], vocabulary.ranks
-    for index in range(target.num_ahead):
+    for index in range(target.num_mtp_layers):
         layer = target.num_layers + index
         params = cut(
             ahead_params(target, layer), ahead_params(sharded(target, ranks), layer), ranks

@@ -18,4 +18,4 @@ class NgramDrafter(Drafter):
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
     ) -> Tensor:
         tokens = self.tables["tokens"]
-        return self.kernels.recall(slots, length, num, tokens, steps, SHORTEST, LONGEST)
+        return self.kernels.propose_ngrams(slots, length, num, tokens, steps, SHORTEST, LONGEST)

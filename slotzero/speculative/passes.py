@@ -29,12 +29,12 @@ from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    FEATURES,
     FOLLOWED_TO,
     LIMIT,
     MOST_PENDING,
     NUM_DRAFTS,
     PAGED,
-    PENDING,
     SPECULATES,
     Drafter,
 )
@@ -101,7 +101,7 @@ class SpeculativePasses:
         self._logits = registry.output(VERIFY_LOGITS, shape, logits.dtype, per="token")
 
     def verify_spec(self, width: int, rows: Ladder) -> RunnerSpec:
-        chosen = dict.fromkeys(("length", PENDING), NUM_VERIFIED) | {"tokens": VERIFIED}
+        chosen = dict.fromkeys(("length", FEATURES), NUM_VERIFIED) | {"tokens": VERIFIED}
         if self._trees is not None:
             chosen |= {f"kv_{name}": PATH for name in self._groups}
         writes = (*PLACES, *self.results, VERIFY_LOGITS, *self._decoder.writes)
@@ -155,7 +155,7 @@ class SpeculativePasses:
             )  # fmt: skip
             for name in self._groups:
                 kernels.move_kv(slots, length, num_verified, path, *self._kv[name])
-        kernels.keep(slots, num_verified, features, self._drafter.pending, path)
+        kernels.store_features(slots, num_verified, features, self._drafter.pending, path)
         if self._states is not None and trail is not None:
             shape = self._decoder.scan_of(self._states)
             kernels.commit_trail(trail, slots, length, num_verified, self._states, shape)
@@ -164,12 +164,12 @@ class SpeculativePasses:
         tables, slots = self._tables, self._slots[: key.rows]
         tokens = self._tokens(key)
         rows, last = self._kernels.locate_new(slots, tables["length"], tables[FOLLOWED_TO], tokens)
-        states = self._kernels.fetch(slots, self._drafter.pending[:, : key.width])
+        states = self._kernels.load_features(slots, self._drafter.pending[:, : key.width])
         self._drafter.extend(Followed(tokens, rows, states, last), pieces)
 
     def _draft(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots, most = self._tables, self._slots[: key.rows], self._ahead(key.width)
-        length, num = self._kernels.allot(
+        length, num = self._kernels.draft_budget(
             slots, tables["length"], tables[LIMIT], tables[PAGED], tables[SPECULATES],
             tables["target"], most,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from slotzero.speculative.drafter import (
     MOST_PENDING,
     SPECULATION_TABLES,
     Drafter,
-    Guesser,
+    LogitsDrafter,
 )
 from slotzero.speculative.passes import SpeculativePasses
 from slotzero.speculative.tree import Trees, tree_tables
@@ -51,7 +51,7 @@ class Speculation:
     ) -> None:
         trees = None
         if tree is not None:
-            assert isinstance(drafter, Guesser), drafter
+            assert isinstance(drafter, LogitsDrafter), drafter
             trees = Trees(drafter, tree, registry)
         step = SpeculativePasses(registry, decoder, drafter, kv, widths[-1], trees, states, trail)
         rows = Ladder.doubling(drafter.tables.num_slots)

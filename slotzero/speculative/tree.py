@@ -11,7 +11,7 @@ from torch import Tensor
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.types import Guesses, Tokens
 from slotzero.sampling.tables import TableSpec
-from slotzero.speculative.drafter import Guesser
+from slotzero.speculative.drafter import LogitsDrafter
 from slotzero.tree_shape import TreeShape
 
 PARENTS = "draft_parents"
@@ -25,7 +25,7 @@ def tree_tables(shape: TreeShape) -> tuple[TableSpec, ...]:
 class Trees:
     """Grows trees with a drafter's guesses."""
 
-    def __init__(self, drafter: Guesser, shape: TreeShape, registry: Registry) -> None:
+    def __init__(self, drafter: LogitsDrafter, shape: TreeShape, registry: Registry) -> None:
         self.shape = shape
         self._drafter = drafter
         self.parents = drafter.tables[PARENTS]
@@ -37,7 +37,7 @@ class Trees:
         """`room` [R]: places behind the newest token -> how many guesses each slot's tree has"""
         drafter, shape, tables = self._drafter, self.shape, self._tables
         kernels, behind = drafter.kernels, drafter.behind
-        aims = kernels.aim(slots, length, room, 1, behind)
+        aims = kernels.draft_targets(slots, length, room, 1, behind)
         owners, place, after = (part[0] for part in aims)
         guesses = self._empty(len(slots), length)
         state, logits = drafter.first(Tokens(owners, place), pieces)
@@ -50,7 +50,7 @@ class Trees:
                     front.tokens, state, pieces, front.rows, front.branches
                 )
                 drawn = drafter.sample(logits, front.tokens.slots, front.after, tables)
-            front = kernels.sprout(
+            front = kernels.grow_tree(
                 owners, length, room, drawn, front, guesses, step, shape.topk, behind, tables
             )
         most = shape.num_nodes - 1

@@ -7,8 +7,7 @@ import torch
 from shapes import SHAPES as ODD
 
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton.attention import decode
-from slotzero.kernels.triton.attention import decode_stream_k as line
+from slotzero.kernels.triton.attention import decode, decode_stream_k
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.types import Angles, Heads, Tokens
 
@@ -100,15 +99,15 @@ def small_grid(monkeypatch):
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
 
 
-SHORT = line.Shape(programs=1, keys=16, warps=1, stages=3, row_cost=2)
+SHORT = decode_stream_k.Shape(programs=1, keys=16, warps=1, stages=3, row_cost=2)
 
 
 @pytest.fixture
 def few_shares(monkeypatch):
     """Of a line, in which rows are in several shares and shares have several rows."""
-    monkeypatch.setattr(line, "num_processors", lambda: 10)
-    monkeypatch.setattr(line, "shape_for", lambda _: SHORT)
-    monkeypatch.setattr(line, "SMALLEST", 1)
+    monkeypatch.setattr(decode_stream_k, "num_processors", lambda: 10)
+    monkeypatch.setattr(decode_stream_k, "shape_for", lambda _: SHORT)
+    monkeypatch.setattr(decode_stream_k, "SMALLEST", 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -236,45 +235,45 @@ LINES = [
 
 @pytest.mark.parametrize(("shape", "kind"), LINES)
 def test_a_line(device, few_shares, shape, kind):
-    Case(shape, [1, 33, 16, 90], device, **kind).check(kind=line)
+    Case(shape, [1, 33, 16, 90], device, **kind).check(kind=decode_stream_k)
 
 
 @pytest.mark.parametrize("lengths", [[200], [40] + [5] * 8])
 def test_a_line_of_any_rows(device, few_shares, lengths):
-    Case((2, 1, 16, 16), lengths, device).check(num_layers=2, kind=line)
+    Case((2, 1, 16, 16), lengths, device).check(num_layers=2, kind=decode_stream_k)
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 256, 16), (16, 1, 64, 16)])
 def test_a_line_as_a_card_has_it(device, half, shape):
     """In the shapes that it has, whatever the card; the others are only of the tests."""
     case = Case(shape, [90] + [5] * 3, device, half)
-    (out, pages), (expected, expected_pages) = case.run(1, line), case.expected()
+    (out, pages), (expected, expected_pages) = case.run(1, decode_stream_k), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
     same_pages(pages, expected_pages, 0.1)
 
 
 def test_a_line_of_16_bits(device, half, few_shares):
     case = Case((8, 2, 64, 16), [31, 90], device, half)
-    (out, pages), (expected, expected_pages) = case.run(2, line), case.expected()
+    (out, pages), (expected, expected_pages) = case.run(2, decode_stream_k), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
     same_pages(pages, expected_pages, 0.1)
 
 
 def test_the_set_takes_a_line_where_there_are_rows_for_it(device, few_shares, monkeypatch):
-    monkeypatch.setattr(line, "FEWEST_ROWS", 5)
+    monkeypatch.setattr(decode_stream_k, "FEWEST_ROWS", 5)
     case, kernels = Case((4, 2, 16, 16), [3, 40], device), TritonKernels()
     for num in (2, 5):
         tokens = Tokens(*(t[:num].to(device) for t in case.tokens))
         plan = kernels.plan(tokens, None, case.heads)
-        assert len(plan) == len((line.Line if num == 5 else decode.Shares)._fields)
+        assert len(plan) == len((decode_stream_k.Line if num == 5 else decode.Shares)._fields)
         out = kernels.attention(
             case.joined[:num].to(device), *(norm.to(device) for norm in case.norms), None,
             Angles(*(t[:num].to(device) for t in case.angles)), case.kv.to(device, copy=True),
             case.table.to(device), plan, case.heads,
         )  # fmt: skip
         assert torch.allclose(out.cpu(), case.expected()[0][:num], atol=1e-5)
-    assert not line.takes(64, Heads(64, 2, 16, 16, 1e-6, 1.0))
-    assert not line.takes(64, Heads(2, 1, 512, 512, 1e-6, 1.0))
+    assert not decode_stream_k.takes(64, Heads(64, 2, 16, 16, 1e-6, 1.0))
+    assert not decode_stream_k.takes(64, Heads(2, 1, 512, 512, 1e-6, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +281,7 @@ def test_the_set_takes_a_line_where_there_are_rows_for_it(device, few_shares, mo
     [(32, 128), (64, 128), (96, 132), (128, 128), (256, 128), (200, 132), (500, 125)],
 )
 def test_rows_of_one_length_are_cut_alike(rows, shares):
-    assert line._shares(rows, 132) == shares
+    assert decode_stream_k._shares(rows, 132) == shares
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 600])
@@ -291,7 +290,7 @@ def test_a_line_has_every_tile_once(device, few_shares, window):
     for lengths in ([1], [1000], [3, 0, 500, 77, 32, 33], [40] * 200, [8000] + [1] * 63):
         slots = torch.tensor([r + 1 if n else 0 for r, n in enumerate(lengths)], dtype=torch.int32)
         positions = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32)
-        shares = line.plan(slots.to(device), positions.to(device), heads)
+        shares = decode_stream_k.plan(slots.to(device), positions.to(device), heads)
         row, begin, tile, slot, newest, first, num = (t.tolist() for t in shares[:7])
         assert slot == [*slots.tolist(), 0] and newest == [*positions.tolist(), 0]
         tiles = [

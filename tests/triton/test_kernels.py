@@ -24,8 +24,8 @@ def test_locate(device, rows):
     length = torch.tensor([0, 3, 0, 131071, 17, 8]).int()
     expected = [torch.full((rows,), -1).int() for _ in range(3)]
     got = [t.to(device, copy=True) for t in expected]
-    REFERENCE.locate(slots, length, *expected)
-    TritonKernels().locate(slots.to(device), length.to(device), *got)
+    REFERENCE.decode_positions(slots, length, *expected)
+    TritonKernels().decode_positions(slots.to(device), length.to(device), *got)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one.cpu(), other)
 
@@ -34,9 +34,9 @@ def test_locate(device, rows):
 def test_turn(device, two_speeds):
     tokens = Tokens(*(torch.tensor(v).int() for v in ([0, 2, 1, 2], [0, 5, 131071, 6])))
     frequency = torch.rand(4, 6) if two_speeds else 1e6 ** -(torch.arange(6) / 6)
-    expected = REFERENCE.turn(tokens, frequency, 1.25)
+    expected = REFERENCE.rope_angles(tokens, frequency, 1.25)
     moved = Tokens(*(t.to(device) for t in tokens))
-    got = TritonKernels().turn(moved, frequency.to(device), 1.25)
+    got = TritonKernels().rope_angles(moved, frequency.to(device), 1.25)
     for one, other in zip(got, expected, strict=True):
         # angles reach 131071 radians, where float32 itself is off by 0.004
         assert torch.allclose(one.cpu(), other, atol=1e-5) and one.shape == other.shape
@@ -53,9 +53,9 @@ def test_open(device, half, is_half, with_norm, scale):
     embedding = torch.randn(10, 24).to(dtype)
     norm = torch.randn(24).to(dtype) if with_norm else None
     given = (table, embedding, scale, norm, 1e-6)
-    residual, normed = REFERENCE.open(tokens, *given)
+    residual, normed = REFERENCE.embed(tokens, *given)
     moved = (t.to(device) if isinstance(t, torch.Tensor) else t for t in given)
-    got, got_normed = TritonKernels().open(Tokens(*(t.to(device) for t in tokens)), *moved)
+    got, got_normed = TritonKernels().embed(Tokens(*(t.to(device) for t in tokens)), *moved)
     assert torch.equal(got.cpu(), residual)
     assert (got_normed.x is got) == (not with_norm)
     near = 2 * torch.finfo(dtype).eps
@@ -80,7 +80,7 @@ def test_open_pair(device, half, is_half, norms, size):
         torch.randn(size, device=device).to(dtype) if given else None for given in norms
     )
     given = (tokens, table, embedding, embed_norm, wide[:, :size], hidden_norm, 1e-6)
-    want, got = REFERENCE.open_pair(*given), TritonKernels().open_pair(*given)
+    want, got = REFERENCE.embed_pair(*given), TritonKernels().embed_pair(*given)
     near = 2 * torch.finfo(dtype).eps
     assert got.shape == (5, 2 * size) and got.dtype is dtype
     assert torch.allclose(got, want, atol=near, rtol=near)
@@ -110,9 +110,9 @@ def test_rows_are_normed_where_there_is_a_norm_and_settled(device, half, is_half
     x, weight = torch.randn(7, 40).to(dtype), torch.randn(40).to(dtype)
     moved = x.to(device)
     plain = kernels.norm(moved, None, 1e-6)
-    assert kernels.settle(plain, 1e-6) is moved
+    assert kernels.apply_norm(plain, 1e-6) is moved
     near = 3 * torch.finfo(dtype).eps
-    got = kernels.settle(kernels.norm(moved, weight.to(device), 1e-6), 1e-6).cpu()
+    got = kernels.apply_norm(kernels.norm(moved, weight.to(device), 1e-6), 1e-6).cpu()
     assert torch.allclose(got, REFERENCE.norm(x, weight, 1e-6).x, atol=near, rtol=near)
 
 

@@ -8,10 +8,7 @@ import torch
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import kernels
-from slotzero.kernels.triton.attention import mla as latent
-from slotzero.kernels.triton.attention import mla_plan as latent_plan
-from slotzero.kernels.triton.attention import mla_prefill as latent_own
-from slotzero.kernels.triton.attention import per_head, prefill
+from slotzero.kernels.triton.attention import mla, mla_plan, mla_prefill, per_head, prefill
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.types import Angles, Branches, Heads, Latent, Rows, Tokens
 
@@ -156,7 +153,7 @@ def keys(base, bits, end):
 def cut(request, monkeypatch):
     """A grid of few programs, in which short rows are in several chunks and blocks."""
     chosen = getattr(request, "param", CUTS[0])
-    monkeypatch.setattr(latent_plan, "cut_for", lambda *_: chosen)
+    monkeypatch.setattr(mla_plan, "cut_for", lambda *_: chosen)
     monkeypatch.setattr(prefill, "BLOCK_ROWS", 32)
 
 
@@ -164,8 +161,8 @@ def cut(request, monkeypatch):
 def expanded(monkeypatch):
     """However short a step is, its own tokens are seen in expanded form, in tiles of few; and
     memory that nobody has written yet is NaN."""
-    monkeypatch.setattr(latent_own, "LEAST", -99)
-    monkeypatch.setattr(latent_own, "tile_for", lambda *_: prefill.Tile(16, 16, 4, 2))
+    monkeypatch.setattr(mla_prefill, "LEAST", -99)
+    monkeypatch.setattr(mla_prefill, "tile_for", lambda *_: prefill.Tile(16, 16, 4, 2))
     torch.set_deterministic_debug_mode("warn")
     yield
     torch.set_deterministic_debug_mode("default")
@@ -224,7 +221,7 @@ def test_16_bits_expanded(device, half, expanded, cut):
 
 def test_the_sizes_of_a_real_model_expanded(device, half, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(latent_own, "LEAST", 1)
+    monkeypatch.setattr(mla_prefill, "LEAST", 1)
     Case((2, 512, 64, 128, 128, 64), [(0, 20), (None, 0), (65, 3)], device, dtype=half).check()
 
 
@@ -247,7 +244,7 @@ def test_where_a_row_stands_changes_no_bit(device, expanded):
 def test_the_form_depends_on_sizes_alone():
     def pays(num_tokens, num_rows, plain=128, result=128):
         rows = Rows(*torch.zeros(4, num_rows, dtype=torch.int32))
-        return latent_own.pays(num_tokens, rows, Latent(plain, 64, result))
+        return mla_prefill.pays(num_tokens, rows, Latent(plain, 64, result))
 
     assert pays(264, 8) and pays(512, 256)
     assert not pays(263, 8) and not pays(384, 256)
@@ -262,7 +259,7 @@ def test_only_ragged_rows_without_trees_are_expanded(device, expanded, kind):
     rows = case.rows and Rows(*(t.to(device) for t in case.rows[:4]), span=case.rows.span)
     branches = Branches(*(t.to(device) for t in case.branches)) if case.trees else None
     tokens = Tokens(*(t.to(device) for t in case.tokens))
-    work = latent_plan.plan(tokens, rows, case.heads, branches)
+    work = mla_plan.plan(tokens, rows, case.heads, branches)
     assert (work.own is not None) == (kind == {})
 
 
@@ -352,7 +349,7 @@ def test_the_plan_covers_every_key_once(device, monkeypatch, span):
         starts = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32)
         parts = [t.to(device) for t in (slots, starts, torch.full_like(slots, span), slots)]
         tokens = Tokens(*(t.repeat_interleave(span) for t in parts[:2]))
-        work = latent_plan.plan(tokens, None if span == 1 else Rows(*parts, span=span), heads)
+        work = mla_plan.plan(tokens, None if span == 1 else Rows(*parts, span=span), heads)
         covered, places = [0] * len(lengths), []
         columns = (t.tolist() for t in (work.row, work.begin, work.end, work.first, work.num))
         for i, (row, begin, end, first, num) in enumerate(zip(*columns, strict=True)):
@@ -377,13 +374,13 @@ def test_what_is_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
     """Or there would be more of them than the grid holds."""
     monkeypatch.undo()
     heads = Heads(16, 1, 40, 32, 1e-6, 1.0, latent=Latent(8, 8, 8))
-    spare, smallest = latent_plan.cut_for(11, 16 * heads.num_heads)
+    spare, smallest = mla_plan.cut_for(11, 16 * heads.num_heads)
     length = (spare + 3) * smallest
     slots, starts = torch.arange(1, 12).int().to(device), [-15] * 10 + [length]
     starts = torch.tensor(starts, dtype=torch.int32, device=device)
     rows = Rows(slots, starts, torch.full_like(slots, 16), slots * 16, span=16)
     tokens = Tokens(slots.repeat_interleave(16), starts.repeat_interleave(16))
-    work = latent_plan.plan(tokens, rows, heads)
+    work = mla_plan.plan(tokens, rows, heads)
     last = work.row == 10
     assert int((work.end - work.begin)[last].sum()) == length + 1
     assert (work.slot[last] == 11).all() and (work.slot[:10] == slots[:10]).all()
@@ -393,17 +390,17 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
     monkeypatch.undo()
     for rows in (1, 2, 64, 65, 5000):
         for pairs in (1, 16, 80, 1024, 20000):
-            spare, smallest = latent_plan.cut_for(rows, pairs)
-            assert spare >= 1 and smallest % latent.tile_for(pairs, 576, 2).keys == 0
-            assert spare * pairs <= max(latent_plan.MAX_PARTIAL, pairs)
+            spare, smallest = mla_plan.cut_for(rows, pairs)
+            assert spare >= 1 and smallest % mla.tile_for(pairs, 576, 2).keys == 0
+            assert spare * pairs <= max(mla_plan.MAX_PARTIAL, pairs)
 
 
 def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):
-    assert latent.tile_for(128, 576, 2) == latent.Tile(pairs=32, keys=64, ahead=1, warps=4)
-    assert latent.tile_for(16, 576, 2) == latent.Tile(pairs=16, keys=32, ahead=2, warps=4)
-    monkeypatch.setattr(latent, "shared_memory", lambda: 99 << 10)
-    assert latent.tile_for(128, 576, 2).keys == 32
-    assert latent.tile_for(16, 576, 2).keys == 32
+    assert mla.tile_for(128, 576, 2) == mla.Tile(pairs=32, keys=64, ahead=1, warps=4)
+    assert mla.tile_for(16, 576, 2) == mla.Tile(pairs=16, keys=32, ahead=2, warps=4)
+    monkeypatch.setattr(mla, "shared_memory", lambda: 99 << 10)
+    assert mla.tile_for(128, 576, 2).keys == 32
+    assert mla.tile_for(16, 576, 2).keys == 32
 
 
 def test_a_step_of_several_blocks_of_rows(device, half):
@@ -448,7 +445,7 @@ def test_what_no_kernel_holds_is_refused():
     TritonKernels().refuse(Heads(128, 1, 576, 512, 1e-6, 1.0, latent=shape))
     for heads, name in (
         (Heads(16, 1, 1088, 1024, 1e-6, 1.0, latent=shape), "latent: 1024"),
-        (Heads(16, 1, 640, 512, 1e-6, 1.0, latent=Latent(8, 128, 8)), "turned_dim: 128"),
+        (Heads(16, 1, 640, 512, 1e-6, 1.0, latent=Latent(8, 128, 8)), "rope_dim: 128"),
         (Heads(16, 1, 576, 512, 1e-6, 1.0, window=9, latent=shape), "window: 9"),
         (Heads(16, 1, 576, 512, 1e-6, 1.0, softcap=5.0, latent=shape), "softcap: 5.0"),
     ):

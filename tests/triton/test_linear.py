@@ -11,7 +11,7 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.triton.linear import linear_tma as bulk
+from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm, applied, cap, gated
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
@@ -130,13 +130,15 @@ def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
     expected = before.float() + F.linear(x, weight, bias).float()
     ours, ways = TritonKernels(), ways_for(rows, 256, "add")
     assert len(ways) > 1
-    assert set(kernels._named_ways(rows, 256, "add", bulk.takes(x, weight)).values()) == set(ways)
+    assert set(kernels._named_ways(rows, 256, "add", linear_tma.takes(x, weight)).values()) == set(
+        ways
+    )
     for way in ways:
         ours.choices.choose({ours.key("add", 96, 256, rows): str(way)})
         residual = before.clone()
         _, after = ours.linear_add_norm(x, weight, bias, residual, None, norm[0], EPS)
         assert close(residual, expected), way
-        assert close(ours.settle(after, EPS), normed(residual.float(), norm.float())), way
+        assert close(ours.apply_norm(after, EPS), normed(residual.float(), norm.float())), way
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -240,7 +242,7 @@ def test_tiles_that_do_not_fill_the_card_are_split(
     device, half, monkeypatch, rows, processors, out
 ):
     """Of three or six tiles the last is split, or the last two; and all of one or two."""
-    monkeypatch.setattr(bulk, "num_processors", lambda: processors)  # with two programs each
+    monkeypatch.setattr(linear_tma, "num_processors", lambda: processors)  # with two programs each
     x, weight, bias, _ = made(rows, out, 328, device, half)
     norm = torch.randn(out, device=device).to(half)
     before = torch.randn(rows, out, device=device).to(half)
@@ -248,37 +250,37 @@ def test_tiles_that_do_not_fill_the_card_are_split(
     tile = next(t for t in tiles_for(rows, 328, "linear") if t.rows and t.features == 64)
     runs = []
     for least in (64, 64, 512):
-        monkeypatch.setattr(bulk, "LEAST_SHARE", least)
+        monkeypatch.setattr(linear_tma, "LEAST_SHARE", least)
         result = linear(Normed(x, None), EPS, weight, bias, torch.empty_like(before), tile)
         assert close(result, expected)
         residual = before.clone()
         after = linear_add(x, weight, bias, residual, norm, tile)
         assert close(residual, before.float() + expected)
         assert close(applied(after, EPS), normed(residual.float(), norm.float()))
-        assert not bulk.arrivals().any(), "a product leaves its counts to the next"
+        assert not linear_tma.arrivals().any(), "a product leaves its counts to the next"
         runs.append((result, residual))
     assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
 
 
 def test_what_cannot_be_copied_in_bulk(device, half):
     whole = torch.empty(6, 24, device=device).to(half)
-    assert bulk.takes(whole, whole[:, 8:])
-    assert not bulk.takes(whole, whole[:, 4:])
-    assert not bulk.takes(torch.empty(6, 20, device=device).to(half), whole)
+    assert linear_tma.takes(whole, whole[:, 8:])
+    assert not linear_tma.takes(whole, whole[:, 4:])
+    assert not linear_tma.takes(torch.empty(6, 20, device=device).to(half), whole)
 
 
 def test_how_many_tiles_are_split(monkeypatch):
-    monkeypatch.setattr(bulk, "num_processors", lambda: 132)
-    monkeypatch.setattr(bulk, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(linear_tma, "num_processors", lambda: 132)
+    monkeypatch.setattr(linear_tma, "shared_memory", lambda: 227 << 10)
     alone, in_pairs = Tile(256, 64, 0, 4, 8, rows=128), Tile(64, 64, 0, 4, 4, rows=128)
-    assert bulk._split(448, 4096, alone) == (52, 2)
-    assert bulk._split(64, 14336, alone) == (64, 2)
-    assert bulk._split(16, 14336, alone) == (16, 8)
-    assert bulk._split(32, 1024, alone) == (32, 2)
-    assert bulk._split(264, 4096, alone) == (0, 1)
-    assert bulk._split(224, 4096, alone) == (92, 1)
-    assert bulk._split(96, 4096, in_pairs) == (96, 2)
-    assert bulk._split(300, 4096, in_pairs) == (36, 7)
+    assert linear_tma._split(448, 4096, alone) == (52, 2)
+    assert linear_tma._split(64, 14336, alone) == (64, 2)
+    assert linear_tma._split(16, 14336, alone) == (16, 8)
+    assert linear_tma._split(32, 1024, alone) == (32, 2)
+    assert linear_tma._split(264, 4096, alone) == (0, 1)
+    assert linear_tma._split(224, 4096, alone) == (92, 1)
+    assert linear_tma._split(96, 4096, in_pairs) == (96, 2)
+    assert linear_tma._split(300, 4096, in_pairs) == (36, 7)
 
 
 def test_rows_of_one_padded_size_have_the_same_tiles():

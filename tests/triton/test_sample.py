@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.triton.sampling import sample as fused
+from slotzero.kernels.triton.sampling import sample
 from slotzero.kernels.triton.write_back import advance
 from slotzero.sampling import reference
 from slotzero.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
@@ -21,7 +21,7 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 INF, NAN = math.inf, math.nan
-CHUNK = fused.CHUNK.value
+CHUNK = sample.CHUNK.value
 
 
 @dataclass
@@ -51,7 +51,7 @@ def run(
     )
     there = SamplingTables(*(table.to(device) for table in tables))
     head = Sampled(*(part[:rows] for part in out))
-    fused.sample(logits.to(device), slots.to(device), positions.to(device), there, head)
+    sample.sample(logits.to(device), slots.to(device), positions.to(device), there, head)
     for part in out:  # nothing past the rows was written
         assert (part[rows:] == -7).all() or part[rows:].isnan().all()
     return Sampled(*(part.cpu() for part in head))
@@ -268,8 +268,10 @@ def test_a_row_of_nothing_yields_token_zero(device: torch.device) -> None:
 def kept_by_kernel(logits, params, device, monkeypatch) -> Tensor:
     """Which tokens lie on or above the floor that the kernels found: [vocab]."""
     made = []
-    scratch_of = fused._scratch
-    monkeypatch.setattr(fused, "_scratch", lambda *args: made.append(scratch_of(*args)) or made[-1])
+    scratch_of = sample._scratch
+    monkeypatch.setattr(
+        sample, "_scratch", lambda *args: made.append(scratch_of(*args)) or made[-1]
+    )
     run_one(logits, Request(params), device)
     scaled = (logits - logits.max()) / params.temperature
     return scaled >= made[0].floor.cpu()
@@ -332,7 +334,7 @@ def test_the_smallest_temperature_does_not_overflow(device: torch.device) -> Non
 
 
 def test_a_long_history_is_counted_once_per_token(device: torch.device) -> None:
-    vocab, length = CHUNK + 50, 2 * fused.HISTORY.value + 30
+    vocab, length = CHUNK + 50, 2 * sample.HISTORY.value + 30
     tokens = torch.randint(-3, vocab + 3, (length,), generator=torch.Generator().manual_seed(1))
     tokens[::3] = CHUNK + 7  # thousands of one, and strangers to the vocabulary
     choices = (
@@ -350,8 +352,10 @@ def test_a_long_history_is_counted_once_per_token(device: torch.device) -> None:
 
 def test_adjusted_logits_are_those_of_the_reference(device: torch.device, monkeypatch) -> None:
     made = []
-    scratch_of = fused._scratch
-    monkeypatch.setattr(fused, "_scratch", lambda *args: made.append(scratch_of(*args)) or made[-1])
+    scratch_of = sample._scratch
+    monkeypatch.setattr(
+        sample, "_scratch", lambda *args: made.append(scratch_of(*args)) or made[-1]
+    )
     bias = {i * 5: i / 7 - 9 for i in range(MAX_LOGIT_BIAS)}
     params = SamplingParams(
         temperature=0, repetition_penalty=1.37, presence_penalty=0.31, frequency_penalty=0.77,
@@ -451,7 +455,7 @@ def test_a_row_depends_on_no_other(device: torch.device, monkeypatch) -> None:
     broken[1:] = NAN
     beside = run(broken, slots, positions, tables, device)
     assert_equal_bits(Sampled(*(part[:1] for part in together)), Sampled(*(p[:1] for p in beside)))
-    monkeypatch.setattr(fused, "CHOOSERS", 1)  # one program for all chunks, as in a big batch
+    monkeypatch.setattr(sample, "CHOOSERS", 1)  # one program for all chunks, as in a big batch
     assert_equal_bits(together, run(logits, slots, positions, tables, device))
     for row in (1, 2):
         part = [row]
@@ -480,10 +484,10 @@ def test_a_recording_reads_nothing_of_its_time(device: torch.device) -> None:
         top_logprobs=torch.zeros(rows, MAX_LOGPROBS, device=device),
     )
     nobody = slots.clone().zero_()
-    fused.sample(logits, nobody, positions, tables, out)  # compiles
+    sample.sample(logits, nobody, positions, tables, out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fused.sample(logits, nobody, positions, tables, out)
+        sample.sample(logits, nobody, positions, tables, out)
     nobody.copy_(slots)
     for sign in (1, -1):
         expected = run(logits * sign, slots, positions, tables, device)

@@ -68,12 +68,12 @@ def test_drafts_are_located(device, rows, width):
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_new_tokens_are_located(device, rows, width):
     slots, length, _, _ = World.of(rows, width)
-    followed_to = table_of(length - torch.minimum(ints(0, width + 3, rows + 2), length))
+    drafter_len = table_of(length - torch.minimum(ints(0, width + 3, rows + 2), length))
 
-    def call(kernels: Kernels, slots, length, followed_to, tokens):
-        return kernels.locate_new(slots, length, followed_to, head(tokens, rows, width))
+    def call(kernels: Kernels, slots, length, drafter_len, tokens):
+        return kernels.locate_new(slots, length, drafter_len, head(tokens, rows, width))
 
-    agree(device, call, slots, length, followed_to, places(rows, width))
+    agree(device, call, slots, length, drafter_len, places(rows, width))
 
 
 # Which were right, and what is kept
@@ -114,7 +114,7 @@ def test_what_is_new_is_kept(device, half, is_half, size):
     table = torch.randn(rows + 2, width + 1, size)
     table[:, width] = NAN
     given = (slots, counts, x.to(dtype).flatten(0, 1), table.to(dtype))
-    agree(device, lambda kernels, *given: kernels.keep(*given), *given)
+    agree(device, lambda kernels, *given: kernels.store_features(*given), *given)
 
 
 @pytest.mark.parametrize("size", [0, 33, 1100])
@@ -130,7 +130,7 @@ def test_what_is_on_a_path_is_kept(device, half, size):
     table = torch.randn(rows + 2, width + 1, size, dtype=half)
 
     def call(kernels: Kernels, slots, counts, x, table, path):
-        kernels.keep(slots, counts, x, table, path)
+        kernels.store_features(slots, counts, x, table, path)
 
     *_, kept, _ = agree(device, call, slots, counts, x.flatten(0, 1), table, path)
     assert not kept.isnan().any()
@@ -148,7 +148,7 @@ def test_the_last_is_kept_and_fetched(device, half, is_half, size):
 
     def call(kernels: Kernels, slots, last, x, table):
         kernels.keep_last(slots, last, x[:, :size], table[:, :size])
-        return kernels.fetch(slots, table[:, None, :size])
+        return kernels.load_features(slots, table[:, None, :size])
 
     *_, kept = agree(device, call, slots, last, x, table)
     assert not kept.isnan().any()
@@ -162,8 +162,8 @@ def test_what_is_decoded_is_kept_behind_the_rest(device, half, size):
     positions = torch.where(slots > 0, length[slots], 0)
     x, table = torch.randn(rows, size).to(half), torch.randn(rows + 2, most, size).to(half)
 
-    def call(kernels: Kernels, slots, positions, followed_to, x, table):
-        kernels.keep_next(Tokens(slots, positions), followed_to, x, table)
+    def call(kernels: Kernels, slots, positions, drafter_len, x, table):
+        kernels.keep_next(Tokens(slots, positions), drafter_len, x, table)
 
     *_, kept = agree(device, call, slots, positions, table_of(length - behind, -1), x, table)
     written = (kept != table).any(-1).sum(-1)
@@ -179,9 +179,9 @@ def test_a_slot_is_followed_to_the_end_of_its_row(device, rows, width):
     counts = ints(0, 2, rows)
     last = torch.where(slots > 0, ints(0, width, rows) + torch.arange(rows).int() * width, 0)
 
-    def call(kernels: Kernels, slots, counts, positions, last, followed_to):
+    def call(kernels: Kernels, slots, counts, positions, last, drafter_len):
         places = Rows(slots, slots, counts, slots)
-        kernels.follow(places, Tokens(slots, positions), last, followed_to)
+        kernels.follow(places, Tokens(slots, positions), last, drafter_len)
 
     positions, before = ints(100, 199, rows * width), table_of(ints(0, 99, rows + 2), -1)
     *_, after = agree(device, call, slots, counts, positions, last, before)
@@ -195,7 +195,12 @@ def test_places_are_fetched(device, half, size):
     slots, *_ = World.of(7, 3)
     table = torch.randn(9, 5, size, dtype=half)
     table[:, 3:] = NAN
-    agree(device, lambda kernels, slots, table: kernels.fetch(slots, table[:, :3]), slots, table)
+    agree(
+        device,
+        lambda kernels, slots, table: kernels.load_features(slots, table[:, :3]),
+        slots,
+        table,
+    )
 
 
 # Who guesses what
@@ -208,7 +213,7 @@ def test_drafts_are_allotted(device, rows, width):
     speculates, target = ints(0, 2, rows + 2), table_of(length + ints(-2, 2, rows + 2))
 
     def call(kernels: Kernels, *given):
-        return kernels.allot(*given, width - 1)
+        return kernels.draft_budget(*given, width - 1)
 
     agree(device, call, slots, length, limit + 2, paged, table_of(speculates), target)
 
@@ -220,14 +225,14 @@ def test_guesses_are_aimed(device, rows, width, behind):
     num = ints(0, width, rows) * (slots > 0)
 
     def call(kernels: Kernels, *given):
-        return kernels.aim(*given, width - 1, behind)
+        return kernels.draft_targets(*given, width - 1, behind)
 
     agree(device, call, slots, length[slots], num)
 
 
 def test_one_compiled_kernel_serves_every_aim(device):
     ones = torch.ones(3, dtype=torch.int32, device=device)
-    aims = TritonKernels().aim(ones, ones, ones, 2, 0)
+    aims = TritonKernels().draft_targets(ones, ones, ones, 2, 0)
     assert all(aim.data_ptr() % 16 == 0 for tensor in aims for aim in tensor)
 
 
@@ -237,7 +242,7 @@ def test_a_guess_is_noted(device, rows):
     positions = torch.where(slots > 0, length[slots] + 1, 2**30)
     tokens[0] = -7
     given = (slots, positions, ints(5, 99, rows), tokens)
-    *_, noted = agree(device, lambda kernels, *given: kernels.note(*given), *given)
+    *_, noted = agree(device, lambda kernels, *given: kernels.record_ngrams(*given), *given)
     assert (noted != tokens).sum() == (slots > 0).sum()
 
 
@@ -271,7 +276,7 @@ def test_what_followed_is_recalled(device, steps):
     tokens[0] = 0
 
     def call(kernels: Kernels, *given):
-        return kernels.recall(*given, steps, 2, 4)
+        return kernels.propose_ngrams(*given, steps, 2, 4)
 
     *_, known = agree(device, call, slots, length, num, tokens)
     assert torch.equal(known[11, 701 : 701 + steps], known[11, 103 : 103 + steps])
@@ -288,7 +293,7 @@ def test_logits_are_spread_over_the_vocabulary(device, half, is_half, drafts, vo
     draft_of[torch.randperm(vocab)[:drafts]] = torch.arange(drafts).int()
 
     def call(kernels: Kernels, wide, draft_of):
-        return kernels.spread(wide[:, :drafts], draft_of)
+        return kernels.expand_draft_vocab(wide[:, :drafts], draft_of)
 
     agree(device, call, wide, draft_of)
 

@@ -212,7 +212,7 @@ def test_a_tree_grows(device, rows, topk, steps, behind):
         fronts: list[Front | None] = [None]
         for step, its in enumerate(drawn):
             fronts.append(
-                kernels.sprout(
+                kernels.grow_tree(
                     slots, length, room, its, fronts[-1], guesses, step, topk, behind, tables
                 )
             )

@@ -362,7 +362,7 @@ class GlobalCount(Fault):
         ranks = case.engine.worker.ranks
 
         def wrong(slots: Tensor, share: int, rank: int) -> Tensor:
-            if not ranks.attend_apart:
+            if not ranks.dp_attention:
                 return right(slots, share, 0)
             place = torch.arange(len(slots), device=slots.device)
             return slots.clamp_min(1) * (place < ranks.size * (slots > 0).sum())
@@ -375,7 +375,7 @@ class GlobalCount(Fault):
 
 
 def _is_spread(case: Case) -> bool:
-    return case.engine.worker.ranks.spread_experts and case.entry.per == "step"
+    return case.engine.worker.ranks.expert_parallel and case.entry.per == "step"
 
 
 LAYERS: tuple[Fault, ...] = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.cpu import build
-from slotzero.kernels.torch_ops import ComposedKernels
+from slotzero.kernels.torch_ops import TorchKernels
 from slotzero.kernels.types import (
     NO_BRANCHES,
     Activation,
@@ -31,7 +31,7 @@ NO_ROWS = (None, None, None, None)
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
 
-class CpuKernels(ComposedKernels):
+class CpuKernels(TorchKernels):
     name = "cpu"
     is_batch_invariant = True
 
@@ -98,7 +98,7 @@ class CpuKernels(ComposedKernels):
         torch.ops.slotzero.softcap.default(x, cap, out)
         return out
 
-    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+    def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         size = len(tokens.positions), 1, frequency.shape[-1]
         angles = Angles(frequency.new_empty(size), frequency.new_empty(size))
         torch.ops.slotzero.rope_angles.default(tokens.positions, frequency, factor, *angles)

@@ -96,7 +96,7 @@ def _locate_kernel(slots, length, token_slots, positions, after, rows, BLOCK: tl
     tl.store(after + row, position + (slot > 0).to(tl.int32), mask=row < rows)
 
 
-def locate(
+def decode_positions(
     slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
 ) -> None:
     rows, block = len(slots), 128
@@ -106,7 +106,7 @@ def locate(
     )  # fmt: skip
 
 
-def turn(positions: Tensor, frequency: Tensor, factor: float) -> Angles:
+def rope_angles(positions: Tensor, frequency: Tensor, factor: float) -> Angles:
     num, half = len(positions), frequency.shape[-1]
     cos, sin = torch.empty(2, num, 1, half, device=frequency.device)
     launch(
@@ -141,7 +141,7 @@ def open_step(
     return residual, normed
 
 
-def open_pair(
+def embed_pair(
     tokens: Tokens,
     table: Tensor,
     embedding: Tensor,

@@ -12,17 +12,20 @@ from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.triton import embed as opening
-from slotzero.kernels.triton.attention import decode, prefill, verify
-from slotzero.kernels.triton.attention import decode_stream_k as line
-from slotzero.kernels.triton.attention import mla as latent
-from slotzero.kernels.triton.attention import mla_plan as latent_plan
+from slotzero.kernels.triton import embed
+from slotzero.kernels.triton.attention import (
+    decode,
+    decode_stream_k,
+    mla,
+    mla_plan,
+    prefill,
+    verify,
+)
 from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
 from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
-from slotzero.kernels.triton.linear import elementwise
+from slotzero.kernels.triton.linear import elementwise, linear_tma
 from slotzero.kernels.triton.linear import linear as few
-from slotzero.kernels.triton.linear import linear_tma as bulk
 from slotzero.kernels.triton.linear.elementwise import applied
 from slotzero.kernels.triton.linear.tiles import (
     LIBRARY,
@@ -56,7 +59,7 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
-DECODE, LINE = len(decode.Shares._fields), len(line.Line._fields)
+DECODE, LINE = len(decode.Shares._fields), len(decode_stream_k.Line._fields)
 VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
 """Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
 assert len({DECODE, LINE, VERIFY, PREFILL}) == 4
@@ -78,7 +81,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             ("query heads for each KV head", group, MAX_LARGE_GROUP if is_large else MAX_GROUP),
         )
         if heads.latent is not None:
-            limits = latent.limits(heads.value_dim, heads.latent)
+            limits = mla.limits(heads.value_dim, heads.latent)
             for name, given in (("window", heads.window), ("softcap", heads.softcap)):
                 if given is not None:
                     raise UnsupportedModelError(
@@ -93,7 +96,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
                 )
 
     def held(self) -> Mapping[str, Tensor]:
-        return {"arrivals": bulk.arrivals()}
+        return {"arrivals": linear_tma.arrivals()}
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         return (out_features, in_features)
@@ -105,10 +108,10 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         with compiling_ahead():
             rehearse()
 
-    def locate(
+    def decode_positions(
         self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
     ) -> None:
-        opening.locate(slots, length, token_slots, positions, after)
+        embed.decode_positions(slots, length, token_slots, positions, after)
 
     def plan(
         self,
@@ -120,9 +123,9 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         if branches is not None:
             branches.check(tokens, rows)
         if heads.latent is not None:
-            return latent_plan.plan(tokens, rows, heads, branches)
-        if rows is None and line.takes(len(tokens.slots), heads):
-            return line.plan(*tokens, heads)
+            return mla_plan.plan(tokens, rows, heads, branches)
+        if rows is None and decode_stream_k.takes(len(tokens.slots), heads):
+            return decode_stream_k.plan(*tokens, heads)
         if rows is None:
             return decode.plan(*tokens, heads)
         if verify.takes(rows.span, heads):
@@ -133,10 +136,10 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         )
         return *tokens, blocks, *(branches or NO_BRANCHES)
 
-    def turn(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
-        return opening.turn(tokens.positions, frequency, factor)
+    def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+        return embed.rope_angles(tokens.positions, frequency, factor)
 
-    def open(
+    def embed(
         self,
         tokens: Tokens,
         table: Tensor,
@@ -146,12 +149,12 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         eps: float,
     ) -> tuple[Tensor, Normed]:
         late = _is_late(len(tokens.slots), embedding.dtype)
-        return opening.open_step(tokens, table, embedding, scale, norm, eps, late)
+        return embed.open_step(tokens, table, embedding, scale, norm, eps, late)
 
     def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight[ids]
 
-    def open_pair(
+    def embed_pair(
         self,
         tokens: Tokens,
         table: Tensor,
@@ -161,14 +164,14 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         hidden_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        return opening.open_pair(tokens, table, embedding, embed_norm, hidden, hidden_norm, eps)
+        return embed.embed_pair(tokens, table, embedding, embed_norm, hidden, hidden_norm, eps)
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         if weight is None:
             return Normed(x, None)
         return elementwise.norm(x, weight, eps, late=_is_late(len(x), x.dtype))
 
-    def settle(self, x: Normed, eps: float) -> Tensor:
+    def apply_norm(self, x: Normed, eps: float) -> Tensor:
         return applied(x, eps)
 
     def linear(
@@ -309,8 +312,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
             )
         if len(plan) == LINE:
-            whole = line.Line(*cast("tuple[Tensor, ...]", plan))
-            return line.attend(
+            whole = decode_stream_k.Line(*cast("tuple[Tensor, ...]", plan))
+            return decode_stream_k.attend(
                 joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, whole, heads
             )
         if len(plan) == VERIFY:
@@ -338,8 +341,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         plan: Plan,
         heads: Heads,
     ) -> Tensor:
-        work = latent_plan.Work(*cast("tuple[Tensor, ...]", plan))
-        return latent.attention(q, k, k_norm, up_k, up_v, angles, kv_pages, page_table, work, heads)
+        work = mla_plan.Work(*cast("tuple[Tensor, ...]", plan))
+        return mla.attention(q, k, k_norm, up_k, up_v, angles, kv_pages, page_table, work, heads)
 
     def sample(
         self,
@@ -381,7 +384,7 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         rows, (out_features, in_features) = len(x), weight.shape
         if not _is_few(rows, x.dtype):
             return run(LIBRARY, weight)
-        ways = _named_ways(rows, in_features, kind, bulk.takes(x, weight))
+        ways = _named_ways(rows, in_features, kind, linear_tma.takes(x, weight))
         if INTERPRETED:  # there is no library
             return run(next((w for w in ways.values() if isinstance(w, Tile)), LIBRARY), weight)
         key = self.key(kind, out_features, in_features, rows)

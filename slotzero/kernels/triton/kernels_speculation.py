@@ -24,9 +24,9 @@ class TritonSpeculation(SpeculationKernels):
         )
 
     def locate_new(
-        self, slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
+        self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
-        return speculation.locate_new(slots, length, followed_to, tokens)
+        return speculation.locate_new(slots, length, drafter_len, tokens)
 
     def accept(
         self,
@@ -39,24 +39,24 @@ class TritonSpeculation(SpeculationKernels):
     ) -> None:
         speculation.accept(slots, num_tried, sampled, tokens, length, num_verified)
 
-    def keep(
+    def store_features(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
     ) -> None:
-        speculation.keep(slots, counts, x, table, path)
+        speculation.store_features(slots, counts, x, table, path)
 
     def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         speculation.keep_last(slots, last, x, table)
 
-    def keep_next(self, tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
-        speculation.keep_next(tokens, followed_to, x, table)
+    def keep_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
+        speculation.keep_next(tokens, drafter_len, x, table)
 
-    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
-        speculation.follow(rows, tokens, last, followed_to)
+    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
+        speculation.follow(rows, tokens, last, drafter_len)
 
-    def fetch(self, slots: Tensor, table: Tensor) -> Tensor:
-        return speculation.fetch(slots, table)
+    def load_features(self, slots: Tensor, table: Tensor) -> Tensor:
+        return speculation.load_features(slots, table)
 
-    def allot(
+    def draft_budget(
         self,
         slots: Tensor,
         length: Tensor,
@@ -66,15 +66,17 @@ class TritonSpeculation(SpeculationKernels):
         target: Tensor,
         most: int,
     ) -> tuple[Tensor, Tensor]:
-        return speculation.allot(slots, length, limit, paged, speculates, target, most)
+        return speculation.draft_budget(slots, length, limit, paged, speculates, target, most)
 
-    def aim(self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
-        return speculation.aim(slots, length, num, steps, behind)
+    def draft_targets(
+        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int
+    ) -> Aims:
+        return speculation.draft_targets(slots, length, num, steps, behind)
 
-    def note(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
-        speculation.note(slots, positions, ids, tokens)
+    def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+        speculation.record_ngrams(slots, positions, ids, tokens)
 
-    def recall(
+    def propose_ngrams(
         self,
         slots: Tensor,
         length: Tensor,
@@ -84,15 +86,15 @@ class TritonSpeculation(SpeculationKernels):
         shortest: int,
         longest: int,
     ) -> Tensor:
-        return speculation.recall(slots, length, num, tokens, steps, shortest, longest)
+        return speculation.propose_ngrams(slots, length, num, tokens, steps, shortest, longest)
 
     def close_draft(
         self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
     ) -> None:
         speculation.close_draft(slots, length, num, num_drafts, drafted_at)
 
-    def spread(self, logits: Tensor, draft_of: Tensor) -> Tensor:
-        return speculation.spread(logits, draft_of)
+    def expand_draft_vocab(self, logits: Tensor, draft_of: Tensor) -> Tensor:
+        return speculation.expand_draft_vocab(logits, draft_of)
 
     def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
         return trees.branch(rows, tokens, parents)
@@ -124,7 +126,7 @@ class TritonSpeculation(SpeculationKernels):
     ) -> None:
         trees.move_kv(slots, length, num_verified, path, kv_pages, page_table)
 
-    def sprout(
+    def grow_tree(
         self,
         slots: Tensor,
         length: Tensor,
@@ -137,7 +139,9 @@ class TritonSpeculation(SpeculationKernels):
         behind: int,
         tables: SamplingTables,
     ) -> Front:
-        return trees.sprout(slots, length, room, drawn, front, guesses, step, topk, behind, tables)
+        return trees.grow_tree(
+            slots, length, room, drawn, front, guesses, step, topk, behind, tables
+        )
 
     def select(
         self,

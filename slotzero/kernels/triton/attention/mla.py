@@ -14,7 +14,7 @@ in several chunks are merged, in order, by a kernel after it: a chunk's are so l
 program could not read those of a long row in time, so as many share them as the row has chunks.
 
 Only `attention` knows of the products. In a step whose rows may be long, only keys before a row's
-first token are seen like this, and its own in expanded form: see latent_own.py.
+first token are seen like this, and its own in expanded form: see mla_prefill.py.
 
 Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
 or that nobody sees.
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.attention import mla_prefill as latent_own
+from slotzero.kernels.triton.attention import mla_prefill
 from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS, Work
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
@@ -281,7 +281,7 @@ def _merge_kernel(
 
 def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
     """-> the name of a size, its value and the most that it may be"""
-    return ("latent", latent, MAX_LATENT), ("turned_dim", shape.turned_dim, MAX_TURNED)
+    return ("latent", latent, MAX_LATENT), ("rope_dim", shape.rope_dim, MAX_TURNED)
 
 
 def attention(
@@ -303,10 +303,10 @@ def attention(
     own = None if work.own is None else k.new_empty(num, heads.head_dim)
     store(q, k, k_norm, up_k, angles, kv_pages, page_table, *work[:2], query, own, heads)
     seen, sums = attend(query, kv_pages, page_table, work, heads)
-    out = q.new_empty(num, num_heads, heads.latent.result_dim)
+    out = q.new_empty(num, num_heads, heads.latent.v_head_dim)
     per_head(seen, up_v.transpose(1, 2), out)
     if own is not None and sums is not None and work.own is not None:
-        latent_own.attend(q, query, own, up_k, up_v, work.own, sums, out, heads)
+        mla_prefill.attend(q, query, own, up_k, up_v, work.own, sums, out, heads)
     return out.flatten(1)
 
 

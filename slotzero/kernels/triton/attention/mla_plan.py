@@ -6,8 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from slotzero.kernels.triton.attention import mla_prefill as latent_own
-from slotzero.kernels.triton.attention import prefill
+from slotzero.kernels.triton.attention import mla_prefill, prefill
 from slotzero.kernels.triton.attention.decode import plan_kernel
 from slotzero.kernels.triton.attention.verify import padded_rows
 from slotzero.kernels.triton.launch import launch, num_processors
@@ -37,7 +36,7 @@ class Work(NamedTuple):
     total: Tensor
     bases: Tensor | None  # of branches
     seen: Tensor | None
-    own: Tensor | None  # blocks of latent_own.py; None: all is seen in pages
+    own: Tensor | None  # blocks of mla_prefill.py; None: all is seen in pages
 
 
 def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None) -> Work:
@@ -55,8 +54,8 @@ def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | N
         )
         slots, firsts, sizes, starts, befores = _columns(blocks)
         span = prefill.block_tokens(group)
-        if branches is None and latent_own.pays(len(tokens.slots), rows, heads.latent):
-            starts, own = befores - 1, latent_own.plan(len(tokens.slots), rows)
+        if branches is None and mla_prefill.pays(len(tokens.slots), rows, heads.latent):
+            starts, own = befores - 1, mla_prefill.plan(len(tokens.slots), rows)
     num_rows, pairs = len(slots), span * heads.num_heads
     spare, smallest = cut_for(num_rows, pairs)
     num_chunks = num_rows + spare

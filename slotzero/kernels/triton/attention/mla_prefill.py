@@ -140,7 +140,7 @@ def _products(one, other, inside):
 
 def pays(num_tokens: int, rows: Rows, shape: Latent) -> bool:
     """Whether ragged rows of so many tokens, padding included, are seen in this form."""
-    if max(shape.plain_dim, shape.result_dim) > MAX_DIM:
+    if max(shape.nope_dim, shape.v_head_dim) > MAX_DIM:
         return False
     return num_tokens - len(rows.slots) >= LEAST
 
@@ -164,17 +164,17 @@ def attend(
 ) -> None:
     """Into `out`: what comes of it and the step's own rows together."""
     assert heads.latent is not None
-    shape, latents = heads.latent, own[:, heads.latent.turned_dim :]
+    shape, latents = heads.latent, own[:, heads.latent.rope_dim :]
     keys, values = (torch.mm(latents, up.flatten(0, 1).t()) for up in (up_k, up_v))
-    dims = padded_dim(shape.plain_dim), padded_dim(shape.turned_dim), padded_dim(shape.result_dim)
+    dims = padded_dim(shape.nope_dim), padded_dim(shape.rope_dim), padded_dim(shape.v_head_dim)
     tile = tile_for(dims[0] + dims[1], dims[2], q.dtype)
     parts = triton.cdiv(prefill.block_tokens(1), tile.rows)
     launch(
         _attend_kernel, (len(blocks) * parts * heads.num_heads,),
         q, query, own, keys, values, blocks, sums, out,
         len(blocks), parts, q.stride(0), heads.scale * LOG2E.value,
-        HEADS=heads.num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim,
-        LATENT=heads.value_dim, RESULT=shape.result_dim, QUERIES=tile.rows, KEYS=tile.keys,
+        HEADS=heads.num_heads, PLAIN=shape.nope_dim, TURNED=shape.rope_dim,
+        LATENT=heads.value_dim, RESULT=shape.v_head_dim, QUERIES=tile.rows, KEYS=tile.keys,
         DIM=dims[0], TURN=dims[1], WIDTH=dims[2],
         PRECISION="ieee" if q.dtype is torch.float32 else None,
         num_warps=tile.warps, num_stages=tile.stages, **overlap(),

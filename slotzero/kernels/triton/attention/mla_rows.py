@@ -100,10 +100,10 @@ def store(
     """The rows into their pages, and into `own` if it is given; the queries into `query`."""
     assert heads.latent is not None
     shape, latent, num, num_heads = heads.latent, heads.value_dim, len(q), heads.num_heads
-    cut, products, column_blocks = cut_for(num, shape.plain_dim, latent, q.dtype), 0, 1
+    cut, products, column_blocks = cut_for(num, shape.nope_dim, latent, q.dtype), 0, 1
     if cut is None:
-        straight = q.view(num, num_heads, -1)[:, :, : shape.plain_dim]
-        per_head(straight, up_k, query[:, :, shape.turned_dim :])
+        straight = q.view(num, num_heads, -1)[:, :, : shape.nope_dim]
+        per_head(straight, up_k, query[:, :, shape.rope_dim :])
     else:
         column_blocks, row_blocks = cut.blocks(num, latent)
         products = num_heads * column_blocks * row_blocks
@@ -114,8 +114,8 @@ def store(
         q, k, k_norm, up_k, *angles, kv_pages, page_table, slots, positions, query, own,
         q.stride(0), k.stride(0), *up_k.stride(), page_table.stride(0), heads.norm_eps,
         num, products, column_blocks,
-        HEADS=num_heads, PLAIN=shape.plain_dim, TURNED=shape.turned_dim, LATENT=latent,
+        HEADS=num_heads, PLAIN=shape.nope_dim, TURNED=shape.rope_dim, LATENT=latent,
         PAGE=kv_pages.shape[1], SOME=HEADS_PER_PROGRAM,
-        HALF=triton.next_power_of_2(shape.turned_dim // 2), WIDTH=triton.next_power_of_2(latent),
+        HALF=triton.next_power_of_2(shape.rope_dim // 2), WIDTH=triton.next_power_of_2(latent),
         PARTS=parts, DEPTH=depth, BLOCK=columns, ROWS=rows, num_warps=4, **overlap(),
     )  # fmt: skip

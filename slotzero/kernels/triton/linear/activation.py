@@ -4,10 +4,10 @@
 import triton
 import triton.language as tl
 
-from slotzero.kernels import torch_ops as composed
+from slotzero.kernels import torch_ops
 
 LOG2E = tl.constexpr(1.4426950408889634)
-CLAMP, SLOPE = tl.constexpr(composed.CLAMP), tl.constexpr(composed.SLOPE)
+CLAMP, SLOPE = tl.constexpr(torch_ops.CLAMP), tl.constexpr(torch_ops.SLOPE)
 GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
 
 
@@ -21,7 +21,7 @@ def tanh(x):
 
 @triton.jit
 def activate(gate, value, ACTIVATION: tl.constexpr):
-    """-> the two factors of composed.gated; a NaN stays one."""
+    """-> the two factors of torch_ops.gated; a NaN stays one."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x

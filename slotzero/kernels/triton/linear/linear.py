@@ -21,7 +21,7 @@ from slotzero.kernels.triton.launch import (
     overlap,
     wait_for_writer,
 )
-from slotzero.kernels.triton.linear import linear_tma as bulk
+from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import ask, finish
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
@@ -367,7 +367,7 @@ def _launch(
     made: Normed | None = None,
 ) -> None:
     if tile.rows:
-        bulk.product(x, eps, weight, bias, out, tile, activation, slots, norm, made)
+        linear_tma.product(x, eps, weight, bias, out, tile, activation, slots, norm, made)
         return
     rows, inner = x.x.shape
     num_out = out.shape[1]

@@ -70,13 +70,13 @@ def _locate_drafts_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
 def _locate_new_kernel(
-    slots, length, followed_to, token_slots, positions, last,
+    slots, length, drafter_len, token_slots, positions, last,
     row_slots, row_starts, row_counts, row_ends, num_tokens, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, place = token // width, token % width
     slot = tl.load(slots + row, mask=token < num_tokens, other=0)
-    start = tl.load(followed_to + slot)
+    start = tl.load(drafter_len + slot)
     count = tl.minimum(tl.maximum(tl.load(length + slot) - start, 0), width)
     _lay_out(
         token, slot, start, count, token_slots, positions,
@@ -106,13 +106,13 @@ def locate_drafts(
 
 
 def locate_new(
-    slots: Tensor, length: Tensor, followed_to: Tensor, tokens: Tokens
+    slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
     last, rows = torch.empty_like(slots), new_rows(slots, width)
     launch(
         _locate_new_kernel, (triton.cdiv(num, ITEMS),),
-        slots, length, followed_to, *tokens, last,
+        slots, length, drafter_len, *tokens, last,
         rows.slots, rows.starts, rows.counts, rows.ends, num, width, BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
     return rows, last
@@ -190,7 +190,7 @@ def _keep_kernel(
 
 @triton.jit
 def _keep_next_kernel(
-    slots, positions, followed_to, x, table, most, size, x_stride, slot_stride, place_stride,
+    slots, positions, drafter_len, x, table, most, size, x_stride, slot_stride, place_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
@@ -198,7 +198,7 @@ def _keep_next_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_writer(PDL)
     slot = tl.load(slots + token).to(tl.int64)
-    place = tl.load(positions + token) - tl.load(followed_to + slot)
+    place = tl.load(positions + token) - tl.load(drafter_len + slot)
     has_room = (slot > 0) & (place >= 0) & (place < most)
     inside = column < tl.where(has_room, size, 0)
     value = tl.load(x + token.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
@@ -207,7 +207,7 @@ def _keep_next_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _follow_kernel(
-    slots, counts, positions, last, followed_to, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
+    slots, counts, positions, last, drafter_len, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     may_follow(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -215,7 +215,7 @@ def _follow_kernel(
     slot = tl.load(slots + row, mask=row < num_rows, other=0)
     has_moved = (slot > 0) & (tl.load(counts + row, mask=row < num_rows, other=0) > 0)
     newest = tl.load(last + row, mask=has_moved, other=0)
-    tl.store(followed_to + slot, tl.load(positions + newest, mask=has_moved) + 1, mask=has_moved)
+    tl.store(drafter_len + slot, tl.load(positions + newest, mask=has_moved) + 1, mask=has_moved)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -251,7 +251,7 @@ def accept(
     )  # fmt: skip
 
 
-def keep(
+def store_features(
     slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
 ) -> None:
     _keep(slots, counts, None, path, x, table, len(x) // len(slots), table.stride(1))
@@ -281,26 +281,26 @@ def _keep(
         )  # fmt: skip
 
 
-def keep_next(tokens: Tokens, followed_to: Tensor, x: Tensor, table: Tensor) -> None:
+def keep_next(tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
     num, size = x.shape
     if size:
         launch(
             _keep_next_kernel, (num, triton.cdiv(size, COPIED_BLOCK)),
-            *tokens, followed_to, x, table, table.shape[1], size,
+            *tokens, drafter_len, x, table, table.shape[1], size,
             x.stride(0), table.stride(0), table.stride(1), BLOCK=COPIED_BLOCK, **overlap(),
         )  # fmt: skip
 
 
-def follow(rows: Rows, tokens: Tokens, last: Tensor, followed_to: Tensor) -> None:
+def follow(rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
     num_rows = len(rows.slots)
     launch(
         _follow_kernel, (triton.cdiv(num_rows, ITEMS),),
-        rows.slots, rows.counts, tokens.positions, last, followed_to, num_rows,
+        rows.slots, rows.counts, tokens.positions, last, drafter_len, num_rows,
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip
 
 
-def fetch(slots: Tensor, table: Tensor) -> Tensor:
+def load_features(slots: Tensor, table: Tensor) -> Tensor:
     _, width, size = table.shape
     out = table.new_empty(len(slots) * width, size)
     if size:
@@ -420,7 +420,7 @@ def _spread_kernel(
     tl.store(out + row * vocab + token, value, mask=token < vocab)
 
 
-def allot(
+def draft_budget(
     slots: Tensor,
     length: Tensor,
     limit: Tensor,
@@ -438,7 +438,7 @@ def allot(
     return its_length, num
 
 
-def aim(slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
+def draft_targets(slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
     num_rows, num_aims = len(slots), steps * len(slots)
     aims = Aims(*aligned(3 * steps, num_rows, slots).view(3, steps, num_rows).unbind())
     launch(
@@ -449,7 +449,7 @@ def aim(slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> 
     return aims
 
 
-def note(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+def record_ngrams(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
     num_rows = len(slots)
     launch(
         _note_kernel, (triton.cdiv(num_rows, ITEMS),),
@@ -458,7 +458,7 @@ def note(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
     )  # fmt: skip
 
 
-def recall(
+def propose_ngrams(
     slots: Tensor,
     length: Tensor,
     num: Tensor,
@@ -487,7 +487,7 @@ def close_draft(
     )  # fmt: skip
 
 
-def spread(logits: Tensor, draft_of: Tensor) -> Tensor:
+def expand_draft_vocab(logits: Tensor, draft_of: Tensor) -> Tensor:
     rows, vocab = len(logits), len(draft_of)
     out = logits.new_empty(rows, vocab)
     launch(

@@ -290,7 +290,7 @@ def _select_kernel(
     tl.store(parents + slot * parent_stride + node, above, mask=is_chosen)
 
 
-def sprout(
+def grow_tree(
     slots: Tensor,
     length: Tensor,
     room: Tensor,
