@@ -34,10 +34,10 @@ QUIET = {"lazy_recording": True, "show_progress": False}
 
 def main(rank: int, size: int, file: Path) -> None:
     torch.set_num_threads(1)
-    meeting = Rendezvous(size, f"file://{file.parent / 'store'}", PATIENCE)
+    rendezvous = Rendezvous(size, f"file://{file.parent / 'store'}", PATIENCE)
     path = str(file.parent / "wires")
     listener = path if rank else Listener(path, backlog=size)  # before the others come
-    ranks = meeting.join(rank, torch.device("cpu"))
+    ranks = rendezvous.join(rank, torch.device("cpu"))
     wires = wires_of(rank, size, listener)
     for name, job in json.loads(file.read_text()).items():
         mine = replace(ranks, **job["ranks"])
@@ -45,10 +45,10 @@ def main(rank: int, size: int, file: Path) -> None:
         if leads and rank > 0:
             follow(job, RankGroup(mine), wires[0])
             continue
-        crew = RemoteRanks(mine, wires, PATIENCE) if leads else RankGroup(mine)
-        slotzero.llm.start_engine = functools.partial(Engine, crew=crew)  # type: ignore[misc]
+        rank_group = RemoteRanks(mine, wires, PATIENCE) if leads else RankGroup(mine)
+        slotzero.llm.start_engine = functools.partial(Engine, rank_group=rank_group)  # type: ignore[misc]
         try:
-            kept = mutate(job, crew) if "faults" in job else JOBS[leads](job)
+            kept = mutate(job, rank_group) if "faults" in job else JOBS[leads](job)
         except Exception:
             kept = {"failure": traceback.format_exc()}
         if leads:
@@ -68,10 +68,10 @@ def wires_of(rank: int, size: int, listener: Listener | str) -> dict[int, Connec
     return {wire.recv(): wire for wire in wires}
 
 
-def follow(job: dict, crew: RankGroup, wire: Connection) -> None:
+def follow(job: dict, rank_group: RankGroup, wire: Connection) -> None:
     torch.manual_seed(0)
     config = EngineConfig(model=job["model"], **QUIET, **job["settings"])
-    obey(Worker(config, open_checkpoint(config.model), lambda *_: None, crew), wire)
+    obey(Worker(config, open_checkpoint(config.model), lambda *_: None, rank_group), wire)
 
 
 def run(job: dict) -> dict:
@@ -116,10 +116,10 @@ def run_apart(job: dict) -> dict:
 JOBS = {False: run, True: run_apart}
 
 
-def mutate(job: dict, crew: RankGroup) -> dict:
+def mutate(job: dict, rank_group: RankGroup) -> dict:
     """Some faults, put in on every rank at once."""
     config = EngineConfig(model=job["model"], show_progress=False, **job["settings"])
-    engine = Engine(config, crew)
+    engine = Engine(config, rank_group)
     mutants.FAULTS = tuple(fault for fault in FAULTS if fault.name in job["faults"])
     found = mutants.mutate(engine, runners=[engine.worker.decode])
     return {"missed": [str(m) for m in found if not m.caught], "made": {m.fault for m in found}}

@@ -63,8 +63,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     made: list[Engine] = []
     init = Engine.__init__
 
-    def noted(self: Engine, config: EngineConfig, crew: RankGroup) -> None:
-        init(self, config, crew)
+    def noted(self: Engine, config: EngineConfig, rank_group: RankGroup) -> None:
+        init(self, config, rank_group)
         made.append(self)
 
     monkeypatch.setattr(Engine, "__init__", noted)

@@ -33,7 +33,7 @@ def lanes() -> Iterator[Engine]:
     size = page["bytes"] // page["pages"]
     engine = Engine(EngineConfig(**SETTINGS, **more, kv_cache_memory=14 * size))
     yield engine
-    engine.crew.close()
+    engine.rank_group.close()
 
 
 def asks_of(rng: random.Random, num: int) -> list[Ask]:

@@ -61,8 +61,8 @@ def test_tokens_are_those_of_one_rank() -> None:
         llm = LLM("tiny:llama", tensor_parallel_size=4, **many)
         assert generate(llm) == alone
         ranks = children(node.pid)
-        assert len(ranks) == 2 and len(llm.engine.crew.pids) == 1  # type: ignore[attr-defined]
-        llm.engine.crew.close()
+        assert len(ranks) == 2 and len(llm.engine.rank_group.pids) == 1  # type: ignore[attr-defined]
+        llm.engine.rank_group.close()
         assert node.wait(PATIENCE) == 0
         assert not any(map(is_alive, ranks))
 

@@ -219,22 +219,22 @@ def test_faults_of_ranks_are_caught(ran, job):
 
 def test_ranks_that_pick_different_sizes_end(capfd):
     llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=20, **TINY)
-    tell = llm.engine.crew.tell
+    tell = llm.engine.rank_group.tell
 
     def tell_another(messages):
         tell([replace(message, launches=[GraphKey("prefill", 128, 2)]) for message in messages])
 
-    llm.engine.crew.tell = tell_another
+    llm.engine.rank_group.tell = tell_another
     with pytest.raises(RankLostError, match=r"rank 1 .* ended with 5"):
         generate(llm)
-    llm.engine.crew.close()
+    llm.engine.rank_group.close()
     assert "rank 1 would run prefill[" in capfd.readouterr().err
 
 
 def test_an_error_on_rank_0_in_a_step_ends_the_others(monkeypatch):
     llm = LLM("tiny:llama", tensor_parallel_size=2, rank_timeout=20, **TINY)
     generate(llm)
-    (pid,) = llm.engine.crew.pids
+    (pid,) = llm.engine.rank_group.pids
 
     def fail(*_):
         raise CapacityError("no room")
@@ -292,13 +292,13 @@ def test_a_rank_that_is_killed_is_named(is_apart):
         speculative="eagle3", **TINY,
     )  # fmt: skip
     assert generate(llm) == alone and llm.engine.speculation.num_drafts > 0
-    (pid,) = llm.engine.crew.pids
+    (pid,) = llm.engine.rank_group.pids
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid}\) was killed by signal 9"):
         generate(llm)
     assert time.monotonic() - start < 20
-    llm.engine.crew.close()
+    llm.engine.rank_group.close()
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,12 @@ class Session:
 
 
 def certify_rank(
-    config: EngineConfig, crew: RankGroup, is_quick: bool, with_mutants: bool
+    config: EngineConfig, rank_group: RankGroup, is_quick: bool, with_mutants: bool
 ) -> Findings:
     """Certify the part of the model that a rank other than the first holds."""
-    session = Session(Engine(replace(config, show_progress=False), crew), config.model, is_quick)
+    session = Session(
+        Engine(replace(config, show_progress=False), rank_group), config.model, is_quick
+    )
     certificate = session.certify()
     return Findings(certificate, session.mutate() if with_mutants else None)
 

@@ -59,7 +59,7 @@ def bounds_of(engine: Engine) -> Bounds:
     than two ranks are added up in an order that depends on their place in the collective's buffer.
     """
     rounding = _RELATIVE[engine.limits.dtype]
-    if engine.worker.kernels.is_batch_invariant and engine.crew.ranks.size <= 2:
+    if engine.worker.kernels.is_batch_invariant and engine.rank_group.ranks.size <= 2:
         return Bounds(replay=0.0, size=0.0, neighbours=0.0)
     return Bounds(replay=0.0, size=rounding, neighbours=rounding)
 

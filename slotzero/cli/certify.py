@@ -108,16 +108,16 @@ def _findings(
     from slotzero.system.progress import certify_bar
 
     task = partial(certify_rank, is_quick=is_quick, with_mutants=with_mutants)
-    with alike(config, task) as crew:
-        session, mutants = Session(Engine(config, crew), config.model, is_quick), None
+    with alike(config, task) as rank_group:
+        session, mutants = Session(Engine(config, rank_group), config.model, is_quick), None
         bar = certify_bar(config.show_progress, session.num_cells)
-        with bar as tried, crew.watched("certifying"):
+        with bar as tried, rank_group.watched("certifying"):
             session.certify(lambda cell: tried(f"{cell.size} {cell.check}"))
         if with_mutants:
             bar = certify_bar(config.show_progress, None)
-            with bar as tried, crew.watched("certifying"):
+            with bar as tried, rank_group.watched("certifying"):
                 mutants = session.mutate(lambda m: tried(f"{m.runner}: {m.tensor}: {m.fault}"))
-        found = joined([Findings(session.certificate, mutants), *crew.reports()])
+        found = joined([Findings(session.certificate, mutants), *rank_group.reports()])
     return found.certificate, found.mutants
 
 

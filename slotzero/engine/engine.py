@@ -103,12 +103,13 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        crew: RankGroup | None = None,
+        rank_group: RankGroup | None = None,
         told: Told = not_told,
         watch: "Callable[[Engine], Watcher] | None" = None,
     ) -> None:
-        """`crew`: of ranks that are there already, and all do what this one does. `told` is told
-        how far loading is. `watch` attaches the live checks, see certify/start.py."""
+        """`rank_group`: ranks that run already, and do what this one does without being told.
+        `told` is called with the progress of loading. `watch` attaches the live checks, see
+        certify/start.py."""
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
@@ -117,11 +118,11 @@ class Engine:
                 self.tokenizer.set_chat_template(read_template(config.chat_template))
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Of requests that do not say; whoever makes their parameters takes them from here."""
-        self.crew = crew or start_ranks(config, parse_config(checkpoint.config))
+        self.rank_group = rank_group or start_ranks(config, parse_config(checkpoint.config))
         told("kernels", 0, 0)
         bar = weights_bar(config.show_progress, checkpoint.name, told)
-        with bar as progress, self.crew.watched("loading"):
-            self.worker = Worker(config, checkpoint, progress, self.crew)
+        with bar as progress, self.rank_group.watched("loading"):
+            self.worker = Worker(config, checkpoint, progress, self.rank_group)
         self.limits = limits = self.worker.limits
         self.eos_token_ids = checkpoint.eos_token_ids
         tokenizer = self.tokenizer
@@ -155,7 +156,7 @@ class Engine:
         if not config.lazy_recording:
             num_sizes = len(self.worker.recorded_keys)
             records = recording_bar(config.show_progress, limits.backend, num_sizes, told)
-            with records as seen, self.crew.watched("recording"):
+            with records as seen, self.rank_group.watched("recording"):
                 self.recording_seconds = self.worker.record(seen)
         self.num_steps = 0
         steps = config.speculative_steps
@@ -258,7 +259,7 @@ class Engine:
 
     def _width(self) -> int:
         num_running = self.lanes.most_running
-        with self.crew.watched("timing a step", in_step=True):
+        with self.rank_group.watched("timing a step", in_step=True):
             return self._widths.choose(num_running) if num_running else 1
 
     def check(self) -> None:
@@ -273,14 +274,14 @@ class Engine:
             lane.ledger.cache.clear()
 
     def _launch(self, step: Step) -> None:
-        with self.crew.watched("running a step", in_step=True):
+        with self.rank_group.watched("running a step", in_step=True):
             self._in_flight.append((step, self.worker.run(step)))
         self.num_steps += 1
 
     def _commit(self, grown: list[Answer]) -> None:
         """Append what the oldest step sampled to its answers, and them to `grown`."""
         step, results = self._in_flight[0]
-        with self.crew.watched("waiting for a step", in_step=True):
+        with self.rank_group.watched("waiting for a step", in_step=True):
             tokens = [of_lane.tokens() for of_lane in results]
         if self.speculation is not None:
             self._learn(self.speculation, step, results)
@@ -417,7 +418,7 @@ class Engine:
                 for of_lane in results:
                     of_lane.wait()
         except Exception:  # nor will it come: the next step says so
-            self.crew.close()
+            self.rank_group.close()
         self._in_flight.clear()
         lost = [answer for answer in self._answers.values() if answer.finished]
         for answer in lost:

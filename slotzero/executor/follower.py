@@ -47,16 +47,16 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     from slotzero.executor.rank_group import RankGroup
     from slotzero.executor.worker import Worker, choose_backend
 
-    meeting, config, task = connection.recv()
+    rendezvous, config, task = connection.recv()
     device, _ = choose_backend(config)
     connection.send(rank)
     how = config.enable_expert_parallel, config.enable_dp_attention
-    crew = RankGroup(meeting.join(rank, device, *how))
+    rank_group = RankGroup(rendezvous.join(rank, device, *how))
     if task is not None:
-        connection.send(task(config, crew))
+        connection.send(task(config, rank_group))
         return
     checkpoint = open_checkpoint(config.model, config.load_format)
-    worker = Worker(config, checkpoint, lambda done, total: None, crew)
+    worker = Worker(config, checkpoint, lambda done, total: None, rank_group)
     if not config.lazy_recording:
         worker.record(lambda record: None)
     obey(worker, connection)

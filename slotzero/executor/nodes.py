@@ -91,7 +91,7 @@ class Nodes:
                 node_line.send(Start(ranks, num_threads))
             return self._await_ranks()
 
-    def meeting(self) -> Rendezvous:
+    def rendezvous(self) -> Rendezvous:
         """Over a store that listens at the same address."""
         from torch import distributed
 

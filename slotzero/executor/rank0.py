@@ -72,7 +72,7 @@ def start_ranks(
     if torch.distributed.is_initialized():
         raise ConfigError(
             f"tensor_parallel_size={size}: this process has an engine with several ranks already; "
-            "end that one first, with its engine.crew.close()"
+            "end that one first, with its engine.rank_group.close()"
         )
     sharded(model, Ranks(0, size, "", config.enable_expert_parallel, config.enable_dp_attention))
     return Rank0(config, device, task)
@@ -82,11 +82,11 @@ def start_ranks(
 def alike(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
     """Ranks that all certify, without being told of steps."""
     checkpoint = open_checkpoint(config.model, config.load_format)
-    crew = start_ranks(config, parse_config(checkpoint.config), task)
+    rank_group = start_ranks(config, parse_config(checkpoint.config), task)
     try:
-        yield crew
+        yield rank_group
     finally:
-        crew.close()
+        rank_group.close()
 
 
 @final
@@ -99,21 +99,21 @@ class Rank0(RemoteRanks):
         self._folder = tempfile.TemporaryDirectory(prefix="slotzero-ranks-")
         self._nodes: Nodes | None = None
         size, per_node = config.tensor_parallel_size, config.ranks_per_node
-        meeting = Rendezvous(size, f"file://{self._folder.name}/store", config.rank_timeout)
+        rendezvous = Rendezvous(size, f"file://{self._folder.name}/store", config.rank_timeout)
         if THREADS not in os.environ:  # as many on every rank: sums are cut alike
             torch.set_num_threads(max(1, torch.get_num_threads() // per_node))
         with self.watched("starting"):
             if config.nnodes > 1:
                 self._nodes = Nodes(config, device.type == "cuda")
                 self._connections |= self._nodes.gather(torch.get_num_threads())
-                meeting = self._nodes.meeting()
+                rendezvous = self._nodes.rendezvous()
             for rank in range(1, per_node):
                 self._start(rank)
             for connection in self._connections.values():
-                connection.send((meeting, config, task))
+                connection.send((rendezvous, config, task))
                 secure_socket.wait_at_most(connection, config.rank_timeout, [socket.SO_SNDTIMEO])
             self._await_others(config.rank_timeout)
-            self.ranks = meeting.join(
+            self.ranks = rendezvous.join(
                 0, device, config.enable_expert_parallel, config.enable_dp_attention
             )
 

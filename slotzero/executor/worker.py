@@ -146,12 +146,12 @@ class Worker:
         config: EngineConfig,
         checkpoint: Checkpoint,
         progress: Progress,
-        crew: RankGroup,
+        rank_group: RankGroup,
     ) -> None:
         device, backend = choose_backend(config)
         whole = parse_config(checkpoint.config)
-        self.ranks = ranks = crew.ranks
-        self._crew = crew
+        self.ranks = ranks = rank_group.ranks
+        self._crew = rank_group
         model = sharded(whole, ranks)
         dtype = choose_dtype(config.dtype, device, checkpoint.config)
         self.registry = registry = Registry(device)

@@ -351,7 +351,7 @@ def main(argv: Sequence[str]) -> int:
     heart.start()
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
-        crews.append(engine.crew)
+        crews.append(engine.rank_group)
         return EngineLoop(engine, inbox, outbox, heart.turned).run()
     except (ConnectionError, TimeoutError):
         return 0  # nobody is left to work for
@@ -396,8 +396,8 @@ def _listen(end: socket.socket, inbox: Inbox, crews: "Sequence[RankGroup]") -> N
     except Exception:
         _log.exception("what came over the socket is no message")
     finally:
-        for crew in crews:
-            crew.dismiss()
+        for rank_group in crews:
+            rank_group.dismiss()
         os._exit(code)
 
 
