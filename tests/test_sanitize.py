@@ -165,11 +165,11 @@ def keeps_positions(runner: Runner, replay: Callable[[], None]) -> None:
 def forgets_to_locate(runner: Runner, replay: Callable[[], None]) -> None:
     """The whole step runs with the slots and positions of the step before."""
     kernels = runner.spec.function.__self__._kernels  # type: ignore[attr-defined]
-    kernels.locate = lambda *_: None
+    kernels.decode_positions = lambda *_: None
     try:
         replay()
     finally:
-        del kernels.locate
+        del kernels.decode_positions
 
 
 def writes_all_other_pages(runner: Runner, replay: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
-"""A rank that is not the first: `python -m slotzero.executor.follower RANK FD`, by leader.py, or by
-outpost.py on another machine.
+"""A rank that is not the first: `python -m slotzero.executor.follower RANK FD`, by rank0.py, or by
+node_agent.py on another machine.
 
 It loads its part of the model, records the same sizes, and then does what it is told until its
 connection ends; or it does one task, and reports. Where it has requests of its own, it sends

@@ -1,6 +1,6 @@
 """The other machines of an engine, as rank 0 sees them.
 
-It listens at --master-addr and --master-port until each has come (outpost.py), tells it which ranks
+It listens at --master-addr and --master-port until each has come (node_agent.py), tells it which ranks
 to start, and takes the connections of those. A node keeps the connection over which it came: there
 it says which of its ranks has ended, and is told when nobody will come back.
 

@@ -6,7 +6,7 @@ by linear, gate and linear_add_norm. All are functions of their arguments. A tok
 (slot, position); kernels read pages through the slot's row of its group's page table, drop every
 write of slot 0 and give slot 0 zeros. What only speculation or recurrent layers need is in
 contract_speculation.py and contract_recurrent.py. What each call means is written down in
-composed.py and the files beside it, in plain torch.
+torch_ops.py and the files beside it, in plain torch.
 """
 
 from abc import abstractmethod

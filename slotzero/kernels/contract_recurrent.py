@@ -2,7 +2,7 @@
 
 A recurrent mixer is four calls: linear, convolve, scan, gate_norm. Where a row begins and whether
 it leaves snapshots is derived from its position and the table of snapshot rows, see
-nouns_recurrent.py. What each call means is written down in composed_recurrent.py.
+types_recurrent.py. What each call means is written down in torch_recurrent.py.
 """
 
 from abc import ABC, abstractmethod

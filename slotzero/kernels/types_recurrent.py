@@ -1,7 +1,7 @@
 """What kernels speak of in recurrent layers: the shape of a mixer, its states, and their trail.
 
 A request's state row is its slot; state 0 is nobody's, holds zeros and is never written. Where a
-row of a step begins is derived from its start, see `begin` in composed_recurrent.py: a text begins
+row of a step begins is derived from its start, see `begin` in torch_recurrent.py: a text begins
 with zeros, whatever the table holds of an earlier owner, and a row that starts where a snapshot
 stands begins from the snapshot. One that the request took itself holds what its state does, so
 nothing has to say whether it came from the cache.

@@ -1,4 +1,4 @@
-"""Experts against composed.py: every way to route, and rows that choose nobody."""
+"""Experts against torch_ops.py: every way to route, and rows that choose nobody."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The set as a whole: its calls against composed.py, and what it refuses."""
+"""The set as a whole: its calls against torch_ops.py, and what it refuses."""
 
 import subprocess
 import sys

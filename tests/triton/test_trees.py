@@ -1,4 +1,4 @@
-"""Trees of guesses: every kernel against composed_speculation.py, bit for bit.
+"""Trees of guesses: every kernel against torch_speculation.py, bit for bit.
 
 Of slot 0 the tables hold what they hold in an engine; of every other slot, used or not, anything.
 What nobody may look at is spoilt.

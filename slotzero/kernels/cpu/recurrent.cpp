@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
-constexpr float L2_EPS = 1e-6f;             // the same as in composed_recurrent.py
+constexpr float L2_EPS = 1e-6f;             // the same as in torch_recurrent.py
 
 float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }

@@ -135,7 +135,7 @@ void add_norm(Tensor x, Tensor residual, std::optional<Tensor> after, std::optio
 // The order is that of ACTIVATIONS in kernels.py.
 enum Activation { SILU, GELU_TANH, CLAMPED_SILU, SIGMOID, RELU };
 
-constexpr float CLAMP = 7.0f, SLOPE = 1.702f;  // of CLAMPED_SILU: the same as in composed.py
+constexpr float CLAMP = 7.0f, SLOPE = 1.702f;  // of CLAMPED_SILU: the same as in torch_ops.py
 
 Vec gated(Vec gate, Vec value, int64_t activation) {
   switch (activation) {

@@ -103,7 +103,7 @@ def load_norm(norm, half, DIM: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads in two halves, [heads, half] each, rounded where composed.py rounds"""
+    """Heads in two halves, [heads, half] each, rounded where torch_ops.py rounds"""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:

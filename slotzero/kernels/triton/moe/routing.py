@@ -1,4 +1,4 @@
-"""Which experts a token chooses: composed.py's `route`, a program a token.
+"""Which experts a token chooses: torch_ops.py's `route`, a program a token.
 
 The experts lie in groups, one where a model has none. The best are taken out one after another, the
 first of equal ones first. Rows of slot 0 choose nobody, whatever their scores are.

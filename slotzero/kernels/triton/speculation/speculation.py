@@ -1,9 +1,9 @@
 """What stands between the models of speculation: where drafts are, which of them were right, what
-is kept of the target, who guesses next. composed_speculation.py defines it; each is one kernel.
+is kept of the target, who guesses next. torch_speculation.py defines it; each is one kernel.
 
 It does not know models or sampling. Kernels that derive where tokens are take no part in overlaps:
 all that follow may read what they wrote without a wait. `fetch` lets the next kernel start early
-and does not start early itself, as the kernels of opening.py. Those that close something or write
+and does not start early itself, as the kernels of embed.py. Those that close something or write
 to tables do both. A slot has one row of a step, so what a program reads of it no other one writes.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

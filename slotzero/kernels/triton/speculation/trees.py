@@ -1,5 +1,5 @@
 """Trees of guesses: what a node sees, which of them were right, where these move, and how a tree
-grows. composed_speculation.py defines it; each is one kernel, and a row of it one program.
+grows. torch_speculation.py defines it; each is one kernel, and a row of it one program.
 
 They are small: a tree has at most 63 nodes, chosen from a few hundred guesses, so who is best is
 found by comparing all with all. As in speculation.py, those that derive where tokens are take no
