@@ -1,8 +1,8 @@
 """The other machines of an engine, as rank 0 sees them.
 
-It listens at --master-addr and --master-port until each has come (node_agent.py), tells it which ranks
-to start, and takes the connections of those. A node keeps the connection over which it came: there
-it says which of its ranks has ended, and is told when nobody will come back.
+It listens at --master-addr and --master-port until each has come (node_agent.py), tells it which
+ranks to start, and takes the connections of those. A node keeps the connection over which it came:
+there it says which of its ranks has ended, and is told when nobody will come back.
 
 The rules: a node whose settings contradict ours is refused, by the name of what differs, and may
 come again; one that has not come in time is an error that names it and says what to run there.
