@@ -131,7 +131,7 @@ class Recomputation:
             lowered.add(chosen)
 
     def _sample(self, logits: Tensor, first: int) -> list[int]:
-        """What is chosen at positions [first, first + rows)."""
+        """Return the tokens sampled for positions [first, first + rows)."""
         num = len(logits)
         places = torch.arange(first, first + num, dtype=torch.int32, device=self._device)
         shape = num, MAX_LOGPROBS

@@ -69,7 +69,7 @@ class WrongDraft(TrafficFault):
         return VERIFIED
 
     def asks(self, engine: Engine) -> list[Ask]:
-        """Of few letters, every pair of which has been seen: an n-gram drafter guesses too."""
+        """Prompts of a few letters with every pair of them, so that an n-gram drafter guesses."""
         pairs = [letter for pair in product(LETTERS, repeat=2) for letter in pair]
         bias = dict.fromkeys(LETTERS, 100.0)
         return [Ask(pairs, _params(temperature=1.0, seed=i, logit_bias=bias)) for i in range(3)]
