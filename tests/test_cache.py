@@ -122,3 +122,21 @@ def test_a_folder_that_exists_is_written_to(
     monkeypatch.setattr(cache.tempfile, "TemporaryFile", refuse)
     with pytest.raises(ConfigError, match="Read-only file system"):
         writable(tmp_path)
+
+
+def test_kernels_share_the_cxx_library_with_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that links the C++ library statically by default: an exception would crash."""
+    compiler = tmp_path / "cxx"
+    compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    source = '#include <stdexcept>\nvoid refuse() { throw std::runtime_error("no"); }\n'
+    (tmp_path / "kernel.cpp").write_text(source)
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    build._build(tmp_path / "kernel.so")
+    dump = subprocess.run(
+        ("readelf", "--dynamic", str(tmp_path / "kernel.so")), capture_output=True, text=True
+    )
+    assert "[libstdc++.so.6]" in dump.stdout

@@ -102,10 +102,18 @@ def _build(library: Path) -> None:
             ]
             list(pool.map(partial(_run, Path(scratch)), commands))
         linked = Path(scratch) / "linked.so"
-        libraries = (f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-ltorch")
+        libraries = (f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-ltorch", *_shared_libstdcxx(cxx))
         link = (cxx, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked), *libraries)
         _run(Path(scratch), link)
         linked.replace(library)
+
+
+def _shared_libstdcxx(cxx: str) -> tuple[str, ...]:
+    """Return the path of the shared C++ library. Some toolchains link the static one by default,
+    and an exception that a kernel throws from its own copy crashes the process inside torch."""
+    command = (cxx, "-print-file-name=libstdc++.so.6")
+    path = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return (path,) if Path(path).is_absolute() else ()
 
 
 def _run(scratch: Path, command: tuple[str, ...]) -> None:
