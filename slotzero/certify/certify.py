@@ -102,10 +102,14 @@ def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
 
 
 def few_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
-    """The smallest and, where all rows have as many tokens and so few sizes are, the largest."""
+    """The smallest and largest size of runners with a fixed row width, which have few sizes. Of the
+    others, the smallest size with two tokens: with one, a row's count of tokens is the step's."""
     for runner in runners:
         keys = list(runner.all_keys())
-        ends = (keys[-1], keys[0]) if runner.spec.rows is None else (keys[-1],)
+        smallest = keys[-1]
+        if runner.spec.rows is not None:
+            smallest = next((key for key in reversed(keys) if key.tokens > 1), smallest)
+        ends = (smallest,) if runner.spec.rows is not None else (smallest, keys[0])
         yield from ((runner, key) for key in dict.fromkeys(ends))
 
 
