@@ -919,7 +919,8 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_and_holds_nobody_up(
     told = {refused.id: refused.message for refused in kinds(messages, Refused)}
     assert told.keys() == {"slow", "wrong"}
     assert told["wrong"] == "structured_outputs: regex: unclosed group"
-    assert "json_schema: compiling it took more than 2 s" in told["slow"]
+    limits = "compiling it took more than 2 s", "it needs more than 256 MiB"
+    assert any(limit in told["slow"] for limit in limits)  # a fast machine meets the second first
     assert {g.id for p in kinds(messages, Progress) for g in p.grown} == {"good"}
     assert kinds(messages, Stats)[-1].prompt_tokens <= 5
     assert not caplog.records and not kinds(messages, Failed)
