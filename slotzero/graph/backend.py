@@ -1,8 +1,8 @@
 """What it means to record: the contract of a backend, and the one that does not record at all.
 
 A step function is called as `function(pieces)`; it reads and writes registered tensors only. Where
-a piece of it repeats (a layer), it calls `pieces(fn, *tensors)` rather than `fn(*tensors)`, so that
-a compiling backend can compile `fn` once and reuse it.
+a piece of it repeats (a layer), it calls `pieces(fn, *arguments)` rather than `fn(*arguments)`, so
+that a compiling backend can compile `fn` once and reuse it.
 """
 
 from abc import ABC, abstractmethod
@@ -10,14 +10,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+
+from slotzero.graph.structure import flatten
 
 
 class Pieces(ABC):
-    """Calls a pure function of tensors, as the backend sees fit."""
+    """Calls a pure function of tensors, as the backend sees fit.
+
+    Arguments and results are tensors, static values, or nested tuples of both (graph/structure.py).
+    """
 
     @abstractmethod
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any: ...
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any: ...
 
 
 StepFunction = Callable[[Pieces], None]
@@ -55,21 +59,22 @@ class Backend(ABC):
 
 
 class PlainPieces(Pieces):
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        return function(*tensors)
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
 
 
 class OncePieces(Pieces):
-    """Equal pieces run once, the others get its results: for who only wants to see what would run,
-    and not what comes out."""
+    """Runs equal pieces once and hands the others its results: for callers that want to see what
+    would run, and not the numbers."""
 
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], Any] = {}
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        piece = (function, *(None if t is None else (t.shape, t.dtype) for t in tensors))
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        tensors, structure = flatten(arguments)
+        piece = (function, structure, tuple((t.shape, t.dtype) for t in tensors))
         if piece not in self._results:
-            self._results[piece] = function(*tensors)
+            self._results[piece] = function(*arguments)
         return self._results[piece]
 
 

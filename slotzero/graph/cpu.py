@@ -6,7 +6,7 @@ guards, and it would cost 0.1 ms a call. Compiled code is cached on disk between
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, Pieces, Recording, StepFunction, TraceLine
+from slotzero.graph.structure import Structure, flatten, tensors_of, unflatten
 from slotzero.system.cache_dir import cache_dir, writable
 
-Compiled = Callable[..., Any]
+Compiled = Callable[[Sequence[Tensor]], Any]
 
 # The registry's fingerprints have checked what these would check again at every call.
 _PATCHES = {
@@ -25,51 +26,53 @@ _PATCHES = {
 
 
 class RecordingPieces(Pieces):
-    """Compiles on first sight and writes down the order: thirty equal layers are compiled once."""
+    """Compiles a piece on first sight and records the order: equal layers are compiled once."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[..., Any], Compiled]] = []
-        self._compiled: dict[tuple[Any, ...], Compiled] = {}  # by function and looks of its tensors
+        self._compiled: dict[Hashable, Compiled] = {}
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        key = _looks_of(function, tensors)
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        tensors, structure = flatten(arguments)
+        key = _key(function, tensors, structure)
         if key not in self._compiled:
-            self._compiled[key] = compile_piece(function, tensors)
+            self._compiled[key] = compile_piece(function, tensors, structure)
         self.calls.append((function, self._compiled[key]))
-        return self._compiled[key](*tensors)
+        return self._compiled[key](tensors)
 
 
 class TracingPieces(Pieces):
-    """Writes down what would be compiled, once for equal layers."""
+    """Records the code that would be compiled, once for equal layers."""
 
     def __init__(self) -> None:
         self.lines: list[TraceLine] = []
-        self._seen: set[tuple[Any, ...]] = set()
+        self._seen: set[Hashable] = set()
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        key = _looks_of(function, tensors)
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        tensors, structure = flatten(arguments)
+        key = _key(function, tensors, structure)
         if key not in self._seen:
             self._seen.add(key)
-            module = trace_piece(function, tensors)
+            module, _ = trace_piece(function, tensors, structure)
             self.lines += [TraceLine(line) for line in module.code.strip().splitlines()]
             for name, constant in module.named_buffers():  # baked in: memory that nobody declared
                 self.lines.append(
                     TraceLine(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),))
                 )
-        return function(*tensors)
+        return function(*arguments)
 
 
 class ReplayingPieces(Pieces):
-    """Calls what was compiled, in the order in which it was recorded."""
+    """Calls the compiled pieces in the order in which they were recorded."""
 
     def __init__(self, calls: list[tuple[Callable[..., Any], Compiled]]) -> None:
         self._calls = iter(calls)
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         recorded, compiled = next(self._calls, (None, None))
         if recorded != function or compiled is None:
             raise ContractError(f"piece {function} is not the one that was recorded: {recorded}")
-        return compiled(*tensors)
+        return compiled(tensors_of(arguments))
 
 
 class CpuRecording(Recording):
@@ -107,41 +110,43 @@ class CpuBackend(Backend):
         return pieces.lines
 
 
-def _looks_of(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
-    looks = ((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors)
-    return function, *looks
+def _key(
+    function: Callable[..., Any], tensors: Sequence[Tensor], structure: Structure
+) -> Hashable:
+    looks = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
+    return function, structure, looks
 
 
 def trace_piece(
-    function: Callable[..., Any], tensors: tuple[Tensor | None, ...]
-) -> torch.fx.GraphModule:
-    """Of the tensors that are there; the others are None for good."""
+    function: Callable[..., Any], tensors: Sequence[Tensor], structure: Structure
+) -> tuple[torch.fx.GraphModule, Structure]:
+    """Return a graph from tensors to tensors, and the structure of its results."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    def of_present(*given: Tensor) -> Any:
-        rest = iter(given)
-        return function(*(None if t is None else next(rest) for t in tensors))
+    results: list[Structure] = []
+
+    def flat(*given: Tensor) -> list[Tensor]:
+        made, structure_of_made = flatten(function(*unflatten(structure, iter(given))))
+        results.append(structure_of_made)
+        return made
 
     with torch.no_grad():
-        module: torch.fx.GraphModule = make_fx(of_present, tracing_mode="fake")(
-            *(t for t in tensors if t is not None)
-        )
-    return module
+        module: torch.fx.GraphModule = make_fx(flat, tracing_mode="fake")(*tensors)
+    return module, results[-1]
 
 
-def compile_piece(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> Compiled:
+def compile_piece(
+    function: Callable[..., Any], tensors: Sequence[Tensor], structure: Structure
+) -> Compiled:
     from torch._inductor import standalone_compile
 
-    present = [t for t in tensors if t is not None]
-    graph = trace_piece(function, tensors)
+    graph, made = trace_piece(function, tensors, structure)
     with torch.no_grad():
         artifact = standalone_compile(
-            graph, [*present], dynamic_shapes="from_example_inputs", options=_PATCHES
+            graph, [*tensors], dynamic_shapes="from_example_inputs", options=_PATCHES
         )
-    if len(present) == len(tensors):
-        return artifact
 
-    def call(*given: Tensor | None) -> Any:
-        return artifact(*[t for t in given if t is not None])
+    def call(given: Sequence[Tensor]) -> Any:
+        return unflatten(made, iter(artifact(*given)))
 
     return call

@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's config that several readers of it want, or the reason why not."""
+"""Single fields of a config.json: read, or refused with the reason."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,19 +24,8 @@ def activation(config: Mapping[str, Any]) -> Activation:
     return ACTIVATIONS[name]
 
 
-def plain_activation(config: Mapping[str, Any]) -> Activation:
-    """Of an MLP without gates, as that by which it gates itself."""
-    name = config.get("mlp_hidden_act") or "relu2"
-    if name != "relu2":
-        raise UnsupportedModelError(
-            f"config field mlp_hidden_act={name!r} changes results; without gates relu2 is "
-            "implemented"
-        )
-    return "relu"
-
-
 def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Empty where there is none"""
+    """Return a field that holds fields of its own; empty where there is none."""
     value = config.get(field)
     if value is not None and not isinstance(value, Mapping):
         raise UnsupportedModelError(f"config field {field}={value!r}: fields of its own are needed")
@@ -52,3 +41,14 @@ def positive(config: Mapping[str, Any], field: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModelError(f"config field {field}={value!r}: a positive number is needed")
     return value
+
+
+def multiplier(config: Mapping[str, Any], field: str) -> float:
+    return float(config.get(field) or 1.0)
+
+
+def require(config: Mapping[str, Any], field: str, value: object) -> None:
+    """Refuse a field that has another value than the one that is implemented."""
+    given = config.get(field)
+    if given is not None and given != value:
+        raise UnsupportedModelError(f"config field {field}={given!r}: only {value} is implemented")

@@ -1,34 +1,47 @@
-"""One stacked weight, and which tensors of a checkpoint, or stretches of them, it is made of.
+"""Parameters: which tensors of a checkpoint, or parts of them, make up one weight.
 
-It knows names and shapes; what a model has of them, params.py says.
+A block lists its parameters by the fields of its weights. Names and shapes only, no numbers: real
+checkpoints are compared with them and random ones are made from them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, Union
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of a checkpoint, or one for each layer and expert, and how its rows are used."""
+    """One tensor of a checkpoint (one per layer, one per expert), and which of its rows are used.
 
-    name: str  # with {expert} where every expert has its own
-    rows: int  # output features; a vector has only these
-    order: Sequence[int] | None = None  # the rows that we want, if not all as they come
+    `rows` are output features; a vector has only these. With `whole`, the tensor has that many rows
+    and these are rows [first, first + rows).
+    """
+
+    name: str  # below the layer's prefix, with {expert} where every expert has its own
+    rows: int
+    order: Sequence[int] | None = None  # rows in the order we want; None: as stored
     scale: float = 1.0
-    shared: "Shared | None" = None
+    shared: "SharedExperts | None" = None
     column_scales: Sequence[float] | None = None
-    whole: int | None = None  # rows in the checkpoint, where these are some of them
-    first: int = 0  # of these
+    whole: int | None = None
+    first: int = 0
 
     @property
     def num_taken(self) -> int:
         return self.rows if self.order is None else len(self.order)
 
+    def scaled(self, scale: float) -> "Source":
+        return replace(self, scale=self.scale * scale)
 
-class Shared(NamedTuple):
-    """One tensor that holds what all shared experts have for a source, rows or columns abreast."""
+    def ending(self, suffix: str) -> "Source":
+        """Return the source with a suffix added to its tensor names (".weight", ".bias")."""
+        shared = self.shared and self.shared._replace(name=self.shared.name + suffix)
+        return replace(self, name=self.name + suffix, shared=shared)
+
+
+class SharedExperts(NamedTuple):
+    """One tensor that holds a source's rows (or columns) for all shared experts, side by side."""
 
     name: str
     in_columns: bool = False
@@ -36,57 +49,49 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Param:
-    """One stacked weight: the checkpoint's tensors that it joins, row upon row."""
+    """One weight: the checkpoint's tensors that are joined into it, row after row."""
 
-    name: str  # of the stacked tensor
-    field: str  # of LayerWeights or DecoderWeights
     sources: tuple[Source, ...]
     columns: int | None = None  # input features; None for a vector
-    whole_columns: int | None = None  # in the checkpoint, where these are some of them
+    whole_columns: int | None = None  # in the checkpoint, where a rank reads some of them
     first_column: int = 0
-    layers: tuple[int, ...] | None = None  # None: not a weight of a layer
     experts: int | None = None
-    num_shared: int = 0  # of the experts, the last
-    whole_experts: int | None = None  # in the checkpoint, where these are some of them
+    num_shared: int = 0  # the last of the experts
+    whole_experts: int | None = None  # in the checkpoint, where a rank reads some of them
     first_expert: int = 0
-    is_packed: bool = True
+    is_packed: bool = True  # matrices only: stored in the kernels' packed layout
     is_joint: bool = False
     """Each source holds all experts."""
-    is_turned: bool = True  # of a matrix of such, input features come before output features
-    offset: float = 0.0  # to be added to what is stored
-    is_wide: bool = False  # float32, whatever the others are
-    is_conv: bool = False  # stored with an axis of one between its rows and columns
-    renames: tuple[tuple[str, str], ...] = ()
-    """Of names: what a checkpoint writes for what most others do, in order."""
+    is_transposed: bool = True  # joint matrices: input features come before output features
+    offset: float = 0.0  # added to the stored values
+    is_float32: bool = False  # whatever the model's dtype
+    is_conv: bool = False  # stored with an axis of size 1 between rows and columns
+    starts_at_one: bool = False  # in random weights; others are drawn
+    summed_over: Literal["attention", "mlp"] | None = None
+    """Bias of a row-parallel linear layer: added once to a sum over these ranks."""
 
     @property
     def out_features(self) -> int:
         return sum(source.num_taken for source in self.sources)
 
-    def stored(self, layer: int) -> Iterator["Stored"]:
-        """What a checkpoint holds of it; `layer` counts for weights of a layer only."""
-        prefix = "" if self.layers is None else f"model.layers.{layer}."
+    def stored(self, prefix: str) -> Iterator["Stored"]:
+        """Yield the checkpoint's tensors of this parameter, for one layer."""
         for expert in range(self.experts or 1) if not self.is_joint else (None,):
             for source in self.sources:
                 spans = self._spans(source)
-                first = (self.experts or 0) - self.num_shared  # of those that are shared
+                num_routed = (self.experts or 0) - self.num_shared
                 name = source.name.format(expert=self.first_expert + (expert or 0))
-                if source.shared is not None and expert is not None and expert >= first:
+                if source.shared is not None and expert is not None and expert >= num_routed:
                     name, axis = source.shared.name, int(source.shared.in_columns)
-                    spans[axis] = spans[axis].within(expert - first, self.num_shared)
+                    spans[axis] = spans[axis].within(expert - num_routed, self.num_shared)
                 if self.is_joint:
                     assert self.experts is not None
                     whole = self.whole_experts or self.experts
                     spans = [
                         Span(whole, self.first_expert, self.experts),
-                        *(reversed(spans) if self.is_turned else spans),
+                        *(reversed(spans) if self.is_transposed else spans),
                     ]
-                yield Stored(self._renamed(prefix + name), tuple(spans), source)
-
-    def _renamed(self, name: str) -> str:
-        for ours, theirs in self.renames:
-            name = name.replace(ours, theirs)
-        return name
+                yield Stored(prefix + name, tuple(spans), source)
 
     def _spans(self, source: Source) -> "list[Span]":
         rows = Span(source.whole or source.rows, source.first, source.rows)
@@ -96,15 +101,26 @@ class Param:
         return [rows, Span(1, 0, 1), columns] if self.is_conv else [rows, columns]
 
 
+class LinearParam(NamedTuple):
+    """The parameters of a LinearWeight."""
+
+    weight: Param
+    bias: Param | None
+
+
+Params = Mapping[str, Union[Param, LinearParam, "Params", None]]
+"""By field of a block's weights, nested like them; None: the field is None."""
+
+
 class Span(NamedTuple):
-    """What is read of one axis of a stored tensor."""
+    """The part of one axis of a stored tensor that is read."""
 
     whole: int
     first: int
     num: int
 
     def within(self, part: int, num_parts: int) -> "Span":
-        """The same of one of equal parts that lie abreast."""
+        """Return the same span of one of several equal parts that lie side by side."""
         return Span(self.whole * num_parts, part * self.whole + self.first, self.num)
 
     @property
@@ -113,6 +129,8 @@ class Span(NamedTuple):
 
 
 class Stored(NamedTuple):
+    """A tensor of a checkpoint, and the part of it that is read."""
+
     name: str
     spans: tuple[Span, ...]
     source: Source
@@ -122,34 +140,30 @@ class Stored(NamedTuple):
         return tuple(span.whole for span in self.spans)
 
 
-@dataclass
-class LayerParams:
-    """Makes params of the layers that it is for."""
-
-    layers: tuple[int, ...]
-    suffix: str = ""
-    made: list[Param] = field(default_factory=list)
-
-    def matrix(self, name: str, columns: int, *sources: Source, **more: Any) -> None:
-        sources = tuple(named(source, ".weight") for source in sources)
-        self.add(name, sources, columns=columns, **more)
-
-    def bias(self, name: str, *sources: Source) -> None:
-        self.add(name, tuple(named(source, ".bias") for source in sources))
-
-    def norm(self, name: str, source: str, size: int, offset: float) -> None:
-        self.add(name, (Source(f"{source}.weight", size),), offset=offset)
-
-    def add(self, name: str, sources: tuple[Source, ...], **more: Any) -> None:
-        self.made.append(Param(name + self.suffix, name, sources, layers=self.layers, **more))
+def linear(
+    columns: int,
+    *sources: Source,
+    biases: Sequence[Source] = (),
+    summed_over: Literal["attention", "mlp"] | None = None,
+) -> LinearParam:
+    """Return the parameters of a linear layer; `biases` are the sources of its bias, if it has one.
+    """
+    weight = Param(tuple(source.ending(".weight") for source in sources), columns)
+    if not biases:
+        return LinearParam(weight, None)
+    bias = Param(tuple(source.ending(".bias") for source in biases), summed_over=summed_over)
+    return LinearParam(weight, bias)
 
 
-def named(source: Source, ending: str) -> Source:
-    shared = source.shared and source.shared._replace(name=source.shared.name + ending)
-    return replace(source, name=source.name + ending, shared=shared)
+def norm(name: str, size: int, offset: float = 0.0) -> Param:
+    return Param((Source(f"{name}.weight", size),), offset=offset, starts_at_one=True)
 
 
-def abreast(name: str, sizes: Sequence[int]) -> list[Source]:
-    """Parts of one tensor, row upon row."""
+def vector(name: str, size: int, **more: object) -> Param:
+    return Param((Source(name, size),), **more)  # type: ignore[arg-type]
+
+
+def side_by_side(name: str, sizes: Sequence[int]) -> list[Source]:
+    """Return the parts of one tensor, row after row."""
     firsts = accumulate(sizes, initial=0)
     return [Source(name, n, whole=sum(sizes), first=i) for i, n in zip(firsts, sizes, strict=False)]

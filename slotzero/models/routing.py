@@ -1,7 +1,7 @@
-"""Where the choices of each expert begin, as kernels sort them and go by.
+"""Expert routing as a registered tensor: where the rows of each expert begin.
 
-One tensor serves all layers and holds what the last of them wrote. It is registered, so that checks
-can see who was routed: padding nowhere.
+One tensor serves all layers and holds what the last of them wrote. It is registered so that checks
+can see that padding is routed nowhere.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class Routing(NamedTuple):
     def of(
         cls, config: ModelConfig, registry: Registry, name: str = EXPERT_STARTS
     ) -> "Routing | None":
-        """None: it has no experts."""
-        if config.experts is None or not config.sparse_layers:
+        """Return None for a model without experts."""
+        if config.experts is None:
             return None
         shape = (config.experts.num_held + 1,)
         return cls(name, registry.output(name, shape, torch.int32, per="step"))

@@ -1,7 +1,7 @@
-"""Tokens in and tokens out: the embedding and the vocabulary head, of which a rank may have a part.
+"""Tokens in and logits out: the embedding and the vocabulary head, or one rank's part of them.
 
-Whoever embeds tokens or wants logits asks here, the drafters included: what the ranks exchange for
-it is nobody else's business.
+Everything that embeds tokens or computes logits goes through here, drafters included, so only this
+file knows how ranks split a vocabulary.
 """
 
 from dataclasses import dataclass
@@ -11,75 +11,60 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Normed, Tokens
-from slotzero.models.shards import vocabulary_part
+from slotzero.kernels.types import LinearWeight, Normed, PairNorms, Tokens
+from slotzero.models.stacks import vocabulary_part
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     size: int
-    embedding: Tensor  # packed [size, hidden], or the rank's part of it
-    head: Tensor
+    embedding: LinearWeight  # [size, hidden], or the rank's part of it
+    head: LinearWeight
     kernels: Kernels
     ranks: Ranks = ALONE
 
     def embed(
         self, tokens: Tokens, table: Tensor, scale: float, norm: Tensor | None, eps: float
     ) -> tuple[Tensor, Normed]:
-        """Looks up and embeds every token -> what the first layer begins with, and its RMSNorm."""
+        """Embed every token; return the first layer's residual, and it under the norm."""
         if not self.ranks.attention.is_distributed:
             return self.kernels.embed(tokens, table, self.embedding, scale, norm, eps)
-        residual = self._embedded(tokens, table)
+        residual = self._embed(tokens, table)
         if scale != 1:
             residual = residual * scale
         return residual, self.kernels.norm(residual, norm, eps)
 
-    def open_pair(
-        self,
-        tokens: Tokens,
-        table: Tensor,
-        embed_norm: Tensor | None,
-        hidden: Tensor,
-        hidden_norm: Tensor | None,
-        eps: float,
+    def embed_pair(
+        self, tokens: Tokens, table: Tensor, hidden: Tensor, norms: PairNorms
     ) -> Tensor:
-        """See Kernels.open_pair."""
+        """See Kernels.embed_pair."""
         if not self.ranks.attention.is_distributed:
-            return self.kernels.embed_pair(
-                tokens, table, self.embedding, embed_norm, hidden, hidden_norm, eps
-            )
-        sides = (self._embedded(tokens, table), embed_norm), (hidden, hidden_norm)
-        normed = [self.kernels.norm(side, norm, eps) for side, norm in sides]
-        return torch.cat([self.kernels.apply_norm(side, eps) for side in normed], dim=-1)
+            return self.kernels.embed_pair(tokens, table, self.embedding, hidden, norms)
+        sides = (self._embed(tokens, table), norms.embed), (hidden, norms.hidden)
+        normed = [self.kernels.norm(side, norm, norms.eps) for side, norm in sides]
+        return torch.cat([self.kernels.apply_norm(side) for side in normed], dim=-1)
 
-    def logits(
-        self,
-        x: Normed,
-        eps: float,
-        slots: Tensor,
-        softcap: float | None,
-        out: Tensor,
-    ) -> None:
-        """Into out [rows, size]; zeros for rows of slot 0"""
+    def logits(self, x: Normed, slots: Tensor, softcap: float | None, out: Tensor) -> None:
+        """Compute logits into out [rows, size]; rows of slot 0 get zeros."""
         if not self.ranks.attention.is_distributed:
-            self.kernels.logits(x, eps, self.head, slots, softcap, out)
+            self.kernels.logits(x, self.head, slots, softcap, out)
             return
         part = out.new_empty(len(slots), vocabulary_part(self.size, self.ranks.attention))
-        self.kernels.logits(x, eps, self.head, slots, softcap, part)
+        self.kernels.logits(x, self.head, slots, softcap, part)
         out.copy_(self.ranks.join(part)[:, : self.size])
 
     def head_of(self, ids: Tensor) -> Tensor:
-        """Rows of the head, [ids, hidden]"""
+        """Return rows of the head, [ids, hidden]."""
         return self._rows(ids, self.head)
 
-    def _embedded(self, tokens: Tokens, table: Tensor) -> Tensor:
+    def _embed(self, tokens: Tokens, table: Tensor) -> Tensor:
         return self._rows(table[tokens.slots, tokens.positions], self.embedding)
 
-    def _rows(self, ids: Tensor, weight: Tensor) -> Tensor:
+    def _rows(self, ids: Tensor, weight: LinearWeight) -> Tensor:
         if not self.ranks.attention.is_distributed:
-            return self.kernels.embedded(ids, weight)
+            return self.kernels.embed_ids(ids, weight)
         part = vocabulary_part(self.size, self.ranks.attention)
         local = ids - self.ranks.rank * part
         is_ours = (local >= 0) & (local < part)
-        rows = self.kernels.embedded(local * is_ours, weight)
+        rows = self.kernels.embed_ids(local * is_ours, weight)
         return self.ranks.sum(rows * is_ours[:, None])

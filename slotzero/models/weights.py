@@ -1,11 +1,10 @@
-"""A decoder's weights: a few stacked tensors, [layers, ...], filled from a checkpoint.
+"""Loading: a decoder's weights are allocated in the registry and filled from a checkpoint.
 
-Stacking keeps the registry short, so that every replay can afford to check every fingerprint. It
-knows the kernels' packed layout; it does not know where a checkpoint lives.
+It knows the kernels' packed layout; it does not know where a checkpoint lives.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,80 +14,31 @@ from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
+from slotzero.kernels.types import LinearWeight
+from slotzero.models.blocks.layer_input import LayerEmbeddingWeights
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
+from slotzero.models.layer import LayerWeights
 from slotzero.models.param import Param, Stored
-from slotzero.models.params import ahead_prefixes, params_of, unread_tensors
-from slotzero.models.shards import cut, sharded
+from slotzero.models.stacks import Stack, StackedParam, model_params, model_stacks
 from slotzero.pools.budget import refuse_beyond
 
 OR_SMALLER = " or --dtype bfloat16"
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
-_HEAD, _COMPARED = "lm_head.weight", 1 << 14  # rows at a time
+_COMPARED = 1 << 14  # rows at a time
 # Stored by some exporters and derived by us.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    input_norm: Tensor | None  # [hidden], like all norms but those of q and k
-    qkv: Tensor | None  # packed [sum(heads.sizes), hidden], or q_rank in place of q's
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    q_up: Tensor | None  # of latent heads: packed [sizes of q, q_rank]
-    up_k: Tensor | None  # [heads * plain, latent]
-    up_v: Tensor | None  # [heads * result, latent]
-    sinks: Tensor | None  # [heads]
-    out: Tensor | None  # packed [hidden, heads.out_size]
-    out_bias: Tensor | None
-    out_gate: Tensor | None  # packed [heads.out_size, hidden]
-    out_gate_bias: Tensor | None
-    in_proj: Tensor | None  # of a recurrence, like the next nine: packed [its parts, hidden]
-    in_bias: Tensor | None
-    conv: Tensor | None  # [channels, conv_width]
-    conv_bias: Tensor | None
-    a_log: Tensor | None  # [heads]
-    dt_bias: Tensor | None
-    d: Tensor | None
-    gate_norm: Tensor | None
-    scan_out: Tensor | None  # packed [hidden, inner]
-    scan_out_bias: Tensor | None
-    after_attention: Tensor | None
-    mlp_norm: Tensor | None
-    router: Tensor | None  # packed [experts, hidden]; None: no experts, and the MLP is plain
-    router_bias: Tensor | None
-    correction: Tensor | None
-    gate_up: Tensor | None  # packed [2 * intermediate, hidden]; without gates half of it
-    gate_up_bias: Tensor | None
-    down: Tensor | None  # packed [hidden, intermediate]
-    down_bias: Tensor | None
-    dense_gate_up: Tensor | None  # of an MLP beside experts, like the next seven
-    dense_down: Tensor | None
-    dense_gate: Tensor | None  # packed [1, hidden]
-    router_norm: Tensor | None
-    expert_norm: Tensor | None
-    factors: Tensor | None  # [experts]
-    after_dense: Tensor | None
-    after_experts: Tensor | None
-    after_mlp: Tensor | None
-    input_gate: Tensor | None  # packed [input_size, hidden]
-    input_out: Tensor | None  # packed [hidden, input_size]
-    after_input: Tensor | None
-    scale: Tensor | None  # [1]
-
-
-@dataclass(frozen=True)
 class DecoderWeights:
-    embedding: Tensor  # packed [vocab, hidden]
-    head: Tensor  # the same tensor where embeddings are tied
+    embedding: LinearWeight  # [vocab, hidden]
+    head: LinearWeight  # the same tensor where embeddings are tied
     final_norm: Tensor  # [hidden]
     layers: tuple[LayerWeights, ...]
-    input_embedding: Tensor | None = None  # packed [input_vocab, layers * input_size]
-    input_projection: Tensor | None = None  # packed [layers * input_size, hidden]
-    projected_norm: Tensor | None = None  # [input_size]
+    layer_embedding: LayerEmbeddingWeights | None = None
 
 
 def load_weights(
@@ -102,34 +52,44 @@ def load_weights(
     besides: frozenset[str] = frozenset(),
     ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """Of the whole model's config, this rank's part. `prefix` is of their names in the registry,
-    where there is more than one model; `besides` are tensors that somebody else reads."""
-    params = _params_of(config, ranks)
+    """Load this rank's part of a model; `config` is the whole model's. `prefix` begins the names in
+    the registry where there is more than one model; `besides` are tensors that others read."""
+    params = model_params(config, ranks)
     _refuse_unexpected(config, checkpoint, besides)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
-    for param in params:
-        for target, stored in _places(param, tensors[param.name]):
-            target.copy_(_read(param, stored, checkpoint, kernels, target))
-            done += target.numel()
-            progress(done, total)
-    return _assemble(config, params, tensors)
+    for target in fill(params, tensors, checkpoint, kernels):
+        done += target.numel()
+        progress(done, total)
+    return _assemble(config, params, tensors, ranks)
 
 
 def load_params(
-    params: list[Param],
+    params: Sequence[StackedParam],
     checkpoint: Checkpoint,
     registry: Registry,
     kernels: Kernels,
     dtype: torch.dtype,
     prefix: str,
 ) -> dict[str, Tensor]:
-    """By field, of what is no part of the model; of layers, [layers, ...]"""
+    """Load parameters that are not part of a model, by name."""
     tensors = _allocate(params, registry, kernels, dtype, prefix)
-    for param in params:
-        for target, stored in _places(param, tensors[param.name]):
-            target.copy_(_read(param, stored, checkpoint, kernels, target))
-    return {param.field: tensors[param.name] for param in params}
+    for _ in fill(params, tensors, checkpoint, kernels):
+        pass
+    return tensors
+
+
+def fill(
+    params: Sequence[StackedParam],
+    tensors: dict[str, Tensor],
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+) -> Iterator[Tensor]:
+    """Read parameters into their tensors; yield each part when it is filled."""
+    for stacked in params:
+        for target, stored in _places(stacked, tensors[stacked.name]):
+            target.copy_(_read(stacked.param, stored, checkpoint, kernels, target))
+            yield target
 
 
 def random_weights(
@@ -141,28 +101,28 @@ def random_weights(
     prefix: str = "",
     ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """`--load-format dummy`: drawn on the device, so that a large model starts at once; every rank
-    draws the same."""
-    params = _params_of(config, ranks)
+    """Draw the weights of `--load-format dummy` on the device, so that a large model starts at
+    once; every rank draws the same."""
+    params = model_params(config, ranks)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     generator = torch.Generator(registry.device).manual_seed(seed)
-    for param in params:
-        tensor = tensors[param.name]
-        if param.field.endswith(("norm", "scale", "factors")) or param.field.startswith("after"):
+    for name, param, _ in params:
+        tensor = tensors[name]
+        if param.starts_at_one:
             tensor.fill_(1)
         else:
             tensor.normal_(0, 0.02, generator=generator)
             if not any(source.scale for source in param.sources):  # another rank adds it
                 tensor.zero_()
-    return _assemble(config, params, tensors)
-
-
-def _params_of(config: ModelConfig, ranks: Ranks) -> list[Param]:
-    return cut(params_of(config), params_of(sharded(config, ranks)), ranks)
+    return _assemble(config, params, tensors, ranks)
 
 
 def _allocate(
-    params: list[Param], registry: Registry, kernels: Kernels, dtype: torch.dtype, prefix: str
+    params: Sequence[StackedParam],
+    registry: Registry,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    prefix: str,
 ) -> dict[str, Tensor]:
     wanted = {p.name: _stored(p, kernels, dtype) for p in params}
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in wanted.values())
@@ -180,24 +140,29 @@ def _allocate(
     return tensors
 
 
-def _stored(p: Param, kernels: Kernels, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """-> the shape and the type in which it is stored"""
-    shape: tuple[int, ...] = (p.out_features,)
-    if p.columns is not None:
-        shape = (p.out_features, p.columns)
-        shape = kernels.packed_shape(*shape) if p.is_packed else shape
-    if p.experts is not None:
-        shape = (p.experts, *shape)
-    if p.layers is not None:
-        shape = (len(p.layers), *shape)
-    return shape, torch.float32 if p.is_wide else dtype
+def _stored(
+    stacked: StackedParam, kernels: Kernels, dtype: torch.dtype
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the type in which it is stored."""
+    param = stacked.param
+    shape: tuple[int, ...] = (param.out_features,)
+    if param.columns is not None:
+        shape = (param.out_features, param.columns)
+        shape = kernels.packed_shape(*shape) if param.is_packed else shape
+    if param.experts is not None:
+        shape = (param.experts, *shape)
+    if stacked.prefixes is not None:
+        shape = (len(stacked.prefixes), *shape)
+    return shape, torch.float32 if param.is_float32 else dtype
 
 
-def _places(param: Param, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:
-    """What is filled at once, and with what: a layer, or an expert of it that is stored alone."""
-    for i, layer in enumerate(param.layers or (0,)):
-        target = tensor if param.layers is None else tensor[i]
-        stored = list(param.stored(layer))
+def _places(stacked: StackedParam, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:
+    """Yield what is filled at once and from which tensors: a layer, or one expert of it that is
+    stored by itself."""
+    param = stacked.param
+    for i, prefix in enumerate(stacked.prefixes or ("",)):
+        target = tensor if stacked.prefixes is None else tensor[i]
+        stored = list(param.stored(prefix))
         if param.experts is None or param.is_joint:
             yield target, stored
             continue
@@ -218,7 +183,7 @@ def _read(
                 f"{checkpoint.name}: tensor {name} has shape {list(whole)}, "
                 f"its config asks for {wanted}"
             )
-        if param.is_joint and param.is_turned and param.columns is not None:
+        if param.is_joint and param.is_transposed and param.columns is not None:
             part = part.transpose(1, 2)
         if param.is_conv:
             part = part.squeeze(1)
@@ -238,9 +203,9 @@ def _read(
 def _refuse_unexpected(
     config: ModelConfig, checkpoint: Checkpoint, besides: frozenset[str]
 ) -> None:
-    """A tensor that we would not use changes results; one that is missing cannot be made up. Layers
-    that guess ahead are a drafter's."""
-    expected = {s.name for p in params_of(config) for i in p.layers or (0,) for s in p.stored(i)}
+    """A tensor that we would not use changes results; one that is missing cannot be made up. MTP
+    layers are read by a drafter."""
+    expected = {stored.name for param in model_params(config, ALONE) for stored in param.stored()}
     names = set(checkpoint.names())
     missing = sorted(expected - names)
     if missing:
@@ -248,13 +213,13 @@ def _refuse_unexpected(
             f"{checkpoint.name}: tensor {missing[0]} is missing ({len(missing)} in all): "
             "the checkpoint is incomplete, fetch it again"
         )
-    if config.tied_embeddings and _HEAD in names:
-        _refuse_another_head(config, checkpoint)
-    ahead_of = ahead_prefixes(config)
+    head = f"{config.names.head}.weight"
+    if config.tied_embeddings and head in names:
+        _refuse_another_head(config, checkpoint, head)
     extra = sorted(
         n
-        for n in names - expected - {_HEAD} - unread_tensors(config) - besides
-        if not n.endswith(_IGNORED) and not n.startswith(ahead_of)
+        for n in names - expected - {head} - _unread(config) - besides
+        if not n.endswith(_IGNORED) and not n.startswith(config.ignored)
     )
     if extra:
         raise UnsupportedModelError(
@@ -263,35 +228,62 @@ def _refuse_unexpected(
         )
 
 
-def _refuse_another_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
+def _unread(config: ModelConfig) -> set[str]:
+    """Return tensors that some exporters store although nothing computes with them."""
+    return {
+        prefix + name
+        for stack in model_stacks(config).values()
+        for name in stack.block.unread()
+        for prefix in stack.prefixes or ()
+    }
+
+
+def _refuse_another_head(config: ModelConfig, checkpoint: Checkpoint, head: str) -> None:
     """Some exporters store a tied embedding twice; a head that was trained by itself is another."""
-    (embedding,) = (p for p in params_of(config) if p.name == "embedding")
-    (source,) = embedding.stored(0)
+    embedding = f"{config.names.embedding}.weight"
     for begin in range(0, config.vocab_size, _COMPARED):
         rows = slice(begin, begin + _COMPARED), slice(None)
-        one, other = (checkpoint.read_part(name, *rows) for name in (source.name, _HEAD))
+        one, other = (checkpoint.read_part(name, *rows) for name in (embedding, head))
         if one.whole != other.whole or not torch.equal(one.tensor, other.tensor):
             raise UnsupportedModelError(
-                f"{checkpoint.name}: tensor {_HEAD} is not the embedding that tie_word_embeddings "
+                f"{checkpoint.name}: tensor {head} is not the embedding that tie_word_embeddings "
                 "says it is: set that to false in config.json"
             )
 
 
 def _assemble(
-    config: ModelConfig, params: list[Param], tensors: dict[str, Tensor]
+    config: ModelConfig, params: Sequence[StackedParam], tensors: dict[str, Tensor], ranks: Ranks
 ) -> DecoderWeights:
-    layers: list[dict[str, Tensor | None]] = [
-        dict.fromkeys(LayerWeights.__dataclass_fields__) for _ in range(config.num_layers)
-    ]
-    for param in params:
-        for i, layer in enumerate(param.layers or ()):
-            layers[layer][param.field] = tensors[param.name][i]
-    return DecoderWeights(
-        embedding=tensors["embedding"],
-        head=tensors.get("head", tensors["embedding"]),
-        final_norm=tensors["final_norm"],
-        layers=tuple(LayerWeights(**fields) for fields in layers),
-        input_embedding=tensors.get("input_embedding"),
-        input_projection=tensors.get("input_projection"),
-        projected_norm=tensors.get("projected_norm"),
+    stacks = model_stacks(config)
+    layers = tuple(
+        layer_weights(
+            {field: stacks[field, block].shard(ranks) for field, block in layer.blocks().items()},
+            tensors,
+            index,
+        )
+        for index, layer in enumerate(config.layers)
     )
+    block = config.layer_embedding
+    ends = {
+        name: LinearWeight(tensors[name], None, param.out_features)
+        for name, param, _ in params
+        if name in ("embedding", "head")
+    }
+    return DecoderWeights(
+        embedding=ends["embedding"],
+        head=ends.get("head", ends["embedding"]),
+        final_norm=tensors["final_norm"],
+        layers=layers,
+        layer_embedding=block and Stack(block.name, block, None, None).weights(tensors, None),
+    )
+
+
+def layer_weights(
+    stacks: Mapping[str, Stack], tensors: Mapping[str, Tensor], layer: int
+) -> LayerWeights:
+    """Put one layer's weights together; `stacks` by field of LayerWeights."""
+    made = {}
+    for field, stack in stacks.items():
+        assert stack.layers is not None
+        made[field] = stack.weights(tensors, stack.layers.index(layer))
+    return LayerWeights(**made)

@@ -1,0 +1,108 @@
+"""Multi-head latent attention (MLA), as in DeepSeek: keys and values of all heads are made from one
+short row per token, which is all that the KV cache holds."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from slotzero.distributed.ranks import Ranks
+from slotzero.kernels.types import (
+    Heads,
+    LinearWeight,
+    MlaShape,
+    MlaWeights,
+    Normed,
+    ResidualNorms,
+)
+from slotzero.models.blocks.attention import AttentionInputs, KvGroup, by_head
+from slotzero.models.blocks.block import Block, BlockContext
+from slotzero.models.param import Param, Params, Source, linear, norm
+from slotzero.models.rope import halves
+
+
+class MlaAttentionWeights(NamedTuple):
+    qkv: LinearWeight  # [q or q_rank, then the stored row, hidden]
+    out: LinearWeight  # [hidden, heads * v_head_dim]
+    k_norm: Tensor  # [latent]
+    up_k: Tensor  # [heads * nope_dim, latent]
+    up_v: Tensor  # [heads * v_head_dim, latent]
+    q_norm: Tensor | None = None  # [q_rank], like q_up with low-rank queries only
+    q_up: LinearWeight | None = None  # [heads * (nope_dim + rope_dim), q_rank]
+
+
+@dataclass(frozen=True)
+class MlaAttention(Block):
+    group: KvGroup
+    hidden_size: int
+    q_rank: int | None
+    """Queries are made from this many numbers under a norm; None: from the hidden state."""
+    prefix: str = "self_attn"
+
+    name = "mla"
+    weights_type = MlaAttentionWeights
+    reads = False
+
+    @property
+    def heads(self) -> Heads:
+        return self.group.heads
+
+    @property
+    def shape(self) -> MlaShape:
+        assert self.heads.mla is not None
+        return self.heads.mla
+
+    def shard(self, ranks: Ranks) -> Self:
+        return replace(self, group=self.group.shard(ranks.attention.size))
+
+    def params(self) -> Params:
+        heads, shape, at = self.heads, self.shape, self.prefix
+        nope, rank, (q_size, row_size, _) = shape.nope_dim, heads.value_dim, heads.sizes
+        order = halves(self.group.rope) or range(shape.rope_dim)
+        q_order = by_head([*range(nope), *(nope + row for row in order)], heads.num_heads)
+        row_order = [*(rank + row for row in order), *range(rank)]  # the latent comes last
+        row = Source(f"{at}.kv_a_proj_with_mqa", row_size, row_order)
+        if self.q_rank is None:
+            q = Source(f"{at}.q_proj", q_size, q_order)
+            q_norm = q_up = None
+        else:
+            q = Source(f"{at}.q_a_proj", self.q_rank)
+            q_norm = norm(f"{at}.q_a_layernorm", self.q_rank)
+            q_up = linear(self.q_rank, Source(f"{at}.q_b_proj", q_size, q_order))
+        return {
+            "qkv": linear(self.hidden_size, q, row),
+            "out": linear(heads.out_size, Source(f"{at}.o_proj", self.hidden_size)),
+            "k_norm": norm(f"{at}.kv_a_layernorm", rank),
+            "up_k": self._up(range(nope)),
+            "up_v": self._up(range(nope, nope + shape.v_head_dim)),
+            "q_norm": q_norm,
+            "q_up": q_up,
+        }
+
+    def _up(self, rows: range) -> Param:
+        heads, each = self.heads, self.shape.nope_dim + self.shape.v_head_dim
+        order = [head * each + row for head in range(heads.num_heads) for row in rows]
+        source = Source(f"{self.prefix}.kv_b_proj.weight", heads.num_heads * each, order)
+        return Param((source,), heads.value_dim, is_packed=False)
+
+    def forward(
+        self,
+        context: BlockContext,
+        x: Normed,
+        inputs: AttentionInputs,
+        weights: MlaAttentionWeights,
+        residual: Tensor,
+        norms: ResidualNorms,
+    ) -> tuple[Tensor, Normed]:
+        kernels, heads, ranks = context.kernels, self.heads, context.ranks
+        joined = kernels.linear(x, weights.qkv)
+        q_size = self.q_rank or heads.sizes[0]
+        q, row = joined[:, :q_size], joined[:, q_size:]
+        if weights.q_up is not None:
+            q = kernels.linear(kernels.norm(q, weights.q_norm, heads.norm_eps), weights.q_up)
+        shape = heads.num_heads, -1, heads.value_dim
+        up = MlaWeights(weights.k_norm, weights.up_k.view(shape), weights.up_v.view(shape))
+        attended = kernels.mla_attention(
+            q, row, up, inputs.angles, inputs.kv, inputs.plan, heads
+        )
+        return context.linear_add_norm(ranks.attention, attended, weights.out, residual, norms)

@@ -1,0 +1,159 @@
+"""A mixture of experts (MoE): a router sends each token to a few of many small MLPs."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+
+from slotzero.distributed.ranks import Ranks
+from slotzero.kernels.types import Experts, ExpertWeights, Normed, ResidualNorms
+from slotzero.models.blocks.block import Block, BlockContext, split_evenly, sum_over
+from slotzero.models.blocks.expert_parallel import run_expert_parallel
+from slotzero.models.param import (
+    LinearParam,
+    Param,
+    Params,
+    SharedExperts,
+    Source,
+    linear,
+    side_by_side,
+)
+
+
+class MoeNames(NamedTuple):
+    """Names in a checkpoint's layer. Experts are stored one by one (`{expert}` in the name), or all
+    in one tensor (`is_joint`)."""
+
+    router: str = "mlp.gate"
+    gate: str | None = "mlp.experts.{expert}.gate_proj"
+    """None: `up` holds gates and values."""
+    up: str = "mlp.experts.{expert}.up_proj"
+    down: str = "mlp.experts.{expert}.down_proj"
+    shared: str | None = "mlp.shared_experts"
+    """Prefix of the experts that every token takes, which are stored as one wide MLP."""
+    correction: str = "mlp.gate.e_score_correction_bias"
+    factors: str | None = None
+    is_joint: bool = False
+    is_transposed: bool = False
+    """Joint tensors have input features before output features."""
+    alternates: bool = False
+    """Rows of gates and of values alternate."""
+
+
+class MoeInputs(NamedTuple):
+    """A step as experts see it."""
+
+    slots: Tensor  # [T]
+    starts: Tensor  # [experts + 1]
+
+
+@dataclass(frozen=True)
+class MoeMlp(Block):
+    hidden_size: int
+    experts: Experts
+    names: MoeNames = MoeNames()
+    has_bias: bool = False
+    down_scale: float = 1.0
+
+    name = "moe"
+    weights_type = ExpertWeights
+
+    def shard(self, ranks: Ranks) -> Self:
+        """Split every expert; with expert parallelism, share out whole experts."""
+        experts, size = self.experts, ranks.size
+        if ranks.expert_parallel:
+            split_evenly(experts.num_experts, "num_experts", size)
+            return replace(self, experts=replace(experts, num_ranks=size))
+        inner = split_evenly(experts.inner_size, "moe_intermediate_size", size)
+        return replace(self, experts=replace(experts, inner_size=inner))
+
+    def params(self) -> Params:
+        names, experts = self.names, self.experts
+        num = experts.num_experts
+        router = Source(names.router, num)
+        correction = (
+            Param((Source(names.correction, num),), is_float32=True)
+            if experts.scores == "sigmoid"
+            else None
+        )
+        factors = names.factors and Param((Source(names.factors, num),), starts_at_one=True)
+        return {
+            "router": linear(self.hidden_size, router, biases=[router] if self.has_bias else ()),
+            "correction": correction,
+            "gate_up": self._gate_up(),
+            "down": self._down(),
+            "factors": factors or None,
+        }
+
+    def _gate_up(self) -> LinearParam:
+        names, inner, hidden = self.names, self.experts.inner_size, self.hidden_size
+        if not names.is_joint:
+            sources = [self._of_each(names.gate or names.up, "gate"), self._of_each(names.up, "up")]
+            return LinearParam(self._param(sources, hidden), None)
+        if names.alternates:
+            order = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
+            sources = [Source(names.up, 2 * inner, order)]
+        else:
+            sources = side_by_side(names.up, (inner, inner))
+        return self._with_bias(sources, hidden)
+
+    def _down(self) -> LinearParam:
+        names, inner = self.names, self.experts.inner_size
+        if not names.is_joint:
+            sources = [self._of_each(names.down, "down")]
+            return LinearParam(self._param(sources, inner), None)
+        source = Source(names.down, self.hidden_size, scale=self.down_scale)
+        made = self._with_bias([source], inner)
+        return made._replace(bias=made.bias and replace(made.bias, summed_over="mlp"))
+
+    def _of_each(self, name: str, kind: str) -> Source:
+        rows = self.hidden_size if kind == "down" else self.experts.inner_size
+        shared = self.names.shared and SharedExperts(
+            f"{self.names.shared}.{kind}_proj", in_columns=kind == "down"
+        )
+        return Source(name, rows, shared=shared or None).ending(".weight")
+
+    def _param(self, sources: list[Source], columns: int | None) -> Param:
+        more: dict[str, Any] = {"experts": self.experts.num_held}
+        if self.names.is_joint:
+            more |= {"is_joint": True, "is_transposed": self.names.is_transposed}
+        else:
+            more |= {"num_shared": self.experts.num_shared}
+        return Param(tuple(sources), columns, **more)
+
+    def _with_bias(self, sources: list[Source], columns: int) -> LinearParam:
+        weight = self._param(sources, columns)
+        if not self.has_bias:
+            return LinearParam(weight, None)
+        return LinearParam(weight, self._param([s.ending("_bias") for s in sources], None))
+
+    def forward(
+        self,
+        context: BlockContext,
+        x: Normed,
+        inputs: MoeInputs,
+        weights: ExpertWeights,
+        residual: Tensor,
+        norms: ResidualNorms,
+    ) -> tuple[Tensor, Normed]:
+        change = self.apply(context, x, inputs, weights)
+        return context.kernels.add_norm(change, residual, norms)
+
+    def apply(
+        self,
+        context: BlockContext,
+        x: Normed,
+        inputs: MoeInputs,
+        weights: ExpertWeights,
+        by: Normed | None = None,  # what the router reads, where that is not x
+    ) -> Tensor:
+        """Return the experts' result, [T, hidden], without adding it to the residual."""
+        kernels, ranks, (slots, starts) = context.kernels, context.ranks, inputs
+        if ranks.expert_parallel:
+            return run_expert_parallel(
+                ranks, kernels, x, by or x, slots, weights, self.experts, starts
+            )
+        if ranks.dp_attention:
+            x, by, slots = context.gather_rows(x), by and context.gather_rows(by), ranks.gather(slots)
+        routed = kernels.route(x, slots, weights, self.experts, by)
+        return sum_over(ranks, kernels.experts(routed, weights, self.experts, starts))

@@ -1,0 +1,117 @@
+"""Experts beside an MLP that every token takes (a shared expert)."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from slotzero.distributed.ranks import Ranks
+from slotzero.kernels.types import ExpertWeights, LinearWeight, Normed, ResidualNorms
+from slotzero.models.blocks.block import Block, BlockContext, applied
+from slotzero.models.blocks.dense_mlp import DenseMlp, DenseMlpWeights
+from slotzero.models.blocks.moe import MoeInputs, MoeMlp
+from slotzero.models.param import Param, Params, Source, linear, norm
+
+
+class MoeWithSharedWeights(NamedTuple):
+    moe: ExpertWeights
+    shared: DenseMlpWeights
+    shared_gate: LinearWeight | None  # [1, hidden]
+
+
+@dataclass(frozen=True)
+class MoeWithSharedMlp(Block):
+    moe: MoeMlp
+    shared: DenseMlp
+    shared_gate: str | None = None
+    """Name of the linear layer whose sigmoid gates the shared MLP's result, token by token."""
+
+    name = "moe"
+    weights_type = MoeWithSharedWeights
+
+    def shard(self, ranks: Ranks) -> Self:
+        return replace(self, moe=self.moe.shard(ranks), shared=self.shared.shard(ranks))
+
+    def params(self) -> Params:
+        gate = self.shared_gate and linear(self.moe.hidden_size, Source(self.shared_gate, 1))
+        return {
+            "moe": self.moe.params(),
+            "shared": self.shared.params(),
+            "shared_gate": gate or None,
+        }
+
+    def forward(
+        self,
+        context: BlockContext,
+        x: Normed,
+        inputs: MoeInputs,
+        weights: MoeWithSharedWeights,
+        residual: Tensor,
+        norms: ResidualNorms,
+    ) -> tuple[Tensor, Normed]:
+        kernels = context.kernels
+        x = applied(kernels.apply_norm(x))  # once, for all that read it
+        shared = self.shared.apply(context, x, weights.shared)
+        if weights.shared_gate is not None:
+            gate = kernels.linear(x, weights.shared_gate)
+            shared = kernels.gate(gate.expand_as(shared), shared, "sigmoid")
+        routed = self.moe.apply(context, x, inputs, weights.moe)
+        return kernels.add_norm(shared + routed, residual, norms)
+
+
+class MoeBesideMlpWeights(NamedTuple):
+    moe: ExpertWeights
+    mlp: DenseMlpWeights
+    router_norm: Tensor
+    expert_norm: Tensor
+    post_mlp_norm: Tensor
+    post_expert_norm: Tensor
+
+
+@dataclass(frozen=True)
+class MoeBesideMlp(Block):
+    """Experts beside an MLP, each between norms of its own, as in Gemma 4."""
+
+    moe: MoeMlp
+    mlp: DenseMlp
+    norm_eps: float
+    router_scale: str = "router.scale"
+    expert_norm: str = "pre_feedforward_layernorm_2"
+    post_mlp_norm: str = "post_feedforward_layernorm_1"
+    post_expert_norm: str = "post_feedforward_layernorm_2"
+
+    name = "moe"
+    weights_type = MoeBesideMlpWeights
+
+    def shard(self, ranks: Ranks) -> Self:
+        return replace(self, moe=self.moe.shard(ranks), mlp=self.mlp.shard(ranks))
+
+    def params(self) -> Params:
+        hidden = self.moe.hidden_size
+        scale = Source(self.router_scale, hidden, scale=hidden**-0.5)
+        return {
+            "moe": self.moe.params(),
+            "mlp": self.mlp.params(),
+            "router_norm": Param((scale,), starts_at_one=True),
+            "expert_norm": norm(self.expert_norm, hidden),
+            "post_mlp_norm": norm(self.post_mlp_norm, hidden),
+            "post_expert_norm": norm(self.post_expert_norm, hidden),
+        }
+
+    def forward(
+        self,
+        context: BlockContext,
+        x: Normed,
+        inputs: MoeInputs,
+        weights: MoeBesideMlpWeights,
+        residual: Tensor,
+        norms: ResidualNorms,
+    ) -> tuple[Tensor, Normed]:
+        kernels, eps = context.kernels, self.norm_eps
+        expert_input = kernels.norm(residual, weights.expert_norm, eps)
+        router_input = kernels.norm(residual, weights.router_norm, eps)
+        dense = self.mlp.apply(context, x, weights.mlp)
+        routed = self.moe.apply(context, expert_input, inputs, weights.moe, router_input)
+        change = kernels.apply_norm(kernels.norm(dense, weights.post_mlp_norm, eps))
+        change = change + kernels.apply_norm(kernels.norm(routed, weights.post_expert_norm, eps))
+        return kernels.add_norm(change, residual, norms)

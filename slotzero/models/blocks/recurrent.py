@@ -1,0 +1,171 @@
+"""Recurrent mixers: Mamba-2 and the gated delta rule. One projection in, a short convolution, the
+scan over the text, a gated norm, one projection out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from slotzero.distributed.ranks import Ranks, norm_over
+from slotzero.errors import ConfigError
+from slotzero.kernels.types import LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
+from slotzero.models.blocks.block import FLAG, Block, BlockContext, split_evenly
+from slotzero.models.param import LinearParam, Param, Params, Source, linear, norm, side_by_side
+
+
+class RecurrentScales(NamedTuple):
+    """Constants that weights are multiplied by when they are read."""
+
+    parts: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)  # gates, x, B, C and dt
+    input: float = 1.0  # the whole input projection, but not its bias
+    out: float = 1.0
+
+
+class RecurrentWeights(NamedTuple):
+    in_proj: LinearWeight  # [gates, channels, then dt, or a and b, hidden]
+    conv: Tensor  # [channels, conv_width]
+    conv_bias: Tensor | None
+    scan: ScanWeights
+    gate_norm: Tensor | None
+    out: LinearWeight  # [hidden, inner]
+
+
+@dataclass(frozen=True)
+class RecurrentMixer(Block):
+    scan: Scan
+    hidden_size: int
+    prefix: str  # of the mixer in a checkpoint's layer
+    norm_eps: float
+    norm_size: int
+    """Channels of each group under the output norm; 0: the output is gated without a norm."""
+    gates_first: bool
+    state_dtype: str
+    in_bias: bool = False
+    conv_bias: bool = False
+    out_bias: bool = False
+    scales: RecurrentScales = RecurrentScales()
+
+    name = "recurrent"
+    weights_type = RecurrentWeights
+
+    @property
+    def is_delta(self) -> bool:
+        return self.scan.kind == "delta"
+
+    def with_snapshots(self, interval: int) -> Self:
+        """Return the mixer with a state snapshot after every `interval` tokens."""
+        return replace(self, scan=self.scan.every(interval))
+
+    def shard(self, ranks: Ranks) -> Self:
+        """Split heads, their channels and the groups that serve them. A norm over all heads is
+        computed across ranks; one over the heads of several but not all ranks is not implemented.
+        """
+        size, scan, groups = ranks.attention.size, self.scan, self.scan.num_groups
+        if groups % size and size % groups:
+            raise ConfigError(
+                f"{FLAG}={size}: {groups} groups of recurrent heads can be neither split over the "
+                "ranks nor shared by equally many; choose a divisor or a multiple"
+            )
+        num_heads = split_evenly(scan.num_heads, "recurrent heads", size)
+        part = replace(scan, num_heads=num_heads, num_groups=max(1, groups // size))
+        if part.inner_size < self.norm_size < scan.inner_size:
+            raise ConfigError(
+                f"{FLAG}={size}: a norm of {self.norm_size} channels of recurrent heads would be "
+                f"split over some ranks; choose a divisor of {groups}"
+            )
+        return replace(self, scan=part)
+
+    def params(self) -> Params:
+        at, scan, hidden = self.prefix, self.scan, self.hidden_size
+        conv = side_by_side(f"{at}.conv1d", scan.sizes)
+        out = Source(f"{at}.out_proj", hidden, scale=self.scales.out)
+        norm_size = self.norm_size if self.is_delta else scan.inner_size
+        return {
+            "in_proj": self._in_param(),
+            "conv": replace(
+                linear(scan.conv_width, *conv).weight, is_packed=False, is_conv=True
+            ),
+            "conv_bias": Param(tuple(source.ending(".bias") for source in conv))
+            if self.conv_bias
+            else None,
+            "scan": {
+                "a_log": self._per_head("A_log"),
+                "dt_bias": self._per_head("dt_bias"),
+                "d": None if self.is_delta else self._per_head("D"),
+            },
+            "gate_norm": norm(f"{at}.norm", norm_size) if self.norm_size else None,
+            "out": linear(
+                scan.inner_size, out, biases=[out] if self.out_bias else (),
+                summed_over="attention",
+            ),
+        }  # fmt: skip
+
+    def _per_head(self, name: str) -> Param:
+        source = Source(f"{self.prefix}.{name}", self.scan.num_heads)
+        return Param((source,), is_float32=True)
+
+    def _in_param(self) -> LinearParam:
+        scan = self.scan
+        if self.is_delta:
+            return linear(self.hidden_size, *_delta_sources(self.prefix, scan))
+        sizes = scan.inner_size, *scan.sizes, scan.num_heads
+        parts = side_by_side(f"{self.prefix}.in_proj", sizes)
+        parts = [part.scaled(x) for part, x in zip(parts, self.scales.parts, strict=True)]
+        biases = parts if self.in_bias else ()
+        weights = [part.scaled(self.scales.input) for part in parts]
+        return linear(self.hidden_size, *weights, biases=biases)
+
+    def forward(
+        self,
+        context: BlockContext,
+        x: Normed,
+        inputs: RecurrentStep,
+        weights: RecurrentWeights,
+        residual: Tensor,
+        norms: ResidualNorms,
+    ) -> tuple[Tensor, Normed]:
+        kernels, scan = context.kernels, self.scan
+        num_gates = 2 if self.is_delta else 1
+        sizes = [scan.inner_size, scan.channels, *[scan.num_heads] * num_gates]
+        gates, mixed, *steps = torch.split(kernels.linear(x, weights.in_proj), sizes, dim=-1)
+        if inputs.states.rows is None:
+            scan = scan.every(0)
+        beta = steps[1] if self.is_delta else None
+        mixed = kernels.convolve(mixed, weights.conv, weights.conv_bias, inputs, scan)
+        scanned = kernels.scan(mixed, steps[0], beta, weights.scan, inputs, scan)
+        gated = self._gate(context, scanned, gates, weights.gate_norm)
+        ranks = context.ranks.attention
+        return context.linear_add_norm(ranks, gated, weights.out, residual, norms)
+
+    def _gate(
+        self, context: BlockContext, x: Tensor, gates: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        kernels, ranks = context.kernels, context.ranks.attention
+        eps, size, is_first = self.norm_eps, self.norm_size, self.gates_first
+        if weight is None or size <= x.shape[1]:
+            return kernels.gate_norm(x, gates, weight, eps, size, is_first)
+        if is_first:  # one norm, of which each rank has a part
+            return norm_over(ranks, kernels.gate_norm(x, gates, None, eps, size, True), weight, eps)
+        return kernels.gate_norm(norm_over(ranks, x, weight, eps), gates, None, eps, size, False)
+
+
+def _delta_sources(prefix: str, scan: Scan) -> Sequence[Source]:
+    """In a checkpoint, q, k, v and gates of each key head alternate, and so do b and a."""
+    keys, values = scan.state_size, scan.inner_size // scan.num_groups
+    each, num_groups = scan.num_heads // scan.num_groups, scan.num_groups
+    firsts = {"q": (0, keys), "k": (keys, keys), "v": (2 * keys, values)}
+    firsts["z"] = (2 * keys + values, values)
+
+    def rows(first: int, num: int, turn: int) -> list[int]:
+        return [g * turn + row for g in range(num_groups) for row in range(first, first + num)]
+
+    turn = 2 * (keys + values)
+    whole = num_groups * turn
+    joined = [Source(f"{prefix}.in_proj_qkvz", whole, rows(*firsts[n], turn)) for n in "zqkv"]
+    ba = f"{prefix}.in_proj_ba", 2 * num_groups * each
+    return [*joined, *(Source(*ba, rows(first, each, 2 * each)) for first in (each, 0))]
+
+

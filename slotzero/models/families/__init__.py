@@ -1,0 +1,1 @@
+"""Model families: one file each, with everything the engine knows about that family."""

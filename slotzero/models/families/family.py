@@ -1,0 +1,144 @@
+"""The contract of a family, and the table of all of them.
+
+A family file defines `FAMILY`. To add one from outside the package, call `register`.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.models.config import ModelConfig
+from slotzero.models import fields
+from slotzero.models.rope import refuse_two_ropes
+
+Config = Mapping[str, Any]  # config.json
+
+
+@dataclass(frozen=True)
+class Family:
+    model_type: str
+    architecture: str
+    parse: Callable[[Config], ModelConfig]
+    """Return the model that a config.json describes, or refuse it by name."""
+    implements: frozenset[str] = frozenset()
+    """Fields of NEUTRAL that the family implements."""
+    tiny: Mapping[str, Config] = field(default_factory=dict)
+    """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
+    quantization: frozenset[str] = frozenset()
+    """Values of quant_method that can be read."""
+
+
+# Fields that change results where they are not implemented, with the values that change nothing.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (None, 1, 1.0),
+    "use_sliding_window": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),  # no image ever comes
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "v_head_dim": (None,),
+    "kv_lora_rank": (None,),
+    "num_nextn_predict_layers": (None, 0),
+    "moe_layer_freq": (None, 1),
+    "attention_value_scale": (None, 1, 1.0),
+    "hybrid_layer_pattern": (None,),
+    "swa_num_key_value_heads": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "clip_qkv": (None,),
+    "no_rope_layers": (None,),
+    "no_rope_layer_interval": (None,),
+    "per_layer_config": (None, {}),
+    "global_head_dim": (None,),
+    "num_global_key_value_heads": (None,),
+    "attention_k_eq_v": (None, False),
+    "num_kv_shared_layers": (None, 0),
+    "use_double_wide_mlp": (None, False),
+    "hidden_size_per_layer_input": (None, 0),
+    "enable_moe_block": (None, False),
+}
+_REGISTERED: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Add a family that is defined outside this package."""
+    _REGISTERED[family.architecture] = family
+
+
+def families() -> Mapping[str, Family]:
+    """Return all families by architecture, those of this package first."""
+    return {**_packaged(), **_REGISTERED}
+
+
+@cache
+def _packaged() -> Mapping[str, Family]:
+    package = __name__.rpartition(".")[0]
+    path = importlib.import_module(package).__path__
+    modules = (importlib.import_module(f"{package}.{m.name}") for m in pkgutil.iter_modules(path))
+    found = [f for module in modules for f in vars(module).get("FAMILIES", ())]
+    return {family.architecture: family for family in found}
+
+
+def family_of(config: Config) -> Family:
+    """Return the family that a config.json names."""
+    known = families()
+    by_type = {family.model_type: family.architecture for family in known.values()}
+    named = by_type.get(str(config.get("model_type")), str(config.get("model_type")))
+    architecture = (config.get("architectures") or [named])[0]
+    family = known.get(architecture)
+    if family is None:
+        raise UnsupportedModelError(
+            f"architecture {architecture!r} is not supported; supported: {', '.join(known)}"
+        )
+    model_type = config.get("model_type", family.model_type)
+    if model_type != family.model_type:
+        raise UnsupportedModelError(
+            f"config field model_type={model_type!r} does not fit architecture {architecture}"
+        )
+    return family
+
+
+def parse_config(config: Config) -> ModelConfig:
+    """Return the model that a config.json describes; what is not implemented is refused by name."""
+    family = family_of(config)
+    _refuse_unimplemented(config, family)
+    return family.parse({"model_type": family.model_type, **config})
+
+
+def _refuse_unimplemented(config: Config, family: Family) -> None:
+    method = quantization_of(config)
+    readable = {name for known in families().values() for name in known.quantization}
+    if method in readable - family.quantization:
+        raise UnsupportedModelError(
+            f"{family.model_type} quantised by {method} is not implemented; use the unquantised "
+            "folder or a GGUF file"
+        )
+    for name, neutral in NEUTRAL.items():
+        if name not in family.implements and name in config and config[name] not in neutral:
+            raise UnsupportedModelError(
+                f"config field {name}={config[name]!r} changes results and is not implemented"
+            )
+    if method is not None and method not in readable:
+        raise UnsupportedModelError(
+            f"config field quantization_config has quant_method={method!r}: "
+            f"only {', '.join(sorted(readable, reverse=True))} is implemented"
+        )
+    refuse_two_ropes(config)
+
+
+def quantization_of(config: Config) -> str | None:
+    """Return the quant_method of a checkpoint; None: it is not quantised."""
+    given = fields.mapping(config, "quantization_config")
+    return str(given.get("quant_method", "unknown")) if given else None

@@ -1,0 +1,66 @@
+"""Llama 2 and 3, SmolLM2, and the shape that many families share: pre-norm layers of grouped-query
+attention and a gated MLP."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from slotzero.models.blocks.attention import Attention
+from slotzero.models.config import ModelConfig
+from slotzero.models.families.family import Family
+from slotzero.models.families.standard import (
+    IsSliding,
+    attention_heads,
+    dense_mlp,
+    kv_groups,
+    layer_groups,
+    model,
+    never,
+    pre_norms,
+)
+from slotzero.models.families.tiny import tiny
+from slotzero.models.layer import DecoderLayer
+
+Config = Mapping[str, Any]
+
+
+def parse_llama(config: Config) -> ModelConfig:
+    return llama_like(config)
+
+
+def llama_like(
+    config: Config,
+    qkv_bias: bool | None = None,  # None: attention_bias decides
+    out_bias: bool | None = None,
+    is_sliding: IsSliding = never,
+    **attention: Any,
+) -> ModelConfig:
+    """Return a model of this shape; `attention` are fields of Attention in which it differs."""
+    bias, names = bool(config.get("attention_bias", False)), layer_groups(config, is_sliding)
+    groups = kv_groups(config, names, attention_heads(config))
+    mixers = {
+        name: Attention(
+            group,
+            config["hidden_size"],
+            qkv_bias=bias if qkv_bias is None else qkv_bias,
+            out_bias=bias if out_bias is None else out_bias,
+            **attention,
+        )
+        for name, group in groups.items()
+    }
+    norms, mlp = pre_norms(config), dense_mlp(config)
+    return model(config, [DecoderLayer(norms, mixers[name], mlp) for name in names])
+
+
+LLAMA = partial(tiny, "llama", "LlamaForCausalLM")
+FAMILIES = (
+    Family(
+        "llama", "LlamaForCausalLM", parse_llama,
+        tiny={
+            "llama": LLAMA(2, 64, 176, (4, 2, 16)),
+            "smollm2": LLAMA(
+                3, 144, 200, (9, 3, 16), rope_theta=100000.0, tie_word_embeddings=True
+            ),
+        },
+    ),
+)  # fmt: skip

@@ -1,0 +1,146 @@
+"""Mamba-2 mixers as config.json describes them, and which layers are recurrent.
+
+Shared by Falcon-H1, Granite hybrid and Nemotron-H.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.types_recurrent import Scan
+from slotzero.models.blocks.recurrent import RecurrentMixer, RecurrentScales
+from slotzero.models.fields import eps, positive
+
+Config = Mapping[str, Any]
+
+ATTENTION, RECURRENT, MLP, MOE = "attention", "recurrent", "mlp", "moe"
+LAYER_KINDS: Mapping[str, str] = {
+    "full_attention": ATTENTION,
+    "attention": ATTENTION,
+    "linear_attention": RECURRENT,
+    "mamba": RECURRENT,
+    "mlp": MLP,
+    "moe": MOE,
+}
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def hybrid_layers(config: Config, kinds: Sequence[str] = (ATTENTION, RECURRENT)) -> list[str]:
+    """Return for each layer which of `kinds` it is."""
+    num_layers = positive(config, "num_hidden_layers")
+    given = config.get("layer_types") or config.get("layers_block_type")
+    if given is None:
+        every = config.get("full_attention_interval") or 4
+        names = "linear_attention", "full_attention"
+        given = [names[(layer + 1) % every == 0] for layer in range(num_layers)]
+    known = [name for name, kind in LAYER_KINDS.items() if kind in kinds]
+    unknown = sorted({str(kind) for kind in given} - set(known))
+    if unknown:
+        raise UnsupportedModelError(
+            f"config field layer_types holds {', '.join(unknown)}: "
+            f"implemented are {', '.join(known)}"
+        )
+    if len(given) != num_layers:
+        raise UnsupportedModelError(
+            f"config field layer_types names {len(given)} layers of {num_layers}"
+        )
+    layers = [LAYER_KINDS[kind] for kind in given]
+    attention, recurrent = layers.count(ATTENTION), layers.count(RECURRENT)
+    if not attention or not recurrent:
+        raise UnsupportedModelError(
+            f"config field layer_types names {attention} layers with attention and "
+            f"{recurrent} recurrent ones: a model without either is not implemented"
+        )
+    return layers
+
+
+def mamba_mixer(
+    config: Config,
+    inner_size: int,
+    prefix: str = "mamba",
+    norm_size: int | None = None,  # None: a group's channels; 0: no norm
+    dt_limit: tuple[float, float] | None = None,
+    **more: Any,
+) -> RecurrentMixer:
+    """Return the mixer; `more` are fields of RecurrentMixer in which the family differs."""
+    _require_silu(config)
+    heads = positive(config, "mamba_n_heads")
+    head_dim = config.get("mamba_d_head")
+    if head_dim in (None, "auto"):
+        head_dim = inner_size // heads
+    if not isinstance(head_dim, int) or head_dim * heads != inner_size:
+        raise UnsupportedModelError(
+            f"config fields mamba_n_heads={heads}, mamba_d_head={head_dim}: {inner_size} channels "
+            "do not split into such heads"
+        )
+    scan = Scan(
+        "mamba",
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=positive(config, "mamba_n_groups"),
+        state_size=positive(config, "mamba_d_state"),
+        conv_width=conv_width(config, "mamba_d_conv"),
+        dt_limit=dt_limit or _dt_limit(config),
+    )
+    require_groups(scan, "mamba_n_heads", "mamba_n_groups")
+    bias = bool(config.get("mamba_proj_bias"))
+    standard: dict[str, Any] = {
+        "hidden_size": positive(config, "hidden_size"),
+        "prefix": prefix,
+        "norm_eps": eps(config),
+        "norm_size": inner_size // scan.num_groups if norm_size is None else norm_size,
+        "gates_first": True,
+        "state_dtype": state_dtype(config),
+        "in_bias": bias,
+        "conv_bias": bool(config.get("mamba_conv_bias", True)),
+        "out_bias": bias,
+        "scales": RecurrentScales(),
+    }
+    return RecurrentMixer(scan, **(standard | more))
+
+
+def conv_width(config: Config, field: str) -> int:
+    width = positive(config, field)
+    if width < 2:
+        raise UnsupportedModelError(f"config field {field}={width}: at least 2 inputs are needed")
+    return width
+
+
+def require_groups(scan: Scan, heads: str, groups: str) -> None:
+    if scan.num_heads % scan.num_groups:
+        raise UnsupportedModelError(
+            f"config field {heads}={scan.num_heads} is not a multiple of {groups}={scan.num_groups}"
+        )
+
+
+def state_dtype(config: Config) -> str:
+    """Return float32, in which the recurrence is computed, where the config is silent."""
+    for field in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
+        name = config.get(field)
+        if name is not None and name not in STATE_DTYPES:
+            raise UnsupportedModelError(
+                f"config field {field}={name!r}: {', '.join(STATE_DTYPES)} are implemented"
+            )
+        if name is not None:
+            return str(name)
+    return "float32"
+
+
+def _dt_limit(config: Config) -> tuple[float, float]:
+    least, most = config.get("time_step_limit") or (0.0, math.inf)
+    return _number(least), _number(most)
+
+
+def _number(given: Any) -> float:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    return float(given["__float__"] if isinstance(given, Mapping) else given)
+
+
+def _require_silu(config: Config) -> None:
+    field = "mamba_hidden_act" if "mamba_hidden_act" in config else "hidden_act"
+    name = config.get(field) or "silu"
+    if name not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"config field {field}={name!r}: mamba layers are implemented with silu"
+        )

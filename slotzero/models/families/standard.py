@@ -1,0 +1,276 @@
+"""Parts of a config.json that most families read the same way.
+
+Each function reads one thing; a family file puts them together and says where it differs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.types import Experts, Heads
+from slotzero.models.blocks.attention import KvGroup
+from slotzero.models.blocks.dense_mlp import DenseMlp
+from slotzero.models.config import FULL, SLIDING, ModelConfig
+from slotzero.models.fields import activation, eps, mapping, positive
+from slotzero.models.layer import DecoderLayer, LayerNorms
+from slotzero.models.rope import parse_rope
+
+Config = Mapping[str, Any]
+IsSliding = Callable[[int], bool]
+
+LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
+
+
+def model(config: Config, layers: Sequence[DecoderLayer], **more: Any) -> ModelConfig:
+    """Return the model; `more` are fields of ModelConfig in which the family differs."""
+    softcap = config.get("final_logit_softcapping")
+    max_position = positive(config, "max_position_embeddings")
+    ropes = [layer.group.rope for layer in layers if layer.group is not None]
+    standard: dict[str, Any] = {
+        "family": str(config["model_type"]),
+        "vocab_size": positive(config, "vocab_size"),
+        "hidden_size": positive(config, "hidden_size"),
+        "norm_eps": eps(config),
+        "max_position": min(rope.extended(max_position) for rope in ropes),
+        "layers": tuple(layers),
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "final_softcap": None if softcap is None else float(softcap),
+    }
+    return ModelConfig(**(standard | more))
+
+
+def pre_norms(config: Config, **more: Any) -> LayerNorms:
+    return LayerNorms(positive(config, "hidden_size"), eps(config), **more)
+
+
+def sandwich_norms(config: Config, offset: float = 0.0) -> LayerNorms:
+    """Norms before and after the mixer and the MLP."""
+    return pre_norms(
+        config,
+        post_mixer="post_attention_layernorm",
+        mlp="pre_feedforward_layernorm",
+        post_mlp="post_feedforward_layernorm",
+        offset=offset,
+    )
+
+
+def dense_mlp(config: Config, **more: Any) -> DenseMlp:
+    standard: dict[str, Any] = {
+        "hidden_size": positive(config, "hidden_size"),
+        "inner_size": positive(config, more.get("size_field", "intermediate_size")),
+        "activation": activation(config) if "activation" not in more else more["activation"],
+        "has_bias": bool(config.get("mlp_bias", False)),
+    }
+    return DenseMlp(**(standard | more))
+
+
+def attention_heads(config: Config, **more: Any) -> Heads:
+    num_heads = positive(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or positive(config, "hidden_size") // num_heads
+    softcap = config.get("attn_logit_softcapping")
+    field = "num_key_value_heads"
+    standard: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads if config.get(field) is None else positive(config, field),
+        "head_dim": head_dim,
+        "value_dim": config.get("v_head_dim") or head_dim,
+        "norm_eps": eps(config),
+        "scale": (config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        "softcap": None if softcap is None else float(softcap),
+    }
+    return Heads(**(standard | more))
+
+
+def never(layer: int) -> bool:
+    return False
+
+
+def layer_groups(
+    config: Config, is_sliding: IsSliding = never, ends_full: bool = False
+) -> list[str]:
+    """Return the KV group of each layer, from layer_types or, without them, by rule."""
+    num_layers, given = positive(config, "num_hidden_layers"), config.get("layer_types")
+    if given is None:
+        return [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers)]
+    if len(given) != num_layers:
+        raise UnsupportedModelError(
+            f"config field layer_types names {len(given)} layers of {num_layers}"
+        )
+    unknown = sorted({str(kind) for kind in given if kind not in LAYER_TYPES})
+    if unknown:
+        raise UnsupportedModelError(
+            f"config field layer_types holds {', '.join(unknown)}: "
+            f"implemented are {', '.join(LAYER_TYPES)}"
+        )
+    if ends_full and LAYER_TYPES[given[-1]] != FULL:
+        raise UnsupportedModelError(
+            f"config field layer_types ends with {given[-1]}: full_attention is needed there"
+        )
+    return [LAYER_TYPES[kind] for kind in given]
+
+
+def kv_group(
+    config: Config,
+    name: str,
+    layers: Sequence[int],
+    heads: Heads,
+    rope: Config,
+    readers: Sequence[int] = (),
+) -> KvGroup:
+    """Return a group of layers with these heads; `rope` is a config as parse_rope takes it."""
+    max_position = positive(config, "max_position_embeddings")
+    if heads.head_dim % 2:
+        raise UnsupportedModelError(
+            f"head_dim={heads.head_dim}: rotary embedding needs an even size"
+        )
+    if name == SLIDING:
+        heads = replace(heads, window=_window(config, max_position))
+    if heads.num_heads % heads.num_kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads={heads.num_heads} is not a multiple of "
+            f"num_key_value_heads={heads.num_kv_heads} of {name} layers"
+        )
+    parsed = parse_rope(rope, heads.head_dim, max_position)
+    return KvGroup(name, tuple(layers), heads, parsed, tuple(readers))
+
+
+def kv_groups(
+    config: Config,
+    names: Sequence[str],
+    heads: Heads,
+    thetas: tuple[float, float] = (10000.0, 10000.0),  # of full and of sliding layers
+    scales_full_only: bool = False,
+) -> dict[str, KvGroup]:
+    """Return the groups by name, for layers that all have the same heads."""
+    groups = {}
+    for name in dict.fromkeys(names):
+        layers = [layer for layer, group in enumerate(names) if group == name]
+        rope = rope_of(config, name, thetas[name == SLIDING], scales_full_only)
+        groups[name] = kv_group(config, name, layers, heads, rope)
+    return groups
+
+
+def rope_of(
+    config: Config, group: str, theta: float = 10000.0, scales_full_only: bool = False
+) -> Config:
+    """Return the config as if all layers were of this group: nested parameters, or the older flat
+    ones, which for some families scale full layers only and have another base for sliding ones."""
+    nested = nested_rope(config, group, theta)
+    if nested is not None:
+        return nested
+    if group == SLIDING and scales_full_only:
+        return {"rope_theta": config.get("rope_local_base_freq") or theta}
+    return {**config, "rope_theta": config.get("rope_theta") or theta}
+
+
+def nested_rope(config: Config, group: str, theta: float = 10000.0) -> Config | None:
+    """Return what rope_parameters says for layers of this group; None: nothing by group."""
+    nested = config.get("rope_parameters") or {}
+    for kind, name in LAYER_TYPES.items():
+        if name == group and isinstance(nested.get(kind), Mapping):
+            return {"rope_parameters": {"rope_theta": theta, **nested[kind]}}
+    return None
+
+
+def partial_rope(config: Config, theta: float, default: float) -> Config:
+    """Return the config of heads that rotate in part; `default`: where the config is silent."""
+    partial = config.get("partial_rotary_factor") or default
+    given = config.get("rope_parameters") or mapping(config, "rope_scaling")
+    parameters = {"partial_rotary_factor": partial, **given}
+    theta = config.get("rope_theta") or theta
+    return {**config, "rope_theta": theta, "rope_parameters": parameters}
+
+
+def rope_if_asked(config: Config) -> Config:
+    """Return the config of heads that do not rotate without position_embedding_type=rope."""
+    if config.get("position_embedding_type") == "rope":
+        return rope_of(config, FULL)
+    if mapping(config, "rope_scaling"):
+        raise UnsupportedModelError(
+            "config field rope_scaling: heads of this model are not rotated without "
+            "position_embedding_type=rope"
+        )
+    return {"rope_parameters": {"rope_type": "none"}}
+
+
+def experts(config: Config, num: str, top_k: str, inner_size: str, **more: Any) -> Experts:
+    """Return the experts of a config that has these field names for their numbers and size."""
+    made = Experts(
+        num_experts=positive(config, num),
+        top_k=positive(config, top_k),
+        inner_size=positive(config, inner_size),
+        **{"activation": activation(config), **more},
+    )
+    if made.top_k > made.num_experts:
+        raise UnsupportedModelError(
+            f"config fields {num}={made.num_experts}, {top_k}={made.top_k}: so many cannot be "
+            "chosen"
+        )
+    return made
+
+
+def sigmoid_experts(config: Config, num_shared: int = 0, **more: Any) -> Experts:
+    """Return experts as DeepSeek-V3 routes them: sigmoids with a correction, in groups."""
+    if config.get("topk_method") not in (None, "noaux_tc"):
+        raise UnsupportedModelError(
+            f"config field topk_method={config['topk_method']!r}: only noaux_tc is implemented"
+        )
+    return Experts(
+        num_experts=positive(config, "n_routed_experts"),
+        top_k=positive(config, "num_experts_per_tok"),
+        inner_size=positive(config, "moe_intermediate_size"),
+        **{"activation": activation(config), **more},
+        scores="sigmoid",
+        is_normed=bool(config.get("norm_topk_prob", True)),
+        factor=float(config.get("routed_scaling_factor") or 1.0),
+        num_shared=num_shared,
+        **expert_groups(config, judged_by=2),
+    )
+
+
+def expert_groups(config: Config, judged_by: int) -> dict[str, int]:
+    num = config.get("n_group") or 1
+    top = (config.get("topk_group") or 1) if num > 1 else 1
+    routed, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")
+    if routed % num:
+        raise UnsupportedModelError(
+            f"config field n_routed_experts={routed} is not a multiple of n_group={num}"
+        )
+    if top > num or top_k > routed // num * top or judged_by > routed // num:
+        raise UnsupportedModelError(
+            f"config fields n_group={num}, topk_group={top}, num_experts_per_tok={top_k}: "
+            f"{routed} experts do not allow for such a choice"
+        )
+    return {"num_groups": num, "top_groups": top, "judged_by": judged_by}
+
+
+def sparse_layers(config: Config, num_dense: int = 0) -> list[bool]:
+    """Return for each layer whether it has experts; `num_dense`: first layers without, where the
+    config is silent."""
+    num_layers = positive(config, "num_hidden_layers")
+    if config.get("decoder_sparse_step") is not None or config.get("mlp_only_layers"):
+        every = positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
+        dense = config.get("mlp_only_layers") or ()
+        return [i not in dense and (i + 1) % every == 0 for i in range(num_layers)]
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        first = config.get("first_k_dense_replace")
+        first = min(num_dense if first is None else first, num_layers)
+        kinds = ["dense"] * first + ["sparse"] * (num_layers - first)
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise UnsupportedModelError(
+            f"config field mlp_layer_types={kinds!r}: dense or sparse is needed for each of "
+            f"{num_layers} layers"
+        )
+    return [kind == "sparse" for kind in kinds]
+
+
+def _window(config: Config, max_position: int) -> int:
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or not 1 <= window <= max_position:
+        raise UnsupportedModelError(
+            f"config field sliding_window={window!r}: a number from 1 to "
+            f"max_position_embeddings={max_position} is needed"
+        )
+    return window
