@@ -22,7 +22,7 @@ from slotzero.graph import GraphKey
 from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 scaling = importlib.import_module("scaling")
 step_model = importlib.import_module("step_model")
 

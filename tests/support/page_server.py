@@ -1,6 +1,6 @@
 """A stand-in for the server under the page: made-up answers, and an engine that seems to be busy.
 
-    python tests/page_server.py [PORT] [--key KEY] [--gpu]
+    python tests/support/page_server.py [PORT] [--key KEY] [--gpu]
 
 It serves the real page under the real policy, and /live made by the real Metrics over a client that
 follows the clock. With --gpu the made-up engine records prefill too, and a size has failed.

@@ -1,8 +1,8 @@
-"""`python tests/ranked.py RANK SIZE JOBS.json`: engines of several ranks, one after another.
+"""`python ranked.py RANK SIZE JOBS.json`: engines of several ranks, one after another.
 
 Every rank does the same, and leaves the tokens and logits of its answers in a file; where ranks
 attend apart, rank 0 leads and the others obey it. To start once for many models is quick;
-tests/test_parallel.py also starts ranks as a user does.
+tests/distributed/test_parallel.py also starts ranks as a user does.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The page at `/`, in a headless Chromium over tests/page_server.py; without one it is only read.
+"""The page at `/`, in a headless Chromium over page_server.py; without one it is only read.
 
 The browser is driven through its debugging pipe: JSON messages, each ended by a zero byte.
 """

@@ -1,5 +1,5 @@
-"""Runs tests/triton through Triton's interpreter, which is chosen before triton is imported; and
-what only its compiler shows."""
+"""Run tests/kernels/triton through Triton's interpreter, which must be chosen before triton is
+imported, and test properties that only its compiler shows."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def test_through_the_interpreter(names):
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        cwd=FOLDER.parent.parent,
+        cwd=FOLDER.parents[2],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     passed = set(re.findall(r"^PASSED \S+/test_(\w+)\.py::", done.stdout, re.MULTILINE))

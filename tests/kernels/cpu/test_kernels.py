@@ -1,6 +1,6 @@
 """The CPU's kernels against their slow reference, with hostile memory wherever they must not look.
 
-Triton's are in tests/triton.
+Triton's are in tests/kernels/triton.
 """
 
 import dataclasses

@@ -128,7 +128,7 @@ def of_models(oracles, jobs):
 
 def run_ranks(size, jobs, folder):
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).parent / "ranked.py"
+    script = Path(__file__).parents[1] / "support" / "ranked.py"
     words = [sys.executable, str(script)]
     processes = [
         subprocess.Popen([*words, str(rank), str(size), str(folder / "jobs.json")])

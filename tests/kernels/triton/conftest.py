@@ -11,7 +11,7 @@ HALF = torch.float16 if INTERPRETED else torch.bfloat16
 """The interpreter's matrix product takes the bits of a bfloat16 for an integer."""
 
 if not INTERPRETED and not torch.cuda.is_available():
-    collect_ignore_glob = ["test_*.py"]  # tests/test_triton.py runs them in a process of its own
+    collect_ignore_glob = ["test_*.py"]  # tests/kernels/test_triton.py runs them in processes
 
 
 if INTERPRETED:
@@ -44,5 +44,5 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not INTERPRETED:
         for item in items:
-            if "tests/triton/" in str(item.path):
+            if "tests/kernels/triton/" in str(item.path):
                 item.add_marker(pytest.mark.gpu)

@@ -484,7 +484,7 @@ def test_the_packaged_head_is_package_data():
     sizes = {file.name: len(file.read_bytes()) for file in folder.iterdir()}
     assert sizes.keys() == {"README.md", "config.json", "model.safetensors"}
     assert max(sizes.values()) < 25e6
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["slotzero"]
     for name in sizes:
         path = PurePath("speculative", "heads", "smollm2", name)

@@ -23,7 +23,7 @@ from slotzero.server.process import speculation_of
 from slotzero.server.settings import ServerSettings
 from slotzero.speculative.widths import SpeculationStats
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOTHING = Stats(0, 0, 32, 0, 0, 2048, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, {}, 0, 0)
 SPECULATING = msgspec.structs.replace(
     NOTHING, speculation=Speculation(3, 10, 30, 16, [9, 7, 0], {1: 5, 3: 8})
