@@ -18,6 +18,7 @@ from slotzero.kernels.cpu.build import load as load_kernels
 if TYPE_CHECKING:  # it imports transformers, which takes seconds that few processes need
     from oracle import Oracle
 
+pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.glob("support/*.py")))
 hypothesis.settings.register_profile("untimed", deadline=None)  # speed is not for tests to judge
 hypothesis.settings.load_profile("untimed")
 

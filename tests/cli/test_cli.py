@@ -1,16 +1,16 @@
 """The command `slotzero`, mostly in process: what it prints, what it refuses, how it ends."""
 
-import io
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from command import Run, is_one_error_line
 
 from slotzero import LLM, SamplingParams, __version__
 from slotzero.cli import chat, doctor, flags, generate, serve
@@ -24,40 +24,6 @@ TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "8"]
 PARIS = "What is the capital of France? Answer in one sentence."
 
 
-class Result:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def objects(self) -> list[dict]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-class Terminal(io.TextIOWrapper):
-    def isatty(self) -> bool:
-        return True
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Calls the command in process; `stdin` is what is piped into it."""
-
-    def call(*words: str, stdin: bytes = b"", is_terminal: bool = False) -> Result:
-        kind = Terminal if is_terminal else io.TextIOWrapper
-        monkeypatch.setattr(sys, "stdin", kind(io.BytesIO(stdin)))
-        try:
-            code = cli.main(words)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        return Result(code, captured.out, captured.err)
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM("tiny:llama", backend="eager", show_progress=False)
@@ -69,10 +35,6 @@ def answer(llm: LLM, prompt: str, system: str | None = None) -> str:
         messages.insert(0, {"role": "system", "content": system})
     output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     return output[0].outputs[0].text
-
-
-def is_one_error_line(text: str) -> bool:
-    return text.startswith("slotzero: error: ") and text.count("\n") == 1
 
 
 # The front door

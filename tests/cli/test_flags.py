@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import Run, is_one_error_line, run
-from test_server import FakeClient, ask, stream
+from command import Run, is_one_error_line
+from fake_engine import FakeClient, ask, stream
 
 from slotzero import LLM
 from slotzero.cli import chat, flags, generate, serve
 from slotzero.errors import ConfigError
 from slotzero.text.tokenizer import Tokenizer
 
-__all__ = ["run"]  # a fixture
 TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "4"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

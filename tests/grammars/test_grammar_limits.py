@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_engine import PAGE, check_nothing_leaked, drain, greedy, make, prompt_of
-from test_structured import begun, settled, shaped, tokens_of
+from engines import PAGE, check_nothing_leaked, drain, greedy, make, prompt_of
+from structures import begun, settled, shaped, tokens_of
 
 from slotzero import LLM
 from slotzero.engine.dp_schedulers import DpSchedulers

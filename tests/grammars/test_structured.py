@@ -5,15 +5,14 @@ import json
 import random
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
+from engines import EOS, PAGE, VOCAB, check_nothing_leaked, drain, greedy, make, prompt_of
 from shadow import Shadow
-from test_engine import PAGE, check_nothing_leaked, drain, greedy, make, prompt_of
+from structures import COLOURS, MAIL, PERSON, SHAPES, TIDY, begun, settled, shaped, tokens_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.engine.engine import Answer, Engine
@@ -29,39 +28,12 @@ from slotzero.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 
-VOCAB, EOS = 259, 257
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"},
-        "age": {"type": "integer", "minimum": 0, "maximum": 130},
-        "likes": {"type": "array", "items": {"enum": ["tea", "jazz"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "likes"],
-    "additionalProperties": False,
-}
-MAIL = r"[a-z]{2,5}@[a-z]{2,5}\.(com|org)"
-COLOURS = ["red", "green", "greenish", "né"]
-# A random model would leave hardly a string or a list: it is told to like their ends.
-TIDY = {ord('"'): 6.0, ord("]"): 6.0, ord("}"): 4.0} | dict.fromkeys(b" \t\r\n", -100.0)
 # Four letters are fine; then llguidance must write the million down, and gives up.
 ENDLESS = {"regex": "(a|b){4}c{1000000}"}
 ENDLESS_ERROR = (
     "structured_outputs: regex: the answer cannot go on "
     "(lexer error: too many expressions constructed): ask for a simpler one"
 )
-SHAPES: dict[str, dict[str, Any]] = {
-    "schema": {"json_schema": PERSON},
-    "regex": {"regex": MAIL},
-    "choice": {"choice": COLOURS},
-    "object": {"json_object": True},
-}
-
-
-def shaped(shape: str | dict[str, Any], seed: int = 1, **more: Any) -> SamplingParams:
-    asked = SHAPES[shape] if isinstance(shape, str) else shape
-    wanted = {"temperature": 1.0, "seed": seed, "max_tokens": 150, "logit_bias": TIDY, **more}
-    return SamplingParams(**wanted, structured_outputs=asked)
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -163,28 +135,8 @@ def grammars(vocab: int = VOCAB, ends: Sequence[int] = (EOS,)) -> Grammars:
     return Grammars(Tokenizer.bytes_tokenizer, vocab, ends, GrammarLimits())
 
 
-def begun(pool: Grammars, **asked: Any) -> Grammar:
-    grammar = pool.begin(StructuredOutputs(**asked))
-    if not settled(grammar):
-        raise RequestError(grammar.failure)
-    return grammar
-
-
-def settled(grammar: Grammar) -> bool:
-    """Wait for its mask; -> whether there is one."""
-    until = time.monotonic() + 60.0
-    while not grammar.is_settled:
-        assert time.monotonic() < until
-        grammar._pool.poll(0.1)  # type: ignore[attr-defined]
-    return grammar.is_ready
-
-
 def begin(regex: str, **how: Any) -> Grammar:
     return begun(grammars(**how), regex=regex)
-
-
-def tokens_of(allowed: np.ndarray) -> set[int]:
-    return {i for i in range(len(allowed) * 32) if int(allowed[i // 32]) >> i % 32 & 1}
 
 
 def after(grammar: Grammar, text: str) -> set[int]:

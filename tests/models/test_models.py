@@ -3,22 +3,11 @@
 import pytest
 import torch
 from oracle import FAMILIES, HYBRIDS, RECURRENT
-from traced import GREEDY, Traced, prompts_of
+from traced import GREEDY, Traced, expect_equal, prompts_of
 
 from slotzero import SamplingParams
 
 LENGTHS = [1, 5, 16, 17, 33, 70, 2, 48, 15, 31, 64, 3, 9, 100, 20, 12, 40]  # 17 rows
-
-
-def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    tokens = traced.generate(prompts, params)
-    for prompt, got, request_id in zip(prompts, tokens, traced.request_ids, strict=True):
-        expected, logits = oracle.generate(prompt["prompt_token_ids"], num_tokens)
-        assert got == expected
-        # a preempted request samples nothing twice, so there is one row for each token
-        rows = torch.stack(traced.logits[request_id][:num_tokens])
-        assert (rows - logits).abs().max() < 1e-4
 
 
 COMPILED = {

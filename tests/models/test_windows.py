@@ -11,8 +11,7 @@ import pytest
 import torch
 from oracle import HYBRIDS
 from safetensors.torch import load_file, save_file
-from test_models import expect_equal
-from traced import Traced, prompts_of
+from traced import Traced, expect_equal, prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.mxfp4 import dequantise

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_server import FakeClient, ask, refused, stream, tool_tokenizer
+from fake_engine import FakeClient, ask, refused, stream, tool_tokenizer
 
 from slotzero.text.tokenizer import Tokenizer
 

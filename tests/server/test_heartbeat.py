@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,11 @@ from slotzero.server.client import EngineClient
 from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
 from slotzero.server.messages import Beat, Loading, Ready, TokenDelta, frame
 
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 SOON = 120.0  # seconds: a busy machine is slow, and nothing here may hang
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _without_gpu() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        yield
 
 
 async def until(condition: Callable[[], object]) -> None:

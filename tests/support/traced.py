@@ -48,3 +48,14 @@ class Traced:
         self.request_ids = [output.request_id for output in outputs]
         self.engine.check()
         return [output.outputs[0].token_ids for output in outputs]
+
+
+def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    tokens = traced.generate(prompts, params)
+    for prompt, got, request_id in zip(prompts, tokens, traced.request_ids, strict=True):
+        expected, logits = oracle.generate(prompt["prompt_token_ids"], num_tokens)
+        assert got == expected
+        # a preempted request samples nothing twice, so there is one row for each token
+        rows = torch.stack(traced.logits[request_id][:num_tokens])
+        assert (rows - logits).abs().max() < 1e-4

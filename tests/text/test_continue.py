@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_server import FakeClient, ask, refused
+from fake_engine import FakeClient, ask, refused
 
 from slotzero import LLM, SamplingParams
 from slotzero.errors import RequestError, TokenizerMissingError
