@@ -36,7 +36,7 @@ test: $(TEST)  ## install, then lint, format check, types and tests
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 
 test-gpu: $(TEST)  ## install, then the tests that need an NVIDIA GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/triton tests/test_bench.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py
 
 bench: $(TEST)  ## install, then compare with transformers on this CPU
 	$(BIN)/python benchmarks/cpu_vs_transformers.py

@@ -18,6 +18,7 @@ from slotzero.kernels.cpu.build import load as load_kernels
 if TYPE_CHECKING:  # it imports transformers, which takes seconds that few processes need
     from oracle import Oracle
 
+pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.glob("support/*.py")))
 hypothesis.settings.register_profile("untimed", deadline=None)  # speed is not for tests to judge
 hypothesis.settings.load_profile("untimed")
 
@@ -49,31 +50,31 @@ def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 LONGEST = (
-    "test_ray.py",
-    "test_models.py",
-    "test_parallel.py",
-    "test_windows.py",
-    "test_speculative.py",
-    "test_certify.py",
-    "test_mutants.py",
-    "test_latent.py",
-    "test_assistant.py",
-    "test_sanitize.py",
-    "test_answers.py",
-    "test_engine.py",
-    "test_openai_client.py",
-    "test_triton.py",
-    "test_structured.py",
-    "test_bad_input.py",
-    "test_fleet_http.py",
+    "tests/server/test_ray.py",
+    "tests/models/test_models.py",
+    "tests/distributed/test_parallel.py",
+    "tests/models/test_windows.py",
+    "tests/speculative/test_speculative.py",
+    "tests/certify/test_certify.py",
+    "tests/certify/test_mutants.py",
+    "tests/models/test_latent.py",
+    "tests/speculative/test_assistant.py",
+    "tests/certify/test_sanitize.py",
+    "tests/certify/test_answers.py",
+    "tests/engine/test_engine.py",
+    "tests/server/test_openai_client.py",
+    "tests/kernels/test_triton.py",
+    "tests/grammars/test_structured.py",
+    "tests/test_bad_input.py",
+    "tests/server/test_fleet_http.py",
 )
-SINGLY = "tests/test_triton.py", "tests/triton/", "tests/gpu/"
+SINGLY = "tests/kernels/test_triton.py", "tests/kernels/triton/", "tests/gpu/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files are shared out among processes in this order: long ones are begun with."""
     rank = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from traffic import SHAPES, draw_batch, engine_of, send
 
 from slotzero.checkpoint.tiny import TINY_CONFIGS

@@ -1,0 +1,731 @@
+"""The CPU's kernels against their slow reference, with hostile memory wherever they must not look.
+
+Triton's are in tests/kernels/triton.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapes import SHAPES
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from slotzero.errors import ContractError
+from slotzero.kernels.cpu.kernels import CpuKernels
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.torch_ops import TorchKernels
+from slotzero.kernels.types import (
+    Angles,
+    Branches,
+    Experts,
+    ExpertWeights,
+    Heads,
+    Normed,
+    Rows,
+    Tokens,
+)
+from slotzero.tree_shape import MAX_PLACES
+
+REFERENCE = ReferenceKernels()
+EPS = 1e-5
+
+Span = tuple[int, int]  # the positions [begin, end) of a slot
+
+
+@pytest.fixture
+def kernels() -> CpuKernels:
+    return CpuKernels()
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Attending(NamedTuple):
+    """Tokens at `spans` of slots 1, 2, ..., and all that `attend` wants to know of them."""
+
+    heads: Heads
+    page: int
+    spans: list[Span]
+    sinks: Tensor | None
+
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """KV and the page table: pages are scattered over a pool in which all that no token may see
+        is NaN; what lies before a window has no page, and its entry says 0."""
+        window = self.heads.window or max(end for _, end in self.spans)
+        seen = [(max(0, begin + 1 - window), end) for begin, end in self.spans]
+        most = max((end - 1) // self.page for _, end in seen) + 1
+        table = torch.zeros(len(seen) + 1, most, dtype=torch.int32)
+        pool = iter((torch.randperm(len(seen) * most + 3) + 1).tolist())
+        pair = self.heads.head_dim + self.heads.value_dim
+        size = (len(seen) * most + 4, self.page, self.heads.num_kv_heads, pair)
+        kv = torch.full(size, torch.nan)
+        for slot, (first, end) in enumerate(seen, start=1):
+            for i in range(first // self.page, (end - 1) // self.page + 1):
+                table[slot, i] = next(pool)
+            for position in range(first, end):
+                stored = kv[table[slot, position // self.page], position % self.page]
+                stored.copy_(torch.randn_like(stored))
+        return kv, table
+
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Slots and positions, with padding before, between and after the slots."""
+        rows = [(0, 0)]
+        for slot, span in enumerate(self.spans, start=1):
+            rows += [(slot, position) for position in range(*span)] + [(0, 0)] * (slot % 3)
+        return ints([slot for slot, _ in rows]), ints([position for _, position in rows])
+
+    def queries(self, count: int) -> Tensor:
+        return torch.randn(count, self.heads.num_heads, self.heads.head_dim)
+
+
+def heads_of(num_heads: int, num_kv_heads: int, dim: int, **more: object) -> Heads:
+    plain = Heads(num_heads, num_kv_heads, dim, dim, norm_eps=EPS, scale=dim**-0.5)
+    return dataclasses.replace(plain, **more)
+
+
+@st.composite
+def attendings(draw: Callable) -> Attending:
+    torch.manual_seed(draw(st.integers(0, 999)))
+    spans = draw(
+        st.lists(st.tuples(st.integers(0, 50), st.integers(1, 12)), min_size=1, max_size=3)
+    )
+    spans = [(begin, begin + count) for begin, count in spans]
+    kv_heads, dims = draw(st.integers(1, 3)), st.sampled_from([1, 2, 6, 16, 24, 33, 64])
+    heads = heads_of(
+        kv_heads * draw(st.integers(1, 4)),
+        kv_heads,
+        draw(dims),
+        value_dim=draw(dims),
+        window=draw(st.sampled_from([None, 1, spans[0][1], 100]) | st.integers(1, 60)),
+        softcap=draw(st.sampled_from([None, 0.5, 20.0])),
+    )
+    sinks = torch.randn(heads.num_heads) * 3 if draw(st.booleans()) else None
+    return Attending(heads, draw(st.sampled_from([1, 4, 16, 32])), spans, sinks)
+
+
+def attend_both(case: Attending) -> None:
+    kv, table = case.pages()
+    slots, positions = case.tokens()
+    args = (case.queries(len(slots)), case.sinks, kv, table, slots, positions, case.heads)
+    out = CpuKernels().attend(*args)
+    torch.testing.assert_close(out, REFERENCE.attend(*args), atol=5e-6, rtol=1e-5)
+    assert out[slots == 0].abs().max() == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=attendings())
+def test_attention_of_any_shape(case):
+    attend_both(case)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 17, 100])  # 7 and 17 are whole contexts too
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_of_decode(shape, window):
+    *heads, page = shape
+    spans = [(n - 1, n) for n in (1, 7, 33, 16, 17)]
+    attend_both(Attending(heads_of(*heads, window=window), page, spans, None))
+
+
+@pytest.mark.parametrize("window", [None, 1, 12, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_of_prefill_over_a_prefix(shape, window):
+    *heads, page = shape
+    sinks = torch.randn(heads[0])
+    attend_both(Attending(heads_of(*heads, window=window), page, [(11, 40), (0, 23)], sinks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=attendings(), cut=st.integers(1, 11))
+def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut):
+    kernels = CpuKernels()
+    kv, table = case.pages()
+    slots, positions = case.tokens()
+    q = case.queries(len(slots))
+
+    def attend(rows: slice | Tensor) -> Tensor:
+        batch = q[rows].contiguous(), slots[rows].contiguous(), positions[rows].contiguous()
+        return kernels.attend(batch[0], case.sinks, kv, table, *batch[1:], case.heads)
+
+    together = attend(slice(None))
+    for size in (1, cut):  # token by token, and cut without regard to slots
+        parts = [attend(slice(i, i + size)) for i in range(0, len(q), size)]
+        assert torch.equal(torch.cat(parts), together)
+    shuffled = torch.randperm(len(q))
+    assert torch.equal(attend(shuffled), together[shuffled])
+
+
+class Tree(NamedTuple):
+    """Tokens of one slot at places base, base + 1, ...: the parent of each, counted from base."""
+
+    base: int
+    parents: list[int | None]  # ROOT: a child of what is stored; None: nobody stands there
+
+    def branch(self, i: int) -> list[int]:
+        """Token i and those it comes from, first things first."""
+        return [] if i == ROOT else [*self.branch(self.parents[i]), i]
+
+    def bits(self, i: int) -> int:
+        """Nobody asks for those past its own."""
+        return sum(1 << j for j in self.branch(i)) | (2**MAX_PLACES - (2 << i))
+
+
+ROOT = -1
+
+
+def grown(base: int, size: int, random: Random, gaps: float = 0.2) -> Tree:
+    tree = Tree(base, [])
+    for _ in range(size):
+        standing = [i for i, parent in enumerate(tree.parents) if parent is not None]
+        parent = random.choice([ROOT, *standing, *standing])
+        tree.parents.append(None if random.random() < gaps else parent)
+    return tree
+
+
+class Branching(NamedTuple):
+    """Trees behind what slots 1, 2, ... have stored."""
+
+    attending: Attending
+    trees: list[Tree]
+
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Where nobody stands is NaN too."""
+        kv, table = self.attending.pages()
+        for slot, tree in enumerate(self.trees, start=1):
+            for place, parent in enumerate(tree.parents, start=tree.base):
+                if parent is None:
+                    page = self.attending.page
+                    kv[table[slot, place // page], place % page] = torch.nan
+        return kv, table
+
+    def tokens(self) -> tuple[Tokens, Branches]:
+        """Padding between slots and where nobody stands, with branches out of this world."""
+        nobody = (0, 0, -(2**31), -1, -(2**31))
+        rows = [nobody]
+        for slot, tree in enumerate(self.trees, start=1):
+            for i, parent in enumerate(tree.parents):
+                if parent is None:
+                    rows.append(nobody)
+                    continue
+                stands = tree.base + len(tree.branch(i)) - 1
+                rows.append((slot, tree.base + i, tree.base, tree.bits(i), stands))
+            rows += [nobody] * (slot % 3)
+        slots, places, bases, seen, stand = zip(*rows, strict=True)
+        branches = Branches(ints(bases), torch.tensor(seen), ints(stand))
+        return Tokens(ints(slots), ints(places)), branches
+
+    def by_the_book(self, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
+        """In double precision, -> [T, heads, value_dim]"""
+        heads, page = self.attending.heads, self.attending.page
+        tokens, _ = self.tokens()
+        out = torch.zeros(len(q), heads.num_heads, heads.value_dim, dtype=torch.float64)
+        for t, (slot, place) in enumerate(zip(*(x.tolist() for x in tokens), strict=True)):
+            if slot == 0:
+                continue
+            tree = self.trees[slot - 1]
+            branch = tree.branch(place - tree.base)
+            first = 0
+            if heads.window is not None:
+                first = max(0, tree.base + len(branch) - heads.window)
+            seen = [*range(first, tree.base), *(tree.base + i for i in branch)]
+            stored = torch.stack([kv[table[slot, at // page], at % page] for at in seen]).double()
+            for head in range(heads.num_heads):
+                pair = stored[:, head // (heads.num_heads // heads.num_kv_heads)]
+                scores = pair[:, : heads.head_dim] @ q[t, head].double() * heads.scale
+                if heads.softcap is not None:
+                    scores = heads.softcap * (scores / heads.softcap).tanh()
+                shares = scores.exp()
+                sinks = self.attending.sinks
+                sink = 0 if sinks is None else sinks[head].double().exp()
+                out[t, head] = shares / (shares.sum() + sink) @ pair[:, heads.head_dim :]
+        return out
+
+
+@st.composite
+def branchings(draw: Callable) -> Branching:
+    attending = draw(attendings())
+    random, sizes = draw(st.randoms(use_true_random=False)), st.integers(1, 20) | st.just(63)
+    trees = [grown(base, draw(sizes), random) for base, _ in attending.spans]
+    spans = [(tree.base, tree.base + len(tree.parents)) for tree in trees]
+    heads = attending.heads
+    if heads.window is not None:  # longer than a branch
+        heads = dataclasses.replace(heads, window=heads.window + 63)
+    return Branching(attending._replace(heads=heads, spans=spans), trees)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=branchings(), size=st.integers(1, 11))
+def test_a_token_of_a_tree_sees_its_branch(case, size):
+    kv, table = case.pages()
+    (slots, places), branches = case.tokens()
+    q = case.attending.queries(len(slots))
+    q[slots == 0] = torch.nan
+
+    def attend(kernels: TorchKernels, rows: slice) -> Tensor:
+        parts = [x[rows].contiguous() for x in (q, slots, places, *branches)]
+        return kernels.attend(
+            parts[0], case.attending.sinks, kv, table, *parts[1:3], case.attending.heads,
+            Branches(*parts[3:]),
+        )  # fmt: skip
+
+    expected = case.by_the_book(q, kv, table)
+    for kernels in (CpuKernels(), REFERENCE):
+        out = attend(kernels, slice(None))
+        torch.testing.assert_close(out.double(), expected, atol=5e-6, rtol=1e-5)
+        assert not out[slots == 0].any()
+    cut = [attend(CpuKernels(), slice(i, i + size)) for i in range(0, len(q), size)]
+    assert torch.equal(torch.cat(cut), attend(CpuKernels(), slice(None)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=attendings(), back=st.integers(0, MAX_PLACES - 1))
+def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
+    """Wherever it is said to begin, up to `back` places before each token."""
+    heads = dataclasses.replace(case.heads, window=None)
+    kv, table = case._replace(heads=heads).pages()
+    slots, positions = case.tokens()
+    args = (case.queries(len(slots)), case.sinks, kv, table, slots, positions, heads)
+    bases = (positions - back).clamp_min(0)
+    seen = (2 << (positions - bases).long()) - 1
+    for kernels in (CpuKernels(), REFERENCE):
+        branches = Branches(bases, seen, positions)
+        assert torch.equal(kernels.attend(*args, branches), kernels.attend(*args))
+
+
+@pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
+def test_a_branch_is_what_it_would_be_alone(kind):
+    """Tokens of a tree are stored side by side and turned by their depth."""
+    kernels = kind()
+    heads, tree = heads_of(6, 2, 16, value_dim=10), grown(5, 12, Random(1), gaps=0)
+    frequency, table = torch.rand(8), ints([0, 0, 0, 0, 0, 3, 1, 5, 2, 4]).view(2, 5)
+    joined = torch.randn(17, sum(heads.sizes))  # of what is stored, and of the tree
+
+    def attention(which: list[int], depths: list[int], branches: Branches | None) -> Tensor:
+        """Of a prompt and then of these tokens, at places that follow"""
+        kv = torch.full((6, 4, 2, 26), torch.nan)
+        out = joined[:0]
+        for begin, end, how in ((0, 5, None), (5, 5 + len(which), branches)):
+            tokens = Tokens(ints([1] * (end - begin)), torch.arange(begin, end).int())
+            rows = Rows(ints([1]), ints([begin]), ints([end - begin]), ints([end - begin]))
+            angle = torch.tensor([*range(5), *depths])[begin:end, None, None] * frequency
+            out = kernels.attention(
+                joined[[*range(5), *which]][begin:end], None, None, None,
+                Angles(angle.cos(), angle.sin()), kv, table,
+                kernels.plan(tokens, rows, heads, how), heads,
+            )  # fmt: skip
+        return out
+
+    branches = [tree.branch(i) for i in range(12)]
+    seen = torch.tensor([tree.bits(i) for i in range(12)])
+    depths = [4 + len(branch) for branch in branches]
+    together = attention([*range(5, 17)], depths, Branches(ints([5] * 12), seen, ints(depths)))
+    for i, branch in enumerate(branches):
+        alone = attention([5 + j for j in branch], [*range(5, 5 + len(branch))], None)
+        torch.testing.assert_close(together[i], alone[-1], atol=1e-5, rtol=1e-5)
+
+
+def test_branches_are_refused_where_nobody_could_see_them(kernels):
+    tokens = Tokens(ints([1, 1]), ints([3, 4]))
+    rows = Rows(ints([1]), ints([3]), ints([2]), ints([2]))
+    good = Branches(ints([3, 3]), torch.tensor([1, 3]), ints([3, 4]))
+    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 5
+    with pytest.raises(ContractError, match="give its rows"):
+        kernels.plan(tokens, None, heads_of(4, 2, 8), good)
+    for bad, name in (
+        (good._replace(seen=ints([1, 3])), "seen must be torch.int64"),
+        (good._replace(bases=ints([3])), "bases must be torch.int32"),
+        (good._replace(positions=torch.tensor([3, 4])), "positions must be torch.int32"),
+    ):
+        with pytest.raises(ContractError, match=name):
+            kernels.plan(tokens, rows, heads_of(4, 2, 8), bad)
+        with pytest.raises(RuntimeError, match="attend: of a tree's tensors each token has one"):
+            kernels.attend(
+                torch.randn(2, 4, 8), None, torch.randn(2, 8, 2, 16), ints([0, 1]).view(2, 1),
+                *tokens, heads_of(4, 2, 8), bad,
+            )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=attendings())
+def test_store_writes_each_token_once_and_drops_slot_0(case):
+    kv, table = case.pages()
+    slots, positions = case.tokens()
+    k = torch.randn(len(slots), case.heads.num_kv_heads, case.heads.head_dim)
+    v = torch.randn(len(slots), case.heads.num_kv_heads, case.heads.value_dim)
+    before, expected = kv.clone(), kv.clone()
+    REFERENCE.store_kv(k, v, expected, table, slots, positions)
+    CpuKernels().store_kv(k, v, kv, table, slots, positions)
+    assert torch.equal(kv.nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
+    assert kv[0].isnan().all(), "page 0 was written"
+    written = (kv.nan_to_num(nan=-1e9) != before.nan_to_num(nan=-1e9)).any(-1).any(-1)
+    assert written.sum() == (slots > 0).sum()
+
+
+def test_attention_refuses_pages_of_another_shape(kernels):
+    heads, table, one = heads_of(4, 2, 8), torch.zeros(2, 1, dtype=torch.int32), ints([1])
+    q, k = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
+    with pytest.raises(RuntimeError, match="attend: kv_pages do not fit"):
+        kernels.attend(q, None, torch.randn(2, 4, 2, 15), table, one, one, heads)
+    with pytest.raises(RuntimeError, match=r"attend: .* must be contiguous"):
+        kernels.attend(q, None, torch.randn(2, 2, 4, 16).mT, table, one, one, heads)
+    with pytest.raises(RuntimeError, match="attend: sinks"):
+        kernels.attend(q, torch.randn(3), torch.randn(2, 4, 2, 16), table, one, one, heads)
+    with pytest.raises(RuntimeError, match="store_kv: kv_pages do not fit"):
+        kernels.store_kv(k, k, torch.randn(2, 4, 4, 16), table, one, one)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 70), out=st.integers(1, 70), inner=st.integers(1, 90), bias=st.booleans()
+)
+def test_linear_of_any_shape(rows, out, inner, bias):
+    kernels = CpuKernels()
+    x, weight = torch.randn(rows, inner), torch.randn(out, inner)
+    b = torch.randn(out) if bias else None
+    packed = kernels.pack(weight)
+    assert packed.shape == kernels.packed_shape(out, inner)
+    got = kernels.product(x, packed, b, out)
+    exact = F.linear(x.double(), weight.double(), b.double() if bias else None)
+    assert torch.allclose(got.double(), exact, atol=1e-4)
+    for i in range(rows):  # a row is the same bits alone and in company
+        assert torch.equal(kernels.product(x[i : i + 1].contiguous(), packed, b, out)[0], got[i])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 9) | st.just(40), min_size=2, max_size=7),
+    out=st.integers(1, 70),
+    inner=st.integers(1, 90),
+    bias=st.booleans(),
+)
+def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, bias):
+    """The last count is of rows that no expert wants."""
+    kernels = CpuKernels()
+    experts = len(counts) - 1
+    which = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    x, weights = torch.randn(len(which), inner), torch.randn(experts, out, inner)
+    biases = torch.randn(experts, out) if bias else None
+    x[which == experts] = torch.nan
+    packed = kernels.pack(weights)
+    assert packed.shape == (experts, *kernels.packed_shape(out, inner))
+    starts = torch.tensor([0, *counts[:-1]]).cumsum(0).int()
+    got = kernels.grouped_product(x, packed, biases, starts, out)
+    for i in range(experts):
+        alone = kernels.product(x[which == i], packed[i], biases[i] if bias else None, out)
+        assert torch.equal(got[which == i], alone)
+    assert not got[which == experts].any()
+    expected = REFERENCE.grouped_product(x, weights, biases, starts, out)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_grouped_refuses_what_does_not_fit(kernels):
+    x, starts, fit = torch.randn(3, 8), ints([0, 2, 3]), kernels.pack(torch.randn(2, 16, 8))
+    with pytest.raises(RuntimeError, match="grouped: the packed weights do not fit"):
+        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 9)), None, starts, 16)
+    with pytest.raises(RuntimeError, match="grouped: starts must be int32"):
+        kernels.grouped_product(x, fit, None, starts.long(), 16)
+    for wrong in ([0, 2, 4], [0, 3, 2], [-1, 2, 3]):
+        with pytest.raises(RuntimeError, match="grouped: starts must ascend"):
+            kernels.grouped_product(x, fit, None, ints(wrong), 16)
+
+
+def test_embedding_reads_rows_of_the_packed_head():
+    kernels = CpuKernels()
+    weight = torch.randn(37, 20)
+    tokens = ints([0, 36, 5, 16, 15])
+    assert torch.equal(kernels.embedded(tokens, kernels.pack(weight)), weight[tokens])
+
+
+EXPERTS = {
+    "softmax": Experts(8, 3, 32, "silu", scores="softmax_of_chosen"),
+    "softmax, clamped": Experts(8, 4, 48, "clamped_silu", scores="softmax_of_chosen"),
+    "one of many": Experts(40, 1, 16, "gelu_tanh", scores="softmax_of_chosen"),
+    "sigmoid": Experts(8, 2, 32, "silu", scores="sigmoid"),
+    "sigmoid, normed": Experts(8, 2, 32, "clamped_silu", scores="sigmoid", is_normed=True),
+    "groups": Experts(
+        12, 3, 16, "silu", scores="sigmoid", is_normed=True, factor=2.5, num_groups=4, top_groups=2
+    ),
+    "shared": Experts(8, 2, 32, "silu", scores="sigmoid", num_shared=1),
+    "softmax of all, groups, shared": Experts(
+        12, 3, 16, "silu", scores="softmax", factor=2.0, num_groups=4, top_groups=2, judged_by=1,
+        num_shared=2,
+    ),
+}  # fmt: skip
+
+
+def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
+    """Not packed yet."""
+    n, inner = shape.num_all, shape.inner_size
+    return ExpertWeights(
+        router=torch.randn(shape.num_experts, hidden),
+        router_bias=torch.randn(shape.num_experts) if bias else None,
+        correction=torch.randn(shape.num_experts) if shape.scores == "sigmoid" else None,
+        gate_up=torch.randn(n, 2 * inner, hidden),
+        gate_up_bias=torch.randn(n, 2 * inner) if bias else None,
+        down=torch.randn(n, hidden, inner),
+        down_bias=torch.randn(n, hidden) if bias else None,
+    )
+
+
+def packed(kernels: TorchKernels, weights: ExpertWeights) -> ExpertWeights:
+    pack = kernels.pack
+    return weights._replace(
+        router=pack(weights.router), gate_up=pack(weights.gate_up), down=pack(weights.down)
+    )
+
+
+def choose(scores: list[float], correction: list[float], shape: Experts) -> dict[int, float]:
+    """Expert -> share, of one token."""
+    shared = dict.fromkeys(range(shape.num_experts, shape.num_all), 1.0)
+    if shape.scores == "softmax_of_chosen":
+        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: shape.top_k]
+        shares = torch.tensor([scores[i] for i in best]).softmax(0).tolist()
+        return dict(zip(best, shares, strict=True))
+    numbers = torch.tensor(scores)
+    numbers = numbers.sigmoid() if shape.scores == "sigmoid" else numbers.softmax(0)
+    likings = numbers.tolist()
+    wanted = [a + b for a, b in zip(likings, correction, strict=True)]
+    size = len(scores) // shape.num_groups
+    groups = [range(i, i + size) for i in range(0, len(scores), size)]
+    groups.sort(key=lambda group: -sum(sorted(wanted[i] for i in group)[-shape.judged_by :]))
+    open_to = [i for group in groups[: shape.top_groups] for i in group]
+    best = sorted(open_to, key=lambda i: -wanted[i])[: shape.top_k]
+    total = sum(likings[i] for i in best) if shape.is_normed else 1
+    return {i: likings[i] / total * shape.factor for i in best} | shared
+
+
+def one_token(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
+    """x [hidden] through its experts, by the book, in double precision."""
+    x, weights = x.double(), ExpertWeights(*(w if w is None else w.double() for w in weights))
+    scores = F.linear(x, weights.router, weights.router_bias).tolist()
+    correction = None if weights.correction is None else weights.correction.tolist()
+    out = torch.zeros_like(x)
+    for i, share in choose(scores, correction or [0.0] * len(scores), shape).items():
+        biases = (None if b is None else b[i] for b in (weights.gate_up_bias, weights.down_bias))
+        up, down = biases
+        inner = activate(F.linear(x, weights.gate_up[i], up), shape.activation)
+        out += share * F.linear(inner, weights.down[i], down)
+    return out
+
+
+def activate(joined: Tensor, activation: str) -> Tensor:
+    gate, value = joined.chunk(2, -1)
+    if activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * value
+    if activation == "gelu_tanh":
+        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+        return gate / 2 * (1 + torch.tanh(inner)) * value
+    gate, value = torch.clip(gate, None, 7), torch.clip(value, -7, 7)
+    return (value + 1) * gate / (1 + torch.exp(-1.702 * gate))
+
+
+def through(kernels, x, slots, weights, shape: Experts, starts: Tensor) -> Tensor:
+    chosen = kernels.choose(x, EPS, slots, weights, shape)
+    return kernels.experts(chosen, weights, shape, starts)
+
+
+def starts_of(shape: Experts) -> Tensor:
+    """Memory that is to be written."""
+    return ints([-1] * (shape.num_all + 1))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias):
+    shape, hidden = EXPERTS[name], 48
+    weights = expert_weights(shape, hidden, bias)
+    slots = ints([3, 0, 1, 2, 0, 1, 1, 4, 0])
+    x = torch.randn(len(slots), hidden)
+    x[slots == 0] = torch.nan
+    starts, wanted = starts_of(shape), starts_of(shape)
+    got = through(kernels, Normed(x, None), slots, packed(kernels, weights), shape, starts)
+    expected = through(REFERENCE, Normed(x, None), slots, weights, shape, wanted)
+    assert torch.equal(starts, wanted) and starts[-1] == 6 * shape.num_chosen
+    assert not got[slots == 0].any() and not expected[slots == 0].any()
+    close = {"atol": 2e-4, "rtol": 1e-4}
+    torch.testing.assert_close(got, expected, **close)
+    for t in slots.nonzero()[:, 0].tolist():
+        torch.testing.assert_close(got[t].double(), one_token(x[t], weights, shape), **close)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
+    shape, hidden = EXPERTS[name], 48
+    weights = packed(kernels, expert_weights(shape, hidden, bias=True))
+
+    def experts(x: Tensor, slots: Tensor) -> Tensor:
+        return through(kernels, Normed(x, None), slots, weights, shape, starts_of(shape))
+
+    x, slots = torch.randn(50, hidden), torch.arange(50, dtype=torch.int32) % 5
+    before = experts(x, slots)
+    kept, others = torch.arange(50) % 3 == 0, torch.arange(50) % 3 == 1
+    x[others] = torch.randn_like(x[others])
+    x[~kept & ~others], slots[~kept & ~others] = torch.nan, 0
+    assert torch.equal(experts(x, slots)[kept], before[kept])
+    for i in range(0, 50, 3):
+        assert torch.equal(experts(x[i : i + 1], slots[i : i + 1]), before[i : i + 1])
+
+
+def test_experts_without_any_token(kernels):
+    shape = EXPERTS["softmax"]
+    weights = packed(kernels, expert_weights(shape, 48, bias=True))
+    x = Normed(torch.full((4, 48), torch.inf), None)
+    starts = starts_of(shape)
+    assert not through(kernels, x, ints([0] * 4), weights, shape, starts).any()
+    assert not starts.any()
+
+
+def test_gates_and_caps_at_the_ends_of_the_range(kernels):
+    limits = [0.0, -0.0, 1e-30, 1e-4, 0.6249, 0.6251, 20, 87, 88.5, 104, 200, 3e38, torch.inf]
+    x = torch.tensor([limits, [-value for value in limits]])
+    ones = torch.ones_like(x)
+    got = kernels.gate(x, ones, "sigmoid").double()
+    torch.testing.assert_close(got, x.double().sigmoid(), atol=1e-38, rtol=3e-7)
+    for cap in (1.0, 30.0):
+        expected = cap * (x.double() / cap).tanh()
+        torch.testing.assert_close(kernels.softcap(x, cap).double(), expected, atol=0, rtol=3e-7)
+    assert kernels.gate(ones * torch.nan, ones, "silu").isnan().all()
+    assert kernels.softcap(ones * torch.nan, 5.0).isnan().all()
+
+
+def test_softmax(kernels):
+    x = torch.randn(9, 19) * 20
+    torch.testing.assert_close(kernels.softmax(x).double(), x.double().softmax(-1))
+    x[3, 7] = torch.nan
+    assert kernels.softmax(x)[3].isnan().all() and not kernels.softmax(x)[4].isnan().any()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
+def test_gates(kernels, activation):
+    joined = torch.randn(9, 40) * 6  # beyond where gates and values are clamped
+    expected = activate(joined.double(), activation)
+    for got in (each.gate(*joined.chunk(2, -1), activation) for each in (REFERENCE, kernels)):
+        torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+    x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
+    args = (Normed(x, None), EPS, kernels.pack(weight), bias, 17, activation)
+    expected = activate(F.linear(x, weight, bias).double(), activation)
+    got = kernels.linear_gated(*args).double()
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of each row, in double precision."""
+    return (
+        x.double() / ((x.double() ** 2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
+    )
+
+
+@pytest.mark.parametrize("has_after", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
+    x, residual, (after, before) = torch.randn(5, 24), torch.randn(5, 20), torch.randn(2, 20)
+    weight, bias = torch.randn(20, 24), torch.randn(20)
+    change = F.linear(x, weight, bias)
+    total = residual + (norm(change, after) if has_after else change)
+    normed = norm(total, before) if has_norm else total
+    norms = (after if has_after else None, before if has_norm else None, EPS)
+    for got in (
+        kernels.add_norm(change, residual.clone(), *norms),
+        kernels.linear_add_norm(x, kernels.pack(weight), bias, residual.clone(), *norms),
+    ):
+        torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)
+        assert got[1].squares is None
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
+    x, weight, slots = torch.randn(6, 24), torch.randn(70, 24), ints([1, 0, 2, 0, 3, 0])
+    expected = F.linear(x, weight).double()
+    if softcap is not None:
+        expected = softcap * torch.tanh(expected / softcap)
+    expected[slots == 0] = 0
+    x[slots == 0] = torch.nan
+    out = torch.full((6, 70), torch.nan)
+    kernels.logits(Normed(x, None), EPS, kernels.pack(weight), slots, softcap, out)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "norms_values"), [(False, False), (True, False), (False, True)]
+)
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_values, window):
+    """A prompt of 7 tokens whose first 2 came a step before, against attention by the book. Then
+    its queries alone, over what was stored."""
+    heads = heads_of(
+        6, 2, 16, value_dim=10, window=window, norms_whole=is_whole, norms_values=norms_values
+    )
+    joined, sinks = torch.randn(7, sum(heads.sizes)), torch.randn(6)
+    q_norm, k_norm = (torch.randn(n * 16 if is_whole else 16) for n in (6, 2))
+    frequency = torch.rand(8)
+    kv, table = torch.full((5, 4, 2, 26), torch.nan), ints([0, 0, 3, 1]).view(2, 2)
+    outs = []
+    for span in ((0, 2), (2, 7)):
+        tokens = Tokens(ints([1] * (span[1] - span[0])), torch.arange(*span).int())
+        plan = kernels.plan(tokens, None, heads)
+        angle = tokens.positions[:, None, None] * frequency
+        outs.append(
+            kernels.attention(
+                joined[slice(*span)], q_norm, k_norm, sinks, Angles(angle.cos(), angle.sin()),
+                kv, table, plan, heads,
+            )
+        )  # fmt: skip
+    q, k, v = joined.double().split(heads.sizes, -1)
+    if is_whole:
+        q, k = norm(q, q_norm), norm(k, k_norm)
+    q, k, v = q.view(7, 6, 16), k.view(7, 2, 16), v.view(7, 2, 10)
+    if not is_whole:
+        q, k = norm(q, q_norm), norm(k, k_norm)
+    if norms_values:
+        v = norm(v, torch.ones(10))
+    turns = torch.polar(torch.ones(1).double(), torch.arange(7)[:, None, None] * frequency.double())
+    q, k = turned(q, turns), turned(k, turns)
+    expected = torch.zeros(7, 6, 10, dtype=torch.float64)
+    for t in range(7):
+        seen = slice(max(0, t + 1 - (window or 7)), t + 1)
+        for head in range(6):
+            shares = (k[seen, head // 3] @ q[t, head] * heads.scale).exp()
+            shares = shares / (shares.sum() + sinks[head].double().exp())
+            expected[t, head] = shares @ v[seen, head // 3]
+    torch.testing.assert_close(torch.cat(outs).double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
+    readers, before = dataclasses.replace(heads, stores=False), kv.clone()
+    queries = torch.cat((joined[:, : 6 * 16], torch.full((2, 6 * 16), torch.inf)))
+    tokens = Tokens(ints([1] * 7 + [0] * 2), ints([*range(7), 0, 0]))
+    angle = tokens.positions[:, None, None] * frequency
+    read = kernels.attention(
+        queries, q_norm, None, sinks, Angles(angle.cos(), angle.sin()), kv, table,
+        kernels.plan(tokens, None, readers), readers,
+    )  # fmt: skip
+    torch.testing.assert_close(read[:7].double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
+    assert not read[7:].any()
+    torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Pairs (i, i + size / 2) are complex numbers."""
+    pairs = torch.complex(*x.chunk(2, -1)) * turns
+    return torch.cat((pairs.real, pairs.imag), -1)
+
+
+def test_a_compiler_can_trace_every_op(kernels):
+    heads = heads_of(4, 2, 8, value_dim=6, window=3, softcap=5.0)
+    with FakeTensorMode():
+        k, v, kv = torch.empty(3, 2, 8), torch.empty(3, 2, 6), torch.empty(5, 4, 2, 14)
+        table, slots = (torch.empty(size, dtype=torch.int32) for size in ((3, 2), (3,)))
+        kernels.store_kv(k, v, kv, table, slots, slots)
+        sinks, q = torch.empty(4), torch.empty(3, 4, 8)
+        assert kernels.attend(q, sinks, kv, table, slots, slots, heads).shape == (3, 4, 6)
+        tree = Branches(slots, torch.empty(3, dtype=torch.int64), slots)
+        assert kernels.attend(q, None, kv, table, slots, slots, heads, tree).shape == (3, 4, 6)
+        x, starts = torch.empty(3, 24), torch.empty(6, dtype=torch.int32)
+        weights = torch.empty(5, *kernels.packed_shape(20, 24))
+        assert kernels.product(x, weights[0], None, 20).shape == (3, 20)
+        assert kernels.grouped_product(x, weights, None, starts, 20).shape == (3, 20)

@@ -1,0 +1,70 @@
+"""Run tests/kernels/triton through Triton's interpreter, which must be chosen before triton is
+imported, and test properties that only its compiler shows."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "triton"
+SHORT = ("experts", "kernels", "trees", "tune")
+"""Which take less time than a process of their own takes to start"""
+NAMES = sorted(file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py"))
+GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids="-".join)
+def test_through_the_interpreter(names):
+    pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    quick = ("-p", "no:schemathesis")  # it takes a second to load, and none of them wants it
+    files = [f"{FOLDER}/test_{name}.py" for name in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *quick, "-rp", *files],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        cwd=FOLDER.parents[2],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = set(re.findall(r"^PASSED \S+/test_(\w+)\.py::", done.stdout, re.MULTILINE))
+    assert passed == set(names), done.stdout
+
+
+@pytest.mark.parametrize("pairs", [16, 128])
+def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
+    """Compiled for an H200, which takes no card: if the compiler gave up copying rows while it
+    computes, the results would be the same."""
+    triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from slotzero.kernels.triton.attention import mla
+
+    monkeypatch.setattr(mla, "shared_memory", lambda: 227 << 10)
+    kernel, tile = mla._attend_kernel, mla.tile_for(pairs, 576, 2)
+    constants = {
+        "HEADS": pairs, "TURNED": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
+        "KEYS": tile.keys, "TURN": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead, "PDL": True,
+    }  # fmt: skip
+    constants |= dict.fromkeys(("firsts", "sizes", "bases", "bits_seen", "sums"))
+    kinds = dict.fromkeys(("query", "kv_pages", "out"), "*bf16")
+    kinds |= dict.fromkeys(("partial", "peak_of", "total_of"), "*fp32")
+    kinds |= dict.fromkeys(("table_stride", "span", "parts"), "i32") | {"scale": "fp32"}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "*i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, given, aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tile.warps, "launch_pdl": True},
+    )
+    assert compiled.asm["ttgir"].count("async_copy_global_to_local") >= 3
+    assert compiled.metadata.shared <= tile.num_bytes(576, 2)

@@ -1,0 +1,217 @@
+"""Requests that are wrong before any field is read, keys, request ids and logs."""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fake_engine import (
+    CHAT,
+    COMPLETION,
+    FakeClient,
+    FakeStream,
+    app_of,
+    ask,
+    refused,
+    refused_chat,
+    refused_completion,
+)
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import CHECKS
+
+from slotzero.errors import (
+    RequestRefusedError,
+)
+from slotzero.server.protocol import NEUTRAL
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{nope",
+        b"",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"a":' * 100_000,
+        b"[" * 100_000,
+        b'{"model": "tiny", "prompt": ' + b"9" * 5000 + b"}",
+        b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "tiny", "prompt": "x", "\\ud800": 1}',
+    ],
+)
+def test_bodies_that_are_no_request(content: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        response = ask(FakeClient(), path, content=content, method="POST")
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "JSON" in error["message"] or error["param"]
+
+
+def test_json_must_say_that_it_is_json() -> None:
+    """A form that some web page sends cannot pass for a request."""
+    body = json.dumps(COMPLETION).encode()
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        response = ask(
+            FakeClient(), "/v1/completions", content=body, headers={"Content-Type": kind}
+        )
+        assert response.status_code == 400
+        assert "Content-Type" in response.json()["error"]["message"]
+
+
+def test_large_bodies() -> None:
+    client = FakeClient()
+    error = refused_completion(413, client, prompt="x" * (10 << 20))
+    assert error["code"] == "request_too_large"
+
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(6):
+            yield b" " * (1 << 20)
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(app_of(client))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            headers = {"Content-Type": "application/json"}
+            return await http.post("/v1/completions", content=body(), headers=headers)
+
+    response = asyncio.run(call())  # without a length
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert refused("/v1/completions", COMPLETION, status=413, max_request_bytes=10)
+    assert client.submitted == []
+
+
+@pytest.mark.parametrize("prompt", ["x" * 511, "x" * 100_000, [1] * 512, ["x", "y" * 600]])
+def test_prompts_longer_than_the_context(prompt: Any) -> None:
+    client = FakeClient()
+    error = refused_completion(client=client, prompt=prompt)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    if isinstance(prompt, str):
+        message = {"role": "user", "content": prompt}
+        error = refused_chat(client=client, messages=[message])
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert client.submitted == []
+
+
+def test_models_that_are_not_served() -> None:
+    for body in ({"model": "gpt-5"}, {"model": "x" * 5000}, {"model": ""}):
+        error = refused_chat(404, **body)
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert ask(FakeClient(), "/v1/completions", COMPLETION | {"model": "other/name"}).is_success
+
+
+def test_routes_that_do_not_exist() -> None:
+    error = refused("/chat/completions", CHAT, status=404)
+    assert error["code"] == "not_found"
+    assert error["message"].startswith("no route /chat/completions; OpenAI's begin with /v1")
+    error = refused("/v1/completions", None, status=405)
+    assert error["code"] == "method_not_allowed"
+    assert error["message"] == "/v1/completions does not take GET"
+
+
+document = schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok")))
+
+
+@document.exclude(path="/live").parametrize()
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_whatever_is_sent_the_reply_is_as_documented(case: Any) -> None:
+    if isinstance(case.body, dict) and "model" in case.body:
+        case.body = {k: v for k, v in case.body.items() if k not in NEUTRAL} | {"model": "tiny"}
+    response = case.call()
+    assert response.status_code < 500
+    # what a schema cannot say, how fields depend on each other, is refused with 400
+    case.validate_response(response, excluded_checks=[CHECKS.get_one("positive_data_acceptance")])
+
+
+def test_keys() -> None:
+    keys = {"api_key": ("first", "second")}
+    for path in ("/v1/models", "/version", "/metrics", "/server_info", "/live", "/openapi.json"):
+        error = refused(path, None, status=401, **keys)
+        assert error["code"] == "invalid_api_key"
+    for wrong in ("Bearer third", "Bearer", "Bearer ", "Basic first", "first", "Bearer first x"):
+        headers = {"Authorization": wrong}
+        response = ask(FakeClient(), "/v1/models", headers=headers, **keys)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+    response = ask(FakeClient(), "/v1/completions", COMPLETION, **keys)
+    assert response.status_code == 401
+    for right in ("Bearer first", "bearer second"):
+        headers = {"Authorization": right}
+        assert ask(FakeClient(), "/v1/models", headers=headers, **keys).is_success
+    assert ask(FakeClient(), "/health", **keys).is_success
+
+
+def test_odd_bytes_are_wrong_keys() -> None:
+    async def call(key: bytes) -> int:
+        transport = httpx.ASGITransport(app_of(FakeClient(), api_key=("first",)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            return (await http.get("/v1/models", headers=[(b"Authorization", key)])).status_code
+
+    assert asyncio.run(call(b"Bearer \xff\xfe")) == 401
+    assert asyncio.run(call(b"Bearer first")) == 200
+
+
+@pytest.mark.parametrize(
+    "bad", ["a b", "a/b", "x" * 129, "a\nb: c", "a\r\nSet-Cookie: x", "é", "", "{}", "a\n"]
+)
+def test_request_ids_that_could_be_something_else(bad: str) -> None:
+    async def call() -> httpx.Headers:
+        transport = httpx.ASGITransport(app_of(FakeClient()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            headers = [(b"x-request-id", bad.encode())]
+            return (await http.get("/version", headers=headers)).headers
+
+    headers = asyncio.run(call())
+    assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
+    assert "set-cookie" not in headers
+
+
+def test_request_ids_are_repeated() -> None:
+    for path, body in (("/version", None), ("/v1/completions", {}), ("/nothing", None)):
+        response = ask(FakeClient(), path, body, headers={"X-Request-Id": "Abc-1._x"})
+        assert response.headers["x-request-id"] == "Abc-1._x"
+    response = ask(FakeClient(), "/v1/models", headers={"X-Request-Id": "a"}, api_key=("k",))
+    assert response.headers["x-request-id"] == "a"
+
+
+def test_prompts_are_logged_only_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    ask(FakeClient("ANSWER"), "/v1/completions", COMPLETION | {"prompt": "SECRET"})
+    refused_completion(prompt="SECRET", temperature=-1)
+    assert "'/v1/completions' 200" in caplog.text
+    assert "SECRET" not in caplog.text
+    assert "ANSWER" not in caplog.text
+    ask(FakeClient(), "/v1/completions", COMPLETION | {"prompt": "SECRET"}, log_requests=True)
+    assert "SECRET" in caplog.text
+
+
+def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeClient):
+        def submit(self, *_: Any) -> FakeStream:
+            raise RuntimeError("with a secret")
+
+    error = refused_chat(500, Broken())
+    assert "secret" not in error["message"]
+    assert "RuntimeError" in caplog.text
+    error = refused_chat(500, FakeClient(refusal=RequestRefusedError("RuntimeError", "a secret")))
+    assert "secret" not in error["message"]
+
+
+def test_origins() -> None:
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    given = {"allowed_origins": ("https://a.example",), "api_key": ("k",)}
+    response = ask(FakeClient(), "/v1/completions", method="OPTIONS", headers=asked, **given)
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    other = asked | {"Origin": "https://b.example"}
+    response = ask(FakeClient(), "/v1/completions", method="OPTIONS", headers=other, **given)
+    assert "access-control-allow-origin" not in response.headers
+    response = ask(FakeClient(), "/version", headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in response.headers

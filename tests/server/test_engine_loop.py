@@ -1,0 +1,356 @@
+"""The loop of the engine's process, run in the test's own process."""
+
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engine_process import LONG, greedy, prompt_of
+from served import SETTINGS
+
+from slotzero.certify.start import start_engine
+from slotzero.config import EngineConfig
+from slotzero.engine.engine import Engine
+from slotzero.errors import (
+    CapacityError,
+    ConfigError,
+)
+from slotzero.executor.worker import Results
+from slotzero.grammars.grammar import Grammar
+from slotzero.server import client as client_module
+from slotzero.server import process
+from slotzero.server.messages import (
+    Add,
+    Cancel,
+    Failed,
+    Frames,
+    FromEngine,
+    Progress,
+    Refused,
+    Stats,
+)
+from slotzero.server.share import WHOLE
+
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
+
+class Desk:
+    """An EngineLoop and the other end of its socket."""
+
+    def __init__(self, **more: Any) -> None:
+        self.ours, self.theirs = socket.socketpair()
+        self.theirs.setblocking(False)
+        self.engine = start_engine(EngineConfig(**SETTINGS | more))
+        self.inbox: process.Inbox = queue.SimpleQueue()
+        self.outbox = process.Outbox(self.ours)
+        self.loop = process.EngineLoop(self.engine, self.inbox, self.outbox)
+        self._frames = Frames(FromEngine)
+
+    def turn(self, *messages: Add | Cancel) -> list[Any]:
+        for message in messages:
+            self.inbox.put(message)
+        self.loop.turn()
+        return self.read()
+
+    def read(self) -> list[Any]:
+        messages: list[Any] = []
+        try:
+            while data := self.theirs.recv(1 << 20):
+                messages += self._frames.feed(data)
+        except BlockingIOError:
+            pass
+        return messages
+
+    def fail_next(self, *errors: Exception) -> None:
+        run, left = self.engine.worker.run, list(errors)
+
+        def fragile(step: Any) -> Any:
+            if left:
+                raise left.pop(0)
+            return run(step)
+
+        self.engine.worker.run = fragile  # type: ignore[method-assign]
+
+    def finish(self) -> list[Any]:
+        messages = []
+        while self.engine.has_work:
+            messages += self.turn()
+        return messages
+
+
+MakeDesk = Callable[..., Desk]
+
+
+@pytest.fixture
+def make_desk() -> Iterator[MakeDesk]:
+    with ExitStack() as sockets:
+
+        def make(**more: Any) -> Desk:
+            desk = Desk(**more)
+            sockets.enter_context(desk.ours)
+            sockets.enter_context(desk.theirs)
+            return desk
+
+        yield make
+
+
+def kinds(messages: list[Any], kind: type) -> list[Any]:
+    return [message for message in messages if isinstance(message, kind)]
+
+
+def test_whoever_comes_does_not_stop_those_who_are_there(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes to add a request, a step comes between."""
+    monkeypatch.setattr(process, "MOST_RECEIVING", 0.0)
+    desk = make_desk()
+    desk.turn(Add("a", prompt_of(5), dict(LONG)))
+    steps = desk.engine.num_steps
+    desk.turn(*(Add(f"{i}", prompt_of(5), dict(LONG)) for i in range(3)))
+    assert (desk.engine.num_steps, desk.inbox.qsize()) == (steps + 1, 2)
+    desk.turn()
+    desk.turn()
+    assert (desk.engine.num_steps, desk.inbox.qsize()) == (steps + 3, 0)
+
+
+def test_a_cancelled_request_leaves_its_slot_within_two_steps(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+    desk.turn(Add("a", prompt_of(40), dict(LONG)))
+    for _ in range(3):
+        desk.turn()
+    steps = desk.engine.num_steps
+    after = desk.turn(Cancel("a"), Cancel("nobody"))
+    assert desk.engine.lanes.num_running == 0
+    assert desk.engine.num_steps <= steps + 2
+    assert desk.engine.lanes[0].slots.num_free == 4
+    assert not kinds(after + desk.finish(), Progress)
+    desk.engine.check()
+
+
+def test_a_step_that_fails_is_told_to_those_who_lost_and_the_rest_goes_on(
+    make_desk: MakeDesk,
+) -> None:
+    desk = make_desk(max_num_seqs=2)
+    asks = [Add(f"{i}", prompt_of(20, seed=i), greedy(5)) for i in range(4)]
+    desk.turn(*asks)
+    desk.turn()
+    desk.fail_next(RuntimeError("the device"))
+    messages = desk.turn()
+    assert kinds(messages, Failed) == [Failed("RuntimeError", "the device")]
+    assert kinds(messages, Refused) == [
+        Refused(f"{i}", "RuntimeError", "the device") for i in range(2)
+    ]
+    ends = [
+        (grown.id, grown.finish_reason)
+        for progress in kinds(desk.finish(), Progress)
+        for grown in progress.grown
+        if grown.finish_reason
+    ]
+    assert ends == [("2", "length"), ("3", "length")]
+    assert desk.engine._answers == {}
+    desk.engine.check()
+
+
+def test_who_grew_unseen_in_a_failed_step_is_refused(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are there and their log probabilities are not: the answer would have a hole."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such row")
+
+    monkeypatch.setattr(Results, "logprobs", broken)
+    messages = make_desk().turn(Add("a", prompt_of(5), greedy(1, logprobs=1)))
+    assert kinds(messages, Refused) == [Refused("a", "RuntimeError", "no such row")]
+    assert not kinds(messages, Progress)
+
+
+def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
+    make_desk: MakeDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is nobody else's failure, and none of the engine."""
+    pytest.importorskip("llguidance")
+    desk = make_desk()
+    endless = greedy(20, structured_outputs={"regex": "(a|b){4}c{1000000}"})
+    messages = desk.turn(Add("bad", prompt_of(5), endless), Add("good", prompt_of(5), greedy(30)))
+    messages += desk.finish()
+    (refused,) = kinds(messages, Refused)
+    assert (refused.id, refused.error) == ("bad", "RequestError")
+    assert re.match(r"structured_outputs: regex: .*too many expressions", refused.message)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a request was given up: {refused.message}"
+    ]
+    before = messages[: messages.index(refused)]
+    bad = [g for p in kinds(before, Progress) for g in p.grown if g.id == "bad"]
+    assert len(bad) == 5 and bad[-1].token_ids == [ord("c")]
+    assert not any(grown.finish_reason for grown in bad)
+    assert not kinds(messages, Failed)
+    good = [g for p in kinds(messages, Progress) for g in p.grown if g.id == "good"]
+    assert good[-1].finish_reason == "length"
+    assert desk.loop._asked == desk.engine._answers == {}
+    desk.engine.check()
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_and_holds_nobody_up(
+    make_desk: MakeDesk, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("llguidance")
+    desk = make_desk(grammar_timeout=2.0)
+    slow = {"json_schema": {"type": "integer", "multipleOf": 99_999_989}}
+    messages = desk.turn(
+        Add("slow", prompt_of(5), greedy(20, structured_outputs=slow)),
+        Add("wrong", prompt_of(5), greedy(20, structured_outputs={"regex": "("})),
+        Add("gone", prompt_of(5), greedy(20, structured_outputs={"regex": "a{9}"})),
+        Add("good", prompt_of(5), greedy(30)),
+    )
+    messages += desk.turn(Cancel("gone"))
+    while not any(g.finish_reason for p in kinds(messages, Progress) for g in p.grown):
+        messages += desk.turn()
+    assert "slow" not in [refused.id for refused in kinds(messages, Refused)]
+    messages += desk.finish()
+    told = {refused.id: refused.message for refused in kinds(messages, Refused)}
+    assert told.keys() == {"slow", "wrong"}
+    assert told["wrong"] == "structured_outputs: regex: unclosed group"
+    limits = "compiling it took more than 2 s", "it needs more than 256 MiB"
+    assert any(limit in told["slow"] for limit in limits)  # a fast machine meets the second first
+    assert {g.id for p in kinds(messages, Progress) for g in p.grown} == {"good"}
+    assert kinds(messages, Stats)[-1].prompt_tokens <= 5
+    assert not caplog.records and not kinds(messages, Failed)
+    assert desk.loop._asked == desk.engine._answers == {}
+
+
+def test_broken_logits_give_a_structured_request_up_without_a_word(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(Grammar, "advance", lambda *_: False)
+    desk = make_desk()
+    asked = greedy(20, structured_outputs={"regex": "[a-z]+"})
+    messages = desk.turn(Add("a", prompt_of(5), asked)) + desk.finish()
+    assert not kinds(messages, Refused)
+    assert kinds(messages, Progress)[-1].grown[0].finish_reason == "abort"
+
+
+def test_two_failed_steps_in_a_row_are_the_end(make_desk: MakeDesk) -> None:
+    desk = make_desk(max_num_seqs=1)
+    desk.fail_next(RuntimeError("CUDA error"), RuntimeError("CUDA error, still"))
+    for i in range(3):
+        desk.inbox.put(Add(f"{i}", prompt_of(5), greedy(2)))
+    assert desk.loop.run() == 1
+    messages = desk.read()
+    assert [failed.message for failed in kinds(messages, Failed)] == [
+        "CUDA error",
+        "CUDA error, still",
+    ]
+    assert [refused.id for refused in kinds(messages, Refused)] == ["0", "1"]
+
+
+def test_out_of_memory_is_not_the_end_of_the_device(make_desk: MakeDesk) -> None:
+    desk = make_desk(max_num_seqs=1)
+    desk.fail_next(*[CapacityError("out of GPU memory")] * 3)
+    messages = desk.turn(*(Add(f"{i}", prompt_of(5), greedy(2)) for i in range(4)))
+    messages += desk.finish()
+    assert [refused.error for refused in kinds(messages, Refused)] == ["CapacityError"] * 3
+    assert desk.loop._num_failures == 0
+    assert kinds(messages, Progress)[-1].grown[0].finish_reason == "length"
+
+
+def test_reports_are_neither_too_many_nor_too_few(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    desk = make_desk()
+    assert kinds(desk.turn(), Stats)[0].running == 0
+    desk.inbox.put(Add("a", prompt_of(5), dict(LONG)))
+    for turn in range(100):  # ten seconds of steps of 0.1 s
+        now += 0.1
+        assert len(kinds(desk.turn(), Stats)) == ((turn + 1) % 3 == 0)
+    desk.turn(Cancel("a"))
+    desk.finish()
+    now += 0.25
+    (last,) = kinds(desk.turn(), Stats)
+    assert (last.running, last.pages_used) == (0, 0)
+    now += 1.9
+    monkeypatch.setattr(process, "LATEST", 1.0)
+    assert kinds(desk.turn(), Stats) == [last]  # nothing changed: only a sign of life
+
+
+def test_an_idle_engine_waits_and_wakes(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LATEST", 0.5)
+    desk = make_desk()
+    desk.turn()
+    start, used = time.monotonic(), time.process_time()
+    assert len(desk.turn()) == 1
+    assert time.monotonic() - start > 0.4
+    assert time.process_time() - used < 0.2
+    monkeypatch.setattr(process, "LATEST", 60.0)
+    timer = threading.Timer(0.1, desk.inbox.put, [Add("a", prompt_of(5), greedy(2))])
+    timer.start()
+    assert [type(message) for message in desk.turn()] == [Progress]
+    timer.join()
+    assert desk.engine.has_work
+    assert kinds(desk.finish(), Progress)
+
+
+def test_a_reader_that_sleeps_stops_no_step(make_desk: MakeDesk) -> None:
+    """Far more than a socket holds, and all of it arrives in order."""
+    desk = make_desk(max_num_seqs=1)
+    desk.inbox.put(Add("a" * 10_000, prompt_of(5), greedy(100, logprobs=20)))
+    desk.loop.turn()
+    while desk.engine.has_work:
+        desk.loop.turn()
+    assert len(desk.outbox._unsent) > 0
+    messages = desk.read()
+    while desk.outbox._unsent:
+        desk.outbox.push()
+        messages += desk.read()
+    grown = [part for progress in kinds(messages, Progress) for part in progress.grown]
+    assert len(grown) == 100
+    assert all(len(part.token_ids) == len(part.logprobs) == 1 for part in grown)
+
+
+def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
+    desk = make_desk()
+    for settings, message in (
+        ({"colour": 1}, "the engine has no setting 'colour'"),
+        ({"page_size": 3}, "page_size is a power of two, got 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            process._start(settings, WHOLE, desk.outbox)
+        assert desk.read() == [Failed("ConfigError", message)]
+
+
+def test_an_unforeseen_error_at_the_start_is_told(
+    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = make_desk()
+
+    def broken(config: EngineConfig, told: Any) -> Engine:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("slotzero.certify.start.Engine", broken)
+    with pytest.raises(client_module.SlotzeroError):
+        process._start(SETTINGS, WHOLE, desk.outbox)
+    assert desk.read() == [Failed("ZeroDivisionError", "ZeroDivisionError")]
+
+
+def test_stats_follow_the_sanitizer_and_what_could_not_be_recorded(make_desk: MakeDesk) -> None:
+    desk = make_desk(sanitize="full")
+    desk.turn(Add("a", prompt_of(5), greedy(3)))
+    desk.finish()
+    runner = desk.engine.worker.decode
+    key = next(iter(runner.records))
+    runner.records[key] = replace(runner.records[key], failure="no room")
+    stats = process.stats_of(desk.engine, 1, 2)
+    assert stats.steps_watched == 3
+    assert stats.failed_sizes == {str(key): "no room"}
+    assert (stats.prompt_tokens, stats.generated_tokens) == (1, 2)

@@ -1,0 +1,274 @@
+"""An engine that hangs is noticed, gets no requests, and is replaced if it does not come back."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import SETTINGS, Server, descendants, wait_until
+
+from slotzero.errors import EngineDiedError, EngineUnavailableError
+from slotzero.server import client as client_module
+from slotzero.server import heartbeat
+from slotzero.server.client import EngineClient
+from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
+from slotzero.server.messages import Beat, Loading, Ready, TokenDelta, frame
+
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
+LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
+SOON = 120.0  # seconds: a busy machine is slow, and nothing here may hang
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(SOON):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+# Time, as the server counts it
+
+
+def passed(vigil: Vigil, seconds: float) -> str:
+    for _ in range(round(seconds / INTERVAL)):
+        vigil.pass_time(INTERVAL)
+    return vigil.trouble
+
+
+def test_silence_is_trouble_and_a_word_ends_it() -> None:
+    vigil = Vigil(Patience(heartbeat=10, unresponsive=5))
+    assert passed(vigil, 9) == ""
+    vigil.hear()
+    assert passed(vigil, 9) == ""
+    assert passed(vigil, 1) == "no sign of life for 10 s"
+    passed(vigil, 3)
+    assert not vigil.is_hopeless
+    vigil.hear()
+    assert passed(vigil, 9) == ""
+    passed(vigil, 4)
+    assert not vigil.is_hopeless, "it counts anew"
+    passed(vigil, 2)
+    assert vigil.is_hopeless
+
+
+def test_a_long_step_has_a_limit_of_its_own() -> None:
+    vigil = Vigil(Patience(heartbeat=10, step=100, unresponsive=5))
+    vigil.take(Beat(99.0))
+    assert passed(vigil, 1) == ""
+    vigil.take(Beat(101.0))
+    assert passed(vigil, 5) == "one step has taken more than 100 s"
+    assert vigil.is_hopeless
+    vigil.take(Beat(0.1))
+    assert passed(vigil, 1) == ""
+    assert not vigil.is_hopeless
+
+
+def test_without_limits_there_is_no_trouble() -> None:
+    vigil = Vigil(Patience(0, 0, 0))
+    vigil.take(Beat(1e6))
+    assert passed(vigil, 10_000) == ""
+    vigil = Vigil(Patience(heartbeat=10, unresponsive=0))
+    assert passed(vigil, 10_000)
+    assert not vigil.is_hopeless
+
+
+def test_time_in_which_the_server_did_not_run_does_not_count() -> None:
+    vigil = Vigil(Patience(heartbeat=10))
+    vigil.pass_time(3600.0)
+    assert vigil.trouble == ""
+
+
+def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
+    beats: list[Beat] = []
+    is_over = threading.Event()
+
+    def send(beat: Beat) -> None:
+        if is_over.is_set():
+            raise BrokenPipeError
+        beats.append(beat)
+
+    heart = Heart(send)
+    heart.start()
+    wait_until(lambda: len(beats) > 3)
+    assert {beat.busy for beat in beats} == {0.0}, "while it loads"
+    heart.turned()
+    wait_until(lambda: beats[-1].busy > 0.1)
+    num = len(beats)
+
+    def is_shorter() -> bool:
+        heart.turned()  # again and again: the thread may be late after one turn
+        return any(beat.busy < 0.1 for beat in beats[num:])
+
+    wait_until(is_shorter)
+    is_over.set()
+
+
+# A real engine
+
+
+class Stopped:
+    """An engine whose process is stopped in the midst of an answer."""
+
+    def __init__(self, patience: Patience) -> None:
+        self.client = EngineClient(SETTINGS, patience=patience)
+        self.stream: Any = None
+
+    async def __aenter__(self) -> "Stopped":
+        await self.client.start()
+        await self.client.ready(SOON)
+        self.stream = self.client.submit("a", [1, 2, 3], LONG)
+        await anext(self.stream)
+        assert self.client.pid is not None
+        os.kill(self.client.pid, signal.SIGSTOP)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.stop()
+
+
+def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def live() -> None:
+        async with Stopped(Patience(heartbeat=10, unresponsive=0)) as stopped:
+            client = stopped.client
+            await until(lambda: client.state == "unresponsive")
+            assert client.failure == "no sign of life for 10 s"
+            with pytest.raises(EngineUnavailableError, match="the engine is unresponsive"):
+                client.submit("b", [1], GREEDY)
+            assert client.num_open == 1, "what was begun waits"
+            await asyncio.sleep(2 * INTERVAL)
+            pid = client.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGCONT)
+            await until(lambda: client.state == "ready")
+            assert (client.failure, client.generation, client.pid) == ("", 0, pid)
+            async with asyncio.timeout(SOON), aclosing(stopped.stream):
+                grown: list[TokenDelta] = [part async for part in stopped.stream]
+            assert grown[-1].finish_reason == "length"
+
+    with caplog.at_level(logging.INFO, "slotzero.server"):
+        asyncio.run(live())
+    lines = [record.getMessage() for record in caplog.records]
+    lost = lines.count("the engine is unresponsive: no sign of life for 10 s")
+    found = lines.count("the engine responds again")
+    assert found >= 1
+    assert lost - found in (0, 1), "each change is logged once"  # a busy machine may cause more
+
+
+def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
+    async def live() -> None:
+        async with Stopped(Patience(heartbeat=10, unresponsive=5)) as stopped:
+            client, pid = stopped.client, stopped.client.pid
+            with pytest.raises(EngineDiedError):
+                async with asyncio.timeout(SOON):
+                    async for _ in stopped.stream:
+                        pass
+            await until(lambda: client.state == "restarting")
+            killed = "no sign of life for 10 s; it was killed"
+            await until(lambda: client.failure.startswith(killed))
+            await client.ready(SOON)
+            assert client.generation == 1
+            assert client.pid != pid
+            async with asyncio.timeout(SOON):
+                tokens = [
+                    t async for part in client.submit("b", [1], GREEDY) for t in part.token_ids
+                ]
+            assert len(tokens) == 40
+
+    asyncio.run(live())
+
+
+def test_a_health_check_sees_it(tmp_path: Path) -> None:
+    words = ["tiny:llama", "--backend", "eager", "--heartbeat-timeout", "10"]
+    server = Server([*words, "--unresponsive-timeout", "0"], tmp_path / "log")
+
+    def health() -> httpx.Response:
+        return httpx.get(f"{server.url}/health", timeout=SOON)
+
+    def is_up() -> str:
+        text = httpx.get(f"{server.url}/metrics", timeout=SOON).text
+        return text.partition('slotzero_engine_up{engine="0"} ')[2][:3]
+
+    (engine,) = descendants(server.process.pid, "slotzero.server.process")
+    try:
+        assert (health().status_code, is_up()) == (200, "1.0")
+        os.kill(engine, signal.SIGSTOP)
+        wait_until(lambda: health().status_code == 503)
+        reason = "no sign of life for 10 s"
+        told = {"status": "unresponsive", "engines": ["unresponsive"], "reason": reason}
+        assert (health().json(), is_up()) == (told, "0.0")
+        body = {"model": "tiny:llama", "prompt": "x"}
+        refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=SOON)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        time.sleep(2 * INTERVAL)
+        os.kill(engine, signal.SIGCONT)
+        wait_until(lambda: health().status_code == 200)
+        wait_until(lambda: is_up() == "1.0")
+        assert server.end() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGCONT)
+        server.kill()
+    assert "is unresponsive" in server.log.read_text()
+
+
+# Processes that are no engines
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
+    """In place of the engine runs one that says this and is silent then."""
+    data = b"".join(map(frame, messages))
+    code = f"import os, sys, time; os.write(int(sys.argv[1]), {data!r}); time.sleep(600)"
+
+    async def spawn(theirs: socket.socket, *_: object) -> asyncio.subprocess.Process:
+        fd = theirs.fileno()
+        command = (sys.executable, "-S", "-c", code, f"{fd}")
+        return await asyncio.create_subprocess_exec(*command, pass_fds=[fd])
+
+    monkeypatch.setattr(client_module, "_spawn", spawn)
+    monkeypatch.setattr(client_module, "PATIENCE", 0.1)
+
+
+def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, Ready({}), Beat(301.0))
+
+    async def live() -> None:
+        client = EngineClient({}, patience=Patience(heartbeat=0, step=300, unresponsive=0))
+        await client.start()
+        await until(lambda: client.state == "unresponsive")
+        assert client.failure == "one step has taken more than 300 s"
+        await client.stop()
+
+    asyncio.run(live())
+
+
+def test_one_that_loads_may_be_silent_and_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    say(monkeypatch, Loading("weights", 3, 7), Loading("recording", 2, 9))
+    monkeypatch.setattr(client_module, "INTERVAL", 0.01)
+
+    async def live() -> None:
+        client = EngineClient({}, patience=Patience(heartbeat=0.05, unresponsive=0.05))
+        await client.start()
+        await until(lambda: client.progress == Loading("recording", 2, 9))
+        await asyncio.sleep(0.5)
+        assert (client.state, client.failure, client.generation) == ("loading", "", 0)
+        await client.stop()
+        assert client.progress is None
+
+    asyncio.run(live())

@@ -1,0 +1,143 @@
+"""Replies: several answers to a request, stop strings, log probabilities."""
+
+from typing import Any
+
+import pytest
+from fake_engine import FakeClient, chat, complete, stream
+
+
+def test_n_answers_have_neighbouring_seeds() -> None:
+    client = FakeClient(["one", "two", "three"])
+    made = chat(client, n=3, seed=2**63 - 2)
+    texts = [choice["message"]["content"] for choice in made["choices"]]
+    assert texts == ["one", "two", "three"]
+    assert [choice["index"] for choice in made["choices"]] == [0, 1, 2]
+    assert [params["seed"] for _, _, params in client.submitted] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert made["usage"]["prompt_tokens"] == 21  # once
+    assert made["usage"]["completion_tokens"] == 4 + 4 + 6
+    assert len(set(client.closed)) == 3
+    assert client.num_admitted == 1, "many answers are one request to a full server"
+
+
+def test_n_answers_are_streamed_together() -> None:
+    made = stream(FakeClient(["ab", "cd"]), "/v1/chat/completions", n=2)
+    texts = ["", ""]
+    for chunk in made:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == ["ab", "cd"]
+    ends = [chunk["choices"][0] for chunk in made if chunk["choices"][0]["finish_reason"]]
+    assert {choice["index"] for choice in ends} == {0, 1}
+
+
+def test_prompts_times_n() -> None:
+    client = FakeClient(["a", "b", "c", "d"])
+    made = complete(client, prompt=["x", "yz"], n=2)
+    assert [choice["text"] for choice in made["choices"]] == ["a", "b", "c", "d"]
+    assert [choice["index"] for choice in made["choices"]] == [0, 1, 2, 3]
+    assert [len(prompt) for _, prompt, _ in client.submitted] == [2, 2, 3, 3]
+    assert made["usage"]["prompt_tokens"] == 5
+    assert complete(client, prompt=[[1], [2, 3]])["usage"]["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_echo(is_streamed: bool) -> None:
+    for prompt in ("Say:", list(b"Say:")):
+        if is_streamed:
+            made = stream(FakeClient(" ok"), "/v1/completions", prompt=prompt, echo=True)
+            assert made[0]["choices"][0]["text"].startswith("Say:")
+            text = "".join(chunk["choices"][0]["text"] for chunk in made)
+        else:
+            made = complete(FakeClient(" ok"), prompt=prompt, echo=True)
+            text = made["choices"][0]["text"]
+        assert text == "Say: ok"
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 50])
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [
+        ("END", "one EN two ", "stop"),
+        (["two", "END"], "one EN ", "stop"),
+        (["nothing", "EN "], "one ", "stop"),
+        ("never", "one EN two END three", "stop"),
+        ("threexyz", "one EN two END three", "stop"),
+    ],
+)
+def test_stop_strings_across_tokens(
+    step: int, is_streamed: bool, stop: Any, text: str, reason: str
+) -> None:
+    client = FakeClient("one EN two END three", step=step)
+    if is_streamed:
+        made = stream(client, "/v1/completions", stop=stop)
+        said = "".join(chunk["choices"][0]["text"] for chunk in made)
+        end = made[-1]["choices"][0]["finish_reason"]
+    else:
+        (choice,) = complete(client, stop=stop)["choices"]
+        said, end = choice["text"], choice["finish_reason"]
+    assert (said, end) == (text, reason)
+    assert len(client.closed) == 1  # the engine is told
+
+
+def test_a_stop_string_counts_what_was_generated() -> None:
+    made = complete(FakeClient("abcdef"), stop="c")
+    assert made["usage"]["completion_tokens"] == 3
+    assert (
+        complete(FakeClient("abc"), stop="b", include_stop_str_in_output=True)["choices"][0]["text"]
+        == "ab"
+    )
+
+
+def test_length_is_a_reason() -> None:
+    made = complete(FakeClient("abcdef"), max_tokens=3)
+    assert made["choices"][0]["finish_reason"] == "length"
+    assert made["choices"][0]["text"] == "abc"
+
+
+def test_chat_logprobs() -> None:
+    made = chat(FakeClient("aé"), logprobs=True, top_logprobs=3)
+    content = made["choices"][0]["logprobs"]["content"]
+    x = {"token": "x", "logprob": -1.5, "bytes": [120]}
+    never = {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
+    a = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    assert content[0] == a | {"top_logprobs": [a, x, never]}
+    assert len(content) == 3  # a, and two halves of é; not the end of the sequence
+    assert made["choices"][0]["logprobs"]["refusal"] is None
+    plain = chat(FakeClient("a"), logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert plain == [a | {"top_logprobs": []}]
+
+
+def test_streamed_chat_logprobs_are_the_same() -> None:
+    whole = chat(FakeClient("stop here"), logprobs=True, top_logprobs=2, stop="her")
+    rows = []
+    for chunk in stream(
+        FakeClient("stop here"), "/v1/chat/completions", logprobs=True, top_logprobs=2, stop="her"
+    ):
+        choice = chunk["choices"][0]
+        if choice["logprobs"]:
+            rows += choice["logprobs"]["content"]
+            assert choice["delta"]["content"]
+    assert rows == whole["choices"][0]["logprobs"]["content"]
+    assert "".join(row["token"] for row in rows) == "stop "
+
+
+def test_completion_logprobs() -> None:
+    made = complete(FakeClient("ab"), logprobs=1)["choices"][0]["logprobs"]
+    assert made == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5}, {"b": -0.5}],
+        "text_offset": [0, 1],
+    }
+    assert complete(FakeClient("ab"), logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] is None
+    streamed = stream(FakeClient("ab"), "/v1/completions", logprobs=1)
+    rows = [chunk["choices"][0]["logprobs"] for chunk in streamed]
+    assert [offset for row in rows for offset in row["text_offset"]] == [0, 1]
+
+
+def test_what_comes_while_the_client_is_slow_comes_in_one() -> None:
+    made = stream(FakeClient("abcdef" * 20, step=1), "/v1/completions", max_tokens=200, logprobs=1)
+    assert "".join(chunk["choices"][0]["text"] for chunk in made) == "abcdef" * 20
+    offsets = [at for chunk in made for at in chunk["choices"][0]["logprobs"]["text_offset"]]
+    assert offsets == list(range(120))

@@ -1,0 +1,374 @@
+"""Tools: calls read from text, streamed and forced, and the tools that are refused."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from fake_engine import CHAT, FakeClient, ask, chat, refused, stream, tool_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotzero.errors import (
+    RequestRefusedError,
+)
+from slotzero.server.settings import TOOL_CALL_PARSERS
+from slotzero.server.tool_calls import (
+    FORCED,
+    HERMES,
+    LLAMA,
+    Argued,
+    Called,
+    CallFormat,
+    CallParser,
+    Said,
+)
+from slotzero.server.tools import FORMATS, choose_format
+from slotzero.text.tokenizer import Tokenizer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+_MESSAGES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls %}[{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}]{% endfor %}{% endfor %}"
+)
+HERMES_TEMPLATE = "{% if tools %}{{ tools | tojson }} use <tool_call>\n{% endif %}" + _MESSAGES
+LLAMA_TEMPLATE = "{% if tools %}{{ tools | tojson }} <|python_tag|>\n{% endif %}" + _MESSAGES
+ODD_TEMPLATE = "{% if tools %}{{ tools | tojson }} call as [f(x)]\n{% endif %}" + _MESSAGES
+PARIS = '{"name": "weather", "arguments": {"city": "Paris"}}'
+PARIS_LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
+NOW = '{"name": "time", "arguments": {}}'
+
+
+def parsed(form: CallFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """-> text, [(name, arguments)]"""
+    parser = CallParser(form, {"weather", "time"})
+    text, calls, ids = "", [], []
+    for events in (*(parser.push(piece) for piece in pieces), parser.close()):
+        for event in events:
+            if isinstance(event, Said):
+                text += event.text
+            elif isinstance(event, Called):
+                assert event.index == len(calls)
+                calls.append((event.name, ""))
+                ids.append(event.id)
+            else:
+                assert isinstance(event, Argued)
+                name, arguments = calls[event.index]
+                calls[event.index] = (name, arguments + event.text)
+    assert len(set(ids)) == len(calls) == parser.num_calls
+    assert parser.num_calls - parser.num_done in (0, 1)  # the last may be cut off
+    return text, calls
+
+
+CITY = ("weather", '{"city": "Paris"}')
+PARSED = [
+    (HERMES, "just text <tool", "just text <tool", []),
+    (HERMES, f"<tool_call>\n{PARIS}\n</tool_call>", "", [CITY]),
+    (HERMES, f"I look.\n<tool_call>{PARIS}</tool_call>", "I look.", [CITY]),
+    (
+        HERMES,
+        f"<tool_call>{PARIS}</tool_call>\n<tool_call>{NOW}</tool_call>\n",
+        "",
+        [CITY, ("time", "{}")],
+    ),
+    (HERMES, f"a <tool_call>{PARIS}</tool_call> b", "ab", [CITY]),
+    (HERMES, f"<tool_call>{PARIS}", "", [CITY]),
+    (HERMES, f"<tool_call>{PARIS}</tool_", "", [CITY]),
+    (HERMES, f"<tool_call>{PARIS[:-6]}", "", [("weather", '{"city": "Pa')]),
+    (HERMES, '<tool_call>{"na', '<tool_call>{"na', []),
+    (HERMES, "<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+    (HERMES, '<tool_call>{"a": 1}</tool_call>x', '<tool_call>{"a": 1}</tool_call>x', []),
+    (HERMES, '<tool_call>{"arguments": {"x": "}"}, "name": "f"}', "", [("f", '{"x": "}"}')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [("f", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": null}', "", [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}', "", [("f", "[1]")]),
+    (HERMES, '<tool_call>{"name": "time"}</tool_call>', "", [("time", "{}")]),
+    (HERMES, '<tool_call>{"id": 3, "name": "time"}</tool_call>', "", [("time", "{}")]),
+    (HERMES, '<tool_call>{"name": 3, "x": {}}', '<tool_call>{"name": 3, "x": {}}', []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"q": "a\\"}{[", "b": [{}]}}', "",
+     [("f", '{"q": "a\\"}{[", "b": [{}]}')]),
+    (HERMES, "  \n text \n", "  \n text \n", []),
+    (LLAMA, PARIS_LLAMA, "", [CITY]),
+    (LLAMA, f" \n{PARIS_LLAMA}; {PARIS_LLAMA}", "", [CITY, CITY]),
+    (LLAMA, f"<|python_tag|>{PARIS_LLAMA}", "", [CITY]),
+    (LLAMA, f"Wait.<|python_tag|>{PARIS_LLAMA};", "Wait.", [CITY]),
+    (LLAMA, '{"type": "function", "name": "time", "parameters": {}}', "", [("time", "{}")]),
+    (LLAMA, '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+    (LLAMA, '{"city": "Rome"} is JSON', '{"city": "Rome"} is JSON', []),
+    (LLAMA, '{"name": "weather"', '{"name": "weather"', []),
+    (LLAMA, "{oh", "{oh", []),
+    (LLAMA, "<|python", "<|python", []),
+    (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (LLAMA, f"No {PARIS_LLAMA}", f"No {PARIS_LLAMA}", []),
+    (FORCED, f" {PARIS}\n", "", [CITY]),
+    (FORCED, "", "", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "said", "calls"), PARSED)
+def test_calls_are_read_however_they_are_cut(
+    form: CallFormat, text: str, said: str, calls: list[tuple[str, str]]
+) -> None:
+    for step in (1, 2, 3, 7, len(text) or 1):
+        pieces = [text[i : i + step] for i in range(0, len(text), step)]
+        assert parsed(form, pieces) == (said, calls)
+
+
+_FRAGMENTS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "<tool_", "{", "}", "[", "]", '"', "\\", ",",
+    ":", ";", " ", "\n", "name", "arguments", "time", '"name": "time"', '"arguments": {', PARIS,
+    PARIS_LLAMA, "text",
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([HERMES, LLAMA, FORCED]),
+    st.lists(st.sampled_from(_FRAGMENTS), max_size=14),
+    st.randoms(use_true_random=False),
+)
+def test_any_text_is_read_alike_in_pieces_and_whole(
+    form: CallFormat, fragments: list[str], random: Any
+) -> None:
+    text = "".join(fragments)
+    cuts = sorted(random.randrange(len(text) + 1) for _ in range(5))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole, cut = parsed(form, [text]), parsed(form, pieces)
+    assert cut == whole
+    if not whole[1]:
+        assert whole[0] == text  # nothing is lost
+
+
+def test_arguments_are_given_as_they_come() -> None:
+    parser = CallParser(HERMES, {"weather"})
+    assert parser.push('<tool_call>{"name": "weather", "argu') == []
+    called, first = parser.push('ments": {"city": "Pa')
+    assert isinstance(called, Called)
+    assert called.name == "weather"
+    assert first == Argued(0, '{"city": "Pa')
+    assert parser.push("ris") == [Argued(0, "ris")]
+    assert parser.push('"}}</tool_call>') == [Argued(0, '"}')]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (HERMES_TEMPLATE, f"<tool_call>\n{PARIS}\n</tool_call>"),
+        (LLAMA_TEMPLATE, PARIS_LLAMA),
+        (LLAMA_TEMPLATE, "<|python_tag|>" + PARIS_LLAMA),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 4, 100])
+def test_a_tool_call(template: str, text: str, step: int) -> None:
+    tokenizer, client = tool_tokenizer(template), FakeClient(text, step=step)
+    (choice,) = chat(client, tokenizer, tools=[WEATHER, TIME])["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    (call,) = message.pop("tool_calls")
+    assert message == {"role": "assistant", "content": None, "refusal": None}
+    assert re.fullmatch("call_[0-9a-f]{24}", call.pop("id"))
+    function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert call == {"type": "function", "function": function}
+    assert json.dumps(WEATHER) in client.prompt  # the model was told
+    assert client.params["skip_special_tokens"] is False
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(HERMES_TEMPLATE, f"So:<tool_call>{PARIS}</tool_call>"), (LLAMA_TEMPLATE, PARIS_LLAMA)],
+)
+def test_a_streamed_tool_call(template: str, text: str) -> None:
+    made = stream(
+        FakeClient(text, step=3, pace=0.005),
+        "/v1/chat/completions",
+        tools=[WEATHER],
+        tokenizer=tool_tokenizer(template),
+    )
+    deltas = [chunk["choices"][0]["delta"] for chunk in made]
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["function"] == {"name": "weather", "arguments": ""}
+    assert calls[0]["type"] == "function"
+    assert calls[0]["id"].startswith("call_")
+    assert all(set(call) == {"index", "function"} for call in calls[1:])
+    assert all(call["index"] == 0 for call in calls)
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert json.loads(arguments) == {"city": "Paris"}
+    assert len(calls) > 3
+    assert deltas[-1] == {}
+    assert made[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    content = "".join(delta.get("content", "") for delta in deltas)
+    assert content == ("So:" if "So:" in text else "")
+
+
+def test_text_beside_tools_stays_text() -> None:
+    tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+    (choice,) = chat(FakeClient("No need. <b>"), tokenizer, tools=[WEATHER])["choices"]
+    assert choice["message"]["content"] == "No need. <b>"
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_is_cut_off_says_length() -> None:
+    tokenizer, client = tool_tokenizer(HERMES_TEMPLATE), FakeClient(f"<tool_call>{PARIS}")
+    (choice,) = chat(client, tokenizer, tools=[WEATHER], max_tokens=55)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
+    forced = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 44}
+    (choice,) = chat(FakeClient(PARIS), tokenizer, **forced)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
+
+
+def test_one_call_and_no_more() -> None:
+    two = f"<tool_call>{PARIS}</tool_call><tool_call>{NOW}</tool_call>"
+    for step in (1, 500):
+        client = FakeClient(two, step=step)
+        tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+        tools = {"tools": [WEATHER, TIME], "parallel_tool_calls": False}
+        (choice,) = chat(client, tokenizer, **tools)["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["weather"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert len(client.closed) == 1
+        both = chat(client, tokenizer, tools=[WEATHER, TIME])["choices"][0]["message"]["tool_calls"]
+        assert len(both) == 2
+
+
+def test_a_choice_that_forces_a_call() -> None:
+    tokenizer, client = tool_tokenizer(HERMES_TEMPLATE), FakeClient(PARIS)
+    named = {"type": "function", "function": {"name": "weather"}}
+    (choice,) = chat(client, tokenizer, tools=[WEATHER, TIME], tool_choice=named)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert choice["finish_reason"] == "tool_calls"
+    schema = client.params["structured_outputs"]["json_schema"]
+    assert schema["properties"]["name"] == {"const": "weather"}
+    assert schema["properties"]["arguments"].items() >= WEATHER["function"]["parameters"].items()
+    chat(client, tokenizer, tools=[WEATHER, TIME], tool_choice="required")
+    assert len(client.params["structured_outputs"]["json_schema"]["anyOf"]) == 2
+
+
+def test_a_strict_tool_is_enforced_only_where_a_call_is_forced() -> None:
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    client = FakeClient([f"<tool_call>{PARIS}</tool_call>", PARIS])
+    for choice, is_enforced in (("auto", False), ("required", True)):
+        tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+        (made,) = chat(client, tokenizer, tools=[strict], tool_choice=choice)["choices"]
+        assert made["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+        assert ("structured_outputs" in client.params) == is_enforced
+
+
+def test_tool_choice_none_keeps_tools_out() -> None:
+    client = FakeClient(f"<tool_call>{PARIS}</tool_call>")
+    (choice,) = chat(client, tool_tokenizer(HERMES_TEMPLATE), tools=[WEATHER], tool_choice="none")[
+        "choices"
+    ]
+    assert choice["message"]["content"].startswith("<tool_call>")
+    assert "weather" not in client.prompt
+    chat(client, tools=[WEATHER], tool_choice="none")  # even where no template knows tools
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "odd"}}},
+            "tool_choice",
+        ),
+        ({"tools": [TIME], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [TIME], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TIME], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TIME], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_tools_that_cannot_be_kept_are_refused(body: dict[str, Any], param: str) -> None:
+    error = refused("/v1/chat/completions", CHAT | body, tokenizer=tool_tokenizer(HERMES_TEMPLATE))
+    assert error["param"] == param
+
+
+def test_a_conversation_with_tools_goes_on() -> None:
+    client = FakeClient("It rains.")
+    chat(
+        client,
+        tool_tokenizer(HERMES_TEMPLATE),
+        tools=[WEATHER],
+        messages=[
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "1", "type": "function",
+                 "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "yes"},
+        ],
+    )  # fmt: skip
+    assert client.prompt.endswith('assistant: [weather {"city": "Paris"}]tool: yes')
+
+
+def test_the_format_is_found_in_the_template() -> None:
+    assert choose_format("auto", HERMES_TEMPLATE) is HERMES
+    assert choose_format("auto", LLAMA_TEMPLATE) is LLAMA
+    assert choose_format("llama", HERMES_TEMPLATE) is LLAMA
+    assert choose_format("hermes", ODD_TEMPLATE) is HERMES
+    assert {*FORMATS, "auto", "none"} == {*TOOL_CALL_PARSERS}
+
+
+@pytest.mark.parametrize(
+    ("setting", "template", "why"),
+    [
+        ("auto", "{{ messages }}", "no chat template that shows them"),
+        ("hermes", "{{ messages }}", "no chat template that shows them"),
+        ("auto", None, "no chat template that shows them"),
+        ("auto", ODD_TEMPLATE, "serve it with --tool-call-parser hermes or llama"),
+        ("none", HERMES_TEMPLATE, "switched off on this server (--tool-call-parser none)"),
+        ("none", "{{ messages }}", "switched off on this server (--tool-call-parser none)"),
+    ],
+)
+def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> None:
+    plain = Tokenizer.bytes_tokenizer()
+    error = refused(
+        "/v1/chat/completions",
+        CHAT | {"tools": [WEATHER]},
+        tokenizer=Tokenizer(plain._backend, plain.special_tokens, template),
+        tool_call_parser=setting,
+    )
+    assert error["param"] == "tools"
+    assert why in error["message"]
+    whys = ("no chat template", "serve it with", "switched off")
+    assert sum(one in error["message"] for one in whys) == 1
+
+
+def test_a_tool_whose_schema_is_wrong_is_named() -> None:
+    message = "structured_outputs: json_schema: no such type"
+    error = refused(
+        "/v1/chat/completions",
+        CHAT | {"tools": [WEATHER], "tool_choice": "required"},
+        FakeClient(refusal=RequestRefusedError("RequestError", message)),
+        tokenizer=tool_tokenizer(HERMES_TEMPLATE),
+    )
+    assert (error["param"], error["message"]) == ("tools", "tools: no such type")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"guided_choice": ["a"]},
+    ],
+)
+def test_a_structure_is_not_for_an_answer_that_may_call(choice: str, way: dict[str, Any]) -> None:
+    body = CHAT | way | {"tools": [WEATHER], "tool_choice": choice}
+    tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+    reply = ask(FakeClient(), "/v1/chat/completions", body, tokenizer=tokenizer)
+    assert reply.status_code == 400
+    assert "not with tools, or with tool_choice=none" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"].startswith(next(iter(way)))
+    chat(FakeClient(), tokenizer, **way, tools=[WEATHER], tool_choice="none")
