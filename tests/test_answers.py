@@ -15,7 +15,7 @@ from slotzero.certify import session
 from slotzero.certify.answers import AnswerCheck
 from slotzero.certify.live import LiveSanitizer
 from slotzero.certify.recompute import Disagreement, Recomputation
-from slotzero.certify.stage import bounds_of
+from slotzero.certify.scenarios import bounds_of
 from slotzero.certify.start import start_engine
 from slotzero.certify.traffic import TRAFFIC_FAULTS, TrafficFault, mutate_traffic
 from slotzero.config import EngineConfig

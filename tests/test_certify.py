@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slotzero.certify import actors, session
+from slotzero.certify import session, synthetic_requests
 from slotzero.certify.certify import all_sizes, few_checks, few_sizes, left_out
 from slotzero.certify.mutants import Mutant
 from slotzero.certify.page import html
 from slotzero.certify.report import CHECKS, RULES, Cell, Certificate, Violation
-from slotzero.certify.scene import Trial
-from slotzero.certify.stage import staged
+from slotzero.certify.scenario import Trial
+from slotzero.certify.scenarios import scenario_for
 from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
@@ -344,7 +344,7 @@ def test_a_layer_that_stores_where_the_one_before_does_is_named(
     assert ("draft-extend-3", "S4", "kv_draft") in found
 
 
-def test_scenes_of_drafts_have_rows_of_every_kind() -> None:
+def test_scenarios_of_drafts_have_rows_of_every_kind() -> None:
     config = EngineConfig(
         model="tiny:llama", backend="eager", speculative="ngram", max_num_seqs=16,
         lazy_recording=True, skip_tokenizer_init=True, show_progress=False, kv_cache_memory=4 << 20,
@@ -355,8 +355,8 @@ def test_scenes_of_drafts_have_rows_of_every_kind() -> None:
     for runner in (verify, draft):
         key = next(iter(runner.all_keys()))
         runner.prepare(key)
-        with staged(engine, runner, key) as scene:
-            outcomes[runner] = Trial(runner, scene).replay()
+        with scenario_for(engine, runner, key) as scenario:
+            outcomes[runner] = Trial(runner, scenario).replay()
     tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_verified"))
     pairs = set(zip(tried.tolist(), right.tolist(), strict=True))
     assert {(5, 5), (5, 3), (5, 1), (2, 2), (1, 1), (0, 0)} <= pairs
@@ -403,7 +403,7 @@ def test_a_spoilt_page_table_makes_no_page_of_another_ours(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
-    monkeypatch.setattr(actors, "MOST_STORED", 3)
+    monkeypatch.setattr(synthetic_requests, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out
 

@@ -13,7 +13,7 @@ import torch
 
 from slotzero.certify.recompute import Disagreement, Recomputation
 from slotzero.certify.report import Violation
-from slotzero.certify.stage import bounds_of
+from slotzero.certify.scenarios import bounds_of
 from slotzero.engine.engine import Engine
 from slotzero.errors import RequestError
 from slotzero.request import Request

@@ -1,4 +1,4 @@
-"""Certification: every check over every size, one scene a size."""
+"""Certification: every check over every size, one scenario a size."""
 
 import re
 import time
@@ -11,12 +11,12 @@ import torch
 from slotzero.certify.checks import CHECK_FUNCTIONS, Bounds, Examination
 from slotzero.certify.checksum import checksum
 from slotzero.certify.report import Cell, Certificate, Violation
-from slotzero.certify.scene import Scene, Trial
+from slotzero.certify.scenario import Scenario, Trial
 from slotzero.errors import ContractError, RequestError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
 
 Plan = Sequence[tuple[Runner, GraphKey]]
-MakeScene = Callable[[Runner, GraphKey], AbstractContextManager[Scene]]
+MakeScenario = Callable[[Runner, GraphKey], AbstractContextManager[Scenario]]
 Seen = Callable[[Cell], None]
 NOTHING: Mapping[tuple[GraphKey, str], str] = {}
 _NAMED = re.compile(r"tensor '([^']+)'")
@@ -25,7 +25,7 @@ _NAMED = re.compile(r"tensor '([^']+)'")
 def certify(
     certificate: Certificate,
     plan: Iterable[tuple[Runner, GraphKey]],
-    make_scene: MakeScene,
+    make_scenario: MakeScenario,
     bounds: Bounds,
     seen: Seen = lambda cell: None,
     checks: Sequence[str] = tuple(CHECK_FUNCTIONS),
@@ -41,7 +41,7 @@ def certify(
             runner.prepare(key)
             wanted = [check for check in checks if (key, check) not in skipped]
             try:
-                for cell in _size(runner, key, make_scene, bounds, constants, wanted):
+                for cell in _size(runner, key, make_scenario, bounds, constants, wanted):
                     certificate.cells.append(cell)
                     seen(cell)
             except RequestError as error:  # the context is too short for so many tokens a row
@@ -57,22 +57,22 @@ def certify(
 def _size(
     runner: Runner,
     key: GraphKey,
-    make_scene: MakeScene,
+    make_scenario: MakeScenario,
     bounds: Bounds,
     constants: Mapping[str, int],
     checks: Sequence[str],
 ) -> Iterator[Cell]:
     start = time.perf_counter()
     try:
-        with make_scene(runner, key) as scene:
-            yield from examine(Examination(Trial(runner, scene), bounds, constants), checks)
-    except ContractError as error:  # the scene could not be set
+        with make_scenario(runner, key) as scenario:
+            yield from examine(Examination(Trial(runner, scenario), bounds, constants), checks)
+    except ContractError as error:  # the scenario could not be set
         seconds = time.perf_counter() - start
         yield Cell(key.runner, str(key), "S0", seconds, (_raised(error, "S0", key),))
 
 
 def examine(examination: Examination, checks: Iterable[str]) -> Iterator[Cell]:
-    key = examination.trial.scene.key
+    key = examination.trial.scenario.key
     for check in checks:
         start = time.perf_counter()
         try:

@@ -11,7 +11,7 @@ from slotzero.certify.checksum import checksum
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.certify.lint import Watch, baked, span_of, stray
 from slotzero.certify.report import Violation
-from slotzero.certify.scene import Outcome, Trial, others_of, owned_rows
+from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Kind, Registry
 from slotzero.graph.registry import Entry
 
@@ -55,7 +55,7 @@ class Examination:
     def s2(self) -> Iterator[Violation]:
         eager = self.trial.eager()
         yield from self._differ("S2", self.plain, eager, self.bounds.replay, "eager")
-        if self.trial.unpadded_key != self.trial.scene.key:
+        if self.trial.unpadded_key != self.trial.scenario.key:
             unpadded = self.trial.eager(key=self.trial.unpadded_key)
             yield from self._differ(
                 "S2", eager, unpadded, self.bounds.size, "eager without padding"
@@ -63,8 +63,8 @@ class Examination:
 
     def s3(self) -> Iterator[Violation]:
         trial, bounds = self.trial, self.bounds
-        rows = range(trial.scene.num_rows)
-        after = trial.replay_after_the_crowd()
+        rows = range(trial.scenario.num_rows)
+        after = trial.replay_after_larger_step()
         yield from self._differ("S3", after, self.plain, 0.0, "history: after a larger step")
         if len(rows) > 1:
             turned = trial.replay(rows=rows[::-1])
@@ -79,20 +79,20 @@ class Examination:
             yield from self._differ("S3", padded, self.plain, bounds.size, f"size: in {larger}")
 
     def s4(self) -> Iterator[Violation]:
-        plain, scene = self.plain, self.trial.scene
+        plain, scenario = self.plain, self.trial.scenario
         for entry in self._entries:
             if entry.kind is Kind.TABLE:
                 before, after = (
                     tensors[entry.name].movedim(entry.axis, 0)
-                    for tensors in (scene.tables, plain.tensors)
+                    for tensors in (scenario.tables, plain.tensors)
                 )
                 owned = owned_rows(entry, plain.slots, plain.tensors)
                 yield from self._unchanged(
                     entry, after[~owned], before[~owned], (~owned).nonzero()[:, 0].tolist(),
                     "not owned by the step",
                 )  # fmt: skip
-                if entry.name in scene.kept:
-                    kept = scene.kept[entry.name][owned]
+                if entry.name in scenario.kept:
+                    kept = scenario.kept[entry.name][owned]
                     now, then = (of[owned].masked_fill(~kept, 0) for of in (after, before))
                     rows = owned.nonzero()[:, 0].tolist()
                     yield from self._unchanged(entry, now, then, rows, "the step only reads it")
@@ -118,7 +118,7 @@ class Examination:
             )
 
     def _others_touched(self) -> Iterator[Violation]:
-        others, trap = others_of(self.trial.runner), self.trial.scene.trap
+        others, trap = others_of(self.trial.runner), self.trial.scenario.trap
         for entry in others:
             entry.tensor.fill_(trap)
         if others:
@@ -130,7 +130,7 @@ class Examination:
 
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
-        steps = (range(trial.scene.num_rows), range(0, trial.scene.num_rows, 2))
+        steps = (range(trial.scenario.num_rows), range(0, trial.scenario.num_rows, 2))
         watched, written = [], []
         for rows in steps:
             watch, key = Watch(self.registry), self._set(rows)
@@ -177,7 +177,7 @@ class Examination:
         constants that are not what they were."""
         for name in self.trial.runner.spec.published:
             entry, after = self.registry.entry(name), self.plain.tensors[name]
-            values = self.trial.scene.published[name]
+            values = self.trial.scenario.published[name]
             pads = [entry.pad] * (len(after) - len(values))
             wanted = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
             found = first_difference(after, wanted, 0.0)
@@ -191,11 +191,11 @@ class Examination:
 
     def _arrivals(self) -> Iterator[Violation]:
         """The host gets what the device holds now, and nothing of another step."""
-        for value in (self.trial.scene.trap, 0):
+        for value in (self.trial.scenario.trap, 0):
             for entry in self._entries:
                 if entry.kind is Kind.OUTPUT:
                     entry.tensor.fill_(value)
-            for name, arrived in self.trial.scene.fetch(self.trial.scene.num_rows).items():
+            for name, arrived in self.trial.scenario.fetch(self.trial.scenario.num_rows).items():
                 sent = self.registry[name][: len(arrived)].to(arrived.device)
                 found = first_difference(arrived, sent, 0.0)
                 if found is not None:
@@ -217,9 +217,9 @@ class Examination:
     def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
         """What a real row, or a derived tensor within the size, has of memory that was spoilt."""
         for mismatch in differences(self.trial.runner, outcome, self.plain):
-            if mismatch.tensor not in self.trial.scene.unused:
+            if mismatch.tensor not in self.trial.scenario.unused:
                 yield mismatch
-        for name, unused in self.trial.scene.unused.items():
+        for name, unused in self.trial.scenario.unused.items():
             entry = self.registry.entry(name)
             owned = owned_rows(entry, outcome.slots, self.plain.tensors)
             got, expected = (
@@ -257,13 +257,13 @@ class Examination:
             yield self._violation(check, mismatch.tensor, f"{mismatch}; {how}", mismatch.row)
 
     def _set(self, rows: range) -> GraphKey:
-        """The scene is set for these rows, and not yet run."""
-        key = self.trial.scene.key
+        """The scenario is set for these rows, and not yet run."""
+        key = self.trial.scenario.key
         self.trial.run(lambda key, num_tokens: None, rows, key)
         return key
 
     def _next_size(self) -> GraphKey | None:
-        key = self.trial.scene.key
+        key = self.trial.scenario.key
         larger = [
             k
             for k in self.trial.runner.all_keys()
@@ -272,7 +272,7 @@ class Examination:
         return min(larger, key=lambda k: (k.tokens, k.rows), default=None)
 
     def _violation(self, check: str, tensor: str, found: str, row: int | None) -> Violation:
-        key = self.trial.scene.key
+        key = self.trial.scenario.key
         return Violation(check, key.runner, str(key), tensor, found, row)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotzero.certify.scene import Outcome, Tables, owned_rows
+from slotzero.certify.scenario import Outcome, Tables, owned_rows
 from slotzero.graph import Kind, Runner
 from slotzero.graph.registry import Entry
 

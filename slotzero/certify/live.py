@@ -15,8 +15,8 @@ from slotzero.certify.answers import AnswerCheck
 from slotzero.certify.memory import Memory
 from slotzero.certify.mirror import Mirror
 from slotzero.certify.report import Violation
+from slotzero.certify.scenarios import bounds_of
 from slotzero.certify.shadow import Shadow
-from slotzero.certify.stage import bounds_of
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import PoolError, SanitizerError

@@ -14,7 +14,7 @@ from torch import Tensor
 from slotzero.certify.checksum import row_checksums
 from slotzero.certify.compare import extent, first_difference
 from slotzero.certify.reach import unused_tails
-from slotzero.certify.scene import MUTABLE, Outcome, others_of, owned_rows
+from slotzero.certify.scenario import MUTABLE, Outcome, others_of, owned_rows
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
 

@@ -16,8 +16,8 @@ from slotzero.certify.certify import checksums, examine
 from slotzero.certify.checks import CHECK_FUNCTIONS, Examination
 from slotzero.certify.faults import FAULTS, Case, Fault, swapped
 from slotzero.certify.report import ORDER
-from slotzero.certify.scene import Scene, Trial, kind_of
-from slotzero.certify.stage import bounds_of, counts_of, staged
+from slotzero.certify.scenario import Scenario, Trial, kind_of
+from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for
 from slotzero.distributed.ranks import Ranks
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError, SlotzeroError
@@ -99,23 +99,23 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
     runner.prepare(key)
     constants = checksums(registry)
 
-    def examination(scene: Scene) -> Examination:
-        return Examination(Trial(runner, scene), bounds_of(engine), constants)
+    def examination(scenario: Scenario) -> Examination:
+        return Examination(Trial(runner, scenario), bounds_of(engine), constants)
 
-    with staged(engine, runner, key) as scene:
-        sound = examination(scene)
+    with scenario_for(engine, runner, key) as scenario:
+        sound = examination(scenario)
         _require_clean(sound)
-        cases = [Case(engine, runner, e, scene, sound.plain) for e in tensors_of(runner)]
-        for case, fault in _matrix(cases, shows_in_staging=False):
+        cases = [Case(engine, runner, e, scenario, sound.plain) for e in tensors_of(runner)]
+        for case, fault in _matrix(cases, shows_in_setup=False):
             with _injected(case, fault):
-                caught_by, named = _first_failure(examination(scene), checks, ranks)
-            _put_back(registry, scene)
+                caught_by, named = _first_failure(examination(scenario), checks, ranks)
+            _put_back(registry, scenario)
             yield _mutant(case, fault, caught_by, named)
-    for case, fault in _matrix(cases, shows_in_staging=True):
+    for case, fault in _matrix(cases, shows_in_setup=True):
         with _injected(case, fault):
             try:
-                with staged(engine, runner, key) as scene:
-                    caught_by, named = _first_failure(examination(scene), checks, ranks)
+                with scenario_for(engine, runner, key) as scenario:
+                    caught_by, named = _first_failure(examination(scenario), checks, ranks)
             except SlotzeroError as error:
                 caught_by, named = "S0", _NAMED.findall(str(error))
         yield _mutant(case, fault, caught_by, named)
@@ -133,10 +133,10 @@ def _injected(case: Case, fault: Fault) -> Iterator[None]:
         raise RecordingError(f"mutant {what}: it could not be tried: {first}") from error
 
 
-def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Case, Fault]]:
+def _matrix(cases: Iterable[Case], shows_in_setup: bool) -> Iterator[tuple[Case, Fault]]:
     for case in cases:
         for fault in FAULTS:
-            if fault.shows_in_staging == shows_in_staging and fault.applies(case):
+            if fault.shows_in_setup == shows_in_setup and fault.applies(case):
                 yield case, fault
 
 
@@ -166,6 +166,6 @@ def _require_clean(examination: Examination) -> None:
             raise ContractError(f"nothing was broken yet, certify first: {violation}")
 
 
-def _put_back(registry: Registry, scene: Scene) -> None:
-    for name, tensor in scene.tables.items():
+def _put_back(registry: Registry, scenario: Scenario) -> None:
+    for name, tensor in scenario.tables.items():
         registry[name].copy_(tensor)

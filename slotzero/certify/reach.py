@@ -1,7 +1,7 @@
 """How far a live step looks into the rows of its slots: what lies past that belongs to nobody.
 
 The one file that knows tables by name and reads them. What it says of a runner is said once more,
-from the requests' side, where scenes are staged.
+from the requests' side, where scenarios are staged.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.certify.scene import kind_of
+from slotzero.certify.scenario import kind_of
 from slotzero.graph import Registry, Runner
 from slotzero.pools.states import SNAPSHOT_ROWS
 from slotzero.speculative.drafter import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
 from slotzero.certify.mutants import Mutant, mutate
 from slotzero.certify.report import CHECKS, Cell, Certificate
-from slotzero.certify.stage import bounds_of, staged
+from slotzero.certify.scenarios import bounds_of, scenario_for
 from slotzero.certify.traffic import mutate_traffic
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
@@ -40,7 +40,7 @@ class Session:
         return certify(
             self.certificate,
             self.plan,
-            lambda runner, key: staged(engine, runner, key),
+            lambda runner, key: scenario_for(engine, runner, key),
             bounds_of(engine),
             seen,
             skipped=few_checks(self.plan) if self._is_quick else {},

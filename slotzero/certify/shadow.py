@@ -12,7 +12,7 @@ from torch import Tensor
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.certify.memory import Memory
 from slotzero.certify.report import Violation
-from slotzero.certify.scene import Outcome
+from slotzero.certify.scenario import Outcome
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
 

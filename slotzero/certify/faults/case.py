@@ -1,4 +1,4 @@
-"""One tensor of one runner in one scene, and what it is to break it.
+"""One tensor of one runner in one scenario, and what it is to break it.
 
 What a case reads of the device it reads once: a fault may ask again while it is captured.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.compare import extent
-from slotzero.certify.scene import Outcome, Scene, Trial, owned_rows
+from slotzero.certify.scenario import Outcome, Scenario, Trial, owned_rows
 from slotzero.engine.engine import Engine
 from slotzero.graph import Kind, Registry, Runner
 from slotzero.graph.registry import Entry
@@ -31,8 +31,8 @@ class Case:
     engine: Engine
     runner: Runner
     entry: Entry
-    scene: Scene
-    plain: Outcome  # of the scene, where nothing is broken
+    scenario: Scenario
+    plain: Outcome  # of the scenario, where nothing is broken
 
     @property
     def registry(self) -> Registry:
@@ -45,12 +45,12 @@ class Case:
     @property
     def num_real(self) -> int:
         """Of the size, how many rows or tokens are no padding."""
-        rows = range(self.scene.num_rows)
+        rows = range(self.scenario.num_rows)
         if self.entry.per == "step":
             return self.size
         if self.entry.per == "row":
             return len(rows)
-        return Trial(self.runner, self.scene).num_tokens(self.scene.published, rows)
+        return Trial(self.runner, self.scenario).num_tokens(self.scenario.published, rows)
 
     @property
     def is_padded(self) -> bool:
@@ -86,7 +86,9 @@ class Case:
             return made[0].tensor[:1]
         tables = (replace(self, entry=e) for e in entries if e.kind is Kind.TABLE)
         written = next(case for case in tables if case.written_rows and not case.entry.through)
-        before, after = (of[written.entry.name] for of in (self.scene.tables, self.plain.tensors))
+        before, after = (
+            of[written.entry.name] for of in (self.scenario.tables, self.plain.tensors)
+        )
         return written.entry.tensor[tuple((before != after).nonzero()[0].tolist())]
 
     @property
@@ -99,9 +101,9 @@ class Case:
     @cached_property
     def foreign(self) -> int | None:
         """A row of this table that belongs to a slot which does not run, and is not hostile yet."""
-        trap, tables = self.scene.trap, self.scene.tables
-        crowd = self.scene.crowd[self.runner.spec.published[0]]
-        idle = [slot for slot in (*crowd, trap) if slot not in self.plain.slots]
+        trap, tables = self.scenario.trap, self.scenario.tables
+        larger_step = self.scenario.larger_step[self.runner.spec.published[0]]
+        idle = [slot for slot in (*larger_step, trap) if slot not in self.plain.slots]
         if self.entry.through:
             rows: list[int] = owned_rows(self.entry, idle, tables).nonzero()[:, 0].tolist()
             return rows[0] if rows else None
@@ -124,18 +126,18 @@ class Case:
     @cached_property
     def unused(self) -> tuple[int, ...] | None:
         """Where, in rows of this table that running slots own, nothing is: one such place."""
-        unused = self.scene.unused.get(self.entry.name)
+        unused = self.scenario.unused.get(self.entry.name)
         if unused is None:
             return None
         if not self.entry.through:
-            by_row = self.scene.tables[self.entry.name].movedim(self.entry.axis, 0)
-            unused = unused & (by_row != self.scene.trap)
+            by_row = self.scenario.tables[self.entry.name].movedim(self.entry.axis, 0)
+            unused = unused & (by_row != self.scenario.trap)
         return self._first_owned(unused)
 
     @cached_property
     def kept(self) -> tuple[int, ...] | None:
         """Where, in rows of this table that running slots own, the step must write nothing."""
-        kept = self.scene.kept.get(self.entry.name)
+        kept = self.scenario.kept.get(self.entry.name)
         return None if kept is None else self._first_owned(kept)
 
     def _first_owned(self, mask: Tensor) -> tuple[int, ...] | None:
@@ -149,14 +151,14 @@ class Case:
         num_rows = self.entry.tensor.shape[self.entry.axis]
         before, after = (
             tensors[self.entry.name].movedim(self.entry.axis, -1).reshape(-1, num_rows)
-            for tensors in (self.scene.tables, self.plain.tensors)
+            for tensors in (self.scenario.tables, self.plain.tensors)
         )
         return [int(row) for row in (before != after).any(0).nonzero()[:, 0]]
 
     @cached_property
     def begun(self) -> list[int]:
         """Running slots whose text begins with this step."""
-        length = self.scene.tables["length"].tolist()
+        length = self.scenario.tables["length"].tolist()
         return [slot for slot in self.plain.slots if length[slot] == 0]
 
     @cached_property
@@ -187,8 +189,8 @@ class Fault(ABC):
     only: Callable[[Case], bool] = always
 
     @property
-    def shows_in_staging(self) -> bool:
-        """It is injected before a scene is staged, not before one is run."""
+    def shows_in_setup(self) -> bool:
+        """It is injected before a scenario is staged, not before one is run."""
         return False
 
     def applies(self, case: Case) -> bool:

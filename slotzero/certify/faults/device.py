@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
 from slotzero.certify.reach import is_drafter
-from slotzero.certify.scene import kind_of
+from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Kind, Pieces, Runner
 from slotzero.graph.backend import Recording, StepFunction
 from slotzero.graph.cpu import CpuRecording
@@ -36,7 +36,7 @@ class RecordedFault(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        runner, key, kind = case.runner, case.scene.key, case.entry.kind
+        runner, key, kind = case.runner, case.scenario.key, case.entry.kind
         now, was = case.view, case.view.clone()
         damage = partial(self.effect, case, now, was)
 
@@ -112,7 +112,7 @@ def _pack(case: Case, now: Tensor, was: Tensor) -> None:
 
 def _lay_out_narrower(case: Case, now: Tensor, was: Tensor) -> None:
     """As for rows of one token fewer."""
-    width = case.scene.key.width
+    width = case.scenario.key.width
     rows = now.view(-1, width, *now.shape[1:])[:, : width - 1].flatten(0, 1)
     now[: len(rows)].copy_(rows.clone())
 
@@ -189,7 +189,7 @@ class KernelFault(Fault):
             self.effect(case, rows)
 
         try:
-            with replaced(runner, case.scene.key, damaged):
+            with replaced(runner, case.scenario.key, damaged):
                 yield
         finally:
             if saved is not None:
@@ -313,7 +313,7 @@ class RoutedPadding(Fault):
         def damaged(key: GraphKey, pieces: Pieces) -> None:
             function(key, _Unpadded(pieces))
 
-        with replaced(case.runner, case.scene.key, damaged):
+        with replaced(case.runner, case.scenario.key, damaged):
             yield
 
 
@@ -336,7 +336,7 @@ class AdvancedPosition(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scene.key
+        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scenario.key
         assert isinstance(drafter, AssistantDrafter)
         right = drafter.stand
         with (
@@ -358,7 +358,7 @@ class GlobalCount(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        right, runner, key = spread.share_of, case.runner, case.scene.key
+        right, runner, key = spread.share_of, case.runner, case.scenario.key
         ranks = case.engine.worker.ranks
 
         def wrong(slots: Tensor, share: int, rank: int) -> Tensor:

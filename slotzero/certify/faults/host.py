@@ -69,7 +69,7 @@ def _in_range(case: Case, stale: Tensor, values: Sequence[int]) -> Tensor:
     """Stale counts, as far as the size has tokens for them."""
     if not case.is_count:
         return stale
-    room = max(0, case.scene.key.tokens - sum(values))
+    room = max(0, case.scenario.key.tokens - sum(values))
     return stale * (stale.cumsum(0) <= room)
 
 
@@ -84,7 +84,7 @@ def _padded_within_size(case: Case, values: list[int]) -> Arriving:
 
 def _summed(case: Case, values: list[int]) -> Arriving:
     """The sum over rows in the first of them, as far as any slot has room for it."""
-    room = case.engine.limits.max_model_len - int(case.scene.tables["length"].max())
+    room = case.engine.limits.max_model_len - int(case.scenario.tables["length"].max())
     return [min(sum(values), room), *[0] * (len(values) - 1)]
 
 
@@ -122,7 +122,7 @@ class StagingFault(Fault):
     arrives: Callable[[Case, Words, int], Words] = lambda case, words, width: words
 
     @property
-    def shows_in_staging(self) -> bool:
+    def shows_in_setup(self) -> bool:
         return True
 
     @contextmanager
@@ -167,7 +167,7 @@ def _not_yet(case: Case, words: Words, width: int) -> Words:
 
 def _is_staged(case: Case) -> bool:
     """Neutral values are not sent: with few slots, no request may ask for any other."""
-    rows = case.scene.tables[case.entry.name]
+    rows = case.scenario.tables[case.entry.name]
     return case.is_staged and (case.entry.name in LEFT or bool((rows[1:] != rows[0]).any()))
 
 

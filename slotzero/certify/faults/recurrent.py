@@ -15,7 +15,7 @@ from slotzero.certify.faults.device import (
     recorded,
     write_kept,
 )
-from slotzero.certify.scene import kind_of
+from slotzero.certify.scenario import kind_of
 from slotzero.graph import Pieces
 from slotzero.pools.states import SNAPSHOTS, STATES
 from slotzero.speculative.passes import VERIFY
@@ -27,7 +27,7 @@ class WrongToken(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        kernels, runner, key = case.engine.worker.kernels, case.runner, case.scene.key
+        kernels, runner, key = case.engine.worker.kernels, case.runner, case.scenario.key
         right = kernels.commit_trail
 
         def commit(

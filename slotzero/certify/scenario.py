@@ -1,4 +1,4 @@
-"""A scene is one step that could happen; a trial runs it, again and again, from the same memory.
+"""A scenario is one step that could happen; a trial runs it, again and again, from the same memory.
 
 It knows registered tensors and who owns what of them. It does not know requests or models.
 """
@@ -19,12 +19,12 @@ Rows = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     """Memory as it is when the step begins, and who runs."""
 
     key: GraphKey
     published: Mapping[str, Sequence[int]]  # by tensor, one value a row
-    crowd: Mapping[str, Sequence[int]]
+    larger_step: Mapping[str, Sequence[int]]
     """Another step, of as many rows as there can be: what may have run before."""
     trap: int
     """A slot that does not run, and an index that is wrong wherever it turns up."""
@@ -53,8 +53,8 @@ class Outcome:
 
 
 class Trial:
-    def __init__(self, runner: Runner, scene: Scene) -> None:
-        self.runner, self.scene = runner, scene
+    def __init__(self, runner: Runner, scenario: Scenario) -> None:
+        self.runner, self.scenario = runner, scenario
         self.registry = runner.registry
         self._who = runner.spec.published[0]
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
@@ -62,33 +62,33 @@ class Trial:
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
                spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
         """As the engine would: what is checked at every replay is checked here too."""
-        key = key or self.scene.key
+        key = key or self.scenario.key
         return self.run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
 
     def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
               spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
-        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scene.key, spoil)
+        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, spoil)
 
-    def replay_after_the_crowd(self) -> Outcome:
+    def replay_after_larger_step(self) -> Outcome:
         """Tables are as ever; all else is as a hostile larger step has left it."""
-        crowd = self.scene.crowd
-        num_rows = len(crowd[self._who])
-        tokens = self.num_tokens(crowd, range(num_rows))
+        larger_step = self.scenario.larger_step
+        num_rows = len(larger_step[self._who])
+        tokens = self.num_tokens(larger_step, range(num_rows))
         key = self.runner.pick(tokens, num_rows)
         assert isinstance(key, GraphKey), key
         self.runner.prepare(key)
         self._load(())
-        self._publish(crowd, range(num_rows))
+        self._publish(larger_step, range(num_rows))
         self.runner.run(key, tokens)
-        for name, tensor in self.scene.tables.items():
+        for name, tensor in self.scenario.tables.items():
             self.registry[name].copy_(tensor)
-        return self._finish(lambda k, n: self.runner.run(k, n), None, self.scene.key)
+        return self._finish(lambda k, n: self.runner.run(k, n), None, self.scenario.key)
 
     @property
     def unpadded_key(self) -> GraphKey:
-        rows = self.scene.num_rows
+        rows = self.scenario.num_rows
         return GraphKey(
-            self.runner.spec.name, self.num_tokens(self.scene.published, range(rows)), rows
+            self.runner.spec.name, self.num_tokens(self.scenario.published, range(rows)), rows
         )
 
     def num_tokens(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> int:
@@ -118,17 +118,17 @@ class Trial:
     def _finish(
         self, how: Callable[[GraphKey, int], None], rows: Rows | None, key: GraphKey
     ) -> Outcome:
-        rows = range(self.scene.num_rows) if rows is None else rows
-        self._publish(self.scene.published, rows)
-        how(key, self.num_tokens(self.scene.published, rows))
-        slots = tuple(self.scene.published[self._who][row] for row in rows)
+        rows = range(self.scenario.num_rows) if rows is None else rows
+        self._publish(self.scenario.published, rows)
+        how(key, self.num_tokens(self.scenario.published, rows))
+        slots = tuple(self.scenario.published[self._who][row] for row in rows)
         return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
 
     def _load(self, spoil: Iterable[str]) -> None:
         self.registry.distrust_published()
         for entry in self._entries:
             if entry.kind is Kind.TABLE:
-                entry.tensor.copy_(self.scene.tables[entry.name])
+                entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
         for name in spoil:
@@ -140,16 +140,16 @@ class Trial:
             self.registry.publish(name, [published[name][row] for row in rows])
 
     def _spoil(self, entry: Entry) -> None:
-        hostile = torch.nan if entry.tensor.is_floating_point() else self.scene.trap
+        hostile = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
         if entry.kind is not Kind.TABLE:
             entry.tensor.fill_(hostile)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
-        running = owned_rows(entry, self.scene.published[self._who], self.scene.tables)
+        running = owned_rows(entry, self.scenario.published[self._who], self.scenario.tables)
         foreign = ~running
         foreign[0] = False
         by_row[foreign] = hostile
-        for masks in (self.scene.unused, self.scene.fresh):
+        for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
                 by_row.masked_fill_(masks[entry.name], hostile)
 
@@ -184,5 +184,5 @@ def owned_rows(entry: Entry, slots: Sequence[int], tables: Tables) -> Tensor:
 
 
 def memory_of(registry: Registry) -> dict[str, Tensor]:
-    """A copy of every table, for a scene."""
+    """A copy of every table, for a scenario."""
     return {e.name: e.tensor.clone() for e in registry.entries() if e.kind is Kind.TABLE}

@@ -16,7 +16,7 @@ from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 
 
-class StandIns:
+class DummyRequests:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.requests: list[Request] = []
@@ -34,7 +34,7 @@ class StandIns:
         said to be stored, and if it resumes, a snapshot of the state behind them. It has pages for
         so many more positions, for drafts."""
         engine, lane = self._engine, self._engine.lanes[0]
-        request = engine.validate(f"stand-in-{len(self.requests)}", prompt, params)
+        request = engine.validate(f"dummy-{len(self.requests)}", prompt, params)
         request.target = request.num_tokens
         request.output_token_ids += answer
         num_paged = min(request.num_tokens + num_mtp_layers, engine.limits.max_model_len)
@@ -62,12 +62,12 @@ class StandIns:
 
 
 @contextmanager
-def stand_ins(engine: Engine) -> Iterator[StandIns]:
+def dummy_requests(engine: Engine) -> Iterator[DummyRequests]:
     if engine.has_work:
         raise ContractError("stand-ins need an engine without requests: let it finish first")
-    ins = StandIns(engine)
+    dummies = DummyRequests(engine)
     with engine.lock, torch.inference_mode():
         try:
-            yield ins
+            yield dummies
         finally:
-            ins.release()
+            dummies.release()

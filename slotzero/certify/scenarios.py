@@ -1,7 +1,7 @@
-"""Scenes of an engine: requests of odd lengths and every kind of sampling, over hostile memory.
+"""Scenarios of an engine: requests of odd lengths and every kind of sampling, over hostile memory.
 
-It knows who runs and who stands by; what a runner looks at in the row of a slot, actors.py says. A
-new published tensor is given its column here.
+It knows who runs and who stands by; synthetic_requests.py says what a runner
+accesses in the row of a slot. A new published tensor is given its column here.
 """
 
 import random
@@ -13,11 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.certify.actors import Actor, Cast, Look, Snapshots
 from slotzero.certify.checks import Bounds
+from slotzero.certify.dummy_requests import dummy_requests
 from slotzero.certify.mirror import mirrored
-from slotzero.certify.scene import Scene, memory_of
-from slotzero.certify.stand_ins import stand_ins
+from slotzero.certify.scenario import Scenario, memory_of
+from slotzero.certify.synthetic_requests import (
+    Access,
+    Snapshots,
+    SyntheticRequest,
+    SyntheticRequestBuilder,
+)
 from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Runner
 from slotzero.graph.registry import Entry
@@ -26,7 +31,7 @@ from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
 from slotzero.speculative.tree import PARENTS
 
-CROWD = 8  # more rows than run, for the step before
+EXTRA_ROWS = 8  # more rows than run, for the step before
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 """Relative rounding of a row, see `compare.magnitude`. Sums are made in float32, so a layer rounds
 to its dtype a few times; n independent roundings by eps / 2 are off by about sqrt(n) * eps / 2. The
@@ -35,7 +40,7 @@ largest value of a row, which is several times the usual one. float32 allows for
 
 
 class Mask(NamedTuple):
-    """Of a table, what running slots own of it first: what a step looks at."""
+    """Of a table, what running slots own of it first: what a step accesses."""
 
     known: Tensor
     written: Tensor
@@ -65,23 +70,26 @@ def bounds_of(engine: Engine) -> Bounds:
 
 
 @contextmanager
-def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
+def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scenario]:
     """As few rows as this size is picked for, and then some that do not run."""
     rng = random.Random(f"{key}")
-    engine.lanes[0].ledger.cache.clear()  # a scene overwrites every page, those it keeps too
-    with stand_ins(engine) as ins, mirrored(engine.worker.tables):
-        cast, counts = Cast(engine, runner, ins, rng), counts_of(runner, key)
-        running = [cast.admit(count) for count in counts]
+    engine.lanes[0].ledger.cache.clear()  # a scenario overwrites every page, those it keeps too
+    with dummy_requests(engine) as dummies, mirrored(engine.worker.tables):
+        builder, counts = (
+            SyntheticRequestBuilder(engine, runner, dummies, rng),
+            counts_of(runner, key),
+        )
+        running = [builder.admit(count) for count in counts]
         num_more = min(
-            max(1, CROWD + key.rows - len(running)),
+            max(1, EXTRA_ROWS + key.rows - len(running)),
             engine.lanes[0].slots.num_free,
             _most_rows(runner) - len(running),
         )
-        idle = [cast.admit(1) for _ in range(num_more)]
+        idle = [builder.admit(1) for _ in range(num_more)]
         engine.worker.tables.apply()
         registry = engine.worker.registry
         masks = _fill(engine, running, idle)
-        for name in _looked_at(engine):
+        for name in _tables_with_accesses(engine):
             masks[name] = _columns(registry.entry(name), running)
         for name in SNAPSHOTS if engine.limits.num_snapshots else ():
             masks[name] = _snapshots(registry.entry(name), registry[SNAPSHOT_ROWS], running)
@@ -91,11 +99,11 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
                 unused[SNAPSHOT_ROWS] = _unnamed(registry[SNAPSHOT_ROWS], running)
             elif entry.through:
                 unused[entry.through] = _unused_pages(engine, running, entry)
-        crowd = [*idle, *reversed(running)]
-        yield Scene(
+        larger_step = [*idle, *reversed(running)]
+        yield Scenario(
             key=key,
             published=_published(runner, running, counts),
-            crowd=_published(runner, crowd, [1] * len(crowd)),
+            larger_step=_published(runner, larger_step, [1] * len(larger_step)),
             trap=idle[0].request.slot if idle else engine.limits.max_num_seqs,
             tables=memory_of(registry),
             unused=unused,
@@ -106,9 +114,9 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
 
 
 def _published(
-    runner: Runner, actors: Sequence[Actor], counts: Sequence[int]
+    runner: Runner, requests: Sequence[SyntheticRequest], counts: Sequence[int]
 ) -> dict[str, Sequence[int]]:
-    columns = {SLOTS: [actor.request.slot for actor in actors], COUNTS: counts}
+    columns = {SLOTS: [synthetic.request.slot for synthetic in requests], COUNTS: counts}
     return {name: columns[name] for name in runner.spec.published}
 
 
@@ -136,7 +144,9 @@ def _most_rows(runner: Runner) -> int:
     return (runner.spec.rows or runner.spec.ladder).maximum
 
 
-def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> dict[str, Mask]:
+def _fill(
+    engine: Engine, running: Sequence[SyntheticRequest], idle: Sequence[SyntheticRequest]
+) -> dict[str, Mask]:
     """Noise where KV is stored, zeros elsewhere, and noise for states -> by group's pages,
     [pages, layers or 1, page_size, 1, 1]"""
     masks = {}
@@ -147,17 +157,19 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> di
         by_row[1:] = torch.randn(by_row[1:].shape, generator=generator, device=by_row.device)
     for group, (name, window) in enumerate(engine.limits.windows.items()):
         kv = registry[f"kv_{name}"]
-        num_looks = max(len(stores.get(f"kv_{name}", ())) for _, _, stores, _ in (*running, *idle))
-        shape = kv.shape[1], max(1, num_looks), page_size
+        num_accesses = max(
+            len(kv_accesses.get(f"kv_{name}", ())) for _, _, kv_accesses, _ in (*running, *idle)
+        )
+        shape = kv.shape[1], max(1, num_accesses), page_size
         stored = torch.zeros(shape, dtype=torch.bool, device=kv.device)
         storing = torch.zeros_like(stored)
         generator.manual_seed(1)
         kv.zero_()
-        for request, _, stores, _ in (*running, *idle):
+        for request, _, kv_accesses, _ in (*running, *idle):
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
-            for layer, (known, written) in enumerate(stores.get(f"kv_{name}", ())):
+            for layer, (known, written) in enumerate(kv_accesses.get(f"kv_{name}", ())):
                 first = 0 if window is None else known + 1 - window
                 stored[pages, layer] = (position >= first) & (position < known)
                 places = torch.tensor([*written], device=kv.device)
@@ -169,57 +181,59 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> di
     return masks
 
 
-def _looked_at(engine: Engine) -> list[str]:
-    """Tables by slot of which actors say what of them is looked at."""
+def _tables_with_accesses(engine: Engine) -> list[str]:
+    """Tables by slot of which requests say what of them is looked at."""
     names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), PARENTS, *states_of(engine))
     entries = engine.worker.registry.entries()
     return [e.name for e in entries if e.name in names and e.tensor.numel() and not e.through]
 
 
-def _columns(entry: Entry, running: Sequence[Actor]) -> Mask:
+def _columns(entry: Entry, running: Sequence[SyntheticRequest]) -> Mask:
     table, name = entry.tensor.movedim(entry.axis, 0), entry.name
     num = table.shape[1] if name in ("tokens", FEATURES, PARENTS) else 1
     known = torch.ones(len(table), num, dtype=torch.bool, device=table.device)
     written = torch.zeros_like(known)
-    for request, looks, _, _ in running:
-        look = looks.get(name, Look(0))
-        known[request.slot, look.known :] = False
-        written[request.slot, [*look.written]] = True
+    for request, accesses, _, _ in running:
+        access = accesses.get(name, Access(0))
+        known[request.slot, access.known :] = False
+        written[request.slot, [*access.written]] = True
     shape = (len(table), num, *[1] * (table.dim() - 2))[: table.dim()]
     return Mask(known.view(shape), written.view(shape))
 
 
-def _snapshots(entry: Entry, table: Tensor, running: Sequence[Actor]) -> Mask:
+def _snapshots(entry: Entry, table: Tensor, running: Sequence[SyntheticRequest]) -> Mask:
     """[rows, 1, ...]"""
     rows = entry.tensor.movedim(entry.axis, 0)
     known = torch.zeros(len(rows), *[1] * (rows.dim() - 1), dtype=torch.bool, device=rows.device)
     written = torch.zeros_like(known)
-    for actor in running:
-        columns = actor.snapshots or Snapshots()
-        known[table[actor.request.slot, [*columns.reads]].long()] = True
-        written[table[actor.request.slot, [*columns.takes]].long()] = True
+    for synthetic in running:
+        columns = synthetic.snapshots or Snapshots()
+        known[table[synthetic.request.slot, [*columns.reads]].long()] = True
+        written[table[synthetic.request.slot, [*columns.takes]].long()] = True
     known[0] = written[0] = False
     return Mask(known, written)
 
 
-def _unnamed(table: Tensor, running: Sequence[Actor]) -> Tensor:
+def _unnamed(table: Tensor, running: Sequence[SyntheticRequest]) -> Tensor:
     """Columns that name no snapshot which the step goes on from or takes."""
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    for actor in running:
-        unused[actor.request.slot] = True
-        if actor.snapshots is not None:
-            unused[actor.request.slot, [*actor.snapshots.reads, *actor.snapshots.takes]] = False
+    for synthetic in running:
+        unused[synthetic.request.slot] = True
+        if synthetic.snapshots is not None:
+            unused[
+                synthetic.request.slot, [*synthetic.snapshots.reads, *synthetic.snapshots.takes]
+            ] = False
     return unused
 
 
-def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Tensor:
+def _unused_pages(engine: Engine, running: Sequence[SyntheticRequest], entry: Entry) -> Tensor:
     """Columns of the page table of this KV without a page that the step needs: past the last one,
     or before the window."""
     table = engine.worker.registry[entry.through]
     group = engine.worker.page_tables.index(entry.through)
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    for request, _, stores, _ in running:
-        end = max((look.end for look in stores.get(entry.name, ())), default=0)
+    for request, _, kv_accesses, _ in running:
+        end = max((access.end for access in kv_accesses.get(entry.name, ())), default=0)
         num_pages = -(-end // engine.limits.page_size)
         pages = torch.tensor(request.pages[group][:num_pages], device=table.device)
         unused[request.slot] = True

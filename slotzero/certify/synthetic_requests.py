@@ -1,16 +1,16 @@
-"""Actors: stand-ins as a step of a runner may find them, of every kind in turn.
+"""Synthetic requests: dummy requests in every state in which a runner may find them.
 
-It knows requests, and what each runner looks at in the row of a slot. It writes slot tables; what
-else a step reads is set where the scene is.
+It knows requests, and what each runner accesses in the row of a slot. It writes slot tables; what
+else a step reads is set up by scenarios.py.
 """
 
 import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from slotzero.certify.dummy_requests import DummyRequests
 from slotzero.certify.reach import is_drafter, reads_target
-from slotzero.certify.scene import kind_of
-from slotzero.certify.stand_ins import StandIns
+from slotzero.certify.scenario import kind_of
 from slotzero.engine.engine import Engine
 from slotzero.errors import RequestError
 from slotzero.graph import Runner
@@ -36,7 +36,7 @@ WIDE_WINDOW = 64  # tokens; wider ones are not filled
 LEAST_DRAFTED = 8  # tokens before a guess, so that it can be what followed before
 PERIOD = 3  # tokens, where they repeat
 SURE = 1e4  # a bias that decides
-_ASKS: tuple[dict[str, Any], ...] = (
+_SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 5},
     {"temperature": 0.9, "logprobs": 2, "top_k": 20, "top_p": 0.9, "seed": 11},
     {"temperature": 1.3, "min_p": 0.05, "seed": 5, "repetition_penalty": 1.3},
@@ -45,7 +45,7 @@ _ASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-class Look(NamedTuple):
+class Access(NamedTuple):
     """At a row of a table: at columns, or at positions of KV."""
 
     known: int
@@ -54,7 +54,7 @@ class Look(NamedTuple):
     """What is not known is not read before that. All others are nobody's."""
 
     @classmethod
-    def over(cls, start: int, stop: int) -> "Look":
+    def over(cls, start: int, stop: int) -> "Access":
         return cls(start, range(start, stop))
 
     @property
@@ -62,17 +62,17 @@ class Look(NamedTuple):
         return max(self.known, max(self.written, default=-1) + 1)
 
 
-READ, WRITTEN, CHANGED = Look(1), Look.over(0, 1), Look(1, [0])  # the one column of a table
+READ, WRITTEN, CHANGED = Access(1), Access.over(0, 1), Access(1, [0])  # the one column of a table
 
 
-Stores = dict[str, tuple[Look, ...]]  # by KV, of every layer, or one of all
+KvAccesses = dict[str, tuple[Access, ...]]  # by KV, of every layer, or one of all
 
 
-class Actor(NamedTuple):
+class SyntheticRequest(NamedTuple):
     request: Request
-    looks: Mapping[str, Look]
+    accesses: Mapping[str, Access]
     """By table. One of speculation that is not here is not looked at."""
-    stores: Stores
+    kv_accesses: KvAccesses
     """What is not here is not looked at."""
     snapshots: "Snapshots | None" = None
     """None: the table that names them is not looked at."""
@@ -85,7 +85,7 @@ class Snapshots(NamedTuple):
     takes: Collection[int] = ()
 
 
-class Plan(NamedTuple):
+class VerifyCase(NamedTuple):
     """What is particular about a row that verifies drafts."""
 
     num_drafts: int
@@ -95,48 +95,50 @@ class Plan(NamedTuple):
     speculates: bool = True
 
 
-class Tree(NamedTuple):
+class DraftTree(NamedTuple):
     """Drafts, one after another: each is the right token, None, or one of three wrong ones."""
 
     which: list[int | None]
     parents: list[int]
 
 
-def _chain(plan: Plan) -> Tree:
-    which = [None if i < plan.num_right else i % 3 for i in range(plan.num_drafts)]
-    return Tree(which, [*range(plan.num_drafts)])
+def _chain(case: VerifyCase) -> DraftTree:
+    which = [None if i < case.num_right else i % 3 for i in range(case.num_drafts)]
+    return DraftTree(which, [*range(case.num_drafts)])
 
 
-def _bushy(plan: Plan) -> Tree:
+def _branching(case: VerifyCase) -> DraftTree:
     """As many are right as there is room for: each has a wrong one before it, which has to make
     way. The rest are threes behind the last."""
-    num_right = min(plan.num_right, plan.num_drafts // 2)
-    tree, last = Tree([], []), 0
+    num_right = min(case.num_right, case.num_drafts // 2)
+    tree, last = DraftTree([], []), 0
     for i in range(num_right):
         tree.which.extend((0, None))
         tree.parents.extend((last, last))
         last = 2 * i + 2
-    for i in range(plan.num_drafts - 2 * num_right):
+    for i in range(case.num_drafts - 2 * num_right):
         tree.which.append(i % 3)
         tree.parents.append(last if i < 3 else 2 * num_right + 1 + 3 * (i // 3 - 1))
     return tree
 
 
-class Drafted(NamedTuple):
+class DraftPlaces(NamedTuple):
     tokens: Collection[int]  # places behind the newest token where one is written
     computed: Collection[int]  # places of the tokens that the drafter computes
     num: int  # drafts in the end
 
 
-def _behind(first: int, places: Collection[int]) -> Look:
-    return Look(first, [first + place for place in places])
+def _behind(first: int, places: Collection[int]) -> Access:
+    return Access(first, [first + place for place in places])
 
 
-class Cast:
-    """Admits actors for the steps of one runner."""
+class SyntheticRequestBuilder:
+    """Admits requests for the steps of one runner."""
 
-    def __init__(self, engine: Engine, runner: Runner, ins: StandIns, rng: random.Random) -> None:
-        self._engine, self._runner, self._ins, self._rng = engine, runner, ins, rng
+    def __init__(
+        self, engine: Engine, runner: Runner, dummies: DummyRequests, rng: random.Random
+    ) -> None:
+        self._engine, self._runner, self._dummies, self._rng = engine, runner, dummies, rng
         self._width, self._shape = runner.spec.width, engine.worker.tree
         self._most = max(runner.spec.width, runner.spec.ahead)
         self._tables, self._vocab = engine.worker.tables, engine.worker.vocab_size
@@ -149,82 +151,84 @@ class Cast:
         self._reads_target = reads_target(engine.worker.registry)
         self._recurs = engine.worker.states is not None
 
-    def admit(self, count: int) -> Actor:
+    def admit(self, count: int) -> SyntheticRequest:
         """`count` of its tokens are next, where a row may have any number."""
         of_kind = {VERIFY: self._verifies, EXTEND: self._extends, DRAFT: self._drafts}
-        index, admit = len(self._ins.requests), of_kind.get(kind_of(self._runner))
-        actor = self._computes(count) if admit is None else admit(index)
+        index, admit = len(self._dummies.requests), of_kind.get(kind_of(self._runner))
+        synthetic = self._computes(count) if admit is None else admit(index)
         if index % 2:
-            self._constrain(actor.request.slot)
-        return actor
+            self._constrain(synthetic.request.slot)
+        return synthetic
 
-    def _computes(self, count: int) -> Actor:
+    def _computes(self, count: int) -> SyntheticRequest:
         """One in three that computes many tokens has one more after those, and does not sample."""
         start = self._start(count)
         more = self._rng.choice((0, 0, 1)) if count > 1 else 0
         tokens = self._random(start + count + more)
         resumes = self._may_resume(start)
-        request = self._ins.admit(tokens, self._params(), start, resumes=resumes)
+        request = self._dummies.admit(tokens, self._params(), start, resumes=resumes)
         self._leave(request)
-        looks = {"tokens": Look.over(len(tokens), len(tokens) + 1 - more)}
-        looks |= self._states_from(start, resumes)
-        stores: Stores = dict.fromkeys(self._kv, (Look.over(start, start + count),))
+        accesses = {"tokens": Access.over(len(tokens), len(tokens) + 1 - more)}
+        accesses |= self._states_from(start, resumes)
+        kv_accesses: KvAccesses = dict.fromkeys(self._kv, (Access.over(start, start + count),))
         if self._engine.worker.cycles and self._runner.spec.rows is not None:
-            looks |= self._passes_on(start)
-            looks[FOLLOWED_TO] = WRITTEN if self._num_turns == 1 else CHANGED
-            stores |= self._follows(start, start + count)
+            accesses |= self._passes_on(start)
+            accesses[FOLLOWED_TO] = WRITTEN if self._num_turns == 1 else CHANGED
+            kv_accesses |= self._follows(start, start + count)
         elif self._engine.worker.cycles:
             behind = self._rng.randrange(min(MOST_PENDING, start + 1))
             self._tables.stage(FOLLOWED_TO, request.slot, [start - behind])
-            looks |= {FOLLOWED_TO: READ, FEATURES: Look(0, [behind])}
-        return Actor(request, looks, stores, self._snapshots(start, start + count))
-
-    def _verifies(self, index: int) -> Actor:
-        most, widest = self._width - 1, self._engine.limits.max_width - 1
-        plans = (
-            Plan(widest, widest),
-            Plan(most, most, room=0),
-            Plan(most, most // 2),
-            Plan(0, 0, speculates=False),
-            Plan(most, most, is_stale=True),
-            Plan(most, most, room=2),
-            Plan(most, 0),
+            accesses |= {FOLLOWED_TO: READ, FEATURES: Access(0, [behind])}
+        return SyntheticRequest(
+            request, accesses, kv_accesses, self._snapshots(start, start + count)
         )
-        return self._verifying(plans[index % len(plans)])
 
-    def _verifying(self, plan: Plan) -> Actor:
+    def _verifies(self, index: int) -> SyntheticRequest:
+        most, widest = self._width - 1, self._engine.limits.max_width - 1
+        cases = (
+            VerifyCase(widest, widest),
+            VerifyCase(most, most, room=0),
+            VerifyCase(most, most // 2),
+            VerifyCase(0, 0, speculates=False),
+            VerifyCase(most, most, is_stale=True),
+            VerifyCase(most, most, room=2),
+            VerifyCase(most, 0),
+        )
+        return self._verifying(cases[index % len(cases)])
+
+    def _verifying(self, case: VerifyCase) -> SyntheticRequest:
         """Whether a draft is right, a bias decides."""
         length = self._start(self._engine.limits.max_width, least=1)
         resumes = self._may_resume(length)
         right, *wrong = (self._token(first) for first in (2, 3, 5, 7))
         request = self._answering(
-            self._random(length + 1), length, room=plan.room, resumes=resumes,
-            speculative=plan.speculates,
-            logit_bias=dict.fromkeys(wrong, -SURE) | ({right: SURE} if plan.num_right else {}),
+            self._random(length + 1), length, room=case.room, resumes=resumes,
+            speculative=case.speculates,
+            logit_bias=dict.fromkeys(wrong, -SURE) | ({right: SURE} if case.num_right else {}),
         )  # fmt: skip
-        tree = _chain(plan) if self._goes_one_way(request) else _bushy(plan)
-        self._leave(request, num_drafts=plan.num_drafts)
-        self._tables.stage(DRAFTED_AT, request.slot, [length - plan.is_stale])
+        tree = _chain(case) if self._goes_one_way(request) else _branching(case)
+        self._leave(request, num_drafts=case.num_drafts)
+        self._tables.stage(DRAFTED_AT, request.slot, [length - case.is_stale])
         drafts = [right if i is None else wrong[i] for i in tree.which]
         self._tables.stage("tokens", request.slot, drafts, first=length + 1)
-        room = self._width if plan.room is None else plan.room
-        count = min(1 if plan.is_stale else len(drafts) + 1, room, self._width)
+        room = self._width if case.room is None else case.room
+        count = min(1 if case.is_stale else len(drafts) + 1, room, self._width)
         num = min(1 + sum(i is None for i in tree.which[: max(count - 1, 0)]), count)
-        looks = {LIMIT: READ, DRAFTED_AT: READ, FEATURES: Look.over(0, num)}
-        stores = Stores()
-        if not plan.is_stale:
-            looks[NUM_DRAFTS] = READ
+        accesses = {LIMIT: READ, DRAFTED_AT: READ, FEATURES: Access.over(0, num)}
+        kv_accesses = KvAccesses()
+        if not case.is_stale:
+            accesses[NUM_DRAFTS] = READ
         if count:
-            stores = dict.fromkeys(self._kv, (Look.over(length, length + count),))
-            looks["tokens"] = Look(length + count, range(length + 1, length + 1 + num))
-            looks |= self._states_from(length, resumes)
+            kv_accesses = dict.fromkeys(self._kv, (Access.over(length, length + count),))
+            accesses["tokens"] = Access(length + count, range(length + 1, length + 1 + num))
+            accesses |= self._states_from(length, resumes)
         if self._shape is not None:
             self._tables.stage(PARENTS, request.slot, tree.parents, first=1)
-            looks[PARENTS] = Look(count)
+            accesses[PARENTS] = Access(count)
         snapshots = self._snapshots(length, length + num) if count else Snapshots()
-        return Actor(request, looks, stores, snapshots)
+        return SyntheticRequest(request, accesses, kv_accesses, snapshots)
 
-    def _extends(self, index: int) -> Actor:
+    def _extends(self, index: int) -> SyntheticRequest:
         """One of them has just begun: nothing stands before what it follows."""
         num = (self._width, 0, 1, self._width // 2 + 1, 1)[index % 5]
         begins = index % 5 == 4
@@ -233,14 +237,14 @@ class Cast:
         self._leave(request)
         self._tables.stage("length", request.slot, [length])
         self._tables.stage(FOLLOWED_TO, request.slot, [length - num])
-        looks, stores = {FOLLOWED_TO: CHANGED}, Stores()
+        accesses, kv_accesses = {FOLLOWED_TO: CHANGED}, KvAccesses()
         if num:
-            looks |= {"tokens": Look(length + 1), FEATURES: Look(num)}
-            looks |= self._passes_on(length - num)
-            stores = self._follows(length - num, length)
-        return Actor(request, looks, stores)
+            accesses |= {"tokens": Access(length + 1), FEATURES: Access(num)}
+            accesses |= self._passes_on(length - num)
+            kv_accesses = self._follows(length - num, length)
+        return SyntheticRequest(request, accesses, kv_accesses)
 
-    def _drafts(self, index: int) -> Actor:
+    def _drafts(self, index: int) -> SyntheticRequest:
         """Its own wish, its pages, its limit or its prompt may keep it from drafting."""
         case = ("all", "wish", "pages", "limit", "prompt", "unlike")[index % 6]
         length = self._length(self._width, least=LEAST_DRAFTED)
@@ -253,21 +257,21 @@ class Cast:
             num_mtp_layers=0 if case == "pages" else self._most, speculative=case != "wish",
         )  # fmt: skip
         self._leave(request)
-        looks = {NUM_DRAFTS: WRITTEN, DRAFTED_AT: WRITTEN}
-        looks |= dict.fromkeys((LIMIT, PAGED, SPECULATES), READ)
-        room, stores = self._room(request, length), Stores()
+        accesses = {NUM_DRAFTS: WRITTEN, DRAFTED_AT: WRITTEN}
+        accesses |= dict.fromkeys((LIMIT, PAGED, SPECULATES), READ)
+        room, kv_accesses = self._room(request, length), KvAccesses()
         if room:
             drafted = self._drafted(request, room)
             if case == "unlike" and not self._drafter_kv and not self._reads_target:
-                drafted = Drafted([], [], 0)  # nothing was said before that could be said again
-            looks |= {"tokens": _behind(length + 1, drafted.tokens)}
-            looks |= dict.fromkeys(self._states[: max(1, room - 1)], READ)
+                drafted = DraftPlaces([], [], 0)  # nothing was said before that could be said again
+            accesses |= {"tokens": _behind(length + 1, drafted.tokens)}
+            accesses |= dict.fromkeys(self._states[: max(1, room - 1)], READ)
             if self._reads_target:
-                stores |= dict.fromkeys(self._kv, (Look(length),))
-            stores |= dict.fromkeys(self._drafter_kv, self._computed(length, room, drafted))
+                kv_accesses |= dict.fromkeys(self._kv, (Access(length),))
+            kv_accesses |= dict.fromkeys(self._drafter_kv, self._computed(length, room, drafted))
             if self._shape is not None:
-                looks[PARENTS] = Look(0, range(1, 1 + drafted.num))
-        return Actor(request, looks, stores)
+                accesses[PARENTS] = Access(0, range(1, 1 + drafted.num))
+        return SyntheticRequest(request, accesses, kv_accesses)
 
     def _room(self, request: Request, length: int) -> int:
         """Places that drafts may take."""
@@ -277,9 +281,9 @@ class Cast:
         most = self._runner.spec.ahead
         return max(0, min(most, request.max_len - length - 2, paged - length - 1))
 
-    def _drafted(self, request: Request, room: int) -> Drafted:
+    def _drafted(self, request: Request, room: int) -> DraftPlaces:
         if self._shape is None:
-            return Drafted(range(room), range(room - 1), room)
+            return DraftPlaces(range(room), range(room - 1), room)
         steps, topk = self._shape.steps, self._shape.topk
         per_step = 1 if self._goes_one_way(request) else topk
         fronts = [
@@ -289,32 +293,32 @@ class Cast:
         num_guesses = per_step * (1 + sum(len(front) for front in fronts[:-1]))
         num = min(room, self._shape.num_nodes - 1, num_guesses)
         places = {place for front in fronts for place in front}
-        return Drafted(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
+        return DraftPlaces(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
 
-    def _computed(self, length: int, room: int, drafted: Drafted) -> tuple[Look, ...]:
+    def _computed(self, length: int, room: int, drafted: DraftPlaces) -> tuple[Access, ...]:
         """Pairs stand one place before, and the newest is computed already. Of layers that take
         turns each computes what those before it have guessed, if its turn comes."""
         if self._num_turns > 1:
             turns = range(min(self._num_turns, room))
-            looks = [Look.over(length - turn, length) if turn else Look(0) for turn in turns]
-            return *looks, *[Look(0)] * (self._num_turns - len(looks))
+            accesses = [Access.over(length - turn, length) if turn else Access(0) for turn in turns]
+            return *accesses, *[Access(0)] * (self._num_turns - len(accesses))
         is_pair = bool(self._states)
         places = [*drafted.computed] if is_pair else [-1, *drafted.computed]
-        return (Look(length, _behind(length + 1 - is_pair, places).written),)
+        return (Access(length, _behind(length + 1 - is_pair, places).written),)
 
-    def _follows(self, start: int, end: int) -> Stores:
+    def _follows(self, start: int, end: int) -> KvAccesses:
         """The drafter computes these."""
         turns = range(self._num_turns)
-        looks = tuple(Look.over(max(0, start - turn), max(0, end - turn)) for turn in turns)
-        return dict.fromkeys(self._drafter_kv, looks)
+        accesses = tuple(Access.over(max(0, start - turn), max(0, end - turn)) for turn in turns)
+        return dict.fromkeys(self._drafter_kv, accesses)
 
-    def _passes_on(self, start: int) -> dict[str, Look]:
+    def _passes_on(self, start: int) -> dict[str, Access]:
         """States after the drafter has followed from here on: a layer goes on from the state of the
         one before, if that one has any yet."""
         turns = range(1, 1 + len(self._states))
         is_read = [turn < self._num_turns and start >= turn for turn in turns]
-        looks = [CHANGED if read else WRITTEN for read in is_read]
-        return dict(zip(self._states, looks, strict=True))
+        accesses = [CHANGED if read else WRITTEN for read in is_read]
+        return dict(zip(self._states, accesses, strict=True))
 
     def _goes_one_way(self, request: Request) -> bool:
         params = request.params
@@ -330,7 +334,7 @@ class Cast:
         num_stored: int | None = None,
         num_mtp_layers: int | None = None,
         resumes: bool = False,
-        **asks: Any,
+        **sampling: Any,
     ) -> Request:
         """What follows the first `length` tokens is its answer; if two do, it is still prompt."""
         if length + self._most >= self._engine.limits.max_model_len:
@@ -341,12 +345,12 @@ class Cast:
         prompt_len = len(tokens)
         if prompt_len == length + 1:
             prompt_len = self._rng.randint(max(1, length - 1), length)
-        asks["max_tokens"] = None
+        sampling["max_tokens"] = None
         if room is not None:
-            asks |= {"max_tokens": length + 1 + room - prompt_len, "min_tokens": 0}
-        return self._ins.admit(
+            sampling |= {"max_tokens": length + 1 + room - prompt_len, "min_tokens": 0}
+        return self._dummies.admit(
             tokens[:prompt_len],
-            self._params(**asks),
+            self._params(**sampling),
             length if num_stored is None else num_stored,
             answer=tokens[prompt_len:],
             num_mtp_layers=self._most if num_mtp_layers is None else num_mtp_layers,
@@ -368,25 +372,25 @@ class Cast:
         self._tables.stage("allowed", slot, [0x55555555] * self._tables["allowed"].shape[1])
 
     def _params(self, **more: Any) -> SamplingParams:
-        asks = _ASKS[len(self._ins.requests) % len(_ASKS)]
-        return SamplingParams(**{**asks, **more, "detokenize": False})
+        sampling = _SAMPLING[len(self._dummies.requests) % len(_SAMPLING)]
+        return SamplingParams(**{**sampling, **more, "detokenize": False})
 
     def _length(self, reach: int, least: int = 0) -> int:
         """The first has as much as there may be."""
         room = self._engine.limits.max_model_len - reach - 2
         most = max(least, min(self._most_stored(), room))
-        return self._rng.randint(least, most) if self._ins.requests else most
+        return self._rng.randint(least, most) if self._dummies.requests else most
 
     def _start(self, reach: int, least: int = 0) -> int:
         """Of a row that is computed: where there are snapshots, every other stands at one, or a
         token or two before it; some begin."""
         length, interval = self._length(reach, least), self._engine.limits.snapshot_interval
         room = self._engine.limits.max_model_len - reach - 2
-        if not self._recurs or len(self._ins.requests) % 2 == 0:
+        if not self._recurs or len(self._dummies.requests) % 2 == 0:
             return length
         starts = [0, interval, interval - 1, interval - 2] if interval else [0]
         fitting = [start for start in starts if least <= start <= room]
-        return fitting[len(self._ins.requests) // 2 % len(fitting)] if fitting else length
+        return fitting[len(self._dummies.requests) // 2 % len(fitting)] if fitting else length
 
     def _may_resume(self, start: int) -> bool:
         """Of those that stand at a snapshot, every other goes on from it."""
@@ -394,7 +398,7 @@ class Cast:
         is_there = bool(interval) and start > 0 and start % interval == 0
         return is_there and last.pool.num_free > 0 and self._rng.random() < 0.7
 
-    def _states_from(self, start: int, resumes: bool) -> dict[str, Look]:
+    def _states_from(self, start: int, resumes: bool) -> dict[str, Access]:
         """Of a slot that goes on: what begins, or resumes, reads nothing of the slot's own."""
         if not self._recurs:
             return {}
