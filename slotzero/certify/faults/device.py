@@ -74,7 +74,7 @@ def recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[N
     if isinstance(recording, CpuRecording):  # its pieces are the same: compile none again
         recording = CpuRecording(damaged, recording._calls)
     else:
-        runner._publish_nobody()
+        runner._publish_empty_step()
         recording = runner.backend.record(damaged)
     with swapped_item(runner._recordings, key, recording):
         yield
