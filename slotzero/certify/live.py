@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from slotzero.certify.answers import AnswerCheck
-from slotzero.certify.memory import Memory
+from slotzero.certify.memory import StepMemory
 from slotzero.certify.mirror import Mirror
 from slotzero.certify.report import Violation
 from slotzero.certify.scenarios import bounds_of
@@ -84,7 +84,7 @@ class LiveSanitizer(Observer):
             runner.replay(key)
             return
         try:
-            memory = Memory(runner, key, self._highest_trap, self._rng)
+            memory = StepMemory(runner, key, self._highest_trap, self._rng)
             violations = Shadow(runner, key, memory, self._bound_of(runner, key)).examine()
         except torch.OutOfMemoryError:
             self._go_on_unwatched(key)
@@ -137,7 +137,7 @@ class LiveSanitizer(Observer):
             more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
             raise SanitizerError(f"{violations[0]}{more}")
 
-    def _fall_back(self, runner: Runner, memory: Memory, violation: Violation) -> None:
+    def _fall_back(self, runner: Runner, memory: StepMemory, violation: Violation) -> None:
         name = runner.spec.name
         if name not in self._fallen:
             self._fallen[name] = f"sanitizer: {violation.check}, tensor {violation.tensor!r}"

@@ -47,7 +47,7 @@ class Patch:
         return None if found is None else (int(self.rows[found[0]]), *found[1:])
 
 
-class Memory:
+class StepMemory:
     """Made when all is published; nothing has run yet."""
 
     def __init__(

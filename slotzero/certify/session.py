@@ -22,7 +22,7 @@ class Findings:
     mutants: list[Mutant] | None
 
 
-class Session:
+class CertifySession:
     def __init__(self, engine: Engine, model: str, is_quick: bool) -> None:
         self._engine, self._is_quick = engine, is_quick
         runners = engine.worker.runners
@@ -58,7 +58,7 @@ def certify_rank(
     config: EngineConfig, rank_group: RankGroup, is_quick: bool, with_mutants: bool
 ) -> Findings:
     """Certify the part of the model that a rank other than the first holds."""
-    session = Session(
+    session = CertifySession(
         Engine(replace(config, show_progress=False), rank_group), config.model, is_quick
     )
     certificate = session.certify()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
-from slotzero.certify.memory import Memory
+from slotzero.certify.memory import StepMemory
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import Outcome
 from slotzero.graph import GraphKey, Kind, Runner
@@ -18,7 +18,7 @@ from slotzero.graph.registry import Entry
 
 
 class Shadow:
-    def __init__(self, runner: Runner, key: GraphKey, memory: Memory, bound: float) -> None:
+    def __init__(self, runner: Runner, key: GraphKey, memory: StepMemory, bound: float) -> None:
         self._runner, self._key, self._memory, self._bound = runner, key, memory, bound
 
     def examine(self) -> list[Violation]:

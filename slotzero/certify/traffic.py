@@ -34,7 +34,7 @@ ANSWER_LEN = 24
 RUNNER = "engine"
 
 
-class Ask(NamedTuple):
+class TrafficRequest(NamedTuple):
     prompt: list[int]
     params: SamplingParams
 
@@ -51,7 +51,7 @@ class TrafficFault(ABC):
         """What S8 should name."""
 
     @abstractmethod
-    def asks(self, engine: Engine) -> list[Ask]:
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
         """Requests that meet the fault, one after another."""
 
     @abstractmethod
@@ -68,11 +68,14 @@ class WrongDraft(TrafficFault):
     def tensor(self, engine: Engine) -> str:
         return VERIFIED
 
-    def asks(self, engine: Engine) -> list[Ask]:
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
         """Prompts of a few letters with every pair of them, so that an n-gram drafter guesses."""
         pairs = [letter for pair in product(LETTERS, repeat=2) for letter in pair]
         bias = dict.fromkeys(LETTERS, 100.0)
-        return [Ask(pairs, _params(temperature=1.0, seed=i, logit_bias=bias)) for i in range(3)]
+        return [
+            TrafficRequest(pairs, _params(temperature=1.0, seed=i, logit_bias=bias))
+            for i in range(3)
+        ]
 
     @contextmanager
     def inject(self, engine: Engine) -> Iterator[None]:
@@ -126,7 +129,7 @@ class ShortKey(TrafficFault):
     def tensor(self, engine: Engine) -> str:
         return engine.worker.page_tables[0]
 
-    def asks(self, engine: Engine) -> list[Ask]:
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
         """The second prompt is the first one, but for the last token of every page."""
         size = engine.limits.page_size
         least = max(4 * size, engine.limits.snapshot_interval)
@@ -135,7 +138,7 @@ class ShortKey(TrafficFault):
         ends = range(size - 1, least, size)
         other = {i: rng.choice([letter for letter in LETTERS if letter != first[i]]) for i in ends}
         second = [other.get(i, token) for i, token in enumerate(first)]
-        return [Ask(prompt, _params(temperature=0.0, speculative=False))
+        return [TrafficRequest(prompt, _params(temperature=0.0, speculative=False))
                 for prompt in (first, second)]  # fmt: skip
 
     @contextmanager
@@ -160,7 +163,7 @@ def _params(**more: object) -> SamplingParams:
 
 def _fits(engine: Engine, fault: TrafficFault) -> bool:
     """Whether the context has room for what it asks."""
-    longest = max(len(ask.prompt) for ask in fault.asks(engine))
+    longest = max(len(request.prompt) for request in fault.requests(engine))
     return longest + ANSWER_LEN <= engine.limits.max_model_len
 
 
@@ -219,8 +222,8 @@ def _serve(engine: Engine, fault: TrafficFault) -> tuple[list[list[int]], list[V
         stack.enter_context(swapped(engine, "_widths", FixedWidth(engine.limits.max_width)))
         for runner in engine.worker.runners:
             stack.enter_context(swapped(runner, "observer", None))
-        for i, ask in enumerate(fault.asks(engine)):
-            answers.append(engine.add(f"{fault.name} {i}", *ask))
+        for i, request in enumerate(fault.requests(engine)):
+            answers.append(engine.add(f"{fault.name} {i}", *request))
             while engine.has_work:
                 engine.step()
     cache.clear()
