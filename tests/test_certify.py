@@ -29,7 +29,7 @@ from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
 from slotzero.kernels import torch_speculation
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.runners.passes import Followed
+from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
 
@@ -223,9 +223,9 @@ def takes_all_tokens_for_real(patch: pytest.MonkeyPatch) -> None:
 def drafts_from_the_token_after(patch: pytest.MonkeyPatch) -> None:
     right = EagleDrafter.extend
 
-    def extend(self: EagleDrafter, followed: Followed, pieces: Pieces) -> None:
-        last = (followed.last + 1).clamp_max(len(followed.tokens.slots) - 1)
-        right(self, followed._replace(last=last), pieces)
+    def extend(self: EagleDrafter, inputs: DrafterInputs, pieces: Pieces) -> None:
+        last = (inputs.last + 1).clamp_max(len(inputs.tokens.slots) - 1)
+        right(self, inputs._replace(last=last), pieces)
 
     patch.setattr(EagleDrafter, "extend", extend)
 

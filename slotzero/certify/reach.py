@@ -15,8 +15,8 @@ from slotzero.graph import Registry, Runner
 from slotzero.pools.states import SNAPSHOT_ROWS
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    DRAFTER_LEN,
     FEATURES,
-    FOLLOWED_TO,
     LIMIT,
     NUM_DRAFTS,
     PAGED,
@@ -89,7 +89,7 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
         count = torch.minimum(count, torch.minimum(drafts + 1, room)).clamp_min(0)
         return Reach(length + count + 1, length + count, None, count)
     if kind == EXTEND:
-        num = torch.minimum(length - tables[FOLLOWED_TO][index], count).clamp_min(0)
+        num = torch.minimum(length - tables[DRAFTER_LEN][index], count).clamp_min(0)
         return Reach(length + 1, None, length, num)
     if kind == DRAFT:
         most = torch.minimum(tables[LIMIT][index] - length - 2, tables[PAGED][index] - length - 1)
@@ -105,7 +105,7 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
         return Reach(tokens, ends, ends)
     pending = None
     if has(tables, FEATURES):
-        pending = length - tables[FOLLOWED_TO][index] + 1
+        pending = length - tables[DRAFTER_LEN][index] + 1
     return Reach(tokens, ends, None, pending)
 
 

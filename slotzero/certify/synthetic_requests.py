@@ -20,8 +20,8 @@ from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    DRAFTER_LEN,
     FEATURES,
-    FOLLOWED_TO,
     LIMIT,
     MOST_PENDING,
     NUM_DRAFTS,
@@ -173,12 +173,12 @@ class SyntheticRequestBuilder:
         kv_accesses: KvAccesses = dict.fromkeys(self._kv, (Access.over(start, start + count),))
         if self._engine.worker.cycles and self._runner.spec.rows is not None:
             accesses |= self._passes_on(start)
-            accesses[FOLLOWED_TO] = WRITTEN if self._num_turns == 1 else CHANGED
+            accesses[DRAFTER_LEN] = WRITTEN if self._num_turns == 1 else CHANGED
             kv_accesses |= self._follows(start, start + count)
         elif self._engine.worker.cycles:
             behind = self._rng.randrange(min(MOST_PENDING, start + 1))
-            self._tables.stage(FOLLOWED_TO, request.slot, [start - behind])
-            accesses |= {FOLLOWED_TO: READ, FEATURES: Access(0, [behind])}
+            self._tables.stage(DRAFTER_LEN, request.slot, [start - behind])
+            accesses |= {DRAFTER_LEN: READ, FEATURES: Access(0, [behind])}
         return SyntheticRequest(
             request, accesses, kv_accesses, self._snapshots(start, start + count)
         )
@@ -236,8 +236,8 @@ class SyntheticRequestBuilder:
         request = self._answering(self._random(length + 1), length, num_stored=length - num)
         self._leave(request)
         self._tables.stage("length", request.slot, [length])
-        self._tables.stage(FOLLOWED_TO, request.slot, [length - num])
-        accesses, kv_accesses = {FOLLOWED_TO: CHANGED}, KvAccesses()
+        self._tables.stage(DRAFTER_LEN, request.slot, [length - num])
+        accesses, kv_accesses = {DRAFTER_LEN: CHANGED}, KvAccesses()
         if num:
             accesses |= {"tokens": Access(length + 1), FEATURES: Access(num)}
             accesses |= self._passes_on(length - num)
