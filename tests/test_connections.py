@@ -76,7 +76,7 @@ class Running:
             return EventStream(events())
 
         self.num_slow, self.is_released = 0, False
-        self.front = app.state.front
+        self.front = app.state.slotzero
         self.server = serve._make_server(app, settings, self.connections, burst)
         work = self.server.serve(sockets=[listener])
         self.thread = threading.Thread(target=asyncio.run, args=(work,), daemon=True)

@@ -23,7 +23,7 @@ from slotzero.server import client as client_module
 from slotzero.server import heartbeat
 from slotzero.server.client import EngineClient
 from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
-from slotzero.server.messages import Beat, Loading, Ready, TokenDelta, frame
+from slotzero.server.messages import Beat, EngineReady, Loading, TokenDelta, frame
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
@@ -249,7 +249,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
 
 
 def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, Ready({}), Beat(301.0))
+    say(monkeypatch, EngineReady({}), Beat(301.0))
 
     async def live() -> None:
         client = EngineClient({}, patience=Patience(heartbeat=0, step=300, unresponsive=0))

@@ -2,8 +2,8 @@
 
 app.py                  puts it together; gate.py: what every request passes first
 routes_openai.py        chats, completions, models; routes_engine.py: health, metrics, page
-protocol.py, replies.py what clients may ask, and what they are told
-asks.py, runs.py        from a request to its answers, and those to their last token
+protocol.py, replies.py what clients may send, and what they are told
+generation_requests.py, generation.py   from a request to its answers, and those to their last token
 answers.py              tokens to text; chat.py, completion.py: the two shapes of it
 tools.py                tools in a prompt; tool_calls.py: calls out of an answer
 fleet.py, router.py     engines side by side as one, and which of them a request goes to

@@ -24,7 +24,7 @@ from slotzero.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """One answer that is wanted."""
 
     index: int
@@ -51,7 +51,7 @@ class TokenRow:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """What one answer gained."""
 
     index: int
@@ -61,8 +61,8 @@ class Piece:
     num_tokens: int
     """Tokens of the answer up to here, those whose text is held back included."""
 
-    def __add__(self, later: "Piece") -> "Piece":
-        return Piece(
+    def __add__(self, later: "TextDelta") -> "TextDelta":
+        return TextDelta(
             self.index,
             self.text + later.text,
             self.rows + later.rows,
@@ -71,22 +71,24 @@ class Piece:
         )
 
 
-class Answer:
-    def __init__(self, ask: Ask, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
-        self.ask = ask
-        self._stop_ids = ask.params.ends_at(eos_token_ids)
-        self._transcript = Transcript(tokenizer, ask.params)
+class AnswerBuilder:
+    def __init__(
+        self, request: GenerationRequest, tokenizer: Tokenizer, eos_token_ids: Collection[int]
+    ) -> None:
+        self.request = request
+        self._stop_ids = request.params.ends_at(eos_token_ids)
+        self._transcript = Transcript(tokenizer, request.params)
         self._num_given = 0
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
         self.num_tokens = 0
         self.num_cached = 0
         self.finish_reason: str | None = None
 
-    def grow(self, grown: TokenDelta) -> Piece:
+    def grow(self, grown: TokenDelta) -> TextDelta:
         if grown.finish_reason == "abort":
             raise EngineDiedError("the engine gave this request up; send it again")
         if self.num_tokens == 0:
-            self.num_cached = min(grown.num_cached, len(self.ask.prompt))
+            self.num_cached = min(grown.num_cached, len(self.request.prompt))
         is_end = grown.finish_reason is not None
         for i, token in enumerate(grown.token_ids):
             is_last = grown.finish_reason == "stop" and i == len(grown.token_ids) - 1
@@ -100,16 +102,16 @@ class Answer:
             self.finish_reason = self.finish_reason or grown.finish_reason
             if stopped:
                 self.finish_reason = "stop"
-        return self._piece()
+        return self._delta()
 
     def _push(self, token: int, values: TokenLogprobs | None, is_stop_token: bool) -> bool:
         """-> whether a stop string is complete"""
         self.num_tokens += 1
         offset = len(self._transcript.text)
         stop = self._transcript.push(
-            token, hide=is_stop_token, may_stop=self.num_tokens >= self.ask.params.min_tokens
+            token, hide=is_stop_token, may_stop=self.num_tokens >= self.request.params.min_tokens
         )
-        is_hidden = is_stop_token and not self.ask.params.include_stop_str_in_output
+        is_hidden = is_stop_token and not self.request.params.include_stop_str_in_output
         if values is not None and not is_hidden:
             row = TokenRow(token, offset, values)
             self._rows.append((row, len(self._transcript.text)))
@@ -117,7 +119,7 @@ class Answer:
             self.finish_reason = "stop"
         return stop is not None
 
-    def _piece(self) -> Piece:
+    def _delta(self) -> TextDelta:
         is_over = self.finish_reason is not None
         num_safe = self._transcript.num_safe
         text = self._transcript.text[self._num_given : num_safe]
@@ -127,4 +129,4 @@ class Answer:
             row, end = self._rows.popleft()
             if not is_over or row.offset < num_safe or row.offset == end:
                 rows.append(row)
-        return Piece(self.ask.index, text, rows, self.finish_reason, self.num_tokens)
+        return TextDelta(self.request.index, text, rows, self.finish_reason, self.num_tokens)

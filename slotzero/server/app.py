@@ -16,19 +16,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from slotzero import __version__
 from slotzero.errors import SlotzeroError
+from slotzero.server.app_state import AppState
 from slotzero.server.connections import Connections, Tracked
-from slotzero.server.front import Front
 from slotzero.server.gate import GateMiddleware, json_bytes, log
+from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
 from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_openai import openai_routes
-from slotzero.server.runs import Client
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import (
     BUG,
     HTTP,
     INVALID,
-    Status,
+    HttpStatus,
     error_body,
     error_reply,
     retry_after,
@@ -46,7 +46,7 @@ def make_app(
     """`sampling`: of requests that do not say. `connections`: those of the server that runs it,
     where it has a limit to them."""
     connections = connections or Connections(sys.maxsize, settings)
-    front = Front(client, tokenizer, settings, Metrics(client), sampling or {})
+    state = AppState(client, tokenizer, settings, Metrics(client), sampling or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -60,16 +60,16 @@ def make_app(
     app = FastAPI(
         title="Slotzero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.front = front
-    app.include_router(openai_routes(front))
-    app.include_router(engine_routes(front))
-    _tell_errors(app, front)
+    app.state.slotzero = state
+    app.include_router(openai_routes(state))
+    app.include_router(engine_routes(state))
+    _tell_errors(app, state)
     app.add_middleware(
         GateMiddleware,
         settings=settings,
-        refused=front.metrics.refused,
+        refused=state.metrics.refused,
         connections=connections,
-        is_closing=lambda: front.is_closing,
+        is_closing=lambda: state.is_closing,
     )
     if settings.allowed_origins:  # outside the gate: a browser asks first, without a key
         app.add_middleware(
@@ -83,9 +83,9 @@ def make_app(
     return app
 
 
-def _tell_errors(app: FastAPI, front: Front) -> None:
-    def refuse(status: Status, body: Any, headers: dict[str, str] | None = None) -> Response:
-        front.metrics.refused(status.code)
+def _tell_errors(app: FastAPI, state: AppState) -> None:
+    def refuse(status: HttpStatus, body: Any, headers: dict[str, str] | None = None) -> Response:
+        state.metrics.refused(status.code)
         return Response(json_bytes(body), status.code, headers, "application/json")
 
     @app.exception_handler(SlotzeroError)
@@ -104,7 +104,7 @@ def _tell_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        status = HTTP.get(error.status_code, Status(error.status_code, INVALID))
+        status = HTTP.get(error.status_code, HttpStatus(error.status_code, INVALID))
         headers = dict(error.headers or {})
         return refuse(status, error_body(status, http_message(request, error)), headers)
 

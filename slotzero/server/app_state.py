@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
-from slotzero.server.answers import Ask
+from slotzero.server.answers import GenerationRequest
+from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
-from slotzero.server.runs import Client, Run
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import ContextError, UnknownModelError
 from slotzero.server.tools import choose_format
 from slotzero.text.tokenizer import Tokenizer
 
 
-class Front:
+class AppState:
     def __init__(
         self,
         client: Client,
@@ -41,7 +41,7 @@ class Front:
         """Set when the server is asked to end: what would never end by itself does so now."""
 
     @property
-    def state(self) -> str:
+    def engine_state(self) -> str:
         """The engine's, unless the server ends before it."""
         is_stopping = self.is_closing and self.client.state != "failed"
         return "stopping" if is_stopping else self.client.state
@@ -74,9 +74,9 @@ class Front:
                 param, f"{param}: {len(tokens)} tokens, and the context holds {limit}{rest}"
             )
 
-    async def run(self, asks: Sequence[Ask]) -> Run:
+    async def run(self, requests: Sequence[GenerationRequest]) -> Generation:
         self.metrics.arrived()
         timeout = self.settings.request_timeout
-        run = Run(self.client, self.tokenizer, self.metrics, asks, timeout)
-        await run.submit()
-        return run
+        generation = Generation(self.client, self.tokenizer, self.metrics, requests, timeout)
+        await generation.submit()
+        return generation

@@ -30,24 +30,24 @@ from slotzero.errors import (
     RequestRefusedError,
     SlotzeroError,
 )
+from slotzero.server.broadcast import Broadcast
 from slotzero.server.heartbeat import INTERVAL, Patience, Vigil
 from slotzero.server.messages import (
     MAX_FRAME,
     Add,
     Beat,
     Cancel,
+    EngineReady,
     Failed,
     Frames,
     FromEngine,
     Loading,
     Progress,
-    Ready,
     Refused,
     Stats,
     TokenDelta,
     frame,
 )
-from slotzero.server.pulse import Broadcast
 from slotzero.server.share import WHOLE, Share
 from slotzero.server.stream import Mail, Stream
 
@@ -361,7 +361,7 @@ class EngineClient:
             case Loading():
                 self.progress = message
                 self._pulse.beat()
-            case Ready():
+            case EngineReady():
                 self.info, self.failure, self.progress = message.info, "", None
                 _log.info("%s is ready", self.name)
                 self._enter("ready")

@@ -20,13 +20,13 @@ from typing import Any
 
 from slotzero.engine.router import Load, Router
 from slotzero.errors import EngineDiedError, OverloadedError
+from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
 from slotzero.server.heartbeat import Patience
 from slotzero.server.messages import Loading, Stats, TokenDelta
-from slotzero.server.pulse import Broadcast
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
-from slotzero.server.tally import tally
+from slotzero.server.sum_stats import sum_stats
 
 MAX_MOVES = 1
 PAUSE = 0.5  # seconds before a move: engines that die of one cause are not noticed all at once
@@ -104,7 +104,7 @@ class Fleet:
     @property
     def stats(self) -> Stats | None:
         """Of all together."""
-        return tally([replica.stats for replica in self.replicas if replica.stats is not None])
+        return sum_stats([replica.stats for replica in self.replicas if replica.stats is not None])
 
     @property
     def is_draining(self) -> bool:

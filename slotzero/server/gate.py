@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slotzero.server.connections import Connections
 from slotzero.server.events import ClientGone
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, Status, error_body
+from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, HttpStatus, error_body
 
 log = logging.getLogger("slotzero.server")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -172,7 +172,7 @@ class RequestScope:
         await self._send(message)
 
     async def refuse(
-        self, status: Status, message: str, headers: Mapping[str, str] | None = None
+        self, status: HttpStatus, message: str, headers: Mapping[str, str] | None = None
     ) -> None:
         self._refused(status.code)
         body = json_bytes(error_body(status, message))

@@ -13,11 +13,11 @@ from typing import Any
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.structured import KINDS, StructuredOutputs, structured_outputs
-from slotzero.server.answers import Ask
+from slotzero.server.answers import GenerationRequest
 from slotzero.server.protocol import (
     ChatRequest,
     CompletionRequest,
-    Generation,
+    GenerationFields,
     ResponseFormat,
     Structure,
 )
@@ -46,13 +46,13 @@ _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
 _FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|\bmax_tokens$")
 
 
-def chat_asks(
+def chat_requests(
     body: ChatRequest,
     prompt: list[int],
     schema: dict[str, Any] | None,
     has_tools: bool,
     sampling: Mapping[str, Any],
-) -> list[Ask]:
+) -> list[GenerationRequest]:
     """`schema`: what the answer must be because tool_choice forces a call. `sampling`: what the
     model would have of fields that are left out."""
     given = {**sampling, **_given(body)}
@@ -70,24 +70,24 @@ def chat_asks(
     names = {"prompt": "messages", "logprobs": "top_logprobs", "structured_outputs": name}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return _asks(body, [prompt], [""], given, structure, names)
+    return _requests(body, [prompt], [""], given, structure, names)
 
 
-def completion_asks(
+def completion_requests(
     body: CompletionRequest,
     prompts: Sequence[list[int]],
     echoes: Sequence[str],
     sampling: Mapping[str, Any],
-) -> list[Ask]:
+) -> list[GenerationRequest]:
     given = {**sampling, **_given(body)}
     given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
     name, structure = _structure(body)
-    return _asks(body, prompts, echoes, given, structure, {"structured_outputs": name})
+    return _requests(body, prompts, echoes, given, structure, {"structured_outputs": name})
 
 
-def check_choices(body: Generation, num_prompts: int) -> None:
+def check_choices(body: GenerationFields, num_prompts: int) -> None:
     """Before any of them is tokenised."""
     if num_prompts * (body.n or 1) > MAX_CHOICES:
         raise FieldError(
@@ -95,14 +95,14 @@ def check_choices(body: Generation, num_prompts: int) -> None:
         )
 
 
-def _given(body: Generation) -> dict[str, Any]:
+def _given(body: GenerationFields) -> dict[str, Any]:
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
     return given
 
 
-def _structure(body: Generation) -> tuple[str, dict[str, Any] | None]:
+def _structure(body: GenerationFields) -> tuple[str, dict[str, Any] | None]:
     """-> the field that asks for a structure, and the structure"""
     asked = [name for name in _WAYS if getattr(body, name) is not None]
     if len(asked) > 1:
@@ -164,14 +164,14 @@ def _schema(name: str, given: dict[str, Any] | str) -> Any:
         raise FieldError(name, f"{name}: is text, but not JSON") from None
 
 
-def _asks(
-    body: Generation,
+def _requests(
+    body: GenerationFields,
     prompts: Sequence[list[int]],
     echoes: Sequence[str],
     given: dict[str, Any],
     structure: dict[str, Any] | None,
     names: dict[str, str],
-) -> list[Ask]:
+) -> list[GenerationRequest]:
     n = body.n or 1
     engine_params = given if structure is None else given | {"structured_outputs": structure}
     try:
@@ -180,7 +180,7 @@ def _asks(
     except RequestError as error:
         raise refusal(str(error), names) from None
     return [
-        Ask(
+        GenerationRequest(
             index=i * n + j,
             prompt=prompt,
             params=params,

@@ -60,7 +60,7 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True):
     message: str
 
 
-class Ready(Struct, tag="ready", array_like=True, frozen=True):
+class EngineReady(Struct, tag="ready", array_like=True, frozen=True):
     """Loaded and recorded; from here on requests are run."""
 
     info: dict[str, Any]
@@ -68,7 +68,7 @@ class Ready(Struct, tag="ready", array_like=True, frozen=True):
     load_seconds, recording_seconds, versions, sanitize."""
 
 
-class Speculation(Struct, frozen=True):
+class SpeculationReport(Struct, frozen=True):
     """Of speculative decoding; counters only grow."""
 
     width: int  # tokens of a row of the last step; 1: no drafts
@@ -101,7 +101,7 @@ class Stats(Struct, tag="stats", array_like=True, frozen=True):
     failed_sizes: dict[str, str]  # key: why it runs eagerly
     steps_watched: int
     violations: int
-    speculation: Speculation | None = None  # None: it is off
+    speculation: SpeculationReport | None = None  # None: it is off
 
 
 class Loading(Struct, tag="loading", array_like=True, frozen=True):
@@ -125,7 +125,7 @@ class Failed(Struct, tag="failed", array_like=True, frozen=True):
     message: str
 
 
-FromEngine = Progress | Refused | Ready | Stats | Failed | Loading | Beat
+FromEngine = Progress | Refused | EngineReady | Stats | Failed | Loading | Beat
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

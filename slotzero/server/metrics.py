@@ -26,7 +26,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from slotzero.server.messages import Speculation, Stats
+from slotzero.server.messages import SpeculationReport, Stats
 
 
 class Metric(NamedTuple):
@@ -193,7 +193,7 @@ _COUNTERS: dict[str, Callable[[Stats], Values]] = {
 }
 
 # without samples where speculation is off
-_SPECULATION: dict[str, Callable[[Speculation], Values]] = {
+_SPECULATION: dict[str, Callable[[SpeculationReport], Values]] = {
     "slotzero_spec_decode_num_drafts_total": lambda s: {(): s.drafts},
     "slotzero_spec_decode_num_draft_tokens_total": lambda s: {(): s.draft_tokens},
     "slotzero_spec_decode_num_accepted_tokens_total": lambda s: {(): s.accepted_tokens},
@@ -223,7 +223,7 @@ class Watched(Protocol):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """Of Ready; empty until then."""
+        """Of EngineReady; empty until then."""
 
     @property
     def stats(self) -> Stats | None:

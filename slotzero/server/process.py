@@ -32,14 +32,14 @@ from slotzero.server.heartbeat import Heart
 from slotzero.server.messages import (
     Add,
     Cancel,
+    EngineReady,
     Failed,
     Frames,
     FromEngine,
     Loading,
     Progress,
-    Ready,
     Refused,
-    Speculation,
+    SpeculationReport,
     Stats,
     ToEngine,
     TokenDelta,
@@ -294,10 +294,10 @@ def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Sta
     )
 
 
-def speculation_of(stats: "SpeculationStats | None") -> Speculation | None:
+def speculation_of(stats: "SpeculationStats | None") -> SpeculationReport | None:
     if stats is None:
         return None
-    return Speculation(
+    return SpeculationReport(
         width=stats.width,
         drafts=stats.num_drafts,
         draft_tokens=stats.num_draft_tokens,
@@ -377,7 +377,7 @@ def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine
             raise
         _log.exception("the engine could not start")
         raise SlotzeroError(str(error)) from error
-    outbox.put(Ready(info_of(engine, time.perf_counter() - start, config.sanitize)))
+    outbox.put(EngineReady(info_of(engine, time.perf_counter() - start, config.sanitize)))
     return engine
 
 

@@ -1,4 +1,4 @@
-"""What clients may ask: OpenAI's requests, and the fields that vLLM adds to them.
+"""What clients may send: OpenAI's requests, and the fields that vLLM adds to them.
 
 It does not know the engine or the model. Every field of OpenAI's is here. It works, or it is in
 NEUTRAL: accepted where its value asks for what happens anyway, else refused by name. A field that
@@ -109,7 +109,7 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
     return bias
 
 
-class Generation(RequestModel):
+class GenerationFields(RequestModel):
     """What chats and completions have in common."""
 
     model: str
@@ -157,7 +157,7 @@ class Generation(RequestModel):
         return self
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationFields):
     messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -201,7 +201,7 @@ class ChatRequest(Generation):
         return self
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationFields):
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

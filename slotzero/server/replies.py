@@ -139,7 +139,7 @@ class ModelList(ReplyModel):
     data: list[ModelCard]
 
 
-class Tokens(ReplyModel):
+class TokenizeReply(ReplyModel):
     count: int
     max_model_len: int | None
     tokens: list[int]
