@@ -99,7 +99,7 @@ def test_a_sound_engine_passes(run: Run) -> None:
     assert [row.split()[1] for row in rows] == ["decode[1]", "decode[2]", "decode[4]"]
     assert all(row.count(" ok ") == len(CHECKS) for row in rows)
     assert "FAIL" not in out
-    assert "3 of 12 sizes tried: it is not recorded" in out
+    assert "3 of 12 sizes checked: this runner is not recorded" in out
     assert out.splitlines()[-1].startswith("passed: 6 of 15 sizes in ")
 
 
@@ -376,11 +376,11 @@ def test_quick_says_what_it_leaves_out(run: Run) -> None:
     _, out, _ = run(*TINY, "--quick")
     _, text, _ = run(*TINY, "--quick", "--json", "-")
     said = json.loads(text)["left_out"]
-    assert said["decode[4] S5"] == "a quick look tries it at decode[1]"
+    assert said["decode[4] S5"] == "--quick runs it only at decode[1]"
     assert "decode[2]" not in out
-    assert "decode: 2 of 3 sizes tried: a quick look" in out
-    assert "prefill: 1 of 12 sizes tried: a quick look" in out
-    assert "decode[4]: S5: a quick look tries it at decode[1]" in out
+    assert "decode: 2 of 3 sizes checked: --quick" in out
+    assert "prefill: 1 of 12 sizes checked: --quick" in out
+    assert "decode[4]: S5: --quick runs it only at decode[1]" in out
     assert any(line.startswith("│ decode[4]") and " - " in line for line in out.splitlines())
 
 
@@ -550,7 +550,7 @@ def test_the_picture_has_a_cell_for_every_size_and_check() -> None:
     assert source.count("<rect ") == 2 * len(CHECKS)
     assert source.count('<rect class="ok"') == 1
     assert source.count('<rect class="bad"') == 1
-    assert "put in on purpose" not in source
+    assert "Injected faults" not in source
 
 
 def test_a_page_of_nothing_is_a_page() -> None:

@@ -1,7 +1,7 @@
-"""Scenarios of an engine: requests of odd lengths and every kind of sampling, over hostile memory.
+"""Scenarios for an engine: requests of odd lengths and every kind of sampling, over hostile memory.
 
-It knows who runs and who stands by; synthetic_requests.py says what a runner
-accesses in the row of a slot. A new published tensor is given its column here.
+This module decides which requests run and which only occupy a slot; synthetic_requests.py knows
+what a runner accesses in the row of a slot. A new published tensor gets its column here.
 """
 
 import random
@@ -31,23 +31,24 @@ from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
 from slotzero.speculative.tree import PARENTS
 
-EXTRA_ROWS = 8  # more rows than run, for the step before
+EXTRA_ROWS = 8  # rows of the preceding larger step beyond those of the scenario
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
-"""Relative rounding of a row, see `compare.magnitude`. Sums are made in float32, so a layer rounds
-to its dtype a few times; n independent roundings by eps / 2 are off by about sqrt(n) * eps / 2. The
+"""Relative rounding error of a row, see `compare.magnitude`. Sums are in float32, so a layer rounds
+to its dtype a few times; n independent roundings by eps / 2 add up to about sqrt(n) * eps / 2. The
 16-bit bounds are ten such roundings, enough for a hundred layers, and they are relative to the
-largest value of a row, which is several times the usual one. float32 allows for long sums too."""
+largest value of a row, which is several times the typical one. float32 allows for long sums too."""
 
 
 class Mask(NamedTuple):
-    """Of a table, what running slots own of it first: what a step accesses."""
+    """What a step reads and writes in one table, as booleans with slots or owned rows first."""
 
     known: Tensor
     written: Tensor
 
 
 def states_of(engine: Engine) -> tuple[str, ...]:
-    """Tables by slot, and snapshots of them, that no host writes: of a drafter, and of layers."""
+    """Return the tables that only the device writes: states of the drafter and of recurrent layers,
+    and snapshots of those."""
     worker = engine.worker
     drafter = () if worker.drafter is None else (FEATURES, *worker.drafter.states)
     layers = () if worker.states is None else STATES
@@ -55,13 +56,14 @@ def states_of(engine: Engine) -> tuple[str, ...]:
 
 
 def bounds_of(engine: Engine) -> Bounds:
-    """What this backend and these kernels promise.
+    """Return how far results may differ with this backend and these kernels.
 
-    Batch-invariant kernels compute a row to the same bits in every batch, and what Inductor fuses
-    around them are copies, sums and products, which round alike. Other kernels sum in an order that
-    depends on the batch: plain torch, and on CUDA the way in which products and attention are split
-    (docs/decisions/0009), so a row is equal to the bit only in an equal batch. The parts of more
-    than two ranks are added up in an order that depends on their place in the collective's buffer.
+    Batch-invariant kernels compute a row to the same bits in every batch, and Inductor fuses only
+    copies, sums and products around them, which round in the same way everywhere. Other kernels sum
+    in an order that depends on the batch (plain torch, and on CUDA the way in which matrix products
+    and attention are split, docs/decisions/0009), so a row is bit-identical only in an identical
+    batch. With more than two ranks, partial sums are added in an order that depends on their place
+    in the collective's buffer.
     """
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.worker.kernels.is_batch_invariant and engine.rank_group.ranks.size <= 2:
@@ -71,9 +73,9 @@ def bounds_of(engine: Engine) -> Bounds:
 
 @contextmanager
 def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scenario]:
-    """As few rows as this size is picked for, and then some that do not run."""
+    """Set up a step with the fewest rows for which this size is picked, and a few idle requests."""
     rng = random.Random(f"{key}")
-    engine.lanes[0].ledger.cache.clear()  # a scenario overwrites every page, those it keeps too
+    engine.lanes[0].ledger.cache.clear()  # a scenario overwrites every page, cached ones too
     with dummy_requests(engine) as dummies, mirrored(engine.worker.tables):
         builder, counts = (
             SyntheticRequestBuilder(engine, runner, dummies, rng),
@@ -121,7 +123,8 @@ def _published(
 
 
 def counts_of(runner: Runner, key: GraphKey) -> list[int]:
-    """Tokens of each row: the fewest rows and tokens that pick this key, unevenly shared."""
+    """Return the tokens of each row: the fewest rows and tokens that pick this key, unevenly
+    distributed."""
     spec = runner.spec
     if spec.rows is None:
         return [spec.width] * (_below(spec.ladder, key.rows) + 1)
@@ -147,8 +150,10 @@ def _most_rows(runner: Runner) -> int:
 def _fill(
     engine: Engine, running: Sequence[SyntheticRequest], idle: Sequence[SyntheticRequest]
 ) -> dict[str, Mask]:
-    """Noise where KV is stored, zeros elsewhere, and noise for states -> by group's pages,
-    [pages, layers or 1, page_size, 1, 1]"""
+    """Fill stored KV and all states with noise, and the rest of the KV cache with zeros.
+
+    Returns, for each group's pages, masks of shape [pages, layers or 1, page_size, 1, 1].
+    """
     masks = {}
     page_size, registry = engine.limits.page_size, engine.worker.registry
     generator = torch.Generator(device=registry.device).manual_seed(1)
@@ -182,7 +187,7 @@ def _fill(
 
 
 def _tables_with_accesses(engine: Engine) -> list[str]:
-    """Tables by slot of which requests say what of them is looked at."""
+    """Return the tables by slot for which synthetic requests declare their accesses."""
     names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), PARENTS, *states_of(engine))
     entries = engine.worker.registry.entries()
     return [e.name for e in entries if e.name in names and e.tensor.numel() and not e.through]
@@ -202,7 +207,7 @@ def _columns(entry: Entry, running: Sequence[SyntheticRequest]) -> Mask:
 
 
 def _snapshots(entry: Entry, table: Tensor, running: Sequence[SyntheticRequest]) -> Mask:
-    """[rows, 1, ...]"""
+    """Return the mask of a table of snapshots, [rows, 1, ...]."""
     rows = entry.tensor.movedim(entry.axis, 0)
     known = torch.zeros(len(rows), *[1] * (rows.dim() - 1), dtype=torch.bool, device=rows.device)
     written = torch.zeros_like(known)
@@ -215,7 +220,7 @@ def _snapshots(entry: Entry, table: Tensor, running: Sequence[SyntheticRequest])
 
 
 def _unnamed(table: Tensor, running: Sequence[SyntheticRequest]) -> Tensor:
-    """Columns that name no snapshot which the step goes on from or takes."""
+    """Return the columns that name no snapshot which the step resumes from or takes."""
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
     for synthetic in running:
         unused[synthetic.request.slot] = True
@@ -227,8 +232,8 @@ def _unnamed(table: Tensor, running: Sequence[SyntheticRequest]) -> Tensor:
 
 
 def _unused_pages(engine: Engine, running: Sequence[SyntheticRequest], entry: Entry) -> Tensor:
-    """Columns of the page table of this KV without a page that the step needs: past the last one,
-    or before the window."""
+    """Return the columns of this KV's page table without a page that the step needs: those past the
+    last page, and those before the sliding window."""
     table = engine.worker.registry[entry.through]
     group = engine.worker.page_tables.index(entry.through)
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)

@@ -1,6 +1,6 @@
-"""A whole certification of an engine, and of its mutants: what a command asks for, on every rank.
+"""A whole certification of an engine and of its mutants, on every rank.
 
-Ranks do the same at the same time, and each finds what it finds on its own part; rank 0 joins it.
+All ranks do the same at the same time, each on its own part of the model; rank 0 joins the results.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,8 @@ class CertifySession:
         )
 
     def mutate(self, seen: Callable[[Mutant], None] = lambda mutant: None) -> list[Mutant]:
-        """Over checks that fail already, on any rank, a fault proves nothing."""
+        """Try all mutants. Returns none if a check failed before on any rank: a fault would then
+        prove nothing."""
         engine = self._engine
         if engine.worker.ranks.any(not self.certificate.passed):
             return []
@@ -66,14 +67,14 @@ def certify_rank(
 
 
 def joined(findings: Sequence[Findings]) -> Findings:
-    """What all ranks found, in the order of ranks."""
+    """Join what all ranks found, in the order of ranks."""
     first, *others = findings
     cells = {(cell.size, cell.check): cell for cell in first.certificate.cells}
     for rank, other in enumerate(others, start=1):
-        for theirs in other.certificate.cells:
-            cell = cells.setdefault((theirs.size, theirs.check), replace(theirs, violations=()))
-            said = tuple(replace(v, found=f"rank {rank}: {v.found}") for v in theirs.violations)
-            cells[cell.size, cell.check] = replace(cell, violations=cell.violations + said)
+        for new in other.certificate.cells:
+            cell = cells.setdefault((new.size, new.check), replace(new, violations=()))
+            found = tuple(replace(v, found=f"rank {rank}: {v.found}") for v in new.violations)
+            cells[cell.size, cell.check] = replace(cell, violations=cell.violations + found)
     certificate = replace(first.certificate, cells=list(cells.values()))
     if first.mutants is None:
         return Findings(certificate, None)

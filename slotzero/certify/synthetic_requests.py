@@ -1,7 +1,7 @@
 """Synthetic requests: dummy requests in every state in which a runner may find them.
 
-It knows requests, and what each runner accesses in the row of a slot. It writes slot tables; what
-else a step reads is set up by scenarios.py.
+This module knows which parts of a slot's row each runner accesses. It writes slot tables;
+scenarios.py sets up everything else that a step reads.
 """
 
 import random
@@ -31,11 +31,11 @@ from slotzero.speculative.drafter import (
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 from slotzero.speculative.tree import PARENTS
 
-MOST_STORED = 37  # tokens of a stand-in before the step: two pages and a bit
-WIDE_WINDOW = 64  # tokens; wider ones are not filled
-LEAST_DRAFTED = 8  # tokens before a guess, so that it can be what followed before
-PERIOD = 3  # tokens, where they repeat
-SURE = 1e4  # a bias that decides
+MOST_STORED = 37  # tokens stored before the step: two pages and a few more
+WIDE_WINDOW = 64  # tokens; wider windows are not filled
+LEAST_DRAFTED = 8  # tokens before a draft, so that an n-gram drafter finds a match
+PERIOD = 3  # length of the repeated text in tokens
+SURE = 1e4  # a logit bias that decides the sampled token
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 5},
     {"temperature": 0.9, "logprobs": 2, "top_k": 20, "top_p": 0.9, "seed": 11},
@@ -46,12 +46,13 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 class Access(NamedTuple):
-    """At a row of a table: at columns, or at positions of KV."""
+    """What a step accesses in one row: columns of a table, or positions in the KV cache."""
 
     known: int
-    """What comes before is read."""
+    """The step may read [0, known)."""
     written: Collection[int] = ()
-    """What is not known is not read before that. All others are nobody's."""
+    """The step writes these. It reads one that is not known only after it has written it. All
+    other places are unused."""
 
     @classmethod
     def over(cls, start: int, stop: int) -> "Access":
@@ -62,41 +63,41 @@ class Access(NamedTuple):
         return max(self.known, max(self.written, default=-1) + 1)
 
 
-READ, WRITTEN, CHANGED = Access(1), Access.over(0, 1), Access(1, [0])  # the one column of a table
+READ, WRITTEN, CHANGED = Access(1), Access.over(0, 1), Access(1, [0])  # for tables of one column
 
 
-KvAccesses = dict[str, tuple[Access, ...]]  # by KV, of every layer, or one of all
+KvAccesses = dict[str, tuple[Access, ...]]  # by KV tensor: one per layer, or one for all layers
 
 
 class SyntheticRequest(NamedTuple):
     request: Request
     accesses: Mapping[str, Access]
-    """By table. One of speculation that is not here is not looked at."""
+    """By table. The step does not access a speculation table that is missing here."""
     kv_accesses: KvAccesses
-    """What is not here is not looked at."""
+    """The step does not access a KV tensor that is missing here."""
     snapshots: "Snapshots | None" = None
-    """None: the table that names them is not looked at."""
+    """None: the step does not access the snapshot table."""
 
 
 class Snapshots(NamedTuple):
-    """Columns of the table that names them."""
+    """Columns of the snapshot table that a step reads from and takes snapshots into."""
 
     reads: Collection[int] = ()
     takes: Collection[int] = ()
 
 
 class VerifyCase(NamedTuple):
-    """What is particular about a row that verifies drafts."""
+    """One kind of row in a verify step."""
 
     num_drafts: int
     num_right: int
-    room: int | None = None  # tokens that may still come; None: enough
+    room: int | None = None  # tokens that may still be generated; None: enough
     is_stale: bool = False
     speculates: bool = True
 
 
 class DraftTree(NamedTuple):
-    """Drafts, one after another: each is the right token, None, or one of three wrong ones."""
+    """Drafts in order: `which` is None for the right token, else one of three wrong tokens."""
 
     which: list[int | None]
     parents: list[int]
@@ -108,8 +109,11 @@ def _chain(case: VerifyCase) -> DraftTree:
 
 
 def _branching(case: VerifyCase) -> DraftTree:
-    """As many are right as there is room for: each has a wrong one before it, which has to make
-    way. The rest are threes behind the last."""
+    """Return a tree with as many right drafts as fit.
+
+    Each right draft has a wrong sibling before it, so that accepting it moves tokens. The remaining
+    drafts are groups of three below the last one.
+    """
     num_right = min(case.num_right, case.num_drafts // 2)
     tree, last = DraftTree([], []), 0
     for i in range(num_right):
@@ -123,9 +127,9 @@ def _branching(case: VerifyCase) -> DraftTree:
 
 
 class DraftPlaces(NamedTuple):
-    tokens: Collection[int]  # places behind the newest token where one is written
+    tokens: Collection[int]  # places after the newest token where a token is written
     computed: Collection[int]  # places of the tokens that the drafter computes
-    num: int  # drafts in the end
+    num: int  # number of drafts in the result
 
 
 def _behind(first: int, places: Collection[int]) -> Access:
@@ -133,7 +137,7 @@ def _behind(first: int, places: Collection[int]) -> Access:
 
 
 class SyntheticRequestBuilder:
-    """Admits requests for the steps of one runner."""
+    """Admits synthetic requests for the steps of one runner."""
 
     def __init__(
         self, engine: Engine, runner: Runner, dummies: DummyRequests, rng: random.Random
@@ -152,7 +156,8 @@ class SyntheticRequestBuilder:
         self._recurs = engine.worker.states is not None
 
     def admit(self, count: int) -> SyntheticRequest:
-        """`count` of its tokens are next, where a row may have any number."""
+        """Admit one request. `count`: tokens that the step computes for it, for runners without a
+        fixed row width."""
         of_kind = {VERIFY: self._verifies, EXTEND: self._extends, DRAFT: self._drafts}
         index, admit = len(self._dummies.requests), of_kind.get(kind_of(self._runner))
         synthetic = self._computes(count) if admit is None else admit(index)
@@ -161,7 +166,8 @@ class SyntheticRequestBuilder:
         return synthetic
 
     def _computes(self, count: int) -> SyntheticRequest:
-        """One in three that computes many tokens has one more after those, and does not sample."""
+        """Admit a row of a decode or prefill step. One in three rows with several tokens has one
+        more prompt token left, so it does not sample."""
         start = self._start(count)
         more = self._rng.choice((0, 0, 1)) if count > 1 else 0
         tokens = self._random(start + count + more)
@@ -197,7 +203,7 @@ class SyntheticRequestBuilder:
         return self._verifying(cases[index % len(cases)])
 
     def _verifying(self, case: VerifyCase) -> SyntheticRequest:
-        """Whether a draft is right, a bias decides."""
+        """Admit a row with drafts. A logit bias decides which drafts are right."""
         length = self._start(self._engine.limits.max_width, least=1)
         resumes = self._may_resume(length)
         right, *wrong = (self._token(first) for first in (2, 3, 5, 7))
@@ -229,7 +235,7 @@ class SyntheticRequestBuilder:
         return SyntheticRequest(request, accesses, kv_accesses, snapshots)
 
     def _extends(self, index: int) -> SyntheticRequest:
-        """One of them has just begun: nothing stands before what it follows."""
+        """Admit a row for the drafter to catch up on. One in five has no tokens before those."""
         num = (self._width, 0, 1, self._width // 2 + 1, 1)[index % 5]
         begins = index % 5 == 4
         length = num if begins else self._length(self._width, least=max(num, 1))
@@ -245,11 +251,12 @@ class SyntheticRequestBuilder:
         return SyntheticRequest(request, accesses, kv_accesses)
 
     def _drafts(self, index: int) -> SyntheticRequest:
-        """Its own wish, its pages, its limit or its prompt may keep it from drafting."""
+        """Admit a row to draft for. Its parameters, pages, length limit or an unfinished prompt may
+        prevent drafting."""
         case = ("all", "wish", "pages", "limit", "prompt", "unlike")[index % 6]
         length = self._length(self._width, least=LEAST_DRAFTED)
         if case == "pages":
-            length += -(length + 2) % self._engine.limits.page_size  # one position is left
+            length += -(length + 2) % self._engine.limits.page_size  # leaves one position
         num_known = length + (2 if case == "prompt" else 1)
         tokens = self._unlike(num_known) if case == "unlike" else self._random(PERIOD) * num_known
         request = self._answering(
@@ -263,7 +270,7 @@ class SyntheticRequestBuilder:
         if room:
             drafted = self._drafted(request, room)
             if case == "unlike" and not self._drafter_kv and not self._reads_target:
-                drafted = DraftPlaces([], [], 0)  # nothing was said before that could be said again
+                drafted = DraftPlaces([], [], 0)  # no n-gram repeats
             accesses |= {"tokens": _behind(length + 1, drafted.tokens)}
             accesses |= dict.fromkeys(self._states[: max(1, room - 1)], READ)
             if self._reads_target:
@@ -274,7 +281,7 @@ class SyntheticRequestBuilder:
         return SyntheticRequest(request, accesses, kv_accesses)
 
     def _room(self, request: Request, length: int) -> int:
-        """Places that drafts may take."""
+        """Return the number of places that drafts may take."""
         if not request.speculates or request.target > length:
             return 0
         paged = min(map(len, request.pages)) * self._engine.limits.page_size
@@ -296,8 +303,12 @@ class SyntheticRequestBuilder:
         return DraftPlaces(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
 
     def _computed(self, length: int, room: int, drafted: DraftPlaces) -> tuple[Access, ...]:
-        """Pairs stand one place before, and the newest is computed already. Of layers that take
-        turns each computes what those before it have guessed, if its turn comes."""
+        """Return the drafter's KV accesses, one per layer that takes turns, or one for all.
+
+        A drafter with states stores (state, next token) pairs one place earlier, and has already
+        computed the newest one. With layers that take turns, each layer computes what the layers
+        before it have drafted, if its turn comes.
+        """
         if self._num_turns > 1:
             turns = range(min(self._num_turns, room))
             accesses = [Access.over(length - turn, length) if turn else Access(0) for turn in turns]
@@ -307,14 +318,14 @@ class SyntheticRequestBuilder:
         return (Access(length, _behind(length + 1 - is_pair, places).written),)
 
     def _follows(self, start: int, end: int) -> KvAccesses:
-        """The drafter computes these."""
+        """Return the drafter's KV accesses where it catches up on positions [start, end)."""
         turns = range(self._num_turns)
         accesses = tuple(Access.over(max(0, start - turn), max(0, end - turn)) for turn in turns)
         return dict.fromkeys(self._drafter_kv, accesses)
 
     def _passes_on(self, start: int) -> dict[str, Access]:
-        """States after the drafter has followed from here on: a layer goes on from the state of the
-        one before, if that one has any yet."""
+        """Return the accesses to the drafter's states where it catches up from `start` on. Each
+        layer continues from the state of the layer before, if that one has a state yet."""
         turns = range(1, 1 + len(self._states))
         is_read = [turn < self._num_turns and start >= turn for turn in turns]
         accesses = [CHANGED if read else WRITTEN for read in is_read]
@@ -336,7 +347,8 @@ class SyntheticRequestBuilder:
         resumes: bool = False,
         **sampling: Any,
     ) -> Request:
-        """What follows the first `length` tokens is its answer; if two do, it is still prompt."""
+        """Admit a request whose tokens after the first `length` are its answer. If two tokens
+        follow, they still belong to the prompt."""
         if length + self._most >= self._engine.limits.max_model_len:
             raise RequestError(
                 f"the context has no room for {self._most} tokens after {length}: "
@@ -358,7 +370,8 @@ class SyntheticRequestBuilder:
         )
 
     def _leave(self, request: Request, num_drafts: int | None = None) -> None:
-        """What steps before, or the slot's last owner, have left where the host writes nothing."""
+        """Fill in what earlier steps, or the slot's previous owner, left in columns that the host
+        does not write."""
         if self._engine.worker.cycles:
             left = self._rng.randint(1, self._width) if num_drafts is None else num_drafts
             self._tables.stage(NUM_DRAFTS, request.slot, [left])
@@ -367,7 +380,7 @@ class SyntheticRequestBuilder:
             self._tables.stage(PARENTS, request.slot, parents, first=1)
 
     def _constrain(self, slot: int) -> None:
-        """As a grammar would that allows every other token."""
+        """Mask logits like a grammar that allows every other token."""
         self._tables.stage("is_masked", slot, [1])
         self._tables.stage("allowed", slot, [0x55555555] * self._tables["allowed"].shape[1])
 
@@ -376,14 +389,14 @@ class SyntheticRequestBuilder:
         return SamplingParams(**{**sampling, **more, "detokenize": False})
 
     def _length(self, reach: int, least: int = 0) -> int:
-        """The first has as much as there may be."""
+        """Return a random length; the first request gets the largest."""
         room = self._engine.limits.max_model_len - reach - 2
         most = max(least, min(self._most_stored(), room))
         return self._rng.randint(least, most) if self._dummies.requests else most
 
     def _start(self, reach: int, least: int = 0) -> int:
-        """Of a row that is computed: where there are snapshots, every other stands at one, or a
-        token or two before it; some begin."""
+        """Return the position at which a computed row starts. With snapshots, every other row
+        starts at one, or one or two tokens before it; some start at 0."""
         length, interval = self._length(reach, least), self._engine.limits.snapshot_interval
         room = self._engine.limits.max_model_len - reach - 2
         if not self._recurs or len(self._dummies.requests) % 2 == 0:
@@ -393,13 +406,14 @@ class SyntheticRequestBuilder:
         return fitting[len(self._dummies.requests) // 2 % len(fitting)] if fitting else length
 
     def _may_resume(self, start: int) -> bool:
-        """Of those that stand at a snapshot, every other goes on from it."""
+        """Return whether the row resumes from a snapshot: most rows that start at one do."""
         interval, (*_, last) = self._engine.limits.snapshot_interval, self._groups
         is_there = bool(interval) and start > 0 and start % interval == 0
         return is_there and last.pool.num_free > 0 and self._rng.random() < 0.7
 
     def _states_from(self, start: int, resumes: bool) -> dict[str, Access]:
-        """Of a slot that goes on: what begins, or resumes, reads nothing of the slot's own."""
+        """Return the accesses to recurrent states. A row that starts at 0, or resumes from a
+        snapshot, does not read the slot's own state."""
         if not self._recurs:
             return {}
         return dict.fromkeys(STATES, WRITTEN if resumes or start == 0 else CHANGED)
@@ -416,13 +430,14 @@ class SyntheticRequestBuilder:
         return self._engine.lanes[0].ledger.groups
 
     def _most_stored(self) -> int:
-        """Enough that pages fall out of a window, unless it is wide."""
+        """Return a number of tokens large enough for pages to leave a sliding window, unless the
+        window is wide."""
         limits = self._engine.limits
         narrow = [w for w in limits.windows.values() if w is not None and w <= WIDE_WINDOW]
         return max([MOST_STORED, *(window + 2 * limits.page_size for window in narrow)])
 
     def _token(self, first: int) -> int:
-        """The first of every other one that does not end an answer."""
+        """Return the first token in first, first + 2, ... that is not an end-of-sequence token."""
         ids = range(first, self._vocab, 2)
         return next(i for i in ids if i not in self._engine.eos_token_ids)
 
@@ -430,5 +445,5 @@ class SyntheticRequestBuilder:
         return [self._rng.randrange(self._vocab) for _ in range(num)]
 
     def _unlike(self, num: int) -> list[int]:
-        """No two are the same."""
+        """Return distinct tokens."""
         return self._rng.sample(range(self._vocab), num)

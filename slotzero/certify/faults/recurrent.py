@@ -1,4 +1,4 @@
-"""Faults of recurrent layers: a state that is not its text's, and snapshots nobody asked for."""
+"""Faults of recurrent layers: a state that does not match its text, and unrequested snapshots."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from slotzero.speculative.passes import VERIFY
 
 @dataclass(frozen=True)
 class WrongToken(Fault):
-    """Of drafts the state goes back to one token too early."""
+    """After rejected drafts, the state is rolled back one token too far."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
