@@ -355,7 +355,7 @@ def test_rows_that_fail_are_taken_away() -> None:
 def test_rows_do_not_stand_among_requests() -> None:
     engine = make_engine()
     engine.add("busy", [1, 2, 3], SamplingParams(max_tokens=3))
-    with pytest.raises(ContractError, match="let it finish"):
+    with pytest.raises(ContractError, match="wait until all its requests"):
         refusal(engine, GraphKey("decode", 1, 1), 20)
 
 

@@ -122,7 +122,7 @@ def test_files_are_written(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "passed: 3 of 15 sizes" in out
     assert json.loads(files[0].read_text())["passed"] is True
-    assert "decode[4] S1: held" in files[1].read_text(encoding="utf-8")
+    assert "decode[4] S1: passed" in files[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("flag", ["--json", "--html"])

@@ -280,7 +280,7 @@ class FakeReplica:
         self._pulse = fleet.pulse
         self.state = state
         self.failure, self.exit_code, self.progress = "", 0, None
-        self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "lanes": 1}
+        self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "num_schedulers": 1}
         self.stats: Stats | None = None
         self.generation = 0
         self.is_draining = False
@@ -583,7 +583,7 @@ def test_one_that_fails_for_good_stays_out_and_is_named(
         assert (states(fleet), fleet.exit_code) == (["stopped", "stopped"], 0)
 
     asyncio.run(live())
-    assert "engine 1 is not available any more" in caplog.text
+    assert "engine 1 has failed and is not restarted" in caplog.text
     alarms = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
     assert not any("engine 0" in alarm for alarm in alarms), alarms
 
@@ -601,8 +601,8 @@ def test_when_all_fail_the_server_ends_with_their_reason(
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ("0", "data_parallel_size is a number of engines, at least 1, got 0"),
-        ("-1", "data_parallel_size is a number of engines, at least 1, got -1"),
+        ("0", "data_parallel_size must be a number of engines, at least 1, got 0"),
+        ("-1", "data_parallel_size must be a number of engines, at least 1, got -1"),
         ("two", "--data-parallel-size"),
         ("1.5", "--data-parallel-size"),
     ],

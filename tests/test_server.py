@@ -406,7 +406,7 @@ def test_parts_that_are_no_text_are_said_to_be_none(kind: str) -> None:
     ):
         error = refused(path, body)
         assert error["param"] == where
-        assert error["message"] == f"{where}: {kind!r}, but this model takes text alone"
+        assert error["message"] == f"{where}: {kind!r} is not supported, only text is"
 
 
 def test_what_a_template_refuses_names_no_flag() -> None:
@@ -1144,12 +1144,12 @@ def test_the_format_is_found_in_the_template() -> None:
 @pytest.mark.parametrize(
     ("setting", "template", "why"),
     [
-        ("auto", "{{ messages }}", "no chat template that shows them"),
-        ("hermes", "{{ messages }}", "no chat template that shows them"),
-        ("auto", None, "no chat template that shows them"),
+        ("auto", "{{ messages }}", "chat template does not support them"),
+        ("hermes", "{{ messages }}", "chat template does not support them"),
+        ("auto", None, "chat template does not support them"),
         ("auto", ODD_TEMPLATE, "serve it with --tool-call-parser hermes or llama"),
-        ("none", HERMES_TEMPLATE, "switched off on this server (--tool-call-parser none)"),
-        ("none", "{{ messages }}", "switched off on this server (--tool-call-parser none)"),
+        ("none", HERMES_TEMPLATE, "disabled on this server (--tool-call-parser none)"),
+        ("none", "{{ messages }}", "disabled on this server (--tool-call-parser none)"),
     ],
 )
 def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> None:
@@ -1250,10 +1250,10 @@ def test_models_that_are_not_served() -> None:
 def test_routes_that_do_not_exist() -> None:
     error = refused("/chat/completions", CHAT, status=404)
     assert error["code"] == "not_found"
-    assert error["message"].startswith("no route /chat/completions; OpenAI's begin with /v1")
+    assert error["message"].startswith("no route /chat/completions; OpenAI's routes begin with /v1")
     error = refused("/v1/completions", None, status=405)
     assert error["code"] == "method_not_allowed"
-    assert error["message"] == "/v1/completions does not take GET"
+    assert error["message"] == "/v1/completions does not support the method GET"
 
 
 document = schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok")))
@@ -1662,7 +1662,7 @@ def test_the_fake_is_like_the_client() -> None:
         ({"api_key": ["a b"]}, "api_key"),
         ({"api_key": ["é"]}, "api_key"),
         ({"served_model_name": [""]}, "served_model_name"),
-        ({"data_parallel_size": 0}, "data_parallel_size is a number of engines, at least 1"),
+        ({"data_parallel_size": 0}, "data_parallel_size must be a number of engines, at least 1"),
         ({"data_parallel_size": 1.5}, "data_parallel_size"),
         ({"data_parallel_size": "2"}, "data_parallel_size"),
         ({"max_waiting": 0}, "max_waiting"),
@@ -1670,7 +1670,7 @@ def test_the_fake_is_like_the_client() -> None:
         ({"max_connections": 1}, "max_connections"),
         ({"receive_timeout": 0}, "receive_timeout"),
         ({"keep_alive_timeout": -1}, "keep_alive_timeout"),
-        ({"heartbeat_timeout": 1}, "heartbeat_timeout is at least 2 seconds, or 0"),
+        ({"heartbeat_timeout": 1}, "heartbeat_timeout must be at least 2 seconds, or 0"),
         ({"step_timeout": -1}, "step_timeout"),
         ({"unresponsive_timeout": -1}, "unresponsive_timeout"),
         ({"request_timeout": 0}, "request_timeout"),
@@ -1812,6 +1812,6 @@ def test_a_structure_is_not_for_an_answer_that_may_call(choice: str, way: dict[s
     tokenizer = tool_tokenizer(HERMES_TEMPLATE)
     reply = ask(FakeClient(), "/v1/chat/completions", body, tokenizer=tokenizer)
     assert reply.status_code == 400
-    assert "not with tools, or with tool_choice=none" in reply.json()["error"]["message"]
+    assert "not supported together with tools" in reply.json()["error"]["message"]
     assert reply.json()["error"]["param"].startswith(next(iter(way)))
     chat(FakeClient(), tokenizer, **way, tools=[WEATHER], tool_choice="none")

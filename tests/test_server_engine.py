@@ -445,9 +445,7 @@ def test_what_is_too_large_for_a_frame_is_refused(
     monkeypatch.setattr(client_module, "MAX_FRAME", 100)
 
     async def ask() -> None:
-        with pytest.raises(
-            RequestRefusedError, match=r"prompt: a request of .* bytes is too large"
-        ):
+        with pytest.raises(RequestRefusedError, match=r"prompt: the request has .* bytes, at most"):
             await collect(served.client.submit("bad", [200] * 100, {}))
 
     served.run(ask())
@@ -507,7 +505,7 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
         try:
             return (await collect(stream))[-1].finish_reason or ""
         except EngineDiedError as error:
-            assert "the engine's process ended" in str(error)
+            assert "the engine's process died" in str(error)
             return "died"
 
     async def kill_under_load() -> list[str]:
@@ -886,7 +884,7 @@ def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
     assert (refused.id, refused.error) == ("bad", "RequestError")
     assert re.match(r"structured_outputs: regex: .*too many expressions", refused.message)
     assert [record.getMessage() for record in caplog.records] == [
-        f"a request was given up: {refused.message}"
+        f"a request was aborted: {refused.message}"
     ]
     before = messages[: messages.index(refused)]
     bad = [g for p in kinds(before, Progress) for g in p.grown if g.id == "bad"]
@@ -1023,7 +1021,7 @@ def test_a_reader_that_sleeps_stops_no_step(make_desk: MakeDesk) -> None:
 def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
     desk = make_desk()
     for settings, message in (
-        ({"colour": 1}, "the engine has no setting 'colour'"),
+        ({"colour": 1}, "unknown engine setting 'colour'"),
         ({"page_size": 3}, "page_size is a power of two, got 3"),
     ):
         with pytest.raises(ConfigError, match=message):

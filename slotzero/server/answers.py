@@ -1,13 +1,13 @@
-"""From tokens to what a client reads: one answer as it grows.
+"""From tokens to text: one answer while it is generated.
 
-It does not know HTTP, tools or its siblings. Stop strings are met here: the engine, in its own
-process, sees only tokens.
+This module does not know HTTP, tools or the request's other answers. Stop strings are handled here,
+because the engine, in its own process, sees only tokens.
 
-The rule: a token's log probability is given when its text is final, and not if a stop string or the
-end of the sequence took its text away. With `text` what the transcript holds:
+The rule: a token's log probability is sent once its text is final, and never if a stop string or
+the end of the sequence removed its text. With `text` the contents of the transcript:
 
-    text[0 : num_given)              was given out
-    text[num_given : num_safe)       is given out next
+    text[0 : num_given)              was sent
+    text[num_given : num_safe)       is sent next
     text[num_safe :)                 may still turn out to be a stop string
 """
 
@@ -25,25 +25,25 @@ from slotzero.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One answer that is wanted."""
+    """A request for one answer, as the engine knows it."""
 
     index: int
-    """Its place among the choices."""
+    """Index among the choices."""
     prompt: list[int]
     params: SamplingParams
     engine_params: dict[str, Any]
-    """The fields of `params` that were given and that the engine sees."""
+    """The fields of `params` that were set and that the engine sees."""
     names: dict[str, str] = field(default_factory=dict)
-    """Fields of SamplingParams that the client knows by another name."""
+    """The client's names of SamplingParams fields, where they differ."""
     is_counted: bool = True
-    """Whether its prompt is counted: siblings share one."""
+    """Whether the prompt counts in the usage: several answers share one prompt."""
     echo: str = ""
-    """Text before the answer's own."""
+    """Text sent before the answer."""
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token's log probabilities, and where in the answer its text begins."""
+    """One token's log probabilities, and the offset of its text in the answer."""
 
     token: int
     offset: int
@@ -52,14 +52,14 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What one answer gained."""
+    """New text and log probabilities of one answer."""
 
     index: int
     text: str
     rows: list[TokenRow]
     finish_reason: str | None
     num_tokens: int
-    """Tokens of the answer up to here, those whose text is held back included."""
+    """Tokens of the answer so far, including those whose text is held back."""
 
     def __add__(self, later: "TextDelta") -> "TextDelta":
         return TextDelta(
@@ -86,13 +86,13 @@ class AnswerBuilder:
 
     def grow(self, grown: TokenDelta) -> TextDelta:
         if grown.finish_reason == "abort":
-            raise EngineDiedError("the engine gave this request up; send it again")
+            raise EngineDiedError("the engine aborted this request: send it again")
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.request.prompt))
         is_end = grown.finish_reason is not None
         for i, token in enumerate(grown.token_ids):
             is_last = grown.finish_reason == "stop" and i == len(grown.token_ids) - 1
-            is_stop_token = is_last and token in self._stop_ids  # else a grammar was at its end
+            is_stop_token = is_last and token in self._stop_ids  # else a grammar ended the answer
             values = grown.logprobs[i] if grown.logprobs else None
             if self._push(token, values, is_stop_token):
                 is_end = True
@@ -105,7 +105,7 @@ class AnswerBuilder:
         return self._delta()
 
     def _push(self, token: int, values: TokenLogprobs | None, is_stop_token: bool) -> bool:
-        """-> whether a stop string is complete"""
+        """Add a token, and return whether it completes a stop string."""
         self.num_tokens += 1
         offset = len(self._transcript.text)
         stop = self._transcript.push(

@@ -1,7 +1,7 @@
-"""The HTTP application: routes, and how what goes wrong in them is told.
+"""The HTTP application: routes and error replies.
 
-It starts the engine with itself and stops it at its end. The rule: whatever is wrong with a
-request, the reply has OpenAI's error shape, and names the field where there is one.
+It starts the engines when it starts, and stops them when it ends. The rule: every error reply has
+OpenAI's shape, and names the wrong field if there is one.
 """
 
 import sys
@@ -43,8 +43,11 @@ def make_app(
     sampling: Mapping[str, Any] | None = None,
     connections: Connections | None = None,
 ) -> FastAPI:
-    """`sampling`: of requests that do not say. `connections`: those of the server that runs it,
-    where it has a limit to them."""
+    """Return the application.
+
+    `sampling`: default sampling parameters. `connections`: the connections of the server that runs
+    the application, if their number is limited.
+    """
     connections = connections or Connections(sys.maxsize, settings)
     state = AppState(client, tokenizer, settings, Metrics(client), sampling or {})
 
@@ -71,7 +74,7 @@ def make_app(
         connections=connections,
         is_closing=lambda: state.is_closing,
     )
-    if settings.allowed_origins:  # outside the gate: a browser asks first, without a key
+    if settings.allowed_origins:  # outside the gate: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
@@ -92,7 +95,7 @@ def _tell_errors(app: FastAPI, state: AppState) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         status, body = error_reply(error)
         if status is BUG:
-            log.error("%s failed", request.state.request_id, exc_info=error)
+            log.error("request %s failed", request.state.request_id, exc_info=error)
         return refuse(status, body, retry_after(error))
 
     @app.exception_handler(RequestValidationError)
@@ -110,19 +113,20 @@ def _tell_errors(app: FastAPI, state: AppState) -> None:
 
 
 def http_message(request: Request, error: HTTPException) -> str:
-    """In place of the few words that the framework has."""
+    """Return an error message that is more helpful than the framework's."""
     path = request.url.path[:100]
     if error.status_code == 400 and error.__cause__ is not None:
         return f"the body is not JSON: {error.__cause__}"
     if error.status_code == 404 and error.detail == "Not Found":
-        return f"no route {path}; OpenAI's begin with /v1, and /openapi.json has all"
+        return f"no route {path}; OpenAI's routes begin with /v1, and /openapi.json lists all"
     if error.status_code == 405:
-        return f"{path} does not take {request.method}"
+        return f"{path} does not support the method {request.method}"
     return error.detail
 
 
 def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str]:
-    """Of all that is wrong, what lies deepest: the branches of a union are wrong in many ways."""
+    """Return the field and message of the most deeply nested error: the branches of a union give
+    many errors."""
     named = [(field_path(error, body), error) for error in errors]
     param, error = max(named, key=lambda both: both[0].count(".") + both[0].count("["))
     if error["type"] == "json_invalid":
@@ -130,13 +134,13 @@ def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str
     if not param:
         return None, "the body must be a JSON object, with Content-Type: application/json"
     if error["type"] == "extra_forbidden":
-        return param, f"{param}: there is no such field"
+        return param, f"{param}: unknown field"
     return param, f"{param}: {error['msg']}"
 
 
 def field_path(error: Any, body: Any) -> str:
-    """'messages[0].role'. Where a union was tried, pydantic puts its branches into the path; they
-    are found by not being in the body."""
+    """Return a path such as 'messages[0].role'. pydantic puts the branches of a union into the
+    path; they are recognised because the body does not contain them."""
     path, value = "", body
     places = error["loc"][1:]
     for i, place in enumerate(places):

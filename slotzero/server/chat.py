@@ -1,4 +1,4 @@
-"""Chat completions: answers as messages, whole or in deltas, with the tool calls that they hold."""
+"""Chat completions: answers as messages with tool calls, whole or streamed."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ class _ChatChoice:
         self.finish_reason: str | None = None
 
     def take(self, delta: TextDelta) -> list[Event]:
-        """-> what it adds, in order"""
+        """Add a delta, and return its events in order."""
         self.rows += delta.rows
         events: list[Event] = [Said(delta.text)] if delta.text else []
         if self._parser is not None:
@@ -58,7 +58,7 @@ class _ChatChoice:
             self.calls[event.index] = (call_id, name, arguments + event.text)
 
     def _reason(self, reason: str | None) -> str | None:
-        """Calls are the reason only if they are all whole."""
+        """Return the finish reason; "tool_calls" only if all calls are complete."""
         parser = self._parser
         if parser is None or not parser.num_calls:
             return reason
@@ -70,7 +70,7 @@ class _ChatChoice:
 
 class ChatWriter:
     def __init__(self, body: ChatRequest, tokenizer: Tokenizer, plan: ToolPlan, model: str) -> None:
-        """`model`: its name in replies, whichever of its names the request used."""
+        """`model`: the name in replies, whichever of the model's names the request used."""
         self._tokenizer = tokenizer
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)

@@ -1,4 +1,4 @@
-"""Completions: answers as text that continues a prompt, whole or delta by delta."""
+"""Completions: answers as text that continues a prompt, whole or streamed."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ class CompletionWriter:
         tokenizer: Tokenizer,
         model: str,
     ) -> None:
-        """`model`: its name in replies, whichever of its names the request used."""
+        """`model`: the name in replies, whichever of the model's names the request used."""
         self._tokenizer = tokenizer
         self._num_top = body.logprobs
         self._choices = [_CompletionChoice(request.echo) for request in requests]

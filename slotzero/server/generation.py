@@ -1,7 +1,7 @@
 """The answers to one HTTP request, from their submission to their last token.
 
-It knows the engine's client, not HTTP. The rule: whoever stops reading, for whatever reason, leaves
-nothing behind in the engine.
+This module knows the engine's client, not HTTP. The rule: when the reader stops, for whatever
+reason, no request stays in the engine.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class GrownStream(Protocol):
 
 
 class Replica(Watched, Protocol):
-    """EngineClient, as far as the application knows it."""
+    """The part of EngineClient that the application uses."""
 
     @property
     def failure(self) -> str: ...
@@ -35,7 +35,7 @@ class Replica(Watched, Protocol):
 
 
 class Client(Replica, Protocol):
-    """Fleet, as far as the application knows it."""
+    """The part of Fleet that the application uses."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -75,7 +75,7 @@ class Generation:
         self._mail: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
 
     async def submit(self) -> None:
-        """All of them or none; raises what the client raises."""
+        """Submit all requests or none; raises what the client raises."""
         name = uuid.uuid4().hex
         self._client.admit()
         try:
@@ -91,8 +91,8 @@ class Generation:
             self._tasks[answer.request.index] = asyncio.create_task(self._follow(answer, stream))
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
-        """What the answers gain, as it comes; what came while the reader was busy comes in one.
-        Whoever opens it closes it."""
+        """Yield new text as it arrives; what arrived while the reader was busy is joined into one
+        delta per answer. The caller must close the generator."""
         try:
             while self._tasks:
                 deltas, error = await self._batch()
@@ -107,7 +107,7 @@ class Generation:
             await self.close()
 
     def end(self, index: int) -> None:
-        """This answer is long enough."""
+        """End this answer early."""
         task = self._tasks.pop(index, None)
         if task is not None:
             task.cancel()
@@ -119,7 +119,8 @@ class Generation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _batch(self) -> tuple[list[TextDelta], Exception | None]:
-        """All that is there, once something is: one delta an answer, and what went wrong then."""
+        """Wait for a delta and return all that have arrived, one per answer, and an error that came
+        after them."""
         deltas: dict[int, TextDelta] = {}
         item = await self._next()
         while isinstance(item, TextDelta):
@@ -136,7 +137,9 @@ class Generation:
             async with asyncio.timeout(left):
                 return await self._mail.get()
         except TimeoutError:
-            raise DeadlineError(f"no answer within {self._timeout:g} s") from None
+            raise DeadlineError(
+                f"the answer was not complete within {self._timeout:g} s (--request-timeout)"
+            ) from None
 
     async def _follow(self, answer: AnswerBuilder, stream: GrownStream) -> None:
         latest = self._began
@@ -148,7 +151,7 @@ class Generation:
                 if answer.finish_reason is not None:
                     break
             else:
-                raise EngineDiedError("the engine gave this request up; send it again")
+                raise EngineDiedError("the engine aborted this request: send it again")
         except Exception as raised:
             error = self._named(answer.request, raised)
             self._mail.put_nowait(error)

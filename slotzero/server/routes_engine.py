@@ -1,4 +1,4 @@
-"""Routes of our own: how the server fares, what it is made of, and text to tokens and back."""
+"""Routes besides OpenAI's: health, metrics, server information, tokenizer and the status page."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -45,8 +45,8 @@ def engine_routes(state: AppState) -> APIRouter:
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
     )
     async def health() -> Response:
-        """200 once an engine answers; 503 while all are loading, recording, restarting,
-        unresponsive, or at the end."""
+        """200 if an engine is ready; 503 while all are loading, recording, restarting, unresponsive
+        or failed."""
         engines = [replica.state for replica in state.client.replicas]
         health = Health(status=state.engine_state, engines=engines)
         if state.engine_state == "unresponsive":
@@ -61,7 +61,7 @@ def engine_routes(state: AppState) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         body, kind = state.metrics.render()
         return Response(body, headers={"Content-Type": kind})
 
@@ -90,19 +90,19 @@ def engine_routes(state: AppState) -> APIRouter:
 
     @router.get("/live", responses={200: {"content": {EventStream.media_type: {}}}})
     async def live() -> Response:
-        """Server-sent events: once a second and at the end, what the page at / shows."""
+        """Server-sent events with the data of the page at /, once a second and at shutdown."""
         return EventStream(_live(state))
 
     @router.head("/", include_in_schema=False, response_model=None)
     @router.get("/", include_in_schema=False, response_model=None)
     async def page() -> Response:
         if not PAGE.is_file():
-            raise HTTPException(404, "there is no page in this installation")
+            raise HTTPException(404, "this installation does not contain the page")
         return FileResponse(PAGE, headers={"Content-Security-Policy": POLICY})
 
     @router.get("/favicon.ico", include_in_schema=False, response_model=None)
     async def icon() -> Response:
-        """None: every browser asks for one."""
+        """There is no icon; browsers request one anyway."""
         return Response(status_code=204)
 
     return router

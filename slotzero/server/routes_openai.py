@@ -1,9 +1,9 @@
 """OpenAI's routes: chat completions, completions, models.
 
-They know requests and replies; the shapes of an answer are in chat.py and completion.py.
+They know requests and replies; chat.py and completion.py build the two kinds of answers.
 
-The rule: nothing is sent before the first token is there or the request is refused, so that an
-error has its own status. An error later on is the stream's last event.
+The rule: nothing is sent before the first token has arrived or the request is refused, so that an
+error has its own HTTP status. A later error is the last event of the stream.
 """
 
 import asyncio
@@ -43,27 +43,27 @@ log = logging.getLogger("slotzero.server")
 
 
 class Writer(Protocol):
-    """Answers in the shape of one route."""
+    """Builds the replies of one route."""
 
     def add(self, delta: TextDelta) -> None:
-        """Keeps it for the whole."""
+        """Add a delta to the whole reply."""
 
     def chunks(self, delta: TextDelta, generation: Generation) -> Iterable[ReplyModel]:
-        """Adds it, and says what a stream says of it."""
+        """Add a delta, and return the chunks to stream for it."""
 
     def is_enough(self, index: int) -> bool:
-        """Whether this answer has said all that is wanted of it."""
+        """Return whether this answer is complete."""
 
     def last_chunk(self, generation: Generation) -> ReplyModel | None: ...
 
     def whole(self, generation: Generation) -> ReplyModel:
-        """What is said of all deltas in one reply."""
+        """Return all deltas as one reply."""
 
 
 def responses(
     model: type[ReplyModel], is_streamed: bool = False
 ) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document."""
+    """Return the possible responses for the OpenAPI document."""
     made: dict[str, Any] = {"model": model}
     if is_streamed:
         made["content"] = {EventStream.media_type: {}}
@@ -208,7 +208,7 @@ async def events(
     except Exception as error:
         status, body = error_reply(error)
         if status is BUG:
-            log.exception("a stream failed")
+            log.exception("a streamed reply failed")
         refused(status.code)
         yield event(json_bytes(body))
     yield DONE
@@ -219,7 +219,7 @@ def told(reply: ReplyModel, status: int = 200) -> Response:
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """A prompt, or a list of prompts; a prompt is text or a list of tokens."""
+    """Return the prompts; the field holds one or a list, each as text or as a list of tokens."""
     prompt: Any = body.prompt
     is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     return list(prompt) if is_list and prompt else [prompt]
@@ -233,4 +233,4 @@ def echo(state: AppState, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
     known = [token for token in prompt if 0 <= token < state.tokenizer.vocab_size]
-    return state.tokenizer.decode(known)  # the engine refuses those that it does not know
+    return state.tokenizer.decode(known)  # the engine refuses unknown ones

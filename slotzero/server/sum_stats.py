@@ -1,4 +1,4 @@
-"""What several engines report, as if it were one that did."""
+"""Sum of the statistics of several engines."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -11,7 +11,7 @@ from slotzero.server.messages import SpeculationReport, Stats
 
 
 def sum_stats(reports: Sequence[Stats]) -> Stats | None:
-    """None of nothing."""
+    """Return the sum of all reports, or None if there are none."""
     return reduce(_added, reports) if reports else None
 
 

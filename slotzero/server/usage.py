@@ -1,7 +1,7 @@
-"""Token counts of one request, for a whole reply or while it is streamed.
+"""Token counts of one request, for a whole reply or a stream.
 
-The rule: a chunk counts the tokens behind the text that was sent up to it, not those that wait to
-be sent; the last chunk, of a stream with include_usage, counts all that were generated.
+The rule: a chunk counts the tokens whose text was sent so far, not those that are held back; the
+last chunk of a stream with include_usage counts all generated tokens.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ def usage(answers: Sequence[AnswerBuilder]) -> Usage:
 
 
 class StreamUsage:
-    """Which chunks of a stream have counts, and which counts."""
+    """Adds token counts to the chunks of a stream."""
 
     def __init__(self, options: StreamOptions | None) -> None:
         self.has_last = bool(options and options.include_usage)
-        """Whether a chunk without choices, with the counts of the whole request, ends the stream:
-        all others then have `usage: null`."""
+        """Whether the stream ends with a chunk without choices that has the counts of the whole
+        request; all other chunks then have `usage: null`."""
         self._is_continuous = bool(options and options.continuous_usage_stats)
         self._num_tokens: dict[int, int] = {}  # by answer
 
