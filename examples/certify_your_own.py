@@ -14,7 +14,7 @@ import torch
 from slotzero.certify.certify import all_sizes, certify
 from slotzero.certify.checks import Bounds
 from slotzero.certify.report import Certificate
-from slotzero.certify.scene import Scene, memory_of
+from slotzero.certify.scenario import Scenario, memory_of
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, Runner, RunnerSpec
 from slotzero.graph.backend import EagerBackend
 
@@ -45,15 +45,15 @@ class Counters:
         self.counts.index_put_((slots,), after)
 
     @contextmanager
-    def scene(self, runner: Runner, key: GraphKey) -> Iterator[Scene]:
+    def scenario(self, runner: Runner, key: GraphKey) -> Iterator[Scenario]:
         """A step that could happen: as few rows as this size is picked for, others standing by."""
         rows = key.rows // 2 + 1
         self.counts[1:] = torch.arange(1, SLOTS + 1) / 4
         running = list(range(2, 2 + rows))
-        yield Scene(
+        yield Scenario(
             key=key,
             published={"slots": running},
-            crowd={"slots": list(range(SLOTS - ROWS + 1, SLOTS + 1))},
+            larger_step={"slots": list(range(SLOTS - ROWS + 1, SLOTS + 1))},
             trap=SLOTS,
             tables=memory_of(self.registry),
         )
@@ -61,7 +61,7 @@ class Counters:
 
 def certificate_of(counters: Counters) -> Certificate:
     certificate = Certificate("counters", "eager")
-    return certify(certificate, all_sizes([counters.runner]), counters.scene, Bounds())
+    return certify(certificate, all_sizes([counters.runner]), counters.scenario, Bounds())
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from slotzero.bench.rows import standing
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 
 PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 DEVICE, DTYPE, COLD_BYTES, READ_BYTES = "cuda", torch.bfloat16, 4 << 30, 4 << 30
@@ -150,7 +150,7 @@ def measure_product(meter: Meter, features: int, inner: int, rows: int) -> None:
 def measure_steps(meter: Meter, args: argparse.Namespace) -> None:
     settings = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
     settings |= {"lazy_recording": True, "max_num_seqs": max(args.rows)}
-    session = Session(args.model, {**settings, "max_model_len": max(args.contexts) + 8})
+    session = BenchSession(args.model, {**settings, "max_model_len": max(args.contexts) + 8})
     engine, runner = session.engine, session.engine.worker.decode
     for rows in args.rows:
         key = runner.pick(rows, rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stack import apart
 
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.workloads import WORKLOADS
 
 NAMES = {"qwen3-0.6b": "Qwen3-0.6B", "llama-3.1-8b": "Llama-3.1-8B"}
@@ -36,7 +36,7 @@ def main() -> None:
 
 def measure(model: Path, workloads: list[str]) -> dict[str, float]:
     settings = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
-    session, name = Session(str(model), settings), NAMES.get(model.name, model.name)
+    session, name = BenchSession(str(model), settings), NAMES.get(model.name, model.name)
     results: dict[str, float] = {}
     num_sizes = len(session.engine.worker.recorded_keys)
     print(

@@ -13,7 +13,7 @@ import torch
 
 from slotzero.bench.clock import device_seconds
 from slotzero.bench.rows import refusal, standing
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 
 REPEATS = 7
 T = TypeVar("T")
@@ -26,15 +26,15 @@ def apart(function: Callable[..., T], *args: Any) -> T:
         return pool.submit(function, *args).result()
 
 
-def open_stack(config: Mapping[str, Any], **settings: Any) -> Session:
+def open_stack(config: Mapping[str, Any], **settings: Any) -> BenchSession:
     """An engine for a model that is only a config; each size is recorded when it is first asked."""
     settings |= {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        return Session(folder, {**settings, "lazy_recording": True})
+        return BenchSession(folder, {**settings, "lazy_recording": True})
 
 
-def step_seconds(session: Session, rows: int, context: int) -> float | None:
+def step_seconds(session: BenchSession, rows: int, context: int) -> float | None:
     """None: there is no room for so much."""
     engine, runner = session.engine, session.engine.worker.decode
     key = runner.pick(rows, rows)

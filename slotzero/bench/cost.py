@@ -12,7 +12,7 @@ from slotzero.bench.graphs import host_and_replay
 from slotzero.bench.plot import Panel, Series, draw
 from slotzero.bench.report import setting, setting_rows, title
 from slotzero.bench.rows import refusal, standing
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError
@@ -27,7 +27,7 @@ Place = tuple[int, int]  # rows, context of each
 
 def run_cost(model: str, settings: Mapping[str, Any], context: int, repeats: int) -> Report:
     refuse_ranks(settings, "bench cost")
-    session = Session(model, settings)
+    session = BenchSession(model, settings)
     limits = session.engine.limits
     contexts = [c for c in CONTEXTS if c + 2 <= limits.max_model_len]  # the next token, and a last
     places = {
@@ -87,12 +87,12 @@ def write_plot(report: Report, path: Path) -> None:
     path.write_text(draw(f"{model}, {report['hardware']}, {shown}", "ms", panels))
 
 
-def _refusal(session: Session, rows: int, context: int) -> NoCaptureSize | None:
+def _refusal(session: BenchSession, rows: int, context: int) -> NoCaptureSize | None:
     key = session.engine.worker.decode.pick(rows, rows)
     return key if isinstance(key, NoCaptureSize) else refusal(session.engine, key, context)
 
 
-def _measure(session: Session, rows: int, context: int, repeats: int) -> Mapping[str, Any]:
+def _measure(session: BenchSession, rows: int, context: int, repeats: int) -> Mapping[str, Any]:
     """Every power of two below max_num_seqs is a size, so no row is padding."""
     engine = session.engine
     decode = engine.worker.decode

@@ -13,7 +13,7 @@ import torch
 from slotzero.bench.clock import device_seconds, host_seconds, train_seconds, wait
 from slotzero.bench.report import setting, setting_rows, title
 from slotzero.bench.rows import StandingRows, refusal, standing
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.config import refuse_ranks
 from slotzero.errors import CapacityError, ConfigError
@@ -37,7 +37,7 @@ def run_graphs(
     repeats: int,
 ) -> Report:
     refuse_ranks(settings, "bench graphs")
-    session = Session(model, settings)
+    session = BenchSession(model, settings)
     keys = choose_keys(session.engine.worker, sizes, all_sizes)
     for _, key in keys:  # all of them, before the first is measured
         reason = refusal(session.engine, key, context)
@@ -71,7 +71,7 @@ def choose_keys(
     return chosen
 
 
-def host_and_replay(session: Session, rows: StandingRows, repeats: int) -> tuple[float, float]:
+def host_and_replay(session: BenchSession, rows: StandingRows, repeats: int) -> tuple[float, float]:
     """Seconds of the host to issue one step, and of the device to replay it."""
     device = session.engine.worker.registry.device
 
@@ -130,7 +130,7 @@ def _why_not(decode: Runner, size: int) -> str:
 
 
 def _measure(
-    session: Session, runner: Runner, key: GraphKey, context: int, repeats: int
+    session: BenchSession, runner: Runner, key: GraphKey, context: int, repeats: int
 ) -> Mapping[str, Any]:
     device = session.engine.worker.registry.device
     with standing(session.engine, runner, key, context) as rows:

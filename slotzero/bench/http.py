@@ -108,7 +108,7 @@ class Site:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
-    async def _ask(self, request: bytes) -> tuple["_Answer", Connection]:
+    async def _ask(self, request: bytes) -> tuple["_HttpAnswer", Connection]:
         """Send the request; return the head of the answer. A server may close an idle connection
         just as it is used again: then the request is sent over a new one."""
         while True:
@@ -145,7 +145,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _HttpAnswer:
     """The head of an answer."""
 
     status: int
@@ -159,7 +159,7 @@ class _Answer:
         return _lines(_rest(reader) if self.length is None else _exactly(reader, self.length))
 
 
-async def _head(connection: Connection, request: bytes) -> _Answer:
+async def _head(connection: Connection, request: bytes) -> _HttpAnswer:
     reader, writer = connection
     writer.write(request)
     await writer.drain()
@@ -172,7 +172,7 @@ async def _head(connection: Connection, request: bytes) -> _Answer:
     length = None if "content-length" not in headers else int(headers["content-length"])
     is_framed = is_chunked or length is not None
     keeps_alive = version == b"HTTP/1.1" and headers.get("connection") != "close" and is_framed
-    return _Answer(int(status), is_chunked, length, keeps_alive)
+    return _HttpAnswer(int(status), is_chunked, length, keeps_alive)
 
 
 def _reason(body: str) -> str:

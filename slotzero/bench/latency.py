@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slotzero.bench.report import make_report
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.sheets import Report
 from slotzero.bench.workloads import WorkloadSpec
 
@@ -12,7 +12,7 @@ from slotzero.bench.workloads import WorkloadSpec
 def run_latency(
     model: str, settings: Mapping[str, Any], spec: WorkloadSpec, num_repeats: int
 ) -> Report:
-    session = Session(model, settings)
+    session = BenchSession(model, settings)
     workload = session.draw(spec)
     session.warm_up(workload)
     runs = [session.measure(workload) for _ in range(num_repeats)]

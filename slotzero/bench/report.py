@@ -10,7 +10,7 @@ from typing import Any
 
 from slotzero.bench import hardware
 from slotzero.bench.profile import profile_rows
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.sheets import Report, Sheet, print_sheets, rounded
 from slotzero.bench.timeline import Timeline
 from slotzero.bench.workloads import Workload
@@ -18,7 +18,7 @@ from slotzero.pools.budget import show
 
 
 def make_report(
-    benchmark: str, name: str, session: Session, workload: Workload, runs: Sequence[Timeline]
+    benchmark: str, name: str, session: BenchSession, workload: Workload, runs: Sequence[Timeline]
 ) -> Report:
     """`runs` are passes over the same workload."""
     counts = session.counts()
@@ -48,7 +48,7 @@ def make_report(
     }
 
 
-def setting(benchmark: str, session: Session) -> Report:
+def setting(benchmark: str, session: BenchSession) -> Report:
     """What every report begins with: who was measured, and where."""
     limits = session.engine.limits
     return {

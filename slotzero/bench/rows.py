@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slotzero.bench.workloads import VOCAB_SIZE, fixed
-from slotzero.certify.stand_ins import stand_ins
+from slotzero.certify.dummy_requests import dummy_requests
 from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, ContractError
 from slotzero.executor.worker import Worker
@@ -63,13 +63,13 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
     vocab_size = min(VOCAB_SIZE, engine.worker.vocab_size)
     prompts = fixed(len(counts), max(lens), 1, vocab_size).prompts
     rows: list[Row] = []
-    with stand_ins(engine) as ins:
+    with dummy_requests(engine) as dummies:
         for i, prompt in enumerate(prompts):
-            request = ins.admit(prompt[: lens[i]], _GREEDY, context)
+            request = dummies.admit(prompt[: lens[i]], _GREEDY, context)
             is_decode = runner is engine.worker.decode
             rows.append(Row(request, request.slot, context, counts[i], samples=is_decode))
         for group, name in enumerate(engine.limits.windows):
-            pages = [page for request in ins.requests for page in request.pages[group] if page]
+            pages = [page for request in dummies.requests for page in request.pages[group] if page]
             _fill_with_noise(engine.worker.registry[f"kv_{name}"], pages)
         yield StandingRows(engine.worker, runner, key, Step((tuple(rows),)))
 

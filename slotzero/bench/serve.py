@@ -26,7 +26,7 @@ Seen = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Load:
+class RequestLoad:
     """What is sent: a rate, and the lengths of every request."""
 
     rate: float  # requests per second; inf: all at once
@@ -83,15 +83,19 @@ def sharegpt(num: int, seed: int, longest: int) -> list[tuple[int, int]]:
     return [(draw(in_mean, in_spread), draw(out_mean, out_spread)) for _ in range(num)]
 
 
-def arrivals(load: Load) -> list[float]:
+def arrivals(load: RequestLoad) -> list[float]:
     """When each request is sent, in seconds from the first."""
     rng = random.Random(load.seed)
     gaps = (rng.expovariate(load.rate) if load.rate != float("inf") else 0.0 for _ in load.shapes)
     return list(itertools.accumulate(gaps, initial=0.0))[: len(load.shapes)]
 
 
-async def run_loads(site: Site, make: Callable[[Mapping[str, Any]], Sequence[Load]], goal: Goal,
-                    seen: Seen) -> Report:  # fmt: skip
+async def run_loads(
+    site: Site,
+    make: Callable[[Mapping[str, Any]], Sequence[RequestLoad]],
+    goal: Goal,
+    seen: Seen,
+) -> Report:
     """One rate after the other; `make` is given what the server says of itself."""
     async with aclosing(site):
         info = await site.get("/server_info")
@@ -117,7 +121,9 @@ async def run_loads(site: Site, make: Callable[[Mapping[str, Any]], Sequence[Loa
         }
 
 
-async def _run(site: Site, model: str, load: Load, vocab_size: int, seen: Seen) -> list[Fate]:
+async def _run(
+    site: Site, model: str, load: RequestLoad, vocab_size: int, seen: Seen
+) -> list[Fate]:
     rng = random.Random(load.seed)
     prompts = [[rng.randrange(_FIRST_ID, vocab_size) for _ in range(n)] for n, _ in load.shapes]
     begin = time.perf_counter()
@@ -150,7 +156,9 @@ async def _one(
     return fate
 
 
-def _sum_up(load: Load, fates: Sequence[Fate], seconds: float, goal: Goal) -> Mapping[str, Any]:
+def _sum_up(
+    load: RequestLoad, fates: Sequence[Fate], seconds: float, goal: Goal
+) -> Mapping[str, Any]:
     whole = [fate for fate in fates if fate.is_whole]
     good = [f for f in whole if f.first <= goal.first_token and f.per_token <= goal.per_token]
     errors = [fate.error for fate in fates if fate.error]

@@ -24,7 +24,7 @@ WARMUP_LEN = 16  # tokens of each answer: every prompt's shape is met, at little
 _SEEN_EVERY = 0.5  # seconds between two looks at the progress bar, so that it is not measured
 
 
-class Session:
+class BenchSession:
     def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
         config = EngineConfig(model=model, skip_tokenizer_init=True, **settings)
         device, _ = choose_backend(config)

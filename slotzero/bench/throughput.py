@@ -8,7 +8,7 @@ from typing import Any
 
 from slotzero.bench.profile import profile_decode
 from slotzero.bench.report import make_report
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.sheets import Report
 from slotzero.bench.workloads import WorkloadSpec
 from slotzero.config import EngineConfig
@@ -22,7 +22,7 @@ def run_throughput(
     device, _ = choose_backend(EngineConfig(model=model, **settings))
     if profile and device.type != "cuda":
         raise ConfigError(f"--profile traces a GPU and this runs on {device}: drop it")
-    session = Session(model, settings)
+    session = BenchSession(model, settings)
     workload = session.draw(spec)
     session.warm_up(workload)
     run = session.measure(workload)

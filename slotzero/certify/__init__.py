@@ -1,5 +1,5 @@
-"""Proofs that no padded row can hurt, over whatever a registry declares. No check names a runner.
+"""Checks that padded rows cannot change a result, for every tensor that a registry declares.
 
-It attaches to runners through `graph.observer` and to tables through `pools.tables`; an engine that
-is not watched never imports it.
+No check names a runner. The package attaches to runners through `graph.observer` and to tables
+through `pools.tables`; an engine without the sanitizer never imports it.
 """

@@ -1,8 +1,8 @@
-"""S8: which answers are computed again, when, and what is said of one that does not agree.
+"""S8: which answers are recomputed, when, and how a disagreement is reported.
 
-It does not know how an answer is computed again. The rule: it takes no slot and no page of the
-engine's, so no request waits for room or loses it; an answer for which there is no memory is left
-out and counted.
+recompute.py knows how an answer is recomputed. The rule: recomputing takes no slot and no page from
+the engine, so it delays or preempts no request; an answer for which there is no memory is skipped
+and counted.
 """
 
 import logging
@@ -13,7 +13,7 @@ import torch
 
 from slotzero.certify.recompute import Disagreement, Recomputation
 from slotzero.certify.report import Violation
-from slotzero.certify.stage import bounds_of
+from slotzero.certify.scenarios import bounds_of
 from slotzero.engine.engine import Engine
 from slotzero.errors import RequestError
 from slotzero.request import Request
@@ -25,8 +25,9 @@ _log = logging.getLogger("slotzero.certify")
 
 class AnswerCheck:
     def __init__(self, engine: Engine, is_full: bool) -> None:
-        """In full, every answer is computed again at once, before it leaves the engine. Else one at
-        a time, a chunk after each step, so that others wait no longer than for a prompt."""
+        """With `is_full`, every answer is recomputed at once, before it leaves the engine.
+        Otherwise one answer at a time is, one chunk after each step, so that other requests wait no
+        longer than for a prompt."""
         self.num_recomputed = 0
         self.num_left_out = 0
         self._engine, self._is_full = engine, is_full
@@ -36,11 +37,11 @@ class AnswerCheck:
 
     @property
     def is_pending(self) -> bool:
-        """Whether an answer is being computed again: then steps without rows go on with it."""
+        """Whether an answer is being recomputed; steps without rows continue with it."""
         return bool(self._pending)
 
     def committed(self, finished: Sequence[Request], is_due: bool) -> Iterator[Violation]:
-        """After a step, with the requests that ended in it. `is_due`: the next one is wanted."""
+        """Continue after a step in which these requests finished. `is_due`: check the next one."""
         self._is_wanted |= is_due
         for request in finished:
             is_wanted = self._is_full or (self._is_wanted and not self._pending)
@@ -63,7 +64,7 @@ class AnswerCheck:
             self._leave_out(request, "no memory for its KV")
 
     def _go_on(self) -> Iterator[Violation]:
-        """One chunk of the oldest."""
+        """Recompute one chunk of the oldest pending answer."""
         request, chunks = self._pending[0]
         try:
             with torch.inference_mode():
@@ -81,22 +82,24 @@ class AnswerCheck:
 
     def _leave_out(self, request: Request, why: str) -> None:
         if not self.num_left_out:
-            _log.warning("request %s is not computed again: %s", request.id, why)
+            _log.warning(
+                "the sanitizer skips request %s, its answer is not recomputed: %s", request.id, why
+            )
         self.num_left_out += 1
 
     def _violation(self, request: Request, found: Disagreement) -> Violation:
-        """Names what the answer was made of that computing it again does without."""
+        """Describe a disagreement, with what the answer used that recomputing it does without."""
         worker, tensor, made_of = self._engine.worker, SAMPLED, []
         if request.num_found:
             tensor = worker.page_tables[0]
-            made_of.append(f"{request.num_found} tokens of its prompt are from the prefix cache")
+            made_of.append(f"{request.num_found} prompt tokens came from the prefix cache")
         if request.speculates and worker.drafter is not None:
             tensor = VERIFIED
             made_of.append(f"drafts of {worker.drafter.name} were verified")
         if request.num_preemptions:
             made_of.append(f"it was preempted {request.num_preemptions} times")
-        said = (
+        found_text = (
             f"token {found.got} at position {found.position} where {found.expected} was expected"
             f"{''.join(f'; {fact}' for fact in made_of)}"
         )
-        return Violation("S8", "engine", f"request {request.id}", tensor, said)
+        return Violation("S8", "engine", f"request {request.id}", tensor, found_text)

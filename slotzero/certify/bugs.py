@@ -1,7 +1,7 @@
-"""Real bugs of other engines, each as the same fault in the tensor that corresponds to theirs here.
+"""Real bugs of other engines, each as the same fault in the corresponding tensor of this engine.
 
-Numbers are issues or pull requests. A bug of one runner is tried in that runner; one that runners
-share, or that has no such runner here, in all.
+Numbers are issues or pull requests. A bug of one runner is injected into that runner; a bug that
+runners share, or whose runner does not exist here, into all.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,10 @@ class Bug:
     number: str
     fault: str
     where: tuple[str, ...]
-    """Tensors, or kinds of them."""
+    """Names or kinds of tensors."""
     why: str
     runner: str = ""
-    """Without its width. Empty: any."""
+    """Name of the runner without its width; empty for any."""
 
 
 BUGS = (
@@ -144,5 +144,5 @@ def numbers_of(runner: str, entry: Entry, fault: str) -> tuple[str, ...]:
 
 
 def all_numbers(runners: Iterable[str]) -> set[str]:
-    """Of bugs that these runners, without their widths, can have."""
+    """Return the numbers of all bugs that these runners (names without width) can have."""
     return {bug.number for bug in BUGS if bug.runner in ("", *runners)}

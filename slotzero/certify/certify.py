@@ -1,4 +1,4 @@
-"""Certification: every check over every size, one scene a size."""
+"""Certification: every check at every size, with one scenario per size."""
 
 import re
 import time
@@ -11,12 +11,12 @@ import torch
 from slotzero.certify.checks import CHECK_FUNCTIONS, Bounds, Examination
 from slotzero.certify.checksum import checksum
 from slotzero.certify.report import Cell, Certificate, Violation
-from slotzero.certify.scene import Scene, Trial
+from slotzero.certify.scenario import Scenario, Trial
 from slotzero.errors import ContractError, RequestError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
 
 Plan = Sequence[tuple[Runner, GraphKey]]
-MakeScene = Callable[[Runner, GraphKey], AbstractContextManager[Scene]]
+MakeScenario = Callable[[Runner, GraphKey], AbstractContextManager[Scenario]]
 Seen = Callable[[Cell], None]
 NOTHING: Mapping[tuple[GraphKey, str], str] = {}
 _NAMED = re.compile(r"tensor '([^']+)'")
@@ -25,13 +25,13 @@ _NAMED = re.compile(r"tensor '([^']+)'")
 def certify(
     certificate: Certificate,
     plan: Iterable[tuple[Runner, GraphKey]],
-    make_scene: MakeScene,
+    make_scenario: MakeScenario,
     bounds: Bounds,
     seen: Seen = lambda cell: None,
     checks: Sequence[str] = tuple(CHECK_FUNCTIONS),
     skipped: Mapping[tuple[GraphKey, str], str] = NOTHING,
 ) -> Certificate:
-    """Fills the certificate, cell by cell. `skipped`: by size and check, why it is not tried."""
+    """Fill in the certificate cell by cell. `skipped`: by size and check, why it is not run."""
     start = time.perf_counter()
     constants: Mapping[str, int] | None = None
     with torch.inference_mode():
@@ -39,13 +39,13 @@ def certify(
             if constants is None:
                 constants = checksums(runner.registry)
             runner.prepare(key)
-            wanted = [check for check in checks if (key, check) not in skipped]
+            planned = [check for check in checks if (key, check) not in skipped]
             try:
-                for cell in _size(runner, key, make_scene, bounds, constants, wanted):
+                for cell in _size(runner, key, make_scenario, bounds, constants, planned):
                     certificate.cells.append(cell)
                     seen(cell)
             except RequestError as error:  # the context is too short for so many tokens a row
-                certificate.uncertified[str(key)] = f"no such step was set: {error}"
+                certificate.uncertified[str(key)] = f"no scenario could be set up: {error}"
     certificate.cells += [
         Cell(key.runner, str(key), check, 0.0, left_out=why)
         for (key, check), why in skipped.items()
@@ -57,22 +57,22 @@ def certify(
 def _size(
     runner: Runner,
     key: GraphKey,
-    make_scene: MakeScene,
+    make_scenario: MakeScenario,
     bounds: Bounds,
     constants: Mapping[str, int],
     checks: Sequence[str],
 ) -> Iterator[Cell]:
     start = time.perf_counter()
     try:
-        with make_scene(runner, key) as scene:
-            yield from examine(Examination(Trial(runner, scene), bounds, constants), checks)
-    except ContractError as error:  # the scene could not be set
+        with make_scenario(runner, key) as scenario:
+            yield from examine(Examination(Trial(runner, scenario), bounds, constants), checks)
+    except ContractError as error:  # the scenario could not be set up
         seconds = time.perf_counter() - start
         yield Cell(key.runner, str(key), "S0", seconds, (_raised(error, "S0", key),))
 
 
 def examine(examination: Examination, checks: Iterable[str]) -> Iterator[Cell]:
-    key = examination.trial.scene.key
+    key = examination.trial.scenario.key
     for check in checks:
         start = time.perf_counter()
         try:
@@ -92,8 +92,8 @@ def checksums(registry: Registry) -> dict[str, int]:
 
 
 def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
-    """Every recorded size. A runner that is not recorded runs the same code at every size: its
-    smallest, a middle one and its largest stand for all."""
+    """Yield every recorded size. A runner that is not recorded runs the same code at every size, so
+    its smallest, a middle and its largest size represent all."""
     for runner in runners:
         keys = list(runner.all_keys())
         if not runner.is_recorded:
@@ -102,8 +102,8 @@ def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
 
 
 def few_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
-    """The smallest and largest size of runners with a fixed row width, which have few sizes. Of the
-    others, the smallest size with two tokens: with one, a row's count of tokens is the step's."""
+    """Yield the smallest and largest size of runners with a fixed row width. For the other runners,
+    yield the smallest size with two tokens: with one token, a row's count equals the step's."""
     for runner in runners:
         keys = list(runner.all_keys())
         smallest = keys[-1]
@@ -114,22 +114,23 @@ def few_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:
 
 
 def few_checks(plan: Plan) -> dict[tuple[GraphKey, str], str]:
-    """What a quick look skips: S5 looks at code, which is the same at every size, and is slow."""
+    """Return the checks that --quick skips: S5 inspects code, which is the same at every size, and
+    is slow."""
     first = {runner.spec.name: key for runner, key in reversed(plan)}
     return {
-        (key, "S5"): f"a quick look tries it at {first[key.runner]}"
+        (key, "S5"): f"--quick runs it only at {first[key.runner]}"
         for _, key in plan
         if key != first[key.runner]
     }
 
 
 def left_out(runners: Iterable[Runner], plan: Plan, is_quick: bool) -> dict[str, str]:
-    """By runner, of those with sizes that are not planned: how many are, and why not all."""
-    why = "a quick look" if is_quick else "it is not recorded, every size runs the same code"
+    """Return, for each runner with sizes that are not planned, how many are and why not all."""
+    why = "--quick" if is_quick else "this runner is not recorded, every size runs the same code"
     planned = Counter(runner.spec.name for runner, _ in plan)
     totals = {runner.spec.name: len(list(runner.all_keys())) for runner in runners}
     return {
-        name: f"{planned[name]} of {total} sizes tried: {why}"
+        name: f"{planned[name]} of {total} sizes checked: {why}"
         for name, total in totals.items()
         if planned[name] < total
     }

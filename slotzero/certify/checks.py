@@ -1,4 +1,4 @@
-"""S0 to S6 over one trial. Each yields violations; none knows what a runner computes."""
+"""Checks S0 to S6 of one trial. Each yields violations; none knows what a runner computes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from slotzero.certify.checksum import checksum
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
 from slotzero.certify.lint import Watch, baked, span_of, stray
 from slotzero.certify.report import Violation
-from slotzero.certify.scene import Outcome, Trial, others_of, owned_rows
+from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Kind, Registry
 from slotzero.graph.registry import Entry
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far apart results may be, relative to `compare.magnitude`; 0 is to the bit."""
+    """How much results may differ, relative to `compare.magnitude`; 0 means bit-identical."""
 
     replay: float = 0.0
     """A replay and the same function run eagerly."""
     size: float = 0.0
-    """The same rows in another size."""
+    """The same rows at another size."""
     neighbours: float = 0.0
-    """The same row beside others, in the same size."""
+    """The same row with other rows beside it, at the same size."""
 
 
 class Examination:
-    """One size of one runner. The first replay is the yardstick of all others."""
+    """The checks of one size of one runner. All other runs are compared with the first replay."""
 
     def __init__(self, trial: Trial, bounds: Bounds, constants: Mapping[str, int]) -> None:
         self.trial, self.bounds = trial, bounds
@@ -42,7 +42,8 @@ class Examination:
         return self.trial.replay()
 
     def s0(self) -> Iterator[Violation]:
-        """What is checked at every replay raises by itself."""
+        """Check published tensors, constants and downloads. The checks that every replay makes
+        raise by themselves."""
         _ = self.plain
         yield from self._not_given()
         yield from self._arrivals()
@@ -55,7 +56,7 @@ class Examination:
     def s2(self) -> Iterator[Violation]:
         eager = self.trial.eager()
         yield from self._differ("S2", self.plain, eager, self.bounds.replay, "eager")
-        if self.trial.unpadded_key != self.trial.scene.key:
+        if self.trial.unpadded_key != self.trial.scenario.key:
             unpadded = self.trial.eager(key=self.trial.unpadded_key)
             yield from self._differ(
                 "S2", eager, unpadded, self.bounds.size, "eager without padding"
@@ -63,62 +64,62 @@ class Examination:
 
     def s3(self) -> Iterator[Violation]:
         trial, bounds = self.trial, self.bounds
-        rows = range(trial.scene.num_rows)
-        after = trial.replay_after_the_crowd()
+        rows = range(trial.scenario.num_rows)
+        after = trial.replay_after_larger_step()
         yield from self._differ("S3", after, self.plain, 0.0, "history: after a larger step")
         if len(rows) > 1:
             turned = trial.replay(rows=rows[::-1])
-            yield from self._differ("S3", turned, self.plain, 0.0, "order: rows turned round")
+            yield from self._differ("S3", turned, self.plain, 0.0, "order: rows reversed")
             fewer = trial.replay(rows=rows[::2])
-            why = "neighbours: every other row gone"
+            why = "neighbours: every other row removed"
             yield from self._differ("S3", fewer, self.plain, bounds.neighbours, why)
         larger = self._next_size()
         if larger is not None:
             trial.runner.prepare(larger)
             padded = trial.replay(key=larger)
-            yield from self._differ("S3", padded, self.plain, bounds.size, f"size: in {larger}")
+            yield from self._differ("S3", padded, self.plain, bounds.size, f"size: at {larger}")
 
     def s4(self) -> Iterator[Violation]:
-        plain, scene = self.plain, self.trial.scene
+        plain, scenario = self.plain, self.trial.scenario
         for entry in self._entries:
             if entry.kind is Kind.TABLE:
                 before, after = (
                     tensors[entry.name].movedim(entry.axis, 0)
-                    for tensors in (scene.tables, plain.tensors)
+                    for tensors in (scenario.tables, plain.tensors)
                 )
                 owned = owned_rows(entry, plain.slots, plain.tensors)
                 yield from self._unchanged(
                     entry, after[~owned], before[~owned], (~owned).nonzero()[:, 0].tolist(),
-                    "not owned by the step",
+                    "the step does not own this row",
                 )  # fmt: skip
-                if entry.name in scene.kept:
-                    kept = scene.kept[entry.name][owned]
+                if entry.name in scenario.kept:
+                    kept = scenario.kept[entry.name][owned]
                     now, then = (of[owned].masked_fill(~kept, 0) for of in (after, before))
                     rows = owned.nonzero()[:, 0].tolist()
-                    yield from self._unchanged(entry, now, then, rows, "the step only reads it")
+                    yield from self._unchanged(entry, now, then, rows, "the step must only read it")
             elif entry.kind is Kind.OUTPUT:
                 padding = padding_of(entry, plain)
                 yield from self._unchanged(
                     entry, padding, torch.zeros_like(padding),
-                    range(len(plain.slots), plain.key.rows), "a row of padding is zeros",
+                    range(len(plain.slots), plain.key.rows), "padded rows must be zero",
                 )  # fmt: skip
-        yield from self._made_of_nobody()
+        yield from self._empty_step_outputs()
         yield from self._others_touched()
 
-    def _made_of_nobody(self) -> Iterator[Violation]:
-        """What a step has as a whole it has of real rows alone."""
+    def _empty_step_outputs(self) -> Iterator[Violation]:
+        """Check that outputs of the step as a whole come from real rows only."""
         entries = [e for e in self._entries if e.kind is Kind.OUTPUT and e.per == "step"]
         if entries:
-            nobody = self.trial.replay(rows=())
+            empty = self.trial.replay(rows=())
         for entry in entries:
-            made = nobody.tensors[entry.name]
+            made = empty.tensors[entry.name]
             rows = range(len(made))
             yield from self._unchanged(
-                entry, made, torch.zeros_like(made), rows, "zeros where nobody runs"
+                entry, made, torch.zeros_like(made), rows, "an empty step must give zeros"
             )
 
     def _others_touched(self) -> Iterator[Violation]:
-        others, trap = others_of(self.trial.runner), self.trial.scene.trap
+        others, trap = others_of(self.trial.runner), self.trial.scenario.trap
         for entry in others:
             entry.tensor.fill_(trap)
         if others:
@@ -126,11 +127,13 @@ class Examination:
         for entry in others:
             before = torch.full_like(entry.tensor, trap)
             rows = range(len(before))
-            yield from self._unchanged(entry, entry.tensor, before, rows, "of another runner")
+            yield from self._unchanged(
+                entry, entry.tensor, before, rows, "it belongs to another runner"
+            )
 
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
-        steps = (range(trial.scene.num_rows), range(0, trial.scene.num_rows, 2))
+        steps = (range(trial.scenario.num_rows), range(0, trial.scenario.num_rows, 2))
         watched, written = [], []
         for rows in steps:
             watch, key = Watch(self.registry), self._set(rows)
@@ -153,7 +156,7 @@ class Examination:
         spans = sorted(
             (span_of(e.tensor), e.name) for e in self.registry.entries() if e.tensor.numel()
         )
-        reaching: tuple[int, str] = (0, "")  # of those so far, the one that ends last
+        reaching: tuple[int, str] = (0, "")  # the span so far that ends last
         for (first, last), name in spans:
             if first < reaching[0]:
                 guilty, other = self._intruder(name, reaching[1])
@@ -165,7 +168,7 @@ class Examination:
                     yield self._violation("S6", name, "its memory is inside a graph's pool", None)
 
     def _intruder(self, *names: str) -> tuple[str, str]:
-        """Of two that overlap, the one that is no table first, or else the smaller."""
+        """Order two overlapping tensors: the one that is not a table first, else the smaller."""
         one, other = sorted(
             (self.registry.entry(name) for name in names),
             key=lambda e: (e.kind is Kind.TABLE, e.tensor.nbytes),
@@ -173,14 +176,14 @@ class Examination:
         return one.name, other.name
 
     def _not_given(self) -> Iterator[Violation]:
-        """Published tensors that are not what was published, padded to the end of the buffer, and
-        constants that are not what they were."""
+        """Yield published tensors that do not hold the published values and padding up to the end
+        of the buffer, and constants that have changed."""
         for name in self.trial.runner.spec.published:
             entry, after = self.registry.entry(name), self.plain.tensors[name]
-            values = self.trial.scene.published[name]
+            values = self.trial.scenario.published[name]
             pads = [entry.pad] * (len(after) - len(values))
-            wanted = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
-            found = first_difference(after, wanted, 0.0)
+            right = torch.tensor([*values, *pads], dtype=after.dtype, device=after.device)
+            found = first_difference(after, right, 0.0)
             if found is not None:
                 row, got, expected = found
                 text = f"{got} where {expected} was expected: not what was published"
@@ -190,12 +193,12 @@ class Examination:
                 yield self._violation("S0", name, "a constant has changed", None)
 
     def _arrivals(self) -> Iterator[Violation]:
-        """The host gets what the device holds now, and nothing of another step."""
-        for value in (self.trial.scene.trap, 0):
+        """Check that downloads bring what the device holds now, not data of another step."""
+        for value in (self.trial.scenario.trap, 0):
             for entry in self._entries:
                 if entry.kind is Kind.OUTPUT:
                     entry.tensor.fill_(value)
-            for name, arrived in self.trial.scene.fetch(self.trial.scene.num_rows).items():
+            for name, arrived in self.trial.scenario.fetch(self.trial.scenario.num_rows).items():
                 sent = self.registry[name][: len(arrived)].to(arrived.device)
                 found = first_difference(arrived, sent, 0.0)
                 if found is not None:
@@ -204,8 +207,11 @@ class Examination:
                     yield self._violation("S0", name, text, row)
 
     def _guilty(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
-        """Those that hurt where they are spoilt, found by halves. Where only both halves together
-        hurt, none can be told from the others: then the first victim is named."""
+        """Yield the tensors whose unowned memory changes a result, found by bisection.
+
+        If only both halves together change a result, no single tensor can be blamed, and the first
+        tensor whose value changed is named.
+        """
         mismatch = next(self._hurt(self.trial.replay(spoil=names)), None)
         if mismatch is None:
             return
@@ -215,11 +221,11 @@ class Examination:
         yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
     def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
-        """What a real row, or a derived tensor within the size, has of memory that was spoilt."""
+        """Yield what changed in real rows, derived tensors and padding because of spoilt memory."""
         for mismatch in differences(self.trial.runner, outcome, self.plain):
-            if mismatch.tensor not in self.trial.scene.unused:
+            if mismatch.tensor not in self.trial.scenario.unused:
                 yield mismatch
-        for name, unused in self.trial.scene.unused.items():
+        for name, unused in self.trial.scenario.unused.items():
             entry = self.registry.entry(name)
             owned = owned_rows(entry, outcome.slots, self.plain.tensors)
             got, expected = (
@@ -232,7 +238,7 @@ class Examination:
         yield from self._padding_of(outcome)
 
     def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
-        """Whether it is zeros at all is for S4."""
+        """Yield padded rows that spoilt memory changed. S4 checks that they are zero."""
         first = len(outcome.slots)
         for entry in self._entries:
             if entry.kind is Kind.OUTPUT:
@@ -257,13 +263,13 @@ class Examination:
             yield self._violation(check, mismatch.tensor, f"{mismatch}; {how}", mismatch.row)
 
     def _set(self, rows: range) -> GraphKey:
-        """The scene is set for these rows, and not yet run."""
-        key = self.trial.scene.key
+        """Set up the scenario for these rows without running it, and return its key."""
+        key = self.trial.scenario.key
         self.trial.run(lambda key, num_tokens: None, rows, key)
         return key
 
     def _next_size(self) -> GraphKey | None:
-        key = self.trial.scene.key
+        key = self.trial.scenario.key
         larger = [
             k
             for k in self.trial.runner.all_keys()
@@ -272,7 +278,7 @@ class Examination:
         return min(larger, key=lambda k: (k.tokens, k.rows), default=None)
 
     def _violation(self, check: str, tensor: str, found: str, row: int | None) -> Violation:
-        key = self.trial.scene.key
+        key = self.trial.scenario.key
         return Violation(check, key.runner, str(key), tensor, found, row)
 
 

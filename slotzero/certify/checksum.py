@@ -1,13 +1,12 @@
-"""Checksums of the bits of a tensor, in which every word counts with its position.
+"""Checksums of a tensor's bits that depend on the position of every word.
 
-A plain sum does not notice two words, rows or blocks that were exchanged. Here a row of words is
-read as a matrix, and what is summed up is each line and each column of it: a word that moves
-changes a line, a column or both. These sums are few, so they can be mixed thoroughly with their
-position at no cost. No temporary is larger than a small fraction of the tensor, and arithmetic is
-on 64-bit integers that wrap around, so the result is the same on every device and NaN equals
-itself.
+A plain sum does not notice that two words, rows or blocks were exchanged. Here a row of words is
+viewed as a matrix, and each line and each column of it is summed: a word that moves changes a line,
+a column or both. There are few such sums, so mixing them with their position costs little. No
+temporary is larger than a small fraction of the tensor. Arithmetic is on 64-bit integers that wrap
+around, so the result is the same on every device, and NaN equals itself.
 
-What it cannot see is an exchange that keeps every line sum and every column sum.
+An exchange that keeps every line sum and every column sum goes unnoticed.
 """
 
 from math import isqrt
@@ -15,7 +14,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 12  # words of a tensor that are checked as one row
+BLOCK = 1 << 12  # words of a tensor that are summed as one row
 STEP = -7046029254386353131  # odd, as are all multipliers: none loses a bit
 FOLD = 29
 
@@ -31,7 +30,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def row_checksums(tensor: Tensor, axis: int) -> Tensor:
-    """One checksum for each index on the axis, which is not the last one: [rows] int64."""
+    """Return one checksum per index on `axis`, which is not the last one: [rows] int64."""
     words = _words(tensor.flatten(axis + 1))
     layers = words[None] if axis == 0 else words.flatten(0, axis - 1)  # [layers, rows, words]
     return _joined(_of_rows(layers).movedim(0, -1))
@@ -46,7 +45,7 @@ def _of_rows(words: Tensor) -> Tensor:
 
 
 def _joined(sums: Tensor, first: int = 0) -> Tensor:
-    """[..., n] -> [...]: each of the n is multiplied by a number of its position."""
+    """[..., n] -> [...]: multiply each value by a number derived from its position, and sum."""
     positions = torch.arange(first + 1, first + 1 + sums.shape[-1], device=sums.device)
     return _mixed(sums).mul_(_mixed(positions) | 1).sum(-1)
 
@@ -58,13 +57,13 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def _num_columns(num_words: int) -> int:
-    """A power of two that divides it, so that the matrix is about as wide as it is high."""
+    """Return a power of two that divides `num_words` and makes the matrix about square."""
     largest = num_words & -num_words
     return min(largest, 1 << (isqrt(num_words).bit_length() - 1))
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of the last axis in the largest integers that its length and alignment allow."""
+    """View the last axis as the largest integers that its length and alignment allow."""
     num_bytes = tensor.shape[-1] * tensor.itemsize
     start = tensor.storage_offset() * tensor.itemsize
     sizes = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

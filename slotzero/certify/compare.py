@@ -1,4 +1,4 @@
-"""Where two outcomes differ: outputs by row, tables by slot, to the bit or within a bound."""
+"""Comparison of two outcomes: outputs by row, tables by slot, bit by bit or within a bound."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slotzero.certify.scene import Outcome, Tables, owned_rows
+from slotzero.certify.scenario import Outcome, Tables, owned_rows
 from slotzero.graph import Kind, Runner
 from slotzero.graph.registry import Entry
 
@@ -25,11 +25,11 @@ class Mismatch:
 def differences(
     runner: Runner, got: Outcome, expected: Outcome, bound: float = 0.0
 ) -> Iterator[Mismatch]:
-    """Over the rows that both have; derived tensors only where the layout is the same.
+    """Yield mismatches in the rows that both have; derived tensors only if the layout is the same.
 
-    `bound` is relative, see `magnitude`; 0 is to the bit. Within a bound, what was chosen from
-    a tensor is compared only where that tensor is equal to the bit; and where it is not kept, a
-    slot is compared only if the choice was the same.
+    `bound` is relative, see `magnitude`; 0 requires identical bits. With a bound, a value that was
+    chosen from a tensor (a token from logits) is compared only where that tensor is bit-identical;
+    if the tensor is not kept, a slot is compared only if the same value was chosen.
     """
     entries = [e for e in runner.entries() if e.name in got.tensors]
     shared = [slot for slot in got.slots if slot in expected.slots]
@@ -59,14 +59,14 @@ def differences(
 
 
 def _row(entry: Entry, index: int, slots: Sequence[int], got: Outcome) -> int | None:
-    """Of the step; a table has none, what is first in it is a slot or what a slot owns."""
+    """Return the row of the step, or None for a table: its rows are slots or owned by slots."""
     if entry.kind is Kind.TABLE or entry.per == "step":
         return None
     return got.slots.index(slots[index]) if entry.kind is Kind.OUTPUT else index
 
 
 def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str] | None:
-    """-> index on the first axis, and both values there"""
+    """Return the index on the first axis and both values there, or None if there is none."""
     if torch.equal(a, b) or (bound and _is_near(a, b, bound)):
         return None
     differs = a != b
@@ -87,12 +87,13 @@ def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str]
 
 
 def magnitude(expected: Tensor) -> Tensor:
-    """What a bound is relative to: the largest value, NaN and infinity aside, of a row of a batch;
-    of tables with more axes, of what one token stores in one layer, or of one head's state.
+    """Return what a bound is relative to: the largest finite value in a row of a batch, or, for
+    tables with more axes, in what one token stores in one layer or in one head's state.
 
-    The rounding of a value grows with the terms that were summed up for it. They may cancel, so a
-    value can be small beside its own rounding; that all values of a row are is another matter. No
-    larger part counts, lest zeros in place of a layer's small values pass beside another's.
+    The rounding error of a value grows with the terms that were summed for it. Terms may cancel, so
+    a single value can be small compared with its rounding error, but not all values of a row are.
+    No larger unit is used, because zeros in place of one layer's small values would then pass
+    beside another layer's large ones.
     """
     axes = tuple(range(1, expected.dim()))[-2:]
     sizes = expected.nan_to_num(0, 0, 0).abs()
@@ -100,12 +101,13 @@ def magnitude(expected: Tensor) -> Tensor:
 
 
 def _is_near(a: Tensor, b: Tensor, bound: float) -> bool:
-    """Well within the bound, so that it need not be asked value by value; False with any NaN."""
+    """Return whether all values are well within the bound, so that no further comparison is needed;
+    False if there is any NaN."""
     return a.is_floating_point() and bool(((a - b).abs() <= magnitude(b) * (bound / 2)).all())
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Of values that differ: both NaN."""
+    """Return where both values are NaN; the arguments are values that differ."""
     if not ours.is_floating_point():
         return torch.zeros_like(ours, dtype=torch.bool)
     return ours.isnan() & theirs.isnan()
@@ -116,20 +118,21 @@ def extent(entry: Entry, outcome: Outcome) -> int:
 
 
 def by_row(entry: Entry, outcome: Outcome) -> Tensor:
-    """An output within the size; the tokens of a row, all rows have as many, are together."""
+    """Return an output within the size, by row: all rows have the same number of tokens."""
     part = outcome.tensors[entry.name][: extent(entry, outcome)]
     return part if entry.per == "row" else part.view(outcome.key.rows, -1, *part.shape[1:])
 
 
 def padding_of(entry: Entry, outcome: Outcome) -> Tensor:
-    """The rows of an output without a slot; what is of the step as a whole has none."""
+    """Return the padded rows of an output; an output of the step as a whole has none."""
     if entry.per == "step":
         return outcome.tensors[entry.name][:0]
     return by_row(entry, outcome)[len(outcome.slots) :]
 
 
 def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) -> Tensor:
-    """Who owns what, `tables` say: those of an outcome can be spoilt."""
+    """Return the part of an outcome that these slots own according to `tables`; the outcome's own
+    tables can be damaged."""
     tensor = outcome.tensors[entry.name]
     if entry.kind is Kind.PUBLISHED:
         return tensor

@@ -1,8 +1,8 @@
-"""S5: what a recording reads and bakes in, from what its function does and from what was recorded.
+"""S5: which memory a recording reads and which host values it has baked in.
 
-A function is watched, operator by operator, over two different steps of one size. It must do the
-same to the same tensors both times: what differs was a value of the host. It must not wait for a
-value of the device, and may touch nothing but registered memory and what it made itself.
+A step function is observed operator by operator in two different steps of one size. It must do the
+same to the same tensors both times: a difference means that a host value was used. It must not wait
+for a value from the device, and may use only registered memory and tensors that it made itself.
 """
 
 from bisect import bisect_right
@@ -21,14 +21,14 @@ Finding = tuple[str, str]  # tensor, what is wrong with it
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """First address, one past the last."""
+    """Return the first address and one past the last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.itemsize
 
 
 class Addresses:
-    """Which registered tensor an address belongs to."""
+    """Lookup of the registered tensor that an address belongs to."""
 
     def __init__(self, registry: Registry) -> None:
         entries = [e for e in registry.entries() if e.tensor.numel()]
@@ -36,7 +36,7 @@ class Addresses:
         self._starts = [start for start, _, _ in self._spans]
 
     def name(self, address: int) -> str:
-        """Empty if it is nobody's."""
+        """Return the tensor's name, or an empty string if no registered tensor has the address."""
         at = bisect_right(self._starts, address) - 1
         if at < 0:
             return ""
@@ -45,7 +45,7 @@ class Addresses:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operator: names of registered tensors, shapes of others, all numbers."""
+    """Records every operator: names of registered tensors, shapes of others, and all numbers."""
 
     def __init__(self, registry: Registry) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.findings: list[Finding] = []
         self._device = registry.device
         self._addresses = Addresses(registry)
-        self._made: dict[int, Tensor] = {}  # kept, so that no address is used twice
+        self._made: dict[int, Tensor] = {}  # kept alive, so that no address is reused
 
     def __torch_dispatch__(
         self,
@@ -62,8 +62,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = tree_leaves((args, kwargs or {}))
-        words = [self._word(func, value) for value in given]
+        arguments = tree_leaves((args, kwargs or {}))
+        words = [self._word(func, value) for value in arguments]
         if func is torch.ops.aten._local_scalar_dense.default:
             self.findings.append((words[0].split("[")[0], "the host waits for its value"))
         self.lines.append(TraceLine(f"{func} {' '.join(words)}"))
@@ -83,12 +83,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = "unregistered"
             self.findings.append((name, f"{func} reads memory that is not registered"))
         if value.device.type != self._device.type and value.dim():
-            self.findings.append((name, f"{func} reads memory of the host"))
+            self.findings.append((name, f"{func} reads host memory"))
         return f"{name}[{tuple(value.shape)}, {value.stride()}, {value.dtype}]"
 
 
 def baked(first: Iterable[TraceLine], second: Iterable[TraceLine]) -> Iterator[Finding]:
-    """The first line that two recordings do not share."""
+    """Yield the first line in which two recordings differ."""
     for one, other in zip(
         [*first, TraceLine("the end")], [*second, TraceLine("the end")], strict=False
     ):
@@ -100,18 +100,18 @@ def baked(first: Iterable[TraceLine], second: Iterable[TraceLine]) -> Iterator[F
 def stray(
     lines: Iterable[TraceLine], registry: Registry, memory: Iterable[tuple[int, int]]
 ) -> Iterator[Finding]:
-    """Addresses that are neither registered nor a graph's own, and reads of host memory."""
+    """Yield addresses that are neither registered nor a graph's own, and reads of host memory."""
     addresses, spans = Addresses(registry), list(memory)
     for line in lines:
         if line.reads_host:
-            yield "unregistered", f"{line.text[:160]} reads memory of the host"
+            yield "unregistered", f"{line.text[:160]} reads host memory"
         for address in line.addresses:
             if not addresses.name(address) and not any(a <= address < b for a, b in spans):
-                yield "unregistered", f"{line.text[:160]} was given {address:#x}, not registered"
+                yield "unregistered", f"{line.text[:160]} uses unregistered address {address:#x}"
 
 
 def _name_in(line: TraceLine) -> str:
-    """The first registered tensor that an operator was given."""
+    """Return the first registered tensor among an operator's arguments."""
     for word in line.text.split(" ")[1:]:
         name = word.split("[")[0]
         if "[" in word and name not in ("made", "empty", "unregistered"):

@@ -1,7 +1,7 @@
-"""The sanitizer on live traffic: which steps are shadowed, and what is done about a violation.
+"""The sanitizer for live traffic: which steps are checked, and how a violation is handled.
 
-It attaches to the runners of an engine. An engine that is not watched never imports it. The rule:
-it raises before the step's results leave the device, or the step goes on as if it were not there.
+It attaches to the runners of an engine; an engine without it never imports this module. The rule:
+it raises before the step's results leave the device, or the step continues as if unobserved.
 """
 
 import logging
@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from slotzero.certify.answers import AnswerCheck
-from slotzero.certify.memory import Memory
+from slotzero.certify.memory import StepMemory
 from slotzero.certify.mirror import Mirror
 from slotzero.certify.report import Violation
+from slotzero.certify.scenarios import bounds_of
 from slotzero.certify.shadow import Shadow
-from slotzero.certify.stage import bounds_of
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import PoolError, SanitizerError
@@ -29,8 +29,9 @@ _log = logging.getLogger("slotzero.certify")
 
 
 def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
-    """Where every step is watched, what the host writes to tables is too. Between two steps that
-    would make a GPU wait for the host, so not where one step in many is."""
+    """Attach the sanitizer to an engine. If it checks every step, it also checks what the host
+    writes to tables; otherwise it does not, because that makes a GPU wait for the host between
+    steps."""
     limits = engine.limits
     is_full = config.sanitize == "full"
     live = LiveSanitizer(
@@ -72,7 +73,7 @@ class LiveSanitizer(Observer):
         self._steps: Counter[str] = Counter()  # by runner
         self._num_commits = 0
         self._last_miscount = ""
-        self._fallen: dict[str, str] = {}  # runner -> why it is eager
+        self._fallen: dict[str, str] = {}  # runner: why it runs eagerly
         self._rng = random.Random(0)
 
     def replay(self, runner: Runner, key: GraphKey, num_tokens: int) -> None:
@@ -84,7 +85,7 @@ class LiveSanitizer(Observer):
             runner.replay(key)
             return
         try:
-            memory = Memory(runner, key, self._highest_trap, self._rng)
+            memory = StepMemory(runner, key, self._highest_trap, self._rng)
             violations = Shadow(runner, key, memory, self._bound_of(runner, key)).examine()
         except torch.OutOfMemoryError:
             self._go_on_unwatched(key)
@@ -103,7 +104,7 @@ class LiveSanitizer(Observer):
         return self.answers.is_pending
 
     def committed(self, finished: Sequence[Request]) -> None:
-        """The engine has committed a step, in which these requests ended."""
+        """Check after the engine has committed a step in which these requests finished."""
         is_due = self._num_commits % self._every == 0
         self._num_commits += 1
         violations = [*self._miscounts()] if is_due else []
@@ -114,7 +115,7 @@ class LiveSanitizer(Observer):
                 self._engine.decode_plainly()
 
     def _miscounts(self) -> Iterator[Violation]:
-        """S9; what was said of the step before is not said again."""
+        """Check S9. A violation that the previous step had too is not reported again."""
         try:
             self._engine.check()
             self._last_miscount = ""
@@ -125,7 +126,7 @@ class LiveSanitizer(Observer):
                 yield Violation("S9", "engine", step, "", self._last_miscount)
 
     def _bound_of(self, runner: Runner, key: GraphKey) -> float:
-        """What runs eagerly is the same code twice."""
+        """Return the bound for this size; an eager step runs the same code twice."""
         return 0.0 if runner.records[key].backend == "eager" else self._bound
 
     def _report(self, violations: Sequence[Violation]) -> None:
@@ -137,16 +138,19 @@ class LiveSanitizer(Observer):
             more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
             raise SanitizerError(f"{violations[0]}{more}")
 
-    def _fall_back(self, runner: Runner, memory: Memory, violation: Violation) -> None:
+    def _fall_back(self, runner: Runner, memory: StepMemory, violation: Violation) -> None:
         name = runner.spec.name
         if name not in self._fallen:
             self._fallen[name] = f"sanitizer: {violation.check}, tensor {violation.tensor!r}"
             _log.warning("runner %s runs eagerly from now on: %s", name, self._fallen[name])
             runner.fall_back(list(runner.records), self._fallen[name])
         if any(memory.changed_rows(entry) for entry in memory.paged):
-            self._engine.lanes[0].ledger.cache.clear()  # no slot holds them: none may find them
+            # no request may find damaged pages that no slot holds
+            self._engine.lanes[0].ledger.cache.clear()
 
     def _go_on_unwatched(self, key: GraphKey) -> None:
         if not self.steps_without_room:
-            _log.warning("%s is not watched: no memory for a copy of the KV of its slots", key)
+            _log.warning(
+                "the sanitizer skips %s: no memory for a copy of the KV cache of its slots", key
+            )
         self.steps_without_room += 1

@@ -1,7 +1,8 @@
-"""The memory of one live step: saved, spoilt where it belongs to nobody, and put back.
+"""The memory of one live step: saved, overwritten where it is unowned, and restored.
 
-It knows registered tensors and who owns what of them, and judges nothing. Tables are small and are
-copied whole. Of a paged table it copies what slots own; the rest it knows by checksums.
+This module knows registered tensors and which slot owns which rows, and judges nothing. Tables are
+small and copied whole. Of a paged table only the rows that slots own are copied; changes in the
+rest are found by checksums.
 """
 
 import random
@@ -14,18 +15,18 @@ from torch import Tensor
 from slotzero.certify.checksum import row_checksums
 from slotzero.certify.compare import extent, first_difference
 from slotzero.certify.reach import unused_tails
-from slotzero.certify.scene import MUTABLE, Outcome, others_of, owned_rows
+from slotzero.certify.scenario import MUTABLE, Outcome, others_of, owned_rows
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
 
-SPOILT_PAGES = 8  # of those that no running slot owns: a sample, as each is copied
+SPOILT_PAGES = 8  # a sample of the pages that no running slot owns, as each is copied
 
 
 class Patch:
-    """Rows of a table, and a mask of what in them belongs to nobody while the step runs."""
+    """Rows of a table, and a mask of the places in them that the step does not own."""
 
     def __init__(self, entry: Entry, rows: Tensor, mask: Tensor, hostile: float) -> None:
-        """mask: [rows, ...], as many axes as it takes, from the table's own on."""
+        """mask: [rows, ...], with any number of the table's further axes."""
         self.entry, self.rows = entry, rows
         self._by_row = entry.tensor.movedim(entry.axis, 0)
         self._saved = self._by_row[rows]
@@ -39,7 +40,7 @@ class Patch:
         self._by_row[self.rows] = torch.where(self._mask, self._saved, self._by_row[self.rows])
 
     def first_change(self) -> tuple[int, str, str] | None:
-        """-> row, what it holds, and the hostile value that it should hold still"""
+        """Return the row, its value and the hostile value that it should still hold, or None."""
         now = torch.where(self._mask, self._by_row[self.rows], self._spoilt)
         if torch.equal(now.view(torch.uint8), self._spoilt.view(torch.uint8)):
             return None  # the usual case, and NaN is not equal to itself
@@ -47,13 +48,13 @@ class Patch:
         return None if found is None else (int(self.rows[found[0]]), *found[1:])
 
 
-class Memory:
-    """Made when all is published; nothing has run yet."""
+class StepMemory:
+    """A copy of a step's memory, taken after publishing and before anything runs."""
 
     def __init__(
         self, runner: Runner, key: GraphKey, highest_trap: int, rng: random.Random
     ) -> None:
-        """`highest_trap` is in range wherever an index is: as slot, page, position or token."""
+        """`highest_trap` is in range as every kind of index: slot, page, position and token."""
         self.registry = registry = runner.registry
         self.slots, counts = _who_runs(runner)
         self.entries = [e for e in runner.entries() if e.kind in MUTABLE]
@@ -92,7 +93,10 @@ class Memory:
 
     @contextmanager
     def spoilt(self, names: Collection[str]) -> Iterator[list[Patch]]:
-        """-> the spoilt parts of tables; afterwards all is back but what a step rewrites."""
+        """Overwrite the unowned memory of these tensors, and yield the patches of tables.
+
+        Afterwards everything is restored except what a step rewrites.
+        """
         patches = [patch for name, patch in self._patches.items() if name in names]
         try:
             for patch in patches:
@@ -109,7 +113,7 @@ class Memory:
                 entry.tensor[beyond] = self.before.tensors[entry.name][beyond]
 
     def undo(self) -> None:
-        """As before the step, but for pages that no slot holds."""
+        """Restore the memory from before the step, except for pages that no slot owns."""
         for entry in self.entries:
             before = self.before.tensors[entry.name]
             if not entry.through:
@@ -122,7 +126,7 @@ class Memory:
             entry.tensor.copy_(before)
 
     def changed_rows(self, entry: Entry) -> list[int]:
-        """Of a paged table, those that the step does not own and that are not what they were."""
+        """Return the rows of a paged table that have changed and that the step does not own."""
         sums = row_checksums(entry.tensor, entry.axis)
         changed = (sums != self._sums[entry.name]) & ~self.owned[entry.name]
         return [int(row) for row in changed.nonzero()[:, 0]]
@@ -132,14 +136,15 @@ class Memory:
         return [e for e in self.entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]
 
     def _rows_of_others(self, entry: Entry) -> Tensor:
-        """Row 0, and what slots own that do not run."""
+        """Return row 0 and the rows of slots that do not run."""
         all_slots = range(len(self.registry[entry.through]))
         others = owned_rows(entry, all_slots, self.registry) & ~self.owned[entry.name]
         others[0] = True
         return others.nonzero()[:, 0]
 
     def _foreign(self, entry: Entry, rng: random.Random) -> Tensor:
-        """[rows] bool: those to be spoilt whole. The first such page is the trap of page tables."""
+        """Return [rows] bool: rows to overwrite whole. The first such page is the trap of page
+        tables."""
         foreign = ~self.owned[entry.name]
         foreign[0] = False
         if not entry.through:
@@ -164,7 +169,7 @@ class Memory:
 
 
 def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:
-    """-> slots by row, and how many tokens each computes"""
+    """Return the slot of each row, and how many tokens each row computes."""
     spec, registry = runner.spec, runner.registry
     who = spec.published[0]
     slots = tuple(s for s in registry.was_published(who) if s != registry.entry(who).pad)

@@ -1,4 +1,4 @@
-"""Whether what the host staged for a slot's row is what the device then holds."""
+"""Check that the device holds what the host staged for a slot's row."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ class Mirror(TableObserver):
         if len(wrong):
             name, slot, column = self._tables.place_of(int(offsets[wrong[0]]))
             raise ContractError(
-                f"table tensor {name!r}: row {slot}, column {column} does not hold what was staged "
-                "for it: a row keeps nothing of an earlier owner"
+                f"table tensor {name!r}: row {slot}, column {column} does not hold the value that "
+                "was staged for it; a row must keep nothing of an earlier owner"
             )
 
 

@@ -1,7 +1,8 @@
-"""S7: are the checks any good? Every rule of every tensor is broken on purpose, one at a time.
+"""S7: mutation testing of the checks. Every rule of every tensor is broken, one at a time.
 
 A mutant is one fault in one tensor of one runner. It is caught if a check fails, and named if that
-check names the tensor. It does not know how a fault is injected, nor what a check looks for.
+check names the tensor. This module knows neither how a fault is injected nor what a check looks
+for.
 """
 
 import re
@@ -16,15 +17,15 @@ from slotzero.certify.certify import checksums, examine
 from slotzero.certify.checks import CHECK_FUNCTIONS, Examination
 from slotzero.certify.faults import FAULTS, Case, Fault, swapped
 from slotzero.certify.report import ORDER
-from slotzero.certify.scene import Scene, Trial, kind_of
-from slotzero.certify.stage import bounds_of, counts_of, staged
+from slotzero.certify.scenario import Scenario, Trial, kind_of
+from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for
 from slotzero.distributed.ranks import Ranks
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError, SlotzeroError
 from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 
-FEWEST_ROWS = 3  # so that rows can be swapped, and every other one left out
+FEWEST_ROWS = 3  # enough to swap rows, and to leave out every other one
 _NAMED = re.compile(r"tensor '([^']+)'")
 
 
@@ -34,11 +35,11 @@ class Mutant:
     tensor: str
     fault: str
     numbers: tuple[str, ...]
-    """Real bugs that were this fault in this tensor."""
+    """Numbers of real bugs that were this fault in this tensor."""
     caught_by: str
     """The first check that failed; empty if none did."""
     named: tuple[str, ...]
-    """All tensors that it named."""
+    """All tensors that this check named."""
 
     @property
     def caught(self) -> bool:
@@ -59,12 +60,12 @@ def mutate(
     checks: Sequence[str] = tuple(dict.fromkeys((*ORDER, *CHECK_FUNCTIONS))),
     runners: Sequence[Runner] | None = None,
 ) -> list[Mutant]:
-    """Of all runners, unless some are named. Afterwards the engine is as it was."""
+    """Try every mutant of these runners, by default of all. Restores the engine afterwards."""
     mutants = []
     try:
         with torch.inference_mode():
             for runner in engine.worker.runners if runners is None else runners:
-                with swapped(runner, "observer", None):  # whoever watches would catch them first
+                with swapped(runner, "observer", None):  # an observer would catch them first
                     for mutant in _mutants_of(engine, runner, checks):
                         mutants.append(mutant)
                         seen(mutant)
@@ -74,7 +75,8 @@ def mutate(
 
 
 def tensors_of(runner: Runner) -> list[Entry]:
-    """What it can see. Of constants a few stand for all: one rule and one check serves them."""
+    """Return the tensors that a runner can see. A few constants represent all, since one rule and
+    one check cover them."""
     entries = [e for e in runner.entries() if e.tensor.numel()]
     constants = [e for e in entries if e.kind is Kind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
@@ -82,7 +84,7 @@ def tensors_of(runner: Runner) -> list[Entry]:
 
 
 def padded_size(runner: Runner) -> GraphKey:
-    """The smallest with padding of every kind and a few rows; else the largest."""
+    """Return the smallest size with padded rows and tokens and a few real rows, or the largest."""
 
     def is_fit(key: GraphKey) -> bool:
         counts = counts_of(runner, key)
@@ -99,23 +101,23 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
     runner.prepare(key)
     constants = checksums(registry)
 
-    def examination(scene: Scene) -> Examination:
-        return Examination(Trial(runner, scene), bounds_of(engine), constants)
+    def examination(scenario: Scenario) -> Examination:
+        return Examination(Trial(runner, scenario), bounds_of(engine), constants)
 
-    with staged(engine, runner, key) as scene:
-        sound = examination(scene)
+    with scenario_for(engine, runner, key) as scenario:
+        sound = examination(scenario)
         _require_clean(sound)
-        cases = [Case(engine, runner, e, scene, sound.plain) for e in tensors_of(runner)]
-        for case, fault in _matrix(cases, shows_in_staging=False):
+        cases = [Case(engine, runner, e, scenario, sound.plain) for e in tensors_of(runner)]
+        for case, fault in _matrix(cases, shows_in_setup=False):
             with _injected(case, fault):
-                caught_by, named = _first_failure(examination(scene), checks, ranks)
-            _put_back(registry, scene)
+                caught_by, named = _first_failure(examination(scenario), checks, ranks)
+            _put_back(registry, scenario)
             yield _mutant(case, fault, caught_by, named)
-    for case, fault in _matrix(cases, shows_in_staging=True):
+    for case, fault in _matrix(cases, shows_in_setup=True):
         with _injected(case, fault):
             try:
-                with staged(engine, runner, key) as scene:
-                    caught_by, named = _first_failure(examination(scene), checks, ranks)
+                with scenario_for(engine, runner, key) as scenario:
+                    caught_by, named = _first_failure(examination(scenario), checks, ranks)
             except SlotzeroError as error:
                 caught_by, named = "S0", _NAMED.findall(str(error))
         yield _mutant(case, fault, caught_by, named)
@@ -123,20 +125,21 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
 
 @contextmanager
 def _injected(case: Case, fault: Fault) -> Iterator[None]:
-    """One that cannot be put in, or breaks more than its rule, is named."""
+    """Inject a fault; if that fails, or it breaks more than its rule, raise an error that names
+    it."""
     try:
         with fault.inject(case):
             yield
     except Exception as error:  # a capture, or a kernel, raises whatever it raises
         what = f"{case.runner.spec.name}: {case.entry.name}: {fault.name}"
         first, *_ = str(error).splitlines() or [type(error).__name__]
-        raise RecordingError(f"mutant {what}: it could not be tried: {first}") from error
+        raise RecordingError(f"mutant {what}: could not be tried: {first}") from error
 
 
-def _matrix(cases: Iterable[Case], shows_in_staging: bool) -> Iterator[tuple[Case, Fault]]:
+def _matrix(cases: Iterable[Case], shows_in_setup: bool) -> Iterator[tuple[Case, Fault]]:
     for case in cases:
         for fault in FAULTS:
-            if fault.shows_in_staging == shows_in_staging and fault.applies(case):
+            if fault.shows_in_setup == shows_in_setup and fault.applies(case):
                 yield case, fault
 
 
@@ -149,7 +152,8 @@ def _mutant(case: Case, fault: Fault, caught_by: str, named: Iterable[str]) -> M
 def _first_failure(
     examination: Examination, checks: Sequence[str], ranks: Ranks
 ) -> tuple[str, list[str]]:
-    """-> the check and what it named; it may have failed on another rank, and name nothing here"""
+    """Return the first check that fails and the tensors that it names. It may have failed on
+    another rank, and name none here."""
     try:
         for cell in examine(examination, checks):
             if ranks.any(bool(cell.violations)):
@@ -160,12 +164,15 @@ def _first_failure(
 
 
 def _require_clean(examination: Examination) -> None:
-    """Every check, whichever are to be scored: it also records what they replay."""
+    """Run every check, whichever are scored, and raise if one fails. This also records every size
+    that they replay."""
     for cell in examine(examination, CHECK_FUNCTIONS):
         for violation in cell.violations:
-            raise ContractError(f"nothing was broken yet, certify first: {violation}")
+            raise ContractError(
+                f"a check fails without any fault; run slotzero certify first: {violation}"
+            )
 
 
-def _put_back(registry: Registry, scene: Scene) -> None:
-    for name, tensor in scene.tables.items():
+def _put_back(registry: Registry, scenario: Scenario) -> None:
+    for name, tensor in scenario.tables.items():
         registry[name].copy_(tensor)

@@ -1,7 +1,7 @@
-"""A certificate as one page of HTML: the matrix as a picture, and all that was found.
+"""A certificate as one HTML page: the matrix of checks as a picture, and every failure.
 
-It knows what a report holds. It does not know how it came to be. The rule: one file, no script, and
-nothing fetched; a colour never stands alone, a sign says the same.
+This module knows what a report contains, not how it was made. The rule: one file without scripts
+that fetches nothing; every colour is repeated as a symbol.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slotzero.certify.mutants import Mutant
 
 CELL, GAP, ROW = 40, 3, 24  # pixels
-CHARACTER = 7.5  # width of one, in the monospaced labels
+CHARACTER = 7.5  # width of a character in the monospaced labels
 MISSED = "MISSED"
 NUMBERED = ("number", "runner", "tensors", "fault", "caught by")
 MARKS = {"ok": "✓", "bad": "✕", "none": "·"}
@@ -66,7 +66,7 @@ def html(certificate: Certificate, mutants: "Sequence[Mutant] | None") -> str:
         f"<h2>Checks of {certificate.coverage}</h2>",
         f'<div class="wide">{_matrix(certificate)}</div>',
         *_left_out(certificate),
-        "<h2>What the checks say</h2>",
+        "<h2>The checks</h2>",
         _table(("check", "rule"), ([_td(check), _td(rule)] for check, rule in RULES.items())),
         *(["<h2>Failures</h2>"] if violations else []),
         *map(_failure, violations),
@@ -77,7 +77,7 @@ def html(certificate: Certificate, mutants: "Sequence[Mutant] | None") -> str:
 
 
 def _matrix(certificate: Certificate) -> str:
-    """Sizes down, checks across, a heading for each runner."""
+    """Return the matrix: one row per size, one column per check, a heading per runner."""
     left = int(CHARACTER * max(map(len, certificate.sizes), default=0)) + 16
     parts, y = [], ROW
     for i, check in enumerate(CHECKS):
@@ -103,19 +103,19 @@ def _matrix(certificate: Certificate) -> str:
 
 
 def _x(left: int, column: int) -> int:
-    """The middle of a column."""
+    """Return the middle of a column."""
     return left + column * (CELL + GAP) + CELL // 2
 
 
 def _square(cell: Cell | None, size: str, check: str, x: int, y: int) -> str:
     if cell is None or cell.left_out:
-        kind, said = "none", cell.left_out if cell else "not reached"
+        kind, text = "none", cell.left_out if cell else "not reached"
     elif cell.violations:
-        kind, said = "bad", "; ".join(map(str, cell.violations))
+        kind, text = "bad", "; ".join(map(str, cell.violations))
     else:
-        kind, said = "ok", f"held, {cell.seconds:.2f} s"
+        kind, text = "ok", f"passed, {cell.seconds:.2f} s"
     return (
-        f"<g><title>{escape(f'{size} {check}: {said}')}</title>"
+        f"<g><title>{escape(f'{size} {check}: {text}')}</title>"
         f'<rect class="{kind}" x="{x - CELL // 2}" y="{y}" width="{CELL}" '
         f'height="{ROW - GAP}" rx="3"/>'
         f'<text class="mark" x="{x}" y="{y + 15}">{MARKS[kind]}</text></g>'
@@ -123,8 +123,8 @@ def _square(cell: Cell | None, size: str, check: str, x: int, y: int) -> str:
 
 
 def _left_out(certificate: Certificate) -> Iterable[str]:
-    said = zip(MARKS.items(), ("held", "failed", "not tried"), strict=True)
-    marks = (f'<span class="{kind}">{mark}</span> {word}' for (kind, mark), word in said)
+    legend = zip(MARKS.items(), ("passed", "failed", "not run"), strict=True)
+    marks = (f'<span class="{kind}">{mark}</span> {word}' for (kind, mark), word in legend)
     yield f'<p class="legend">{" ".join(marks)}</p>'
     whole = certificate.uncertified.items()
     single = ((f"{c.size} {c.check}", c.left_out) for c in certificate.cells if c.left_out)
@@ -138,16 +138,16 @@ def _failure(violation: Violation) -> str:
     return (
         f'<div class="failure"><p><strong>{escape(head)}tensor <code>{escape(violation.tensor)}'
         f"</code>{row}</strong></p><p><code>{escape(violation.found)}</code></p>"
-        f'<p class="soft">Broken: {escape(violation.rule)}.</p></div>'
+        f'<p class="soft">Violated rule: {escape(violation.rule)}.</p></div>'
     )
 
 
 def _mutation(mutants: "Sequence[Mutant]") -> Iterable[str]:
-    """Tensors down, faults across; a cell says which check caught it."""
+    """Return the matrix of mutants: one row per tensor, one column per fault."""
     caught, named = sum(m.caught for m in mutants), sum(m.is_named for m in mutants)
-    yield "<h2>Faults put in on purpose</h2>"
-    yield f"<p>{caught} of {len(mutants)} were caught, {named} by the right name.</p>"
-    yield '<p class="soft">A cell is the check that caught it; ? means that it named others.</p>'
+    yield "<h2>Injected faults</h2>"
+    yield f"<p>{caught} of {len(mutants)} were caught, {named} with the right tensor named.</p>"
+    yield '<p class="soft">The check that caught it; ? means that it named other tensors.</p>'
     for runner in dict.fromkeys(m.runner for m in mutants):
         ours = {(m.tensor, m.fault): _verdict(verdict(m)) for m in mutants if m.runner == runner}
         faults = list(dict.fromkeys(fault for _, fault in ours))
@@ -158,12 +158,13 @@ def _mutation(mutants: "Sequence[Mutant]") -> Iterable[str]:
         yield f"<h2>{escape(runner)}</h2>"
         yield f'<div class="wide">{_table(("tensor", *faults), lines)}</div>'
     lines = ([*map(_td, words), _verdict(word)] for *words, word in numbered(mutants))
-    yield "<h2>Bugs of other engines among them</h2>"
+    yield "<h2>Known bugs of other engines among them</h2>"
     yield f'<div class="wide">{_table(NUMBERED, lines)}</div>'
 
 
 def numbered(mutants: "Sequence[Mutant]") -> list[tuple[str, ...]]:
-    """Bugs of other engines, as NUMBERED says; tensors with the same fate share a line."""
+    """Return bugs of other engines with the columns of NUMBERED; tensors with the same result share
+    a line."""
     tensors: dict[tuple[str, ...], list[str]] = {}
     for mutant in mutants:
         for number in mutant.numbers:
@@ -176,7 +177,7 @@ def numbered(mutants: "Sequence[Mutant]") -> list[tuple[str, ...]]:
 
 
 def verdict(mutant: "Mutant") -> str:
-    """The check that caught it; with a question mark if it named only other tensors."""
+    """Return the check that caught it, with a question mark if it named only other tensors."""
     if not mutant.caught:
         return MISSED
     return mutant.caught_by + ("" if mutant.is_named else "?")

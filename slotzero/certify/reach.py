@@ -1,7 +1,7 @@
-"""How far a live step looks into the rows of its slots: what lies past that belongs to nobody.
+"""How far a live step reaches into the rows of its slots; everything past that is unused.
 
-The one file that knows tables by name and reads them. What it says of a runner is said once more,
-from the requests' side, where scenes are staged.
+This is the one module that knows tables by name and reads them. synthetic_requests.py declares the
+same for the requests of a scenario.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.certify.scene import kind_of
+from slotzero.certify.scenario import kind_of
 from slotzero.graph import Registry, Runner
 from slotzero.pools.states import SNAPSHOT_ROWS
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    DRAFTER_LEN,
     FEATURES,
-    FOLLOWED_TO,
     LIMIT,
     NUM_DRAFTS,
     PAGED,
@@ -29,18 +29,19 @@ from slotzero.speculative.tree import PARENTS
 
 
 class Reach(NamedTuple):
-    """By row, [R] each: where the part of a slot ends that its step may read or write."""
+    """By row, [R] each: the end of the part of a slot that its step may read or write."""
 
     tokens: Tensor
-    stored: Tensor | None  # KV of the model's own layers; None: not looked at
-    drafted: Tensor | None  # KV of the drafter's
+    stored: Tensor | None  # KV of the target; None: not accessed
+    drafted: Tensor | None  # KV of the drafter
     features: Tensor | None = None
 
 
 def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) -> dict[str, Tensor]:
-    """By table, [rows, columns]: True where the rows of running slots have nothing for this step.
+    """Return, by table, [rows, columns]: True where rows of running slots hold nothing for this
+    step.
 
-    Tables that a step does not look at are left out: to spoil them would take a copy of all KV.
+    Tables that a step does not access are left out: overwriting them would need a copy of all KV.
     """
     registry = runner.registry
     index = torch.tensor(slots, dtype=torch.long, device=registry.device)
@@ -66,12 +67,12 @@ def unused_tails(runner: Runner, slots: Sequence[int], counts: Sequence[int]) ->
 
 
 def is_drafter(name: str) -> bool:
-    """Whether pages of this name hold the drafter's KV."""
+    """Return whether pages of this name hold the drafter's KV."""
     return name.startswith(f"kv_{GROUP}")
 
 
 def reads_target(registry: Registry) -> bool:
-    """Whether the drafter, which has none of its own, looks at the target's KV."""
+    """Return whether the drafter has no KV of its own and reads the target's."""
     return has(registry, HIDDEN) and not any(is_drafter(e.name) for e in registry.entries())
 
 
@@ -80,21 +81,21 @@ def has(registry: Registry, name: str) -> bool:
 
 
 def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
-    """`index` [R]: slots; `count` [R]: most tokens that each may compute"""
+    """Return how far the rows reach. `index` [R]: slots; `count` [R]: tokens each may compute."""
     tables, kind = runner.registry, kind_of(runner)
     length = tables["length"][index]
-    if kind == VERIFY:  # the newest token and drafts, and in place of the last of them one more
+    if kind == VERIFY:  # the newest token and the drafts, and one more in place of the last draft
         room = tables[LIMIT][index] - length - 1
         drafts = tables[NUM_DRAFTS][index] * (tables[DRAFTED_AT][index] == length)
         count = torch.minimum(count, torch.minimum(drafts + 1, room)).clamp_min(0)
         return Reach(length + count + 1, length + count, None, count)
     if kind == EXTEND:
-        num = torch.minimum(length - tables[FOLLOWED_TO][index], count).clamp_min(0)
+        num = torch.minimum(length - tables[DRAFTER_LEN][index], count).clamp_min(0)
         return Reach(length + 1, None, length, num)
     if kind == DRAFT:
         most = torch.minimum(tables[LIMIT][index] - length - 2, tables[PAGED][index] - length - 1)
-        is_wanted = (tables[SPECULATES][index] > 0) & (length >= tables["target"][index])
-        num = most.clamp(0, runner.spec.ahead) * is_wanted
+        drafts = (tables[SPECULATES][index] > 0) & (length >= tables["target"][index])
+        num = most.clamp(0, runner.spec.ahead) * drafts
         last = length + num + int(has(tables, PARENTS)) - int(has(tables, HIDDEN))
         seen = length if reads_target(tables) else None
         return Reach(length + num + 1, seen, torch.where(num > 0, last, length))
@@ -105,12 +106,12 @@ def reach_of(runner: Runner, index: Tensor, count: Tensor) -> Reach:
         return Reach(tokens, ends, ends)
     pending = None
     if has(tables, FEATURES):
-        pending = length - tables[FOLLOWED_TO][index] + 1
+        pending = length - tables[DRAFTER_LEN][index] + 1
     return Reach(tokens, ends, None, pending)
 
 
 def _past(table: Tensor, index: Tensor, first: Tensor) -> Tensor:
-    """Columns [first, ...) of these rows."""
+    """Return the columns [first, ...) of these rows."""
     tail = torch.zeros(table.shape[:2], dtype=torch.bool, device=table.device)
     tail[index] = torch.arange(table.shape[1], device=table.device) >= first[:, None]
     return tail

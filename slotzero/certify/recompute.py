@@ -1,12 +1,12 @@
-"""The text of one request computed again from its tokens alone, in memory of its own.
+"""Recomputation of one request's answer from its tokens alone, in separate memory.
 
-It has one slot, pages for that slot and recurrent states, none of which the engine knows of. There
+It has one slot, pages for that slot and recurrent states, none of which belong to the engine. There
 is no prefix cache, no draft, no recording and no neighbour: tokens go through the model in chunks,
-eagerly, and the sampler chooses after each what should have come next. Noise is looked up by seed
-and position, so that it is the same choice.
+eagerly, and the sampler chooses the next token at every position. Noise depends on seed and
+position alone, so the choice is the same as in the engine.
 
-The rule: a token of the answer is right if it is the one that is chosen here, or would be if logits
-differed by rounding.
+The rule: a token of the answer is right if the sampler chooses it here, or would choose it if
+logits differed by rounding.
 """
 
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ from slotzero.runners.passes import LOGITS
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
 
-SLOT = 1  # row 0 of every table belongs to nobody, here too
-MOST_ROWS = 32  # positions whose logits are held at once
+SLOT = 1  # row 0 of every table is unowned, here too
+MOST_ROWS = 32  # positions whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    position: int  # in prompt and answer
+    position: int  # counted from the start of the prompt
     got: int
     expected: int
 
@@ -45,14 +45,14 @@ class Recomputation:
         rounding: float,
         masks: Iterator[np.ndarray] | None = None,
     ) -> None:
-        """`rounding` of logits, relative to the largest one. `masks`: what the request's grammar
-        allows, for one token of the answer after another."""
+        """`rounding`: error of logits, relative to the largest one. `masks`: the tokens that the
+        request's grammar allows, one mask per token of the answer."""
         self._worker, self._rounding = worker, rounding
         self._text = request.all_token_ids
         self._prompt_len = len(request.prompt_token_ids)
         self._masks = masks
         penalty = request.params.repetition_penalty
-        self._stretch = max(penalty, 1 / penalty)  # by which it moves logits, and their rounding
+        self._stretch = max(penalty, 1 / penalty)  # the factor on logits and on their rounding
         self._device = worker.registry.device
         self._tables = self._sampling_tables(request)
         self._kv = {group.name: self._pages(group.name) for group in worker.decoder.config.groups}
@@ -63,7 +63,8 @@ class Recomputation:
             self._states = States(conv, scan)
 
     def chunks(self) -> Iterator[Disagreement | None]:
-        """The text, as many tokens at a time as a step may have; ends at the first disagreement."""
+        """Recompute the text in chunks of at most one step's tokens, up to the first
+        disagreement."""
         end = len(self._text) - 1  # nothing follows the last token
         size = self._worker.limits.max_num_batched_tokens
         for start in range(0, end, size):
@@ -74,7 +75,7 @@ class Recomputation:
 
     def _chunk(self, start: int, end: int) -> Disagreement | None:
         outputs = [self._worker.registry[name] for name in self._worker.decoder.writes]
-        kept = [output.clone() for output in outputs]  # of the engine's last step
+        kept = [output.clone() for output in outputs]  # from the engine's last step
         normed = self._forward(start, end)
         for output, before in zip(outputs, kept, strict=True):
             output.copy_(before)
@@ -103,7 +104,7 @@ class Recomputation:
         return logits
 
     def _compare(self, logits: Tensor, first: int) -> Disagreement | None:
-        """Row i of the logits is for the token at position first + i."""
+        """Compare the answer with what is sampled from logits: row i is for position first + i."""
         answer = self._text[first : first + len(logits)]
         if self._masks is not None:
             allowed = torch.from_numpy(next(self._masks).view("int32").copy())
@@ -114,19 +115,22 @@ class Recomputation:
                 return Disagreement(first + i, got, expected)
         return None
 
-    def _is_near_tie(self, logits: Tensor, position: int, wanted: int) -> bool:
-        """Whether it is chosen when its logit is raised by what two may differ by rounding, and
-        those that are chosen in its place are lowered as much: they may be just above the floor of
-        top_k, top_p or min_p."""
+    def _is_near_tie(self, logits: Tensor, position: int, token: int) -> bool:
+        """Return whether `token` would be chosen if logits differed by rounding.
+
+        Its logit is raised by the largest rounding difference between two logits, and tokens that
+        are chosen in its place are lowered by as much: they may be just above the threshold of
+        top_k, top_p or min_p.
+        """
         logits = logits.float()
         largest = logits.nan_to_num(0, 0, 0).abs().max().item()
         apart = 2 * self._rounding * largest * self._stretch
-        logits[0, wanted] += apart
+        logits[0, token] += apart
         lowered: set[int] = set()
         while True:
             (chosen,) = self._sample(logits, position)
-            if chosen == wanted or chosen in lowered:
-                return chosen == wanted
+            if chosen == token or chosen in lowered:
+                return chosen == token
             logits[0, chosen] -= apart
             lowered.add(chosen)
 
@@ -143,7 +147,7 @@ class Recomputation:
         )
         slots = torch.full_like(places, SLOT)
         self._worker.kernels.sample(logits, slots, places, self._tables, out)
-        chosen: list[int] = out.tokens.tolist()  # the comparison is on the host: it waits
+        chosen: list[int] = out.tokens.tolist()  # waits: the comparison is on the host
         return chosen
 
     def _sampling_tables(self, request: Request) -> SamplingTables:

@@ -1,26 +1,27 @@
-"""What a check found: a violation names the tensor, the place and the rule that was broken."""
+"""Results of checks: a violation names the tensor, the place and the rule that was violated."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
 RULES = {
-    "S0": "at every replay: published in this step, never replaced, run as planned",
-    "S1": "memory that belongs to nobody must not reach a real row",
+    "S0": "every replay uses values published in this step and tensors that were never replaced",
+    "S1": "unowned memory must not affect a real row",
     "S2": "a replay equals the same function run eagerly, padded or not",
     "S3": "a row's result does not depend on size, order, neighbours or history",
-    "S4": "a step changes what its own slots own, and nothing else",
-    "S5": "a recording reads registered memory only, and bakes in no value of the host",
-    "S6": "no two registered tensors, and no graph's memory, overlap",
+    "S4": "a step changes only what its own slots own",
+    "S5": "a recording reads only registered memory and bakes in no host value",
+    "S6": "registered tensors and graph memory do not overlap",
 }
 CHECKS = tuple(RULES)
 LIVE_RULES = {
-    "S8": "an answer is what its tokens alone lead to, without cache, drafts or neighbours",
-    "S9": "every slot and page has the owners that the engine counts",
+    "S8": "an answer equals the one recomputed from its tokens without cache, drafts or neighbours",
+    "S9": "every slot and page has exactly the owners that the engine counts",
 }
-"""Of checks that need traffic: S7 is whether faults are caught, see mutants.py."""
+"""Rules of the checks that need live traffic. S7 is whether faults are caught, see mutants.py."""
 ORDER = ("S6", "S0", "S2", "S4", "S1", "S3", "S5")
-"""In which violations are told: what needs no replay first, and the check that names what went in
-before those that see what came out of it. A wrong position shows in KV too."""
+"""Order in which violations are reported: first the checks that need no replay, then a check that
+names an input before those that see its effects. A wrong position, for example, changes the KV
+cache too."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Violation:
     size: str
     tensor: str
     found: str
-    """The first differing value, what it should have been, and which trial showed it."""
+    """The first value that differs, the expected value, and the trial that showed it."""
     row: int | None = None
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Cell:
-    """One check of one size."""
+    """The result of one check at one size."""
 
     runner: str
     size: str
@@ -54,7 +55,7 @@ class Cell:
     seconds: float
     violations: tuple[Violation, ...] = ()
     left_out: str = ""
-    """Why it was not tried, if it was not."""
+    """Why the check was not run, if it was not."""
 
 
 @dataclass
@@ -64,9 +65,9 @@ class Certificate:
     cells: list[Cell] = field(default_factory=list)
     seconds: float = 0.0
     uncertified: dict[str, str] = field(default_factory=dict)
-    """Runners of which some sizes were left out, and which and why."""
+    """Runners of which some sizes were left out, with the reason."""
     num_all_sizes: int = 0
-    """How many sizes the runners have, tried or not."""
+    """Number of sizes of all runners, checked or not."""
 
     @property
     def passed(self) -> bool:
@@ -88,7 +89,7 @@ class Certificate:
 
     @property
     def coverage(self) -> str:
-        """How many sizes were tried, of how many there are."""
+        """Number of sizes that were checked, of how many."""
         return f"{len(self.sizes)} of {self.num_all_sizes} sizes"
 
     def cell(self, size: str, check: str) -> Cell | None:

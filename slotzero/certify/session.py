@@ -1,6 +1,6 @@
-"""A whole certification of an engine, and of its mutants: what a command asks for, on every rank.
+"""A whole certification of an engine and of its mutants, on every rank.
 
-Ranks do the same at the same time, and each finds what it finds on its own part; rank 0 joins it.
+All ranks do the same at the same time, each on its own part of the model; rank 0 joins the results.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from slotzero.certify.certify import all_sizes, certify, few_checks, few_sizes, left_out
 from slotzero.certify.mutants import Mutant, mutate
 from slotzero.certify.report import CHECKS, Cell, Certificate
-from slotzero.certify.stage import bounds_of, staged
+from slotzero.certify.scenarios import bounds_of, scenario_for
 from slotzero.certify.traffic import mutate_traffic
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
@@ -22,7 +22,7 @@ class Findings:
     mutants: list[Mutant] | None
 
 
-class Session:
+class CertifySession:
     def __init__(self, engine: Engine, model: str, is_quick: bool) -> None:
         self._engine, self._is_quick = engine, is_quick
         runners = engine.worker.runners
@@ -40,14 +40,15 @@ class Session:
         return certify(
             self.certificate,
             self.plan,
-            lambda runner, key: staged(engine, runner, key),
+            lambda runner, key: scenario_for(engine, runner, key),
             bounds_of(engine),
             seen,
             skipped=few_checks(self.plan) if self._is_quick else {},
         )
 
     def mutate(self, seen: Callable[[Mutant], None] = lambda mutant: None) -> list[Mutant]:
-        """Over checks that fail already, on any rank, a fault proves nothing."""
+        """Try all mutants. Returns none if a check failed before on any rank: a fault would then
+        prove nothing."""
         engine = self._engine
         if engine.worker.ranks.any(not self.certificate.passed):
             return []
@@ -58,7 +59,7 @@ def certify_rank(
     config: EngineConfig, rank_group: RankGroup, is_quick: bool, with_mutants: bool
 ) -> Findings:
     """Certify the part of the model that a rank other than the first holds."""
-    session = Session(
+    session = CertifySession(
         Engine(replace(config, show_progress=False), rank_group), config.model, is_quick
     )
     certificate = session.certify()
@@ -66,14 +67,14 @@ def certify_rank(
 
 
 def joined(findings: Sequence[Findings]) -> Findings:
-    """What all ranks found, in the order of ranks."""
+    """Join what all ranks found, in the order of ranks."""
     first, *others = findings
     cells = {(cell.size, cell.check): cell for cell in first.certificate.cells}
     for rank, other in enumerate(others, start=1):
-        for theirs in other.certificate.cells:
-            cell = cells.setdefault((theirs.size, theirs.check), replace(theirs, violations=()))
-            said = tuple(replace(v, found=f"rank {rank}: {v.found}") for v in theirs.violations)
-            cells[cell.size, cell.check] = replace(cell, violations=cell.violations + said)
+        for new in other.certificate.cells:
+            cell = cells.setdefault((new.size, new.check), replace(new, violations=()))
+            found = tuple(replace(v, found=f"rank {rank}: {v.found}") for v in new.violations)
+            cells[cell.size, cell.check] = replace(cell, violations=cell.violations + found)
     certificate = replace(first.certificate, cells=list(cells.values()))
     if first.mutants is None:
         return Findings(certificate, None)

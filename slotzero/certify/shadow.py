@@ -1,7 +1,7 @@
-"""One live step run twice: eagerly, then replayed over memory whose unowned part is spoilt.
+"""One live step run twice: eagerly, then replayed with its unowned memory overwritten.
 
-It does not know requests, or what is done about a violation. The rule: without one, memory is then
-as after one replay; with one, or where anything raises, it is as before the step.
+This module does not know requests, or how a violation is handled. The rule: without a violation,
+memory is then as after one replay; with one, or after an exception, it is as before the step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
-from slotzero.certify.memory import Memory
+from slotzero.certify.memory import StepMemory
 from slotzero.certify.report import Violation
-from slotzero.certify.scene import Outcome
+from slotzero.certify.scenario import Outcome
 from slotzero.graph import GraphKey, Kind, Runner
 from slotzero.graph.registry import Entry
 
 
 class Shadow:
-    def __init__(self, runner: Runner, key: GraphKey, memory: Memory, bound: float) -> None:
+    def __init__(self, runner: Runner, key: GraphKey, memory: StepMemory, bound: float) -> None:
         self._runner, self._key, self._memory, self._bound = runner, key, memory, bound
 
     def examine(self) -> list[Violation]:
@@ -42,7 +42,7 @@ class Shadow:
         return self._memory.outcome()
 
     def _replay_over_spoilt(self, names: Collection[str]) -> list[Violation]:
-        """-> where it wrote to what is nobody's"""
+        """Replay over overwritten memory, and return violations where it wrote to it."""
         violations = []
         with self._memory.spoilt(names) as patches:
             self._runner.replay(self._key)
@@ -50,7 +50,7 @@ class Shadow:
                 found = patch.first_change()
                 if found is not None:
                     row, got, hostile = found
-                    text = f"{got} where {hostile} had been put: not owned by the step"
+                    text = f"{got} in place of {hostile}: the step does not own this row"
                     violations.append(self._violation("S4", patch.entry.name, text, row))
         return violations
 
@@ -58,7 +58,7 @@ class Shadow:
         for entry in self._memory.entries:
             if entry.through:
                 for row in self._memory.changed_rows(entry)[:1]:
-                    text = "it has changed: not owned by the step"
+                    text = "it has changed: the step does not own this row"
                     yield self._violation("S4", entry.name, text, row)
             elif entry.kind is Kind.TABLE:
                 foreign = ~self._memory.owned[entry.name]
@@ -67,23 +67,27 @@ class Shadow:
                     for outcome in (after, self._memory.before)
                 )
                 rows = foreign.nonzero()[:, 0]
-                yield from self._unchanged(entry, now, before, rows, "not owned by the step")
+                yield from self._unchanged(
+                    entry, now, before, rows, "the step does not own this row"
+                )
             elif entry.kind is Kind.OUTPUT:
                 num_rows = len(after.slots)
                 padding = padding_of(entry, after)
                 zeros, rows = torch.zeros_like(padding), torch.arange(len(padding)) + num_rows
-                yield from self._unchanged(entry, padding, zeros, rows, "a row of padding is zeros")
+                yield from self._unchanged(entry, padding, zeros, rows, "padded rows must be zero")
             elif entry.kind is Kind.PUBLISHED:
                 now = after.tensors[entry.name]
-                wanted = torch.tensor(self._memory.registry.was_published(entry.name)).to(now)
+                right = torch.tensor(self._memory.registry.was_published(entry.name)).to(now)
                 rows = torch.arange(len(now))
-                yield from self._unchanged(entry, now, wanted, rows, "not what was published")
+                yield from self._unchanged(entry, now, right, rows, "not what was published")
         for entry, before in self._memory.others:
             rows = torch.arange(len(before))
-            yield from self._unchanged(entry, entry.tensor, before, rows, "of another runner")
+            yield from self._unchanged(
+                entry, entry.tensor, before, rows, "it belongs to another runner"
+            )
 
     def _s1_and_s2(self, after: Outcome, expected: Outcome) -> Iterator[Violation]:
-        """A replay over clean memory tells them apart."""
+        """Tell S1 from S2 by another replay over clean memory."""
         wrong = self._wrong(after, expected)
         if not wrong:
             return
@@ -93,12 +97,12 @@ class Shadow:
             yield self._violation("S2", mismatch.tensor, f"{mismatch}; eager", mismatch.row)
         hurt = next((mismatch for name, mismatch in wrong.items() if name not in clean), None)
         if hurt is not None:
-            found = f"{hurt}: it is right where no memory is spoilt"
-            among_all = self._violation("S1", hurt.tensor, found, hurt.row)
-            yield from list(self._guilty(expected, clean)) or [among_all]
+            found = f"{hurt}: it is right if unowned memory is not overwritten"
+            unexplained = self._violation("S1", hurt.tensor, found, hurt.row)
+            yield from list(self._guilty(expected, clean)) or [unexplained]
 
     def _guilty(self, expected: Outcome, clean: Mapping[str, Mismatch]) -> Iterator[Violation]:
-        """Tensors that change a result where they alone are spoilt."""
+        """Yield the tensors that change a result when only their memory is overwritten."""
         for name in self._memory.spoilable:
             self._memory.undo()
             self._replay_over_spoilt([name])

@@ -1,6 +1,6 @@
-"""Build an engine, with live checks where its config asks for them.
+"""Build an engine, with the live sanitizer if its config asks for it.
 
-Nothing else of this package is imported for an engine that is not watched.
+Nothing else of this package is imported for an engine without the sanitizer.
 """
 
 from slotzero.config import EngineConfig

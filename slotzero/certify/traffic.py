@@ -1,8 +1,8 @@
-"""S7 of live traffic: faults of the engine that only an answer shows, and whether S8 names them.
+"""S7 for live traffic: faults that show only in an answer, and whether S8 names them.
 
-Replay and eager alike do what such a fault says, and every step is sound by itself, so S0 to S6
-have nothing to find. A few requests are served without the fault and with it. One that changed no
-answer broke nothing and is not counted. The engine has one rank: watching traffic has, too.
+Replayed and eager steps contain such a fault equally, and every step is consistent by itself, so S0
+to S6 find nothing. A few requests are served without the fault and with it. A fault that changed no
+answer is not counted. This works on one rank only, like the live sanitizer.
 """
 
 import random
@@ -34,7 +34,7 @@ ANSWER_LEN = 24
 RUNNER = "engine"
 
 
-class Ask(NamedTuple):
+class TrafficRequest(NamedTuple):
     prompt: list[int]
     params: SamplingParams
 
@@ -48,11 +48,11 @@ class TrafficFault(ABC):
 
     @abstractmethod
     def tensor(self, engine: Engine) -> str:
-        """What S8 should name."""
+        """Return the tensor that S8 should name."""
 
     @abstractmethod
-    def asks(self, engine: Engine) -> list[Ask]:
-        """Requests that meet the fault, one after another."""
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
+        """Return requests that run into the fault, to be served in order."""
 
     @abstractmethod
     def inject(self, engine: Engine) -> AbstractContextManager[None]: ...
@@ -60,7 +60,7 @@ class TrafficFault(ABC):
 
 @dataclass(frozen=True)
 class WrongDraft(TrafficFault):
-    """Verify takes the first wrong draft of a row for right, and goes on from it."""
+    """Verification accepts the first wrong draft of a row."""
 
     def applies(self, engine: Engine) -> bool:
         return bool(engine.worker.cycles) and engine.worker.tree is None and _fits(engine, self)
@@ -68,11 +68,14 @@ class WrongDraft(TrafficFault):
     def tensor(self, engine: Engine) -> str:
         return VERIFIED
 
-    def asks(self, engine: Engine) -> list[Ask]:
-        """Prompts of a few letters with every pair of them, so that an n-gram drafter guesses."""
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
+        """Return prompts with every pair of a few letters, so that an n-gram drafter has drafts."""
         pairs = [letter for pair in product(LETTERS, repeat=2) for letter in pair]
         bias = dict.fromkeys(LETTERS, 100.0)
-        return [Ask(pairs, _params(temperature=1.0, seed=i, logit_bias=bias)) for i in range(3)]
+        return [
+            TrafficRequest(pairs, _params(temperature=1.0, seed=i, logit_bias=bias))
+            for i in range(3)
+        ]
 
     @contextmanager
     def inject(self, engine: Engine) -> Iterator[None]:
@@ -90,7 +93,7 @@ class WrongDraft(TrafficFault):
 def _accepting_one_more(
     engine: Engine, function: Callable[[GraphKey, Pieces], None]
 ) -> Callable[[GraphKey, Pieces], None]:
-    """As kernels: nothing here reads a value back to the host."""
+    """Return a step function that accepts one more draft. It reads no value back to the host."""
     registry = engine.worker.registry
     tokens, length = registry["tokens"], registry["length"]
 
@@ -101,7 +104,7 @@ def _accepting_one_more(
         tried, num = (registry[name][: key.rows] for name in (NUM_TRIED, NUM_VERIFIED))
         sampled = registry[VERIFIED][: key.tokens].view(key.rows, -1)
         is_more = (num > 0) & (num < tried)
-        place = torch.where(is_more, num, 1).long()  # past the newest token, of the wrong draft
+        place = torch.where(is_more, num, 1).long()  # of the wrong draft, after the newest token
         at, column = start + place, (place - 1)[:, None]
         guess = guesses.gather(1, at[:, None])
         kept = sampled.gather(1, column)
@@ -118,7 +121,7 @@ def _accepting_one_more(
 
 @dataclass(frozen=True)
 class ShortKey(TrafficFault):
-    """The last token of a page is no part of its key in the prefix cache."""
+    """The last token of a page is missing in its prefix-cache key."""
 
     def applies(self, engine: Engine) -> bool:
         return engine.limits.enable_prefix_caching and _fits(engine, self)
@@ -126,8 +129,8 @@ class ShortKey(TrafficFault):
     def tensor(self, engine: Engine) -> str:
         return engine.worker.page_tables[0]
 
-    def asks(self, engine: Engine) -> list[Ask]:
-        """The second prompt is the first one, but for the last token of every page."""
+    def requests(self, engine: Engine) -> list[TrafficRequest]:
+        """Return two prompts that differ only in the last token of every page."""
         size = engine.limits.page_size
         least = max(4 * size, engine.limits.snapshot_interval)
         rng = random.Random(0)
@@ -135,7 +138,7 @@ class ShortKey(TrafficFault):
         ends = range(size - 1, least, size)
         other = {i: rng.choice([letter for letter in LETTERS if letter != first[i]]) for i in ends}
         second = [other.get(i, token) for i, token in enumerate(first)]
-        return [Ask(prompt, _params(temperature=0.0, speculative=False))
+        return [TrafficRequest(prompt, _params(temperature=0.0, speculative=False))
                 for prompt in (first, second)]  # fmt: skip
 
     @contextmanager
@@ -154,13 +157,13 @@ class ShortKey(TrafficFault):
 
 
 def _params(**more: object) -> SamplingParams:
-    given: dict[str, object] = {"max_tokens": ANSWER_LEN, "ignore_eos": True, **more}
-    return SamplingParams(**given)  # type: ignore[arg-type]
+    fields: dict[str, object] = {"max_tokens": ANSWER_LEN, "ignore_eos": True, **more}
+    return SamplingParams(**fields)  # type: ignore[arg-type]
 
 
 def _fits(engine: Engine, fault: TrafficFault) -> bool:
-    """Whether the context has room for what it asks."""
-    longest = max(len(ask.prompt) for ask in fault.asks(engine))
+    """Return whether the fault's requests fit into the context."""
+    longest = max(len(request.prompt) for request in fault.requests(engine))
     return longest + ANSWER_LEN <= engine.limits.max_model_len
 
 
@@ -171,7 +174,7 @@ TRAFFIC_FAULTS: tuple[TrafficFault, ...] = (
 
 
 class _Watch:
-    """In place of an engine's sanitizer: S8 over every answer, and the ownership of S9."""
+    """Replacement for an engine's sanitizer: S8 for every answer, and the ownership check S9."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._answers = engine, AnswerCheck(engine, is_full=True)
@@ -188,7 +191,7 @@ class _Watch:
 def mutate_traffic(
     engine: Engine, seen: Callable[[Mutant], None] = lambda mutant: None
 ) -> list[Mutant]:
-    """Faults that apply to this engine and change an answer. Afterwards it is as it was."""
+    """Try the faults that apply to this engine and change an answer. Restores the engine."""
     mutants: list[Mutant] = []
     if engine.worker.ranks.is_distributed:
         return mutants
@@ -197,7 +200,7 @@ def mutate_traffic(
             continue
         right, violations = _serve(engine, fault)
         for violation in violations:
-            raise ContractError(f"nothing was broken yet: {violation}")
+            raise ContractError(f"a check fails without any fault: {violation}")
         with fault.inject(engine):
             wrong, violations = _serve(engine, fault)
         if wrong != right:
@@ -210,7 +213,7 @@ def mutate_traffic(
 
 
 def _serve(engine: Engine, fault: TrafficFault) -> tuple[list[list[int]], list[Violation]]:
-    """-> the answers, and what was found"""
+    """Serve the fault's requests; return the answers and the violations."""
     watch, cache = _Watch(engine), engine.lanes[0].ledger.cache
     answers = []
     cache.clear()
@@ -219,8 +222,8 @@ def _serve(engine: Engine, fault: TrafficFault) -> tuple[list[list[int]], list[V
         stack.enter_context(swapped(engine, "_widths", FixedWidth(engine.limits.max_width)))
         for runner in engine.worker.runners:
             stack.enter_context(swapped(runner, "observer", None))
-        for i, ask in enumerate(fault.asks(engine)):
-            answers.append(engine.add(f"{fault.name} {i}", *ask))
+        for i, request in enumerate(fault.requests(engine)):
+            answers.append(engine.add(f"{fault.name} {i}", *request))
             while engine.has_work:
                 engine.step()
     cache.clear()

@@ -176,18 +176,18 @@ def _serve(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> No
     from collections.abc import Mapping, Sequence
 
     from slotzero.bench.http import Site
-    from slotzero.bench.serve import Goal, Load, run_loads, sharegpt, sheets
+    from slotzero.bench.serve import Goal, RequestLoad, run_loads, sharegpt, sheets
     from slotzero.bench.sheets import print_sheets
     from slotzero.system.progress import load_bar
 
     rates, num = args.rate or (4.0,), args.num_prompts or 100
 
-    def make(info: Mapping[str, Any]) -> Sequence[Load]:
+    def make(info: Mapping[str, Any]) -> Sequence[RequestLoad]:
         longest = int(info["engine"]["limits"]["max_model_len"])
         shapes = sharegpt(num, 0, longest)
         if args.input_len or args.output_len:
             shapes = [(args.input_len or 128, args.output_len or 128)] * num
-        return [Load(rate, shapes) for rate in rates]
+        return [RequestLoad(rate, shapes) for rate in rates]
 
     site = Site.at(args.url or URL, args.api_key)
     with load_bar(settings.get("show_progress", True), num * len(rates)) as seen:

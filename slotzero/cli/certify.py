@@ -102,14 +102,14 @@ def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfi
 def _findings(
     config: EngineConfig, is_quick: bool, with_mutants: bool
 ) -> "tuple[Certificate, list[Mutant] | None]":
-    from slotzero.certify.session import Findings, Session, certify_rank, joined
+    from slotzero.certify.session import CertifySession, Findings, certify_rank, joined
     from slotzero.engine.engine import Engine
-    from slotzero.executor.rank0 import alike
+    from slotzero.executor.rank0 import certify_ranks
     from slotzero.system.progress import certify_bar
 
     task = partial(certify_rank, is_quick=is_quick, with_mutants=with_mutants)
-    with alike(config, task) as rank_group:
-        session, mutants = Session(Engine(config, rank_group), config.model, is_quick), None
+    with certify_ranks(config, task) as rank_group:
+        session, mutants = CertifySession(Engine(config, rank_group), config.model, is_quick), None
         bar = certify_bar(config.show_progress, session.num_cells)
         with bar as tried, rank_group.watched("certifying"):
             session.certify(lambda cell: tried(f"{cell.size} {cell.check}"))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slotzero.cli import flags, prompts
 from slotzero.cli.main import print_error
-from slotzero.cli.prompts import STDIN, Ask
+from slotzero.cli.prompts import STDIN, PromptInput
 from slotzero.errors import ConfigError, RequestError
 from slotzero.sampling.params import SamplingParams
 
@@ -36,10 +36,10 @@ text. Sampling is greedy unless --temperature is given.
 
 
 @dataclass(frozen=True)
-class Ready:
-    """An ask that passed every check."""
+class EncodedPrompt:
+    """A prompt that passed every check, with its tokens."""
 
-    ask: Ask
+    prompt_input: PromptInput
     prompt: "Prompt"
 
 
@@ -71,10 +71,10 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     params = _params(args)
-    asks = _read(args)
-    good = [ask for ask in asks if not ask.error]
+    inputs = _read(args)
+    good = [prompt_input for prompt_input in inputs if not prompt_input.error]
     if not good:
-        return _report(asks, args.json)
+        return _report(inputs, args.json)
     model = flags.chosen_model(args)
     settings = flags.fit_rows(flags.engine_settings(args), len(good) * params.n)
     from slotzero.llm import LLM
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(model, **settings)
     if not args.raw and llm.get_tokenizer().chat_template is None:
         raise RequestError("this model has no chat template: give --chat-template, or use --raw")
-    checked = [_check(llm, ask, args, params) for ask in asks]
-    if args.json or len(asks) > 1 or params.n > 1:
+    checked = [_check(llm, prompt_input, args, params) for prompt_input in inputs]
+    if args.json or len(inputs) > 1 or params.n > 1:
         return _answer_all(llm, checked, params, args)
     return _stream(llm, checked[0], params)
 
@@ -99,7 +99,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
     return params
 
 
-def _read(args: argparse.Namespace) -> list[Ask]:
+def _read(args: argparse.Namespace) -> list[PromptInput]:
     wants_stdin = args.source == STDIN
     if args.source is not None and not wants_stdin:
         raise ConfigError(f"{args.source!r} is no flag: a prompt is given with --prompt TEXT")
@@ -117,31 +117,36 @@ def _read(args: argparse.Namespace) -> list[Ask]:
     return prompts.from_stdin()
 
 
-def _check(llm: "LLM", ask: Ask, args: argparse.Namespace, params: SamplingParams) -> Ready | Ask:
-    """The prompt with its tokens, or the ask with its error."""
-    if ask.error:
-        return ask
+def _check(
+    llm: "LLM", prompt_input: PromptInput, args: argparse.Namespace, params: SamplingParams
+) -> EncodedPrompt | PromptInput:
+    """Return the prompt with its tokens, or the input with its error."""
+    if prompt_input.error:
+        return prompt_input
     try:
-        prompt = _encode(llm, ask, args.system, args.raw)
+        prompt = _encode(llm, prompt_input, args.system, args.raw)
         llm.engine.validate("", prompt["prompt_token_ids"], params)
     except RequestError as error:
-        return Ask(ask.place, ask.text, ask.messages, str(error))
-    return Ready(ask, prompt)
+        return PromptInput(prompt_input.place, prompt_input.text, prompt_input.messages, str(error))
+    return EncodedPrompt(prompt_input, prompt)
 
 
-def _encode(llm: "LLM", ask: Ask, system: str | None, raw: bool) -> Any:
+def _encode(llm: "LLM", prompt_input: PromptInput, system: str | None, raw: bool) -> Any:
     if raw:
-        if ask.text is None:
+        if prompt_input.text is None:
             raise RequestError("messages need the chat template: drop --raw")
-        return {"prompt": ask.text, "prompt_token_ids": llm.get_tokenizer().encode(ask.text)}
-    messages = list(ask.messages or [{"role": "user", "content": ask.text}])
+        return {
+            "prompt": prompt_input.text,
+            "prompt_token_ids": llm.get_tokenizer().encode(prompt_input.text),
+        }
+    messages = list(prompt_input.messages or [{"role": "user", "content": prompt_input.text}])
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return llm.chat_prompts(messages)[0]
 
 
-def _stream(llm: "LLM", checked: Ready | Ask, params: SamplingParams) -> int:
-    if isinstance(checked, Ask):
+def _stream(llm: "LLM", checked: EncodedPrompt | PromptInput, params: SamplingParams) -> int:
+    if isinstance(checked, PromptInput):
         return _report([checked], as_json=False)
     for chunk in llm.stream(checked.prompt, params):
         print(chunk.text, end="", flush=True)
@@ -150,43 +155,54 @@ def _stream(llm: "LLM", checked: Ready | Ask, params: SamplingParams) -> int:
 
 
 def _answer_all(
-    llm: "LLM", checked: Sequence[Ready | Ask], params: SamplingParams, args: argparse.Namespace
+    llm: "LLM",
+    checked: Sequence[EncodedPrompt | PromptInput],
+    params: SamplingParams,
+    args: argparse.Namespace,
 ) -> int:
-    ready = [one.prompt for one in checked if isinstance(one, Ready)]
-    code = _report((one for one in checked if isinstance(one, Ask)), as_json=False)
+    ready = [one.prompt for one in checked if isinstance(one, EncodedPrompt)]
+    code = _report((one for one in checked if isinstance(one, PromptInput)), as_json=False)
     show_progress = flags.engine_settings(args).get("show_progress", True)
     outputs = iter(llm.generate(ready, params, use_tqdm=show_progress) if ready else ())
     is_first = True
     for one in checked:
-        if isinstance(one, Ready):
+        if isinstance(one, EncodedPrompt):
             output = next(outputs)
             for answer in output.outputs:
-                _print_answer(one.ask, output, answer, args.json, is_first)
+                _print_answer(one.prompt_input, output, answer, args.json, is_first)
                 is_first = False
         elif args.json:
             _print_json({"prompt": _as_given(one), "error": one.error})
     return code
 
 
-def _report(asks: Iterable[Ask], as_json: bool) -> int:
+def _report(inputs: Iterable[PromptInput], as_json: bool) -> int:
     """-> exit code"""
     code = 0
-    for ask in asks:
-        print_error(f"{ask.place}: {ask.error}" if ask.place else ask.error)
+    for prompt_input in inputs:
+        print_error(
+            f"{prompt_input.place}: {prompt_input.error}"
+            if prompt_input.place
+            else prompt_input.error
+        )
         if as_json:
-            _print_json({"prompt": _as_given(ask), "error": ask.error})
+            _print_json({"prompt": _as_given(prompt_input), "error": prompt_input.error})
         code = RequestError.exit_code
     return code
 
 
 def _print_answer(
-    ask: Ask, output: "RequestOutput", answer: "CompletionOutput", as_json: bool, is_first: bool
+    prompt_input: PromptInput,
+    output: "RequestOutput",
+    answer: "CompletionOutput",
+    as_json: bool,
+    is_first: bool,
 ) -> None:
     if not as_json:
         print(answer.text if is_first else f"\n{answer.text}")
         return
     entry = {
-        "prompt": _as_given(ask),
+        "prompt": _as_given(prompt_input),
         "index": answer.index,
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -209,8 +225,8 @@ def _logprob(token: int, entry: "Logprob") -> dict[str, Any]:
     return {"token_id": token, "token": entry.decoded_token, "logprob": value}
 
 
-def _as_given(ask: Ask) -> Any:
-    return ask.messages if ask.messages is not None else ask.text
+def _as_given(prompt_input: PromptInput) -> Any:
+    return prompt_input.messages if prompt_input.messages is not None else prompt_input.text
 
 
 def _print_json(entry: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Prompts as a user hands them over: an argument, a file of lines, standard input.
 
 It does not know tokens or models. The rule: one bad prompt does not spoil the others. It becomes an
-`Ask` that carries its error and its place, and whoever runs the asks reports it.
+`PromptInput` that carries its error and its place, which the caller reports.
 """
 
 import json
@@ -18,7 +18,7 @@ STDIN = "-"
 
 
 @dataclass(frozen=True)
-class Ask:
+class PromptInput:
     """One prompt: text, or a conversation, or what is wrong with it."""
 
     place: str  # "questions.txt, line 3"; empty where there is only one
@@ -27,7 +27,7 @@ class Ask:
     error: str = ""
 
 
-def from_arguments(texts: Sequence[str]) -> list[Ask]:
+def from_arguments(texts: Sequence[str]) -> list[PromptInput]:
     if list(texts) == [STDIN]:
         return [_from_text("", _read_stdin())]
     many = len(texts) > 1
@@ -37,7 +37,7 @@ def from_arguments(texts: Sequence[str]) -> list[Ask]:
     ]
 
 
-def from_file(name: str) -> list[Ask]:
+def from_file(name: str) -> list[PromptInput]:
     """One prompt a line; in a .jsonl file, one object a line."""
     if name == STDIN:
         return from_stdin()
@@ -48,7 +48,7 @@ def from_file(name: str) -> list[Ask]:
     return list(_from_lines(data, is_json=name.endswith(".jsonl"), name=name))
 
 
-def from_stdin() -> list[Ask]:
+def from_stdin() -> list[PromptInput]:
     return list(_from_lines(_read_stdin(), is_json=False, name="standard input"))
 
 
@@ -56,7 +56,7 @@ def _read_stdin() -> bytes:
     return sys.stdin.buffer.read()
 
 
-def _from_lines(data: bytes, *, is_json: bool, name: str) -> Iterator[Ask]:
+def _from_lines(data: bytes, *, is_json: bool, name: str) -> Iterator[PromptInput]:
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if lines[-1] == b"":  # the end of the last line, not one more
         lines.pop()
@@ -67,37 +67,39 @@ def _from_lines(data: bytes, *, is_json: bool, name: str) -> Iterator[Ask]:
         yield read(f"{name}, line {number}", line.removesuffix(b"\r"))
 
 
-def _from_text(place: str, data: bytes) -> Ask:
+def _from_text(place: str, data: bytes) -> PromptInput:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        return Ask(place, error=f"byte {error.start} is not UTF-8: convert the text")
+        return PromptInput(place, error=f"byte {error.start} is not UTF-8: convert the text")
     if not text.strip():
-        return Ask(place, text=text, error="the prompt is empty")
-    return Ask(place, text=text)
+        return PromptInput(place, text=text, error="the prompt is empty")
+    return PromptInput(place, text=text)
 
 
-def _from_json(place: str, data: bytes) -> Ask:
+def _from_json(place: str, data: bytes) -> PromptInput:
     try:
         entry = json.loads(data)
     except ValueError as error:  # bytes that are no text included
-        return Ask(place, error=f"this is not JSON ({error})")
+        return PromptInput(place, error=f"this is not JSON ({error})")
     if not isinstance(entry, dict) or len(entry) != 1 or not entry.keys() & {"prompt", "messages"}:
-        return Ask(place, error='a line is {"prompt": TEXT} or {"messages": [...]}')
+        return PromptInput(place, error='a line is {"prompt": TEXT} or {"messages": [...]}')
     if "prompt" in entry:
         return _from_json_prompt(place, entry["prompt"])
     messages = entry["messages"]
     if not _is_conversation(messages):
-        return Ask(place, error="messages is a list of objects, each with a role and a content")
-    return Ask(place, messages=messages)
+        return PromptInput(
+            place, error="messages is a list of objects, each with a role and a content"
+        )
+    return PromptInput(place, messages=messages)
 
 
-def _from_json_prompt(place: str, prompt: object) -> Ask:
+def _from_json_prompt(place: str, prompt: object) -> PromptInput:
     if not isinstance(prompt, str):
-        return Ask(place, error=f"prompt is a text, got {json.dumps(prompt)}")
+        return PromptInput(place, error=f"prompt is a text, got {json.dumps(prompt)}")
     if not prompt.strip():
-        return Ask(place, text=prompt, error="the prompt is empty")
-    return Ask(place, text=prompt)
+        return PromptInput(place, text=prompt, error="the prompt is empty")
+    return PromptInput(place, text=prompt)
 
 
 def _is_conversation(messages: object) -> bool:

@@ -290,7 +290,7 @@ async def _watch(
             sys.stdout.flush()
             is_announced = True
         await asyncio.sleep(POLL_SECONDS)
-    app.state.front.is_closing = True
+    app.state.slotzero.is_closing = True
     await fleet.drain(settings.grace)
     server.should_exit = True
 

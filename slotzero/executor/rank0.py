@@ -79,7 +79,7 @@ def start_ranks(
 
 
 @contextlib.contextmanager
-def alike(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
+def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
     """Ranks that all certify, without being told of steps."""
     checkpoint = open_checkpoint(config.model, config.load_format)
     rank_group = start_ranks(config, parse_config(checkpoint.config), task)

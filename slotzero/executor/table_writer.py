@@ -12,7 +12,7 @@ from slotzero.pools.states import SNAPSHOT_ROWS, rows_of_table
 from slotzero.pools.tables import Staging
 from slotzero.request import Request
 from slotzero.sampling.tables import SAMPLING_TABLES, encode
-from slotzero.speculative.drafter import DRAFTED_AT, FOLLOWED_TO, LIMIT, NO_DRAFT, PAGED, SPECULATES
+from slotzero.speculative.drafter import DRAFTED_AT, DRAFTER_LEN, LIMIT, NO_DRAFT, PAGED, SPECULATES
 
 
 class TableWriter:
@@ -46,7 +46,7 @@ class TableWriter:
             stage(LIMIT, slot, [request.max_len])
             stage(SPECULATES, slot, [int(request.speculates)])
             stage(DRAFTED_AT, slot, [NO_DRAFT])
-            stage(FOLLOWED_TO, slot, [num_computed])
+            stage(DRAFTER_LEN, slot, [num_computed])
             self._stage_paged(request)
 
     def pages_changed(

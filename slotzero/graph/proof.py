@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 HOSTILE = (1, 2)  # indices that every table has: whoever follows one is wrong, and does not crash
 
 
-def flaw(runner: "Runner", key: "GraphKey") -> str:
+def find_violation(runner: "Runner", key: "GraphKey") -> str:
     """Replays a step of nobody, which is published already; -> what is wrong, or nothing."""
     entries = runner.entries()
     written = [e for e in entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]

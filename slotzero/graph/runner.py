@@ -23,7 +23,7 @@ from slotzero.graph.backend import (
 )
 from slotzero.graph.ladder import Ladder, NoCaptureSize
 from slotzero.graph.observer import Observer
-from slotzero.graph.proof import flaw
+from slotzero.graph.proof import find_violation
 from slotzero.graph.registry import Entry, Fingerprint, Kind, Registry
 
 TIMED_REPLAYS = 4  # back to back, as steps are launched: what a launch costs the host is hidden
@@ -154,13 +154,13 @@ class Runner:
     def rehearse(self, key: GraphKey) -> None:
         """Runs one size over an empty step, but equal layers once, so that whoever prepares for it
         has seen what it runs."""
-        self._publish_nobody()
+        self._publish_empty_step()
         self.spec.function(key, OncePieces())
 
     def record(self, key: GraphKey) -> Record:
         """Records one size over an empty step; one that fails is served eagerly, and says so."""
         self.registry.freeze()
-        self._publish_nobody()
+        self._publish_empty_step()
         start = time.perf_counter()
         backend, failure = self.backend, ""
         try:
@@ -211,7 +211,7 @@ class Runner:
         """Of one replay among others over an empty step, once it is warm. What was published is
         gone then."""
         self.prepare(key)
-        self._publish_nobody()
+        self._publish_empty_step()
         num = TIMED_REPLAYS if self.registry.device.type == "cuda" else 1
         for _ in range(2):
             _wait_for(self.registry.device)
@@ -234,13 +234,13 @@ class Runner:
 
     def _prove(self, key: GraphKey) -> None:
         """A size with a flaw does not serve."""
-        self._publish_nobody()
-        reason = flaw(self, key)
+        self._publish_empty_step()
+        reason = find_violation(self, key)
         if reason:
             warnings.warn(f"{key} failed its proof and runs eagerly: {reason}", stacklevel=3)
             self.fall_back([key], f"failed its proof: {reason}")
 
-    def _publish_nobody(self) -> None:
+    def _publish_empty_step(self) -> None:
         self.registry.begin_step()
         for name in self.spec.published:
             self.registry.publish(name, ())

@@ -29,7 +29,7 @@ PLACES = ("token_slots", "positions", "new_length")
 WRITES = (*PLACES, *RESULTS, LOGITS)
 
 
-class Followed(NamedTuple):
+class DrafterInputs(NamedTuple):
     """Tokens of a step that are certain: the decoder has computed them, and knows the next of each.
 
     Row r has those of `rows`; padding, and drafts that were wrong, are slot 0.
@@ -41,7 +41,7 @@ class Followed(NamedTuple):
     last: Tensor  # [R]: which token is the row's newest; anything where it has none
 
 
-class Follower(Protocol):
+class DrafterHook(Protocol):
     """Who computes something of its own for every token that is certain."""
 
     taps: tuple[int, ...]
@@ -49,7 +49,7 @@ class Follower(Protocol):
     writes: tuple[str, ...]
     """Outputs of `extend`."""
 
-    def extend(self, followed: Followed, pieces: Pieces) -> None: ...
+    def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None: ...
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
         """Of a step with one token a row: it will follow later."""
@@ -71,7 +71,7 @@ class Passes:
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
-        follower: Follower | None = None,
+        follower: DrafterHook | None = None,
         states: States | None = None,
     ) -> None:
         self.follower, self._states = follower, states
@@ -140,7 +140,7 @@ class Passes:
         self._finish(key, normed.select(last))
         if self.follower is not None:
             tokens = Tokens(self._token_slots[: key.tokens], self._positions[: key.tokens])
-            self.follower.extend(Followed(tokens, rows, features, last), pieces)
+            self.follower.extend(DrafterInputs(tokens, rows, features, last), pieces)
 
     def _forward(
         self,

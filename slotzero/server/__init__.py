@@ -1,15 +1,18 @@
-"""The HTTP front door: OpenAI's API over engines that run in processes of their own.
+"""The HTTP server: OpenAI's API over engines that run in processes of their own.
 
-app.py                  puts it together; gate.py: what every request passes first
-routes_openai.py        chats, completions, models; routes_engine.py: health, metrics, page
-protocol.py, replies.py what clients may ask, and what they are told
-asks.py, runs.py        from a request to its answers, and those to their last token
-answers.py              tokens to text; chat.py, completion.py: the two shapes of it
-tools.py                tools in a prompt; tool_calls.py: calls out of an answer
-fleet.py, router.py     engines side by side as one, and which of them a request goes to
-client.py, stream.py    an engine as this process sees it, and one request of it
-share.py, tally.py      what of the machine an engine gets; what several report, as one
-messages.py             what crosses between the two
-process.py              the other process: an engine, and the loop that feeds it
-metrics.py, page/       for those who watch
+app.py                  the application; app_state.py: what its routes share
+gate.py                 middleware: request ids, keys, size and time limits, the log line
+routes_openai.py        chat completions, completions, models
+routes_engine.py        health, metrics, tokenizer, the page
+protocol.py, replies.py fields of requests and of replies
+generation_requests.py  from an HTTP request to generation requests
+generation.py           the answers to one HTTP request, until their last token
+answers.py              from tokens to text; chat.py, completion.py: from text to replies
+tools.py, tool_calls.py tools in a prompt, and tool calls in an answer
+fleet.py                several engines as one; engine/router.py chooses among them
+client.py, stream.py    one engine's process, and one request in it
+share.py, sum_stats.py  each engine's share of the machine, and the sum of their statistics
+messages.py             messages between the two processes
+process.py              the engine's process, and the loop that feeds the engine
+metrics.py, page/       Prometheus metrics, and the status page
 """

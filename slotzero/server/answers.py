@@ -1,13 +1,13 @@
-"""From tokens to what a client reads: one answer as it grows.
+"""From tokens to text: one answer while it is generated.
 
-It does not know HTTP, tools or its siblings. Stop strings are met here: the engine, in its own
-process, sees only tokens.
+This module does not know HTTP, tools or the request's other answers. Stop strings are handled here,
+because the engine, in its own process, sees only tokens.
 
-The rule: a token's log probability is given when its text is final, and not if a stop string or the
-end of the sequence took its text away. With `text` what the transcript holds:
+The rule: a token's log probability is sent once its text is final, and never if a stop string or
+the end of the sequence removed its text. With `text` the contents of the transcript:
 
-    text[0 : num_given)              was given out
-    text[num_given : num_safe)       is given out next
+    text[0 : num_given)              was sent
+    text[num_given : num_safe)       is sent next
     text[num_safe :)                 may still turn out to be a stop string
 """
 
@@ -24,26 +24,26 @@ from slotzero.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One answer that is wanted."""
+class GenerationRequest:
+    """A request for one answer, as the engine knows it."""
 
     index: int
-    """Its place among the choices."""
+    """Index among the choices."""
     prompt: list[int]
     params: SamplingParams
     engine_params: dict[str, Any]
-    """The fields of `params` that were given and that the engine sees."""
+    """The fields of `params` that were set and that the engine sees."""
     names: dict[str, str] = field(default_factory=dict)
-    """Fields of SamplingParams that the client knows by another name."""
+    """The client's names of SamplingParams fields, where they differ."""
     is_counted: bool = True
-    """Whether its prompt is counted: siblings share one."""
+    """Whether the prompt counts in the usage: several answers share one prompt."""
     echo: str = ""
-    """Text before the answer's own."""
+    """Text sent before the answer."""
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One token's log probabilities, and where in the answer its text begins."""
+    """One token's log probabilities, and the offset of its text in the answer."""
 
     token: int
     offset: int
@@ -51,18 +51,18 @@ class TokenRow:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one answer gained."""
+class TextDelta:
+    """New text and log probabilities of one answer."""
 
     index: int
     text: str
     rows: list[TokenRow]
     finish_reason: str | None
     num_tokens: int
-    """Tokens of the answer up to here, those whose text is held back included."""
+    """Tokens of the answer so far, including those whose text is held back."""
 
-    def __add__(self, later: "Piece") -> "Piece":
-        return Piece(
+    def __add__(self, later: "TextDelta") -> "TextDelta":
+        return TextDelta(
             self.index,
             self.text + later.text,
             self.rows + later.rows,
@@ -71,26 +71,28 @@ class Piece:
         )
 
 
-class Answer:
-    def __init__(self, ask: Ask, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
-        self.ask = ask
-        self._stop_ids = ask.params.ends_at(eos_token_ids)
-        self._transcript = Transcript(tokenizer, ask.params)
+class AnswerBuilder:
+    def __init__(
+        self, request: GenerationRequest, tokenizer: Tokenizer, eos_token_ids: Collection[int]
+    ) -> None:
+        self.request = request
+        self._stop_ids = request.params.ends_at(eos_token_ids)
+        self._transcript = Transcript(tokenizer, request.params)
         self._num_given = 0
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
         self.num_tokens = 0
         self.num_cached = 0
         self.finish_reason: str | None = None
 
-    def grow(self, grown: TokenDelta) -> Piece:
+    def grow(self, grown: TokenDelta) -> TextDelta:
         if grown.finish_reason == "abort":
-            raise EngineDiedError("the engine gave this request up; send it again")
+            raise EngineDiedError("the engine aborted this request: send it again")
         if self.num_tokens == 0:
-            self.num_cached = min(grown.num_cached, len(self.ask.prompt))
+            self.num_cached = min(grown.num_cached, len(self.request.prompt))
         is_end = grown.finish_reason is not None
         for i, token in enumerate(grown.token_ids):
             is_last = grown.finish_reason == "stop" and i == len(grown.token_ids) - 1
-            is_stop_token = is_last and token in self._stop_ids  # else a grammar was at its end
+            is_stop_token = is_last and token in self._stop_ids  # else a grammar ended the answer
             values = grown.logprobs[i] if grown.logprobs else None
             if self._push(token, values, is_stop_token):
                 is_end = True
@@ -100,16 +102,16 @@ class Answer:
             self.finish_reason = self.finish_reason or grown.finish_reason
             if stopped:
                 self.finish_reason = "stop"
-        return self._piece()
+        return self._delta()
 
     def _push(self, token: int, values: TokenLogprobs | None, is_stop_token: bool) -> bool:
-        """-> whether a stop string is complete"""
+        """Add a token, and return whether it completes a stop string."""
         self.num_tokens += 1
         offset = len(self._transcript.text)
         stop = self._transcript.push(
-            token, hide=is_stop_token, may_stop=self.num_tokens >= self.ask.params.min_tokens
+            token, hide=is_stop_token, may_stop=self.num_tokens >= self.request.params.min_tokens
         )
-        is_hidden = is_stop_token and not self.ask.params.include_stop_str_in_output
+        is_hidden = is_stop_token and not self.request.params.include_stop_str_in_output
         if values is not None and not is_hidden:
             row = TokenRow(token, offset, values)
             self._rows.append((row, len(self._transcript.text)))
@@ -117,7 +119,7 @@ class Answer:
             self.finish_reason = "stop"
         return stop is not None
 
-    def _piece(self) -> Piece:
+    def _delta(self) -> TextDelta:
         is_over = self.finish_reason is not None
         num_safe = self._transcript.num_safe
         text = self._transcript.text[self._num_given : num_safe]
@@ -127,4 +129,4 @@ class Answer:
             row, end = self._rows.popleft()
             if not is_over or row.offset < num_safe or row.offset == end:
                 rows.append(row)
-        return Piece(self.ask.index, text, rows, self.finish_reason, self.num_tokens)
+        return TextDelta(self.request.index, text, rows, self.finish_reason, self.num_tokens)

@@ -1,7 +1,7 @@
-"""The HTTP application: routes, and how what goes wrong in them is told.
+"""The HTTP application: routes and error replies.
 
-It starts the engine with itself and stops it at its end. The rule: whatever is wrong with a
-request, the reply has OpenAI's error shape, and names the field where there is one.
+It starts the engines when it starts, and stops them when it ends. The rule: every error reply has
+OpenAI's shape, and names the wrong field if there is one.
 """
 
 import sys
@@ -16,19 +16,19 @@ from starlette.middleware.cors import CORSMiddleware
 
 from slotzero import __version__
 from slotzero.errors import SlotzeroError
+from slotzero.server.app_state import AppState
 from slotzero.server.connections import Connections, Tracked
-from slotzero.server.front import Front
 from slotzero.server.gate import GateMiddleware, json_bytes, log
+from slotzero.server.generation import Client
 from slotzero.server.metrics import Metrics
 from slotzero.server.routes_engine import engine_routes
 from slotzero.server.routes_openai import openai_routes
-from slotzero.server.runs import Client
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import (
     BUG,
     HTTP,
     INVALID,
-    Status,
+    HttpStatus,
     error_body,
     error_reply,
     retry_after,
@@ -43,10 +43,13 @@ def make_app(
     sampling: Mapping[str, Any] | None = None,
     connections: Connections | None = None,
 ) -> FastAPI:
-    """`sampling`: of requests that do not say. `connections`: those of the server that runs it,
-    where it has a limit to them."""
+    """Return the application.
+
+    `sampling`: default sampling parameters. `connections`: the connections of the server that runs
+    the application, if their number is limited.
+    """
     connections = connections or Connections(sys.maxsize, settings)
-    front = Front(client, tokenizer, settings, Metrics(client), sampling or {})
+    state = AppState(client, tokenizer, settings, Metrics(client), sampling or {})
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -60,18 +63,18 @@ def make_app(
     app = FastAPI(
         title="Slotzero", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.front = front
-    app.include_router(openai_routes(front))
-    app.include_router(engine_routes(front))
-    _tell_errors(app, front)
+    app.state.slotzero = state
+    app.include_router(openai_routes(state))
+    app.include_router(engine_routes(state))
+    _tell_errors(app, state)
     app.add_middleware(
         GateMiddleware,
         settings=settings,
-        refused=front.metrics.refused,
+        refused=state.metrics.refused,
         connections=connections,
-        is_closing=lambda: front.is_closing,
+        is_closing=lambda: state.is_closing,
     )
-    if settings.allowed_origins:  # outside the gate: a browser asks first, without a key
+    if settings.allowed_origins:  # outside the gate: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
@@ -83,16 +86,16 @@ def make_app(
     return app
 
 
-def _tell_errors(app: FastAPI, front: Front) -> None:
-    def refuse(status: Status, body: Any, headers: dict[str, str] | None = None) -> Response:
-        front.metrics.refused(status.code)
+def _tell_errors(app: FastAPI, state: AppState) -> None:
+    def refuse(status: HttpStatus, body: Any, headers: dict[str, str] | None = None) -> Response:
+        state.metrics.refused(status.code)
         return Response(json_bytes(body), status.code, headers, "application/json")
 
     @app.exception_handler(SlotzeroError)
     async def on_error(request: Request, error: Exception) -> Response:
         status, body = error_reply(error)
         if status is BUG:
-            log.error("%s failed", request.state.request_id, exc_info=error)
+            log.error("request %s failed", request.state.request_id, exc_info=error)
         return refuse(status, body, retry_after(error))
 
     @app.exception_handler(RequestValidationError)
@@ -104,25 +107,26 @@ def _tell_errors(app: FastAPI, front: Front) -> None:
     @app.exception_handler(HTTPException)
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        status = HTTP.get(error.status_code, Status(error.status_code, INVALID))
+        status = HTTP.get(error.status_code, HttpStatus(error.status_code, INVALID))
         headers = dict(error.headers or {})
         return refuse(status, error_body(status, http_message(request, error)), headers)
 
 
 def http_message(request: Request, error: HTTPException) -> str:
-    """In place of the few words that the framework has."""
+    """Return an error message that is more helpful than the framework's."""
     path = request.url.path[:100]
     if error.status_code == 400 and error.__cause__ is not None:
         return f"the body is not JSON: {error.__cause__}"
     if error.status_code == 404 and error.detail == "Not Found":
-        return f"no route {path}; OpenAI's begin with /v1, and /openapi.json has all"
+        return f"no route {path}; OpenAI's routes begin with /v1, and /openapi.json lists all"
     if error.status_code == 405:
-        return f"{path} does not take {request.method}"
+        return f"{path} does not support the method {request.method}"
     return error.detail
 
 
 def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str]:
-    """Of all that is wrong, what lies deepest: the branches of a union are wrong in many ways."""
+    """Return the field and message of the most deeply nested error: the branches of a union give
+    many errors."""
     named = [(field_path(error, body), error) for error in errors]
     param, error = max(named, key=lambda both: both[0].count(".") + both[0].count("["))
     if error["type"] == "json_invalid":
@@ -130,13 +134,13 @@ def field_and_message(errors: Sequence[Any], body: Any) -> tuple[str | None, str
     if not param:
         return None, "the body must be a JSON object, with Content-Type: application/json"
     if error["type"] == "extra_forbidden":
-        return param, f"{param}: there is no such field"
+        return param, f"{param}: unknown field"
     return param, f"{param}: {error['msg']}"
 
 
 def field_path(error: Any, body: Any) -> str:
-    """'messages[0].role'. Where a union was tried, pydantic puts its branches into the path; they
-    are found by not being in the body."""
+    """Return a path such as 'messages[0].role'. pydantic puts the branches of a union into the
+    path; they are recognised because the body does not contain them."""
     path, value = "", body
     places = error["loc"][1:]
     for i, place in enumerate(places):

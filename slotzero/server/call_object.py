@@ -1,13 +1,12 @@
-"""One tool call's JSON object, read while it is written.
+"""The JSON object of one tool call, parsed incrementally.
 
-It does not know what surrounds it. It is not a JSON parser: it finds the name, and where the
-arguments begin and end.
+This module does not know what surrounds the object. It is not a JSON parser: it finds the name, and
+where the arguments begin and end.
 
-The rule: whether the object is a call is decided once, at one character, and never taken back. It
-is a call from the character at which its name is known and its arguments, an object, have begun;
-where they are no object, or missing, from the brace that ends it. Until then it may turn out not to
-be one; after that, further keys are passed over. So the decision does not depend on how the text
-was cut.
+The rule: whether the object is a call is decided once, at one character, and never revised. It is a
+call from the character at which its name is known and its arguments, an object, have begun; if they
+are missing or not an object, from the closing brace. Until then it may turn out not to be a call;
+after that, further keys are ignored. So the decision does not depend on how the text was split.
 """
 
 import json
@@ -18,24 +17,25 @@ _KEYS = ("name", "type", *_ARGUMENTS)
 
 
 class CallObject:
-    """
-    raw[0 : read)          was looked at
-    raw[start : end)       the arguments; `end` is None while they grow
+    """A possible call while its text arrives.
+
+    raw[0 : read)          is parsed
+    raw[start : end)       the arguments; `end` is None until they are complete
     """
 
     def __init__(self, names: Collection[str] | None) -> None:
-        """`names`: the functions of which it must call one, with no unknown key before the
-        decision. None: something else says that this is a call, so any name and key will do."""
+        """`names`: the object must call one of these functions, with no unknown key before the
+        decision. None: a tag marks it as a call, so any name and key are accepted."""
         self._names = names
         self.raw = ""
         self.name: str | None = None
         self.is_call = False
         self.is_wrong = False
-        """It is no call."""
+        """Whether it is not a call."""
         self.is_over = False
         self._start: int | None = None
         self._end: int | None = None
-        self._odd_arguments: str | None = None  # those that are no object
+        self._odd_arguments: str | None = None  # arguments that are not an object
         self._read = 0
         self._depth = 0
         self._in_string = self._is_escaped = False
@@ -45,13 +45,13 @@ class CallObject:
 
     @property
     def arguments(self) -> str:
-        """Of a call, as far as they are written; {} where there are none."""
+        """The call's arguments so far; {} if it has none."""
         if self._start is None:
             return self._odd_arguments or "{}"
         return self.raw[self._start : self._end]
 
     def feed(self, text: str) -> str:
-        """-> what follows the object"""
+        """Parse more text, and return what follows the object."""
         self.raw += text
         while self._read < len(self.raw) and not self.is_over and not self.is_wrong:
             self._look(self.raw[self._read], self._read)
@@ -63,7 +63,7 @@ class CallObject:
         return rest
 
     def _decide(self) -> None:
-        """After each character, until it is a call or wrong."""
+        """Decide after each character, until it is a call or wrong."""
         if self.name is not None and self._names is not None:
             self.is_wrong |= self.name not in self._names
         if self.is_over:
@@ -124,7 +124,7 @@ def is_json(text: str) -> bool:
 
 
 def _loads(text: str) -> str | None:
-    """A JSON string, or None."""
+    """Return the value of a JSON string, or None if it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,8 +1,9 @@
-"""Chat completions: answers as messages, whole or in deltas, with the tool calls that they hold."""
+"""Chat completions: answers as messages with tool calls, whole or streamed."""
 
 from collections.abc import Iterator
 
-from slotzero.server.answers import Piece, TokenRow
+from slotzero.server.answers import TextDelta, TokenRow
+from slotzero.server.generation import Generation
 from slotzero.server.logprobs import chat_logprobs
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.replies import (
@@ -15,14 +16,13 @@ from slotzero.server.replies import (
     ToolCallReply,
     head,
 )
-from slotzero.server.runs import Run
 from slotzero.server.tool_calls import Called, Event, Said
 from slotzero.server.tools import ToolPlan
 from slotzero.server.usage import StreamUsage, usage
 from slotzero.text.tokenizer import Tokenizer
 
 
-class _Choice:
+class _ChatChoice:
     """One answer so far."""
 
     def __init__(self, plan: ToolPlan) -> None:
@@ -35,17 +35,17 @@ class _Choice:
         self.has_begun = False
         self.finish_reason: str | None = None
 
-    def take(self, piece: Piece) -> list[Event]:
-        """-> what it adds, in order"""
-        self.rows += piece.rows
-        events: list[Event] = [Said(piece.text)] if piece.text else []
+    def take(self, delta: TextDelta) -> list[Event]:
+        """Add a delta, and return its events in order."""
+        self.rows += delta.rows
+        events: list[Event] = [Said(delta.text)] if delta.text else []
         if self._parser is not None:
-            events = self._parser.push(piece.text)
-            if piece.finish_reason is not None:
+            events = self._parser.push(delta.text)
+            if delta.finish_reason is not None:
                 events += self._parser.close()
         for event in events:
             self._add(event)
-        self.finish_reason = self._reason(piece.finish_reason)
+        self.finish_reason = self._reason(delta.finish_reason)
         return events
 
     def _add(self, event: Event) -> None:
@@ -58,7 +58,7 @@ class _Choice:
             self.calls[event.index] = (call_id, name, arguments + event.text)
 
     def _reason(self, reason: str | None) -> str | None:
-        """Calls are the reason only if they are all whole."""
+        """Return the finish reason; "tool_calls" only if all calls are complete."""
         parser = self._parser
         if parser is None or not parser.num_calls:
             return reason
@@ -70,48 +70,50 @@ class _Choice:
 
 class ChatWriter:
     def __init__(self, body: ChatRequest, tokenizer: Tokenizer, plan: ToolPlan, model: str) -> None:
-        """`model`: its name in replies, whichever of its names the request used."""
+        """`model`: the name in replies, whichever of the model's names the request used."""
         self._tokenizer = tokenizer
         self._num_top = body.top_logprobs or 0
         self._has_logprobs = bool(body.logprobs)
-        self._choices = [_Choice(plan) for _ in range(body.n or 1)]
+        self._choices = [_ChatChoice(plan) for _ in range(body.n or 1)]
         self._usage = StreamUsage(body.stream_options)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self._head = head("chatcmpl", kind, model)
 
-    def add(self, piece: Piece) -> None:
-        self._choices[piece.index].take(piece)
+    def add(self, delta: TextDelta) -> None:
+        self._choices[delta.index].take(delta)
 
-    def chunks(self, piece: Piece, run: Run) -> Iterator[ChatChunk]:
-        choice = self._choices[piece.index]
+    def chunks(self, delta: TextDelta, generation: Generation) -> Iterator[ChatChunk]:
+        choice = self._choices[delta.index]
         if choice.finish_reason is not None:
             return
-        for delta, reason in self._deltas(choice, piece):
-            chunk = self._chunk(piece.index, delta, reason)
-            self._usage.put(chunk, run.answers)
+        for message, reason in self._messages(choice, delta):
+            chunk = self._chunk(delta.index, message, reason)
+            self._usage.put(chunk, generation.answers)
             yield chunk
 
-    def _deltas(self, choice: _Choice, piece: Piece) -> Iterator[tuple[Delta, str | None]]:
+    def _messages(
+        self, choice: _ChatChoice, delta: TextDelta
+    ) -> Iterator[tuple[Delta, str | None]]:
         if not choice.has_begun:
             choice.has_begun = True
             yield Delta(role="assistant", content="", refusal=None), None
-        self._usage.count(piece)
-        for event in choice.take(piece):
-            yield _delta(event), None
+        self._usage.count(delta)
+        for event in choice.take(delta):
+            yield _message_of(event), None
         if choice.finish_reason is not None:
             yield Delta(), choice.finish_reason
 
     def is_enough(self, index: int) -> bool:
         return self._choices[index].finish_reason is not None
 
-    def last_chunk(self, run: Run) -> ChatChunk | None:
+    def last_chunk(self, generation: Generation) -> ChatChunk | None:
         if not self._usage.has_last:
             return None
-        return ChatChunk(choices=[], usage=usage(run.answers), **self._head)
+        return ChatChunk(choices=[], usage=usage(generation.answers), **self._head)
 
-    def whole(self, run: Run) -> ChatReply:
+    def whole(self, generation: Generation) -> ChatReply:
         choices = [self._whole_choice(i, choice) for i, choice in enumerate(self._choices)]
-        return ChatReply(choices=choices, usage=usage(run.answers), **self._head)
+        return ChatReply(choices=choices, usage=usage(generation.answers), **self._head)
 
     def _chunk(self, index: int, delta: Delta, finish_reason: str | None) -> ChatChunk:
         choice = ChatChunkChoice(
@@ -124,7 +126,7 @@ class ChatWriter:
             state.num_rows_sent += len(rows)
         return ChatChunk(choices=[choice], **self._head)
 
-    def _whole_choice(self, index: int, choice: _Choice) -> ChatChoice:
+    def _whole_choice(self, index: int, choice: _ChatChoice) -> ChatChoice:
         message = Delta(role="assistant", content=choice.text, refusal=None)
         if choice.calls:
             message.content = choice.text or None
@@ -145,7 +147,7 @@ class ChatWriter:
         )
 
 
-def _delta(event: Event) -> Delta:
+def _message_of(event: Event) -> Delta:
     if isinstance(event, Said):
         return Delta(content=event.text)
     if isinstance(event, Called):

@@ -1,8 +1,8 @@
-"""One engine as the HTTP process sees it: submit, cancel, watch. It restarts the engine if it dies.
+"""Client of one engine's process: submits and cancels requests, and restarts a dead engine.
 
-It lives in one event loop and knows neither text nor torch. The rules it keeps: every request that
-was submitted ends, with a finish_reason or an error, or is cancelled by whoever asked; and nobody
-waits for a reader that is slow.
+It lives in one event loop and knows neither text nor torch. The rules: every submitted request ends
+with a finish_reason or an error, or is cancelled by its caller; and a slow reader delays no other
+request.
 """
 
 import asyncio
@@ -30,37 +30,37 @@ from slotzero.errors import (
     RequestRefusedError,
     SlotzeroError,
 )
+from slotzero.server.broadcast import Broadcast
 from slotzero.server.heartbeat import INTERVAL, Patience, Vigil
 from slotzero.server.messages import (
     MAX_FRAME,
     Add,
     Beat,
     Cancel,
+    EngineReady,
     Failed,
     Frames,
     FromEngine,
     Loading,
     Progress,
-    Ready,
     Refused,
     Stats,
     TokenDelta,
     frame,
 )
-from slotzero.server.pulse import Broadcast
 from slotzero.server.share import WHOLE, Share
 from slotzero.server.stream import Mail, Stream
 
 State = Literal["loading", "ready", "unresponsive", "restarting", "failed", "stopped"]
 
 FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits twice as long
-PATIENCE = 5.0  # seconds that the process has to end once its socket is closed
+PATIENCE = 5.0  # seconds for the process to exit once its socket is closed
 _READ = 1 << 18
 _log = logging.getLogger("slotzero.server")
 
 
 class Process(Protocol):
-    """An engine's, wherever it runs."""
+    """An engine's process, local or on another machine."""
 
     @property
     def pid(self) -> int | None: ...
@@ -69,19 +69,19 @@ class Process(Protocol):
 
 
 Launch = Callable[[Mapping[str, Any], Share], Awaitable[tuple[Process, socket.socket]]]
-"""Starts an engine's process; -> it, and our end of its socket. Raises ConfigError where that is
-hopeless, RankLostError where the next one may live."""
+"""Starts an engine's process, and returns it with this side's end of its socket. Raises ConfigError
+if a retry is useless, RankLostError if a retry may succeed."""
 
 
 async def launch_here(settings: Mapping[str, Any], share: Share) -> tuple[Process, socket.socket]:
-    ours, theirs = socket.socketpair()
+    local, remote = socket.socketpair()
     try:
-        return await _spawn(theirs, settings, share), ours
+        return await _spawn(remote, settings, share), local
     except BaseException:
-        ours.close()
+        local.close()
         raise
     finally:
-        theirs.close()
+        remote.close()
 
 
 @dataclass
@@ -106,8 +106,9 @@ class EngineClient:
         patience: Patience | None = None,
         launch: Launch = launch_here,
     ) -> None:
-        """`settings` are fields of EngineConfig. At most `restarts` within so many seconds. `pulse`
-        is that of others, for whoever waits for any of them."""
+        """`settings` are fields of EngineConfig. The process is restarted at most `restarts` times
+        within `restart_window` seconds. `pulse` may be shared with other clients, to wait for a
+        change in any of them."""
         self.settings = dict(settings)
         self.name = name
         self.share = share
@@ -116,16 +117,16 @@ class EngineClient:
         self.patience = patience or Patience()
         self.state: State = "stopped"
         self.failure = ""
-        """Why it is unresponsive, is started again, or will not be; else empty."""
+        """Why the engine is unresponsive, restarting or failed; else empty."""
         self.progress: Loading | None = None
-        """How far the process is that loads; None before it says so, and once it is ready."""
+        """Progress of loading; None before the first report, and once the engine is ready."""
         self.exit_code = 0
-        """What `failed` means for a command that waits for the engine."""
+        """Exit code for a command that waits for the engine, if its state is "failed"."""
         self.info: Mapping[str, Any] = {}
         self.stats: Stats | None = None
         self.pid: int | None = None
         self.generation = 0
-        """How many processes were replaced by another; the counts in Stats begin again in each."""
+        """Number of processes that were replaced; the counters in Stats restart in each."""
         self.is_draining = False
         self._launch = launch
         self._keeper: asyncio.Task[None] | None = None
@@ -133,28 +134,28 @@ class EngineClient:
         self._pulse = pulse or Broadcast()
         self._last_words: Failed | None = None
         self._vigil = Vigil(self.patience)
-        self._given_up = ""  # why we killed the process
-        # On the wire a request has a number of ours, never used twice: what an engine still says
-        # about one that was cancelled cannot reach another of the same id.
+        self._given_up = ""  # why this client killed the process
+        # On the wire a request has a number that is never reused: a late message about a cancelled
+        # request cannot reach another request with the same id.
         self._numbers = itertools.count()
         self._open: dict[str, _Open] = {}
-        self._num_waiting = 0  # of _open, those that have not started
+        self._num_waiting = 0  # requests in _open that have not started
 
     async def start(self) -> None:
         if self._keeper is not None:
-            raise RuntimeError(f"{self.name} was started already")
+            raise RuntimeError(f"{self.name} is already started")
         self.is_draining, self.info = False, {}
         self._enter("loading")
         self._keeper = asyncio.create_task(self._keep())
 
     @property
     def num_waiting(self) -> int:
-        """Submitted and without a first token."""
+        """Requests that are submitted and have no first token yet."""
         return self._num_waiting
 
     @property
     def num_open(self) -> int:
-        """Submitted and not at an end."""
+        """Requests that are submitted and not finished."""
         return len(self._open)
 
     async def ready(self, timeout: float | None = None) -> None:
@@ -168,7 +169,8 @@ class EngineClient:
             raise self._unavailable()
 
     def submit(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:
-        """Refuses at once (EngineUnavailableError); the stream raises the rest."""
+        """Submit a request. Raises EngineUnavailableError at once; the stream raises all other
+        errors."""
         if self.state != "ready" or self.is_draining or self._writer is None:
             raise self._unavailable()
         number = f"{next(self._numbers)}"
@@ -185,7 +187,7 @@ class EngineClient:
         return stream
 
     async def drain(self, grace: float) -> None:
-        """Takes no more requests; those still open after `grace` seconds end with an error."""
+        """Accept no more requests; those still open after `grace` seconds end with an error."""
         self.is_draining = True
         self._pulse.beat()
         try:
@@ -194,14 +196,17 @@ class EngineClient:
                     await self._pulse.wait()
         except TimeoutError:
             _log.warning(
-                "%d requests of %s did not end within %g s", len(self._open), self.name, grace
+                "%d requests in %s did not finish within %g s (--grace) and are cancelled",
+                len(self._open),
+                self.name,
+                grace,
             )
             for number in list(self._open):
                 self._send_cancel(number)
-                self._end(number, EngineUnavailableError("the server is stopping: ask again later"))
+                self._end(number, EngineUnavailableError("the server is stopping: try again later"))
 
     async def stop(self) -> None:
-        """The process is gone when this returns; what is still open ends with EngineDiedError."""
+        """Stop the process and wait for its exit. Open requests end with EngineDiedError."""
         if self.state != "failed":
             self.failure = ""
         self._enter("stopped")
@@ -212,7 +217,7 @@ class EngineClient:
         self._enter("stopped")
 
     async def subscribe(self) -> AsyncGenerator[Stats, None]:
-        """The newest Stats whenever there are some, until the engine has failed or is stopped."""
+        """Yield new Stats as they arrive, until the engine has failed or is stopped."""
         seen = None
         while self.state not in ("failed", "stopped"):
             if self.stats is not None and self.stats is not seen:
@@ -224,7 +229,7 @@ class EngineClient:
     # The process
 
     async def _keep(self) -> None:
-        """Runs the engine's process, again and again if need be."""
+        """Run the engine's process, and restart it when it dies."""
         deaths: deque[float] = deque()
         try:
             while not self.is_draining:
@@ -234,47 +239,47 @@ class EngineClient:
                 now = time.monotonic()
                 while deaths and deaths[0] < now - self.restart_window:
                     deaths.popleft()
-                words = self._last_words if code > 0 else None  # one that was killed said nothing
+                words = self._last_words if code > 0 else None  # a killed process reports nothing
                 why = self._given_up or (words.message if words else _ending(code))
                 if words and not self.info:
-                    return self._fail(why, code)  # it could not start, and said so: it never will
+                    return self._fail(why, code)  # it reported why it cannot start
                 if len(deaths) >= self.restarts:
                     times = f"{len(deaths) + 1} times in {self.restart_window:g} s"
                     return self._fail(f"{self.name}'s process ended {times}, last: {why}", code)
                 deaths.append(now)
-                _log.error("%s's process ended (%s) and is started again", self.name, why)
+                _log.error("%s's process ended (%s) and is restarted", self.name, why)
                 self.failure = why
                 self._enter("restarting")
                 await asyncio.sleep(FIRST_PAUSE * 2 ** (len(deaths) - 1))
                 self.generation += 1
             self._enter("stopped")
         except Exception as error:  # it could not even be spawned
-            _log.exception("%s's process is not looked after any more", self.name)
+            _log.exception("%s's process could not be started or supervised", self.name)
             self._fail(str(error), 1)
 
     async def _live(self) -> int:
-        """One life of the process; -> how it ended"""
+        """Start the process, serve until it ends, and return its exit code."""
         self._last_words = None
         self._given_up = ""
         self._vigil = Vigil(self.patience)
         try:
-            process, ours = await self._launch(self.settings, self.share)
+            process, end = await self._launch(self.settings, self.share)
         except ConfigError as error:
             self._last_words = Failed(type(error).__name__, str(error))
             return error.exit_code
-        except RankLostError as error:  # it was lost before it could say anything
+        except RankLostError as error:  # it was lost before its first message
             _log.error("%s: %s", self.name, error)
             return error.exit_code
         self.pid = process.pid
         try:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=end)
             watching = asyncio.create_task(self._watch(process))
             try:
                 await self._listen(reader)
             finally:
                 watching.cancel()
         finally:
-            self._mourn()  # which closes the socket: the process ends, if it has not
+            self._disconnect()  # closes the socket, which ends the process
             code = await _reap(process)
             self.pid = None
         return code
@@ -286,14 +291,14 @@ class EngineClient:
                 self._vigil.hear()
                 for message in frames.feed(data):
                     self._take(message)
-        except OSError:  # of another machine it may be that it does not answer any more
+        except OSError:  # another machine may have stopped responding
             pass
         except (msgspec.DecodeError, ValueError):
-            _log.exception("%s's process sent what is no message", self.name)
+            _log.exception("%s's process sent a malformed message", self.name)
 
     async def _watch(self, process: Process) -> None:
-        """Notices that a process hangs, and that it does not any more. One that loads may take as
-        long as it likes: it gets no requests."""
+        """Detect that a process hangs, and that it responds again. Loading has no time limit, as an
+        engine that loads gets no requests."""
         before = time.monotonic()
         while not self._given_up:
             await asyncio.sleep(INTERVAL)
@@ -306,17 +311,17 @@ class EngineClient:
                 self.failure = trouble
                 self._enter("unresponsive")
             elif self.state == "unresponsive" and not trouble:
-                _log.info("%s responds again", self.name)
+                _log.info("%s is responsive again", self.name)
                 self.failure = ""
                 self._enter("ready")
             elif self.state == "unresponsive" and self._vigil.is_hopeless:
                 seconds = self.patience.unresponsive
-                self._given_up = f"{trouble}; it was killed after {seconds:g} s more"
+                self._given_up = f"{trouble}; killed after another {seconds:g} s"
                 with suppress(ProcessLookupError):  # it has just ended
                     process.kill()
 
-    def _mourn(self) -> None:
-        """From here on nothing comes from this process."""
+    def _disconnect(self) -> None:
+        """End the connection to this process, and all requests in it."""
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = None
@@ -324,12 +329,14 @@ class EngineClient:
         if self.state in ("ready", "unresponsive"):
             self._enter("restarting")
         for number in list(self._open):
-            self._end(number, EngineDiedError("the engine's process ended with this request in it"))
+            self._end(
+                number, EngineDiedError("the engine's process died while it ran this request")
+            )
 
     def _fail(self, why: str, code: int) -> None:
         self.failure = why
         self.exit_code = code if code > 0 else 1
-        _log.error("%s is not available any more: %s", self.name, why)
+        _log.error("%s has failed and is not restarted: %s", self.name, why)
         self._enter("failed")
 
     def _enter(self, state: State) -> None:
@@ -338,7 +345,7 @@ class EngineClient:
 
     def _unavailable(self) -> EngineUnavailableError:
         if self.is_draining or self.state == "stopped":
-            return EngineUnavailableError("the server is stopping and takes no more requests")
+            return EngineUnavailableError("the server is stopping and accepts no more requests")
         if self.state == "failed":
             return EngineUnavailableError(self.failure, self.exit_code)
         return EngineUnavailableError(f"{self.name} is {self.state}: try again later")
@@ -348,7 +355,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Progress():
-                self._last_words = None  # it went on
+                self._last_words = None  # the engine survived the failed step
                 for grown in message.grown:
                     self._deliver(grown)
             case Refused():
@@ -361,7 +368,7 @@ class EngineClient:
             case Loading():
                 self.progress = message
                 self._pulse.beat()
-            case Ready():
+            case EngineReady():
                 self.info, self.failure, self.progress = message.info, "", None
                 _log.info("%s is ready", self.name)
                 self._enter("ready")
@@ -371,7 +378,7 @@ class EngineClient:
     def _deliver(self, grown: TokenDelta) -> None:
         request = self._open.get(grown.id)
         if request is None:
-            return  # cancelled, and the engine did not know it yet
+            return  # cancelled, but the engine had not noticed yet
         if not request.has_started:
             request.has_started = True
             self._num_waiting -= 1
@@ -401,7 +408,8 @@ class EngineClient:
 
 
 def _add_frame(number: str, prompt: list[int], params: Mapping[str, Any]) -> bytes:
-    """Whatever cannot cross is refused here: over there it would end the process."""
+    """Encode a request. Whatever cannot be encoded is refused here, as decoding it would end the
+    engine's process."""
     try:
         tokens = msgspec.convert(prompt, list[int])
         data = frame(Add(number, tokens, msgspec.convert(dict(params), dict[str, Any])))
@@ -409,7 +417,7 @@ def _add_frame(number: str, prompt: list[int], params: Mapping[str, Any]) -> byt
         raise RequestRefusedError("RequestError", f"{_culprit(params)}: {error}") from None
     if len(data) > MAX_FRAME:
         raise RequestRefusedError(
-            "RequestError", f"prompt: a request of {len(data)} bytes is too large"
+            "RequestError", f"prompt: the request has {len(data)} bytes, at most {MAX_FRAME}"
         )
     return data
 
@@ -424,15 +432,15 @@ def _culprit(params: Mapping[str, Any]) -> str:
 
 
 async def _spawn(
-    theirs: socket.socket, settings: Mapping[str, Any], share: Share
+    remote: socket.socket, settings: Mapping[str, Any], share: Share
 ) -> asyncio.subprocess.Process:
-    # -P and the path: it imports what we would, and nothing that lies where we happen to stand.
-    # A session of its own: Ctrl-C in our terminal is for us
+    # -P and PYTHONPATH: import the same modules as this process, and none from the current folder.
+    # A session of its own: Ctrl-C in the terminal goes to this process only.
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "slotzero.server.process"),
-        *(f"{theirs.fileno()}", json.dumps(settings, default=os.fspath), f"{share}"),
-        stdin=asyncio.subprocess.PIPE,  # by which it knows that we are there
-        pass_fds=[theirs.fileno()],
+        *(f"{remote.fileno()}", json.dumps(settings, default=os.fspath), f"{share}"),
+        stdin=asyncio.subprocess.PIPE,  # its end tells the process that this one has died
+        pass_fds=[remote.fileno()],
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import HTTP, error_body
 
-STATE = "slotzero_connection"  # of a scope's state
-MAX_BURST = 128  # connections accepted at once, before any of them is looked at
+STATE = "slotzero_connection"  # key in a scope's state
+MAX_BURST = 128  # connections accepted at once, before any of them is counted
 _RESERVED_FILES = 40  # engines, pipes, files of the page, and what libraries open
 _BODY = json.dumps(error_body(HTTP[408], "the head of the request did not arrive in time")).encode()
 _TOO_SLOW = (
@@ -34,8 +34,8 @@ _log = logging.getLogger("slotzero.server.connections")
 
 
 def default_limits() -> tuple[int, int]:
-    """How many connections the limit of open files allows (`ulimit -n`), and how many at once may
-    be accepted beyond that: asyncio accepts a burst before the first of it can be counted."""
+    """Return how many connections the limit of open files (`ulimit -n`) allows, and how many more
+    may be accepted at once: asyncio accepts a burst before its first connection is counted."""
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files == resource.RLIM_INFINITY:
         num_files = 1 << 20
@@ -63,7 +63,7 @@ class Tracked:
 
 
 class Connections:
-    """All that are open."""
+    """All open connections."""
 
     def __init__(self, limit: int, settings: ServerSettings) -> None:
         self.limit = limit
@@ -78,15 +78,15 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """Whether more connections serve a request than may."""
+        """Whether too many connections serve a request."""
         return len(self._busy) > self.limit - max(1, self.limit // 8)
 
     def protocol(self, make_inner: Callable[..., asyncio.Protocol]) -> Callable[..., "Connection"]:
-        """A protocol class for uvicorn, around one of uvicorn's."""
+        """Return a protocol class for uvicorn that wraps one of uvicorn's."""
 
-        def make(*, app_state: Mapping[str, Any], **given: Any) -> Connection:
+        def make(*, app_state: Mapping[str, Any], **options: Any) -> Connection:
             connection = Connection(self)
-            connection.inner = make_inner(app_state={**app_state, STATE: connection}, **given)
+            connection.inner = make_inner(app_state={**app_state, STATE: connection}, **options)
             return connection
 
         return make
@@ -97,16 +97,20 @@ class Connections:
     def opened(self, connection: "Connection") -> None:
         self._idle[connection] = None
         if self.num_open > self.limit:
-            _log.warning("%d connections are open: the longest idle one is closed", self.limit)
+            _log.warning(
+                "%d connections are open, the limit: closing the one that is idle longest "
+                "(raise --max-connections or ulimit -n)",
+                self.limit,
+            )
             next(iter(self._idle)).abort()
 
     def began(self, connection: "Connection") -> None:
-        """It serves a request."""
+        """Note that a connection serves a request."""
         self.closed(connection)
         self._busy.add(connection)
 
     def ended(self, connection: "Connection") -> None:
-        """It serves none any more."""
+        """Note that a connection no longer serves a request."""
         if connection in self._busy:
             self._busy.discard(connection)
             self._idle[connection] = None
@@ -129,13 +133,13 @@ class Connection(asyncio.Protocol):
     # The application
 
     def begin(self) -> None:
-        """The head of a request has been read."""
+        """Note that the head of a request has been read."""
         self._num_requests += 1
         self._set_timer(None)
         self._connections.began(self)
 
     def end(self) -> None:
-        """The answer to one request was sent; the connection is idle if it serves no other."""
+        """Note that the answer to one request was sent; without others the connection is idle."""
         self._num_requests -= 1
         if self._num_requests > 0:
             return

@@ -1,4 +1,4 @@
-"""Messages and tools as clients send them. What they become in a prompt is tools.py's to know."""
+"""Messages and tools as clients send them. tools.py knows how they are written into a prompt."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class RequestModel(BaseModel):
-    """No conversions, and no fields that are not here."""
+    """Base of all request models: no type conversions, and no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -41,7 +41,7 @@ class ToolCall(RequestModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # some clients send a streamed call back as it came
+    index: int | None = None  # some clients send a streamed call back unchanged
 
 
 class TextPart(RequestModel):
@@ -55,12 +55,12 @@ class Message(RequestModel):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # what our own answers hold, so that they can be sent back as they are
+    # fields of this server's answers, so that clients can send them back unchanged
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    # what clients of several providers add to them, where it holds nothing
+    # fields that multi-provider clients add, if they are empty
     reasoning: None = None
     reasoning_content: None = None
     provider_specific_fields: dict[str, None] | None = None  # litellm's

@@ -1,7 +1,7 @@
-"""Server-sent events, and noticing that nobody listens any more.
+"""Server-sent events, and detecting that a client has disconnected.
 
-It does not know what is sent. The rule: when the client goes away, the work for it is cancelled,
-whether it is streamed to or waits for one whole reply.
+This module does not know what is sent. The rule: when the client disconnects, its work is
+cancelled, whether it is streamed or waits for one whole reply.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`close` is called at the end, even if the events were never begun with."""
+        """`close` is called at the end, even if no event was read."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -55,7 +55,7 @@ class EventStream(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Does the work, and cancels it if the client goes away; then ClientGone."""
+    """Do the work; if the client disconnects, cancel it and raise ClientGone."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(receive))
     try:

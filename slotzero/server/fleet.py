@@ -1,16 +1,16 @@
-"""Engines side by side, as the rest of the server sees them: one that is as ready as its best.
+"""Several engines that serve in parallel, as one client whose state is that of the best engine.
 
-Each is an EngineClient with a process of its own, knows nothing of the others, and is restarted by
-itself; router.py says which of them a request goes to. One alone is a fleet too.
+Each is an EngineClient with its own process, knows nothing of the others, and restarts by itself;
+engine/router.py chooses the engine of a request. A single engine is a fleet too.
 
-The rules: a request whose engine died before it said anything is sent once more, to any that is
-ready, or the first that will be; once, so that one that kills engines does not kill them all. One
-that has begun ends with EngineDiedError, since nobody could take its answer up. And an engine that
-is given up stays out, while the others serve on.
+The rules: a request whose engine died before its first token is sent once more, to any engine that
+is ready or to the first that becomes ready; only once, so that a request that kills engines does
+not kill all. A request that has begun ends with EngineDiedError, since no other engine can continue
+its answer. An engine that has failed for good stays out while the others keep serving.
 
-A request without a seed is given one here, not by its engine: engines that draw from one seed would
-draw the same numbers. So seeds are independent across engines and their restarts, and with --seed
-the n-th request has the same seed in every run, whichever engine it goes to.
+A request without a seed gets one here, not from its engine: engines with the same seed would draw
+the same numbers. So seeds are independent across engines and restarts, and with --seed the n-th
+request has the same seed in every run, whichever engine it goes to.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from typing import Any
 
 from slotzero.engine.router import Load, Router
 from slotzero.errors import EngineDiedError, OverloadedError
+from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
 from slotzero.server.heartbeat import Patience
 from slotzero.server.messages import Loading, Stats, TokenDelta
-from slotzero.server.pulse import Broadcast
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
-from slotzero.server.tally import tally
+from slotzero.server.sum_stats import sum_stats
 
 MAX_MOVES = 1
-PAUSE = 0.5  # seconds before a move: engines that die of one cause are not noticed all at once
+PAUSE = 0.5  # seconds before a move: engines that die of one cause do not die at the same instant
 _BEST_FIRST: tuple[State, ...] = (
     "ready", "restarting", "loading", "unresponsive", "stopped", "failed",
 )  # fmt: skip
@@ -47,12 +47,13 @@ class Fleet:
         patience: Patience | None = None,
         launch: Launch = launch_here,
     ) -> None:
-        """`settings` are fields of EngineConfig, the same for each; restarts are of each too."""
+        """`settings` are fields of EngineConfig, the same for each engine. `restarts` and
+        `restart_window` apply to each engine separately."""
         self.settings = dict(settings)
         self.max_waiting = max_waiting
         self.pulse = Broadcast()
         self.num_moving = 0
-        """Requests that no engine has, and that wait for one."""
+        """Requests that wait to be sent to another engine."""
         self.replicas = tuple(
             EngineClient(
                 settings,
@@ -84,17 +85,17 @@ class Fleet:
 
     @property
     def failure(self) -> str:
-        """Why none is ready; else empty."""
+        """Why no engine is ready; empty if one is."""
         return self._best.failure
 
     @property
     def progress(self) -> Loading | None:
-        """How far the best is, while it loads."""
+        """Progress of the best engine while it loads."""
         return self._best.progress
 
     @property
     def exit_code(self) -> int:
-        """Of the first, once all have failed; else 0."""
+        """Exit code of the first engine once all have failed; else 0."""
         return min(replica.exit_code for replica in self.replicas) and self.replicas[0].exit_code
 
     @property
@@ -103,8 +104,8 @@ class Fleet:
 
     @property
     def stats(self) -> Stats | None:
-        """Of all together."""
-        return tally([replica.stats for replica in self.replicas if replica.stats is not None])
+        """Sum of all engines' statistics."""
+        return sum_stats([replica.stats for replica in self.replicas if replica.stats is not None])
 
     @property
     def is_draining(self) -> bool:
@@ -116,59 +117,63 @@ class Fleet:
 
     @property
     def num_waiting(self) -> int:
-        """Submitted and without a first token."""
+        """Requests that are submitted and have no first token yet."""
         return self.num_moving + sum(replica.num_waiting for replica in self.replicas)
 
     def admit(self) -> None:
-        """Before whoever comes submits anything: one that asks for many answers comes once."""
+        """Refuse an HTTP request if too many wait. Called once for all its answers."""
         if self.num_ready and not self.is_draining and self.num_waiting >= self.max_waiting:
-            raise OverloadedError(f"{self.num_waiting} requests wait already: try again later")
+            raise OverloadedError(
+                f"{self.num_waiting} requests are waiting already: try again later"
+            )
 
     def submit(
         self, request_id: str, prompt: list[int], params: Mapping[str, Any]
     ) -> "RoutedRequest":
-        """Refuses at once (EngineUnavailableError); the errand raises the rest."""
+        """Submit a request. Raises EngineUnavailableError at once; reading the request raises all
+        other errors."""
         if params.get("seed") is not None:
             return RoutedRequest(self, request_id, prompt, params)
-        errand = RoutedRequest(self, request_id, prompt, {**params, "seed": self._next_seed})
-        self._next_seed = self._seeds.getrandbits(63)  # only now: a refused request uses none
-        return errand
+        routed = RoutedRequest(self, request_id, prompt, {**params, "seed": self._next_seed})
+        self._next_seed = self._seeds.getrandbits(63)  # only now: a refused request uses no seed
+        return routed
 
     def send(self, request_id: str, prompt: list[int], params: Mapping[str, Any]) -> Stream:
-        """To one that is ready; where none is, the best says why not."""
+        """Send a request to an engine that is ready; if none is, the best one raises why."""
         loads = {i: _load(r) for i, r in enumerate(self.replicas) if r.state == "ready"}
         replica = self.replicas[self._router.choose(prompt, loads)] if loads else self._best
         return replica.submit(request_id, prompt, params)
 
     async def drain(self, grace: float) -> None:
-        """Takes no more requests; those still open after `grace` seconds end with an error."""
+        """Accept no more requests; those still open after `grace` seconds end with an error."""
         async with asyncio.TaskGroup() as tasks:
             for replica in self.replicas:
                 tasks.create_task(replica.drain(grace))
 
     async def stop(self) -> None:
-        """All processes are gone when this returns."""
+        """Stop all processes and wait for their exit."""
         async with asyncio.TaskGroup() as tasks:
             for replica in self.replicas:
                 tasks.create_task(replica.stop())
 
 
 class RoutedRequest(AsyncIterator[TokenDelta]):
-    """One request, wherever it runs. Whoever stops reading cancels it, as with a Stream."""
+    """One request, whichever engine runs it. As with a Stream, it is cancelled if its reader
+    stops."""
 
     def __init__(
         self, fleet: Fleet, request_id: str, prompt: list[int], params: Mapping[str, Any]
     ) -> None:
         self._fleet = fleet
-        self._asked = request_id, prompt, params
-        self._stream = fleet.send(*self._asked)
-        self._moves_left = MAX_MOVES  # 0 too once it has begun
+        self._arguments = request_id, prompt, params
+        self._stream = fleet.send(*self._arguments)
+        self._moves_left = MAX_MOVES  # 0 once it has begun
         self._is_closed = False
 
     async def __anext__(self) -> TokenDelta:
         while True:
             try:
-                grown = await anext(self._stream)
+                delta = await anext(self._stream)
             except EngineDiedError as died:
                 if not self._moves_left:
                     raise
@@ -176,11 +181,11 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
                 await self._move(died)
             else:
                 self._moves_left = 0
-                return grown
+                return delta
 
     async def aclose(self) -> None:
         self._is_closed = True
-        self._fleet.pulse.beat()  # for another task that waits here
+        self._fleet.pulse.beat()  # wakes another task that waits here
         await self._stream.aclose()
 
     async def _move(self, died: EngineDiedError) -> None:
@@ -195,13 +200,13 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
         finally:
             fleet.num_moving -= 1
         if self._is_closed:
-            return  # the old stream is at its end
+            return  # the old stream has ended
         if fleet.is_draining:
             raise died
-        self._stream = fleet.send(*self._asked)
+        self._stream = fleet.send(*self._arguments)
 
 
 def _load(replica: EngineClient) -> Load:
     waiting = replica.num_waiting
-    slots = replica.info["limits"]["max_num_seqs"] * replica.info["lanes"]
+    slots = replica.info["limits"]["max_num_seqs"] * replica.info["num_schedulers"]
     return Load(replica.generation, replica.num_open - waiting, waiting, slots)

@@ -1,9 +1,9 @@
-"""What every request passes first: a request id, whether there is room, the key, the size and the
-time of its body; then one log line.
+"""Middleware for every request: request id, connection limit, API key, body size and timeout, and
+one log line.
 
-It is plain ASGI and knows no routes. The rules: a client's id is repeated only if it cannot be
-mistaken for anything else; keys are compared in constant time; nothing that a user wrote is logged;
-whatever goes wrong behind it is answered in OpenAI's shape, and its traceback is logged.
+It is plain ASGI and knows no routes. The rules: a client's request id is used only if it is
+harmless in logs and headers; keys are compared in constant time; nothing that a user wrote is
+logged; an unexpected error is answered in OpenAI's shape, and its traceback is logged.
 """
 
 import asyncio
@@ -24,14 +24,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slotzero.server.connections import Connections
 from slotzero.server.events import ClientGone
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, Status, error_body
+from slotzero.server.status import BUG, HTTP, RETRY_SECONDS, HttpStatus, error_body
 
 log = logging.getLogger("slotzero.server")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-OPEN_PATHS = ("/", "/favicon.ico", "/health")  # they tell nothing, and probes and pages have no key
-WATCHED_PATHS = ("/health", "/metrics")  # answered however many connections there are
-CLIENT_GONE = 499  # as nginx logs it; nobody receives it
-MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that its sender sees why
+OPEN_PATHS = (
+    "/",
+    "/favicon.ico",
+    "/health",
+)  # public; probes send no key
+WATCHED_PATHS = ("/health", "/metrics")  # answered even at the connection limit
+CLIENT_GONE = 499  # as nginx logs it; never sent
+MAX_DISCARD = 64 << 20  # a refused body is read up to here, so that the client reads the reply
 
 
 class GateMiddleware:
@@ -43,8 +47,8 @@ class GateMiddleware:
         connections: Connections,
         is_closing: Callable[[], bool],
     ) -> None:
-        """`refused` is told the status of what does not pass. While `is_closing`, clients are asked
-        to close their connections."""
+        """`refused` is called with the status of every refused request. While `is_closing`, clients
+        are asked to close their connections."""
         self._app = app
         self._refused = refused
         self._connections = connections
@@ -62,12 +66,12 @@ class GateMiddleware:
             await self._pass(scope, self._in_time(receive), passage)
         except ClientGone:
             passage.status = CLIENT_GONE
-        except HTTPException as error:  # the body of what is refused anyway did not come
+        except HTTPException as error:  # the body of a refused request did not arrive
             await passage.refuse(HTTP[error.status_code], error.detail, error.headers)
         except Exception:
-            log.exception("%s failed", passage.request_id)
+            log.exception("request %s failed", passage.request_id)
             if passage.status == 0:
-                await passage.refuse(BUG, "the server failed; its log says where")
+                await passage.refuse(BUG, "internal error; the server's log has the details")
         finally:
             passage.log()
 
@@ -75,7 +79,7 @@ class GateMiddleware:
         headers = Headers(scope=scope)
         if self._connections.is_full and scope["path"] not in WATCHED_PATHS:
             await _discard(receive, self._max_bytes)
-            full = f"{self._connections.limit} connections are open: try again later"
+            full = f"all {self._connections.limit} connections are in use: try again later"
             closing = {"Retry-After": str(RETRY_SECONDS), "Connection": "close"}
             await passage.refuse(HTTP[503], full, closing)
             return
@@ -92,21 +96,22 @@ class GateMiddleware:
 
     @property
     def _too_large(self) -> str:
-        return f"the request's body is larger than {self._max_bytes} bytes"
+        return f"the request body is larger than {self._max_bytes} bytes"
 
     def _locked(self, headers: Headers) -> str | None:
-        """-> why this request may not pass"""
+        """Return why the API key is not accepted, or None."""
         if not self._keys:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             return "no API key: send the header Authorization: Bearer KEY"
         digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # all, always
-        return None if any(matches) else "this API key is wrong"
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]  # always all of them
+        return None if any(matches) else "invalid API key"
 
     def _in_time(self, receive: Receive) -> Receive:
-        """Until the whole body is there; what is received after that is only the end."""
+        """Limit the time until the whole body has arrived; after that only the disconnect can
+        follow."""
         until: float | None = time.monotonic() + self._receive_timeout
 
         async def in_time() -> Message:
@@ -116,7 +121,7 @@ class GateMiddleware:
                 async with asyncio.timeout(left):
                     message = await receive()
             except TimeoutError:
-                why = f"the body of the request did not arrive in {self._receive_timeout:g} s"
+                why = f"the request body did not arrive within {self._receive_timeout:g} s"
                 raise HTTPException(408, why, {"Connection": "close"}) from None
             if not message.get("more_body"):
                 until = None
@@ -141,7 +146,7 @@ class GateMiddleware:
 
 
 class RequestScope:
-    """One request on its way through."""
+    """One request in the middleware: its id, its status and its log line."""
 
     def __init__(
         self,
@@ -152,8 +157,8 @@ class RequestScope:
     ) -> None:
         self._refused = refused
         self._is_closing = is_closing
-        given = Headers(scope=scope).get("x-request-id", "")
-        self.request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        sent_id = Headers(scope=scope).get("x-request-id", "")
+        self.request_id = sent_id if REQUEST_ID.fullmatch(sent_id) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self.request_id
         self.status = 0
         self._what = (
@@ -172,7 +177,7 @@ class RequestScope:
         await self._send(message)
 
     async def refuse(
-        self, status: Status, message: str, headers: Mapping[str, str] | None = None
+        self, status: HttpStatus, message: str, headers: Mapping[str, str] | None = None
     ) -> None:
         self._refused(status.code)
         body = json_bytes(error_body(status, message))
@@ -187,7 +192,7 @@ class RequestScope:
 
 
 def json_bytes(body: Any) -> bytes:
-    """In ASCII: a message may quote what is no valid Unicode."""
+    """Encode as ASCII JSON, since a message may quote invalid Unicode."""
     return json.dumps(body).encode()
 
 
@@ -201,5 +206,5 @@ async def _discard(receive: Receive, max_bytes: int) -> None:
 
 
 def _digest(key: str) -> bytes:
-    """Of one length, whatever the key's; latin-1 is how HTTP headers are decoded."""
+    """Return a digest of fixed length; HTTP headers are decoded as latin-1."""
     return hashlib.sha256(key.encode("latin-1", "replace")).digest()

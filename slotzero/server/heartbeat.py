@@ -20,7 +20,7 @@ INTERVAL = 1.0  # seconds between two heartbeats, and between two looks at them
 
 
 class Heart:
-    """The engine's side."""
+    """The engine's side: sends heartbeats."""
 
     def __init__(self, send: Callable[[Beat], None]) -> None:
         """`send` is called in a thread."""
@@ -31,7 +31,7 @@ class Heart:
         threading.Thread(target=self._run, daemon=True).start()
 
     def turned(self) -> None:
-        """The loop begins a turn; the first call ends the time of loading."""
+        """Note that the loop begins a turn; the first call ends loading."""
         self._turned_at = time.monotonic()
 
     def _run(self) -> None:
@@ -41,19 +41,19 @@ class Heart:
                 self._send(Beat(0.0 if since is None else time.monotonic() - since))
                 time.sleep(INTERVAL)
         except OSError:
-            pass  # nobody listens any more, and the process ends
+            pass  # the server is gone, and this process ends
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Limits in seconds; 0 is no limit."""
+    """Time limits in seconds; 0 means no limit."""
 
     heartbeat: float = 30.0
-    """Without any sign of life."""
+    """Time without any message."""
     step: float = 300.0
-    """In one turn of the engine's loop."""
+    """Time in one turn of the engine's loop."""
     unresponsive: float = 60.0
-    """After one of these was exceeded, until the process is given up."""
+    """Time after one of these limits was exceeded until the process is killed."""
 
 
 class Vigil:
@@ -70,16 +70,16 @@ class Vigil:
         self._busy = beat.busy
 
     def pass_time(self, seconds: float) -> None:
-        """At most two intervals: what is longer, we were not there to see."""
+        """Add elapsed time, at most two intervals: in a longer gap this process did not run."""
         seconds = min(seconds, 2 * INTERVAL)
         self._silent += seconds
         self._unresponsive = self._unresponsive + seconds if self.trouble else 0.0
 
     @property
     def trouble(self) -> str:
-        """Why the engine is unresponsive; empty if it is not."""
+        """Why the engine is unresponsive; empty if it responds."""
         if 0 < self._patience.heartbeat <= self._silent:
-            return f"no sign of life for {self._patience.heartbeat:g} s"
+            return f"no heartbeat for {self._patience.heartbeat:g} s"
         if 0 < self._patience.step <= self._busy:
             return f"one step has taken more than {self._patience.step:g} s"
         return ""

@@ -1,7 +1,7 @@
 """Log probabilities in OpenAI's two shapes: a list of objects for chats, parallel lists for
 completions.
 
-The rule: JSON knows no infinity, so what cannot be chosen has OpenAI's -9999.
+The rule: JSON has no infinity, so a token that cannot be chosen has OpenAI's -9999.
 """
 
 import math
@@ -39,7 +39,7 @@ def _chat_row(tokenizer: Tokenizer, row: TokenRow, num_top: int) -> TokenLogprob
 
 
 def _top_texts(tokenizer: Tokenizer, row: TokenRow, num_top: int) -> dict[str, float]:
-    """The most likely ones, and the chosen one if it is none of them."""
+    """Return the most likely tokens, and the chosen one if it is not among them."""
     top = {_text(tokenizer, token): _finite(value) for token, value in _top(row, num_top)}
     return top | {_text(tokenizer, row.token): _finite(row.values.chosen)}
 
@@ -50,7 +50,7 @@ def _top(row: TokenRow, num_top: int) -> list[tuple[int, float]]:
 
 def _entry(tokenizer: Tokenizer, token: int, value: float) -> TopLogprob:
     text = _text(tokenizer, token)
-    spelled = None if _HALF in text else list(text.encode())  # half a character has no text
+    spelled = None if _HALF in text else list(text.encode())  # part of a character has no text
     return TopLogprob(token=text, logprob=_finite(value), bytes=spelled)
 
 

@@ -1,6 +1,6 @@
-"""What crosses between the HTTP process and the engine's: msgpack, one frame a message, no pickle.
+"""Messages between the HTTP process and the engine's: msgpack, one frame per message, no pickle.
 
-Tokens cross, not text: the engine's process neither tokenises nor knows stop strings.
+They contain tokens, not text: the engine's process neither tokenises nor knows stop strings.
 """
 
 import struct
@@ -17,11 +17,11 @@ class Add(Struct, tag="add", array_like=True, frozen=True):
     id: str
     prompt: list[int]
     params: dict[str, Any]
-    """Fields of SamplingParams, those that were given; never n, stop or detokenize."""
+    """The fields of SamplingParams that were set; never n, stop or detokenize."""
 
 
 class Cancel(Struct, tag="cancel", array_like=True, frozen=True):
-    """Of an id that is unknown or done, nothing happens."""
+    """Cancels a request; ignored if its id is unknown or finished."""
 
     id: str
 
@@ -36,11 +36,12 @@ class TokenLogprobs(Struct, array_like=True, frozen=True):
 
 
 class TokenDelta(Struct, array_like=True, frozen=True):
-    """What one request gained in a step; the last one has a finish_reason, or a Refused follows."""
+    """New tokens of one request in a step; the last delta has a finish_reason, or a Refused
+    follows."""
 
     id: str
     token_ids: list[int]
-    logprobs: list[TokenLogprobs]  # one a token, or none at all
+    logprobs: list[TokenLogprobs]  # one per token, or empty
     num_cached: int  # tokens of the prompt that were found in the prefix cache
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -53,26 +54,26 @@ class Progress(Struct, tag="progress", array_like=True, frozen=True):
 
 
 class Refused(Struct, tag="refused", array_like=True, frozen=True):
-    """A request that the engine will not run, or not to its end."""
+    """A request that the engine refuses or aborts."""
 
     id: str
-    error: str  # the class, in errors.py
+    error: str  # name of the class in errors.py
     message: str
 
 
-class Ready(Struct, tag="ready", array_like=True, frozen=True):
-    """Loaded and recorded; from here on requests are run."""
+class EngineReady(Struct, tag="ready", array_like=True, frozen=True):
+    """The engine has loaded and recorded, and now runs requests."""
 
     info: dict[str, Any]
     """limits, eos_token_ids, vocab_size, sizes (by runner: key, backend, seconds, bytes, failure),
     load_seconds, recording_seconds, versions, sanitize."""
 
 
-class Speculation(Struct, frozen=True):
-    """Of speculative decoding; counters only grow."""
+class SpeculationReport(Struct, frozen=True):
+    """Statistics of speculative decoding; counters only grow."""
 
-    width: int  # tokens of a row of the last step; 1: no drafts
-    drafts: int  # rows of steps that had some
+    width: int  # tokens per row in the last step; 1: no drafts
+    drafts: int  # rows with drafts
     draft_tokens: int
     accepted_tokens: int
     accepted_per_pos: list[int]
@@ -80,7 +81,7 @@ class Speculation(Struct, frozen=True):
 
 
 class Stats(Struct, tag="stats", array_like=True, frozen=True):
-    """The engine a moment ago; counters only grow."""
+    """Recent statistics of the engine; counters only grow."""
 
     running: int
     waiting: int
@@ -98,34 +99,34 @@ class Stats(Struct, tag="stats", array_like=True, frozen=True):
     eager: dict[str, int]  # by reason
     real_tokens: dict[str, int]  # by runner
     padded_tokens: dict[str, int]
-    failed_sizes: dict[str, str]  # key: why it runs eagerly
+    failed_sizes: dict[str, str]  # by key: why it runs eagerly
     steps_watched: int
     violations: int
-    speculation: Speculation | None = None  # None: it is off
+    speculation: SpeculationReport | None = None  # None: speculation is off
 
 
 class Loading(Struct, tag="loading", array_like=True, frozen=True):
-    """How far the engine is before it is ready."""
+    """Progress of an engine that is not ready yet."""
 
     stage: str  # "kernels", "weights" or "recording"
-    done: int  # parameters of weights, sizes of recording
-    total: int  # 0: not known
+    done: int  # parameters (weights) or sizes (recording)
+    total: int  # 0: unknown
 
 
 class Beat(Struct, tag="beat", array_like=True, frozen=True):
-    """The engine's process is alive."""
+    """Heartbeat of the engine's process."""
 
-    busy: float  # seconds since its loop began a turn; 0 while it loads
+    busy: float  # seconds since the loop began its current turn; 0 while loading
 
 
 class Failed(Struct, tag="failed", array_like=True, frozen=True):
-    """The engine cannot start, or a step failed and took the running requests with it."""
+    """The engine cannot start, or a step failed and ended the running requests."""
 
     error: str
     message: str
 
 
-FromEngine = Progress | Refused | Ready | Stats | Failed | Loading | Beat
+FromEngine = Progress | Refused | EngineReady | Stats | Failed | Loading | Beat
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

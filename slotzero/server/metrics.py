@@ -1,10 +1,11 @@
-"""What the server tells those who watch it: Prometheus, and the page at `/`.
+"""Metrics for Prometheus and for the page at `/`.
 
-METRICS is the one table: what is exported, docs/metrics.md and the tests are made from it. Names
-are vLLM's where it has one. What happens over HTTP is told to `Metrics`; what the engine does is
-read from its last report when somebody asks. It knows no routes and sends nothing.
+METRICS is the one table: the exported metrics, docs/metrics.md and the tests are made from it.
+Names are vLLM's where vLLM has the metric. `Metrics` is called for every HTTP event; the engine's
+numbers are read from its latest report on each scrape. This module knows no routes and sends
+nothing.
 
-Rule: a counter never falls, though the engine's process may be replaced by one that counts from 0.
+The rule: a counter never falls, although a restarted engine process counts from 0.
 
     python -m slotzero.server.metrics > docs/metrics.md
 """
@@ -26,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from slotzero.server.messages import Speculation, Stats
+from slotzero.server.messages import SpeculationReport, Stats
 
 
 class Metric(NamedTuple):
@@ -40,25 +41,31 @@ METRICS = (
     Metric("slotzero_num_requests_running", "gauge", ("engine",), "Requests that hold a slot."),
     Metric(
         "slotzero_num_requests_waiting", "gauge", ("engine",),
-        "Requests that wait for a slot or pages.",
+        "Requests that wait for a slot or KV pages.",
     ),
     Metric(
         "slotzero_time_to_first_token_seconds", "histogram", (),
-        "From a request's arrival to its first token.",
+        "Time from a request's arrival to its first token.",
     ),
     Metric(
         "slotzero_time_per_output_token_seconds", "histogram", (),
-        "Between one token of an answer and the next.",
+        "Time between two consecutive tokens of an answer.",
     ),
     Metric(
         "slotzero_e2e_request_latency_seconds", "histogram", (),
-        "From a request's arrival to its last token.",
+        "Time from a request's arrival to its last token.",
     ),
-    Metric("slotzero_request_prompt_tokens", "histogram", (), "Tokens of a finished prompt."),
-    Metric("slotzero_request_generation_tokens", "histogram", (), "Tokens of a finished answer."),
+    Metric(
+        "slotzero_request_prompt_tokens", "histogram", (), "Prompt tokens per finished request."
+    ),
+    Metric(
+        "slotzero_request_generation_tokens", "histogram", (),
+        "Generated tokens per finished request.",
+    ),
     Metric(
         "slotzero_kv_cache_usage_perc", "gauge", ("engine",),
-        "Share of KV pages that requests hold, 0 to 1; what only the prefix cache holds is free.",
+        "Fraction of KV pages that requests hold, 0 to 1; pages that only the prefix cache holds"
+        " count as free.",
     ),
     Metric(
         "slotzero_prefix_cache_queries_total", "counter", ("engine",),
@@ -70,64 +77,64 @@ METRICS = (
     ),
     Metric(
         "slotzero_num_preemptions_total", "counter", ("engine",),
-        "Requests that lost their slot and pages to an older one, and are computed again.",
+        "Preemptions: a request lost its slot and pages to an older one and is recomputed later.",
     ),
-    Metric("slotzero_prompt_tokens_total", "counter", ("engine",), "Prompt tokens taken in."),
+    Metric("slotzero_prompt_tokens_total", "counter", ("engine",), "Prompt tokens processed."),
     Metric("slotzero_generation_tokens_total", "counter", ("engine",), "Tokens generated."),
     Metric(
         "slotzero_request_success_total", "counter", ("finished_reason",),
-        "Requests that ended, by how: stop, length or abort.",
+        "Finished requests by finish reason: stop, length or abort.",
     ),
     Metric(
         "slotzero_spec_decode_num_drafts_total", "counter", ("engine",),
-        "Rows of steps that had drafts to verify.",
+        "Batch rows with drafts to verify.",
     ),
     Metric(
         "slotzero_spec_decode_num_draft_tokens_total", "counter", ("engine",),
-        "Tokens that were drafted and verified.",
+        "Draft tokens that were verified.",
     ),
     Metric(
         "slotzero_spec_decode_num_accepted_tokens_total", "counter", ("engine",),
-        "Drafted tokens that were accepted.",
+        "Draft tokens that were accepted.",
     ),
     Metric(
         "slotzero_spec_decode_num_accepted_tokens_per_pos_total", "counter", ("engine", "position"),
-        "Drafted tokens that were accepted, by their position in the draft, from 0.",
+        "Draft tokens that were accepted, by position in the draft, from 0.",
     ),
-    Metric("slotzero_requests_total", "counter", (), "Requests over HTTP that were well formed."),
-    Metric("slotzero_steps_total", "counter", ("engine",), "Steps of the engine."),
+    Metric("slotzero_requests_total", "counter", (), "Valid HTTP generation requests."),
+    Metric("slotzero_steps_total", "counter", ("engine",), "Engine steps."),
     Metric(
         "slotzero_replays_total", "counter", ("engine", "runner", "size"),
-        "Steps that replayed a recording, by its size.",
+        "Steps that replayed a recording, by size.",
     ),
     Metric(
         "slotzero_real_tokens_total", "counter", ("engine", "runner"),
-        "Tokens of a batch that belong to a request.",
+        "Tokens in batches that belong to a request.",
     ),
     Metric(
         "slotzero_padded_tokens_total", "counter", ("engine", "runner"),
-        "Tokens of slot 0 that fill a batch up to its size.",
+        "Padding tokens that fill batches up to a recorded size.",
     ),
     Metric(
         "slotzero_eager_steps_total", "counter", ("engine", "reason"),
-        "Steps that ran kernel by kernel, by why.",
+        "Steps that ran eagerly, without a recording, by reason.",
     ),
     Metric(
         "slotzero_spec_decode_width", "gauge", ("engine",),
-        "Tokens of a row in the last step that could have had drafts; 1: it had none.",
+        "Tokens per row in the latest step that could have had drafts; 1 means without drafts.",
     ),
     Metric(
         "slotzero_spec_decode_steps_total", "counter", ("engine", "width"),
-        "Steps that could have had drafts, by the tokens of a row.",
+        "Steps that could have had drafts, by tokens per row.",
     ),
     Metric(
         "slotzero_recording_seconds", "gauge", ("engine",),
-        "What recording all sizes took when the engine's process started.",
+        "Time to record all sizes at the start of the engine's process.",
     ),
     Metric(
         "slotzero_certified", "gauge", ("engine", "size"),
-        "1: the size was recorded, passed its proof and replays. 0: it should, but runs eagerly."
-        " Sizes that are eager by design are left out.",
+        "1: the size is recorded, passed its check and is replayed; 0: it should be, but runs"
+        " eagerly. Sizes that are eager by design are not exported.",
     ),
     Metric(
         "slotzero_sanitizer_steps_watched_total", "counter", ("engine",),
@@ -139,15 +146,15 @@ METRICS = (
     ),
     Metric(
         "slotzero_engine_up", "gauge", ("engine",),
-        "1 while it takes requests; 0 while it loads, restarts or does not respond.",
+        "1 while the engine accepts requests; 0 while it loads, restarts or is unresponsive.",
     ),
     Metric(
         "slotzero_engine_restarts_total", "counter", ("engine",),
-        "Processes of the engine that died and were replaced.",
+        "Restarts of the engine's process.",
     ),
     Metric(
         "slotzero_http_refused_total", "counter", ("status",),
-        "Requests that were refused, by HTTP status.",
+        "Refused requests by HTTP status.",
     ),
 )  # fmt: skip
 
@@ -172,9 +179,9 @@ BUCKETS: dict[str, tuple[float, ...]] = {
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 FINISH_REASONS = ("stop", "length", "abort")
-WINDOW = 1000  # latencies that percentiles are taken of, the latest ones
+WINDOW = 1000  # number of latest latencies for percentiles
 
-Labels = tuple[str, ...]  # values of a metric's labels, without which engine it is
+Labels = tuple[str, ...]  # values of a metric's labels other than `engine`
 Values = dict[Labels, float]
 
 _COUNTERS: dict[str, Callable[[Stats], Values]] = {
@@ -192,8 +199,8 @@ _COUNTERS: dict[str, Callable[[Stats], Values]] = {
     "slotzero_sanitizer_violations_total": lambda s: {(): s.violations},
 }
 
-# without samples where speculation is off
-_SPECULATION: dict[str, Callable[[Speculation], Values]] = {
+# no samples if speculation is off
+_SPECULATION: dict[str, Callable[[SpeculationReport], Values]] = {
     "slotzero_spec_decode_num_drafts_total": lambda s: {(): s.drafts},
     "slotzero_spec_decode_num_draft_tokens_total": lambda s: {(): s.draft_tokens},
     "slotzero_spec_decode_num_accepted_tokens_total": lambda s: {(): s.accepted_tokens},
@@ -205,7 +212,7 @@ _SPECULATION: dict[str, Callable[[Speculation], Values]] = {
 
 
 def runner_of(size: str) -> str:
-    """ "decode" of "decode[8]"."""
+    """Return "decode" for "decode[8]"."""
     return size.partition("[")[0]
 
 
@@ -214,24 +221,24 @@ def _by_name(values: Mapping[str, float]) -> Values:
 
 
 class Watched(Protocol):
-    """An engine's client, as far as it is known here. It may also have `generation: int`, which
-    counts the processes that were replaced: 0 for the first."""
+    """The part of EngineClient that is used here. It may also have `generation: int`, the number of
+    processes that were replaced."""
 
     @property
     def state(self) -> str:
-        """ "ready" while the engine takes requests."""
+        """The engine's state; "ready" while it accepts requests."""
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """Of Ready; empty until then."""
+        """The information in EngineReady; empty until it arrives."""
 
     @property
     def stats(self) -> Stats | None:
-        """The last report of this process; None until its first."""
+        """The latest report of this process; None before the first."""
 
 
 class WatchedFleet(Watched, Protocol):
-    """Engines as one: the state of the best, what all of them report together."""
+    """All engines as one: the state of the best, and the sum of their statistics."""
 
     @property
     def replicas(self) -> Sequence[Watched]: ...
@@ -239,7 +246,7 @@ class WatchedFleet(Watched, Protocol):
 
 class Metrics:
     def __init__(self, client: WatchedFleet) -> None:
-        # without it, every counter and histogram has a series beside it that nobody asked for
+        # otherwise every counter and histogram has an additional _created series
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._client = client
         self._registry = CollectorRegistry()
@@ -260,19 +267,19 @@ class Metrics:
         self._arrived.inc()
 
     def first_token(self, seconds: float) -> None:
-        """`seconds` after its request arrived."""
+        """Record a first token, `seconds` after its request arrived."""
         self._ttft.observe(seconds)
         self._recent["ttft"].append(seconds)
 
     def token(self, seconds: float) -> None:
-        """`seconds` after the one before it."""
+        """Record a further token, `seconds` after the one before it."""
         self._tpot.observe(seconds)
         self._recent["tpot"].append(seconds)
 
     def finished(
         self, reason: str, seconds: float, prompt_tokens: int, generated_tokens: int
     ) -> None:
-        """`seconds` after the request arrived."""
+        """Record a finished request, `seconds` after it arrived."""
         self._ended.labels(reason).inc()
         self._e2e.observe(seconds)
         self._recent["e2e"].append(seconds)
@@ -283,11 +290,11 @@ class Metrics:
         self._refused.labels(str(status)).inc()
 
     def render(self) -> tuple[bytes, str]:
-        """What GET /metrics answers: body and content type."""
+        """Return the body and content type of GET /metrics."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def live(self) -> dict[str, Any]:
-        """What GET /live sends every second, as an object for JSON."""
+        """Return what GET /live sends every second, as an object for JSON."""
         stats = self._client.stats
         return {
             "state": self._client.state,
@@ -310,7 +317,8 @@ def _as_json(stats: Stats) -> dict[str, Any]:
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
-    """The smallest value that p percent do not exceed; None of nothing."""
+    """Return p50, p90 and p99, each the smallest value that p percent do not exceed; None for no
+    values."""
     ordered = sorted(seconds)
     if not ordered:
         return None
@@ -318,7 +326,7 @@ def percentiles(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 class _Engines(Collector):
-    """The engines' own numbers, read when Prometheus asks."""
+    """The engines' own numbers, read on each scrape."""
 
     def __init__(self, engines: Sequence[Watched]) -> None:
         self._engines = [(engine, _Totals()) for engine in engines]
@@ -352,9 +360,9 @@ def _values(engine: Watched, totals: "_Totals") -> dict[str, Values]:
 
 
 class _Totals:
-    """Counters of processes that come and go, as counters that only grow."""
+    """Counters across restarts of an engine's process, which only grow."""
 
-    # shown = base, of processes that are gone + last, the latest report of this one
+    # exported value = base, of earlier processes + last, the latest report of this process
     def __init__(self) -> None:
         self._generation = 0
         self._base: defaultdict[tuple[str, Labels], float] = defaultdict(float)
@@ -365,7 +373,7 @@ class _Totals:
             self._fold(list(self._last))
             self._generation = generation
         now = {} if stats is None else _counters(stats)
-        # a value that fell is of another process too, even if nobody said so
+        # a value that fell also belongs to a new process, even without a new generation
         self._fold([series for series, value in now.items() if value < self._last.get(series, 0)])
         self._last |= now
         return self._shown()
@@ -397,7 +405,8 @@ def _width(stats: Stats | None) -> Values:
 
 
 def certified(info: Mapping[str, Any] | None, stats: Stats | None) -> dict[str, bool]:
-    """Of each size that was to replay: does it? Sizes may be recorded, or fall back, later."""
+    """Return, for each size that should be replayed, whether it is. Sizes may be recorded, or fall
+    back to eager, later."""
     found = {}
     for records in (info or {}).get("sizes", {}).values():
         for record in records:
@@ -421,34 +430,34 @@ def _family(name: str, values: Values | None = None) -> Family:
 _DOCUMENT = """\
 # Metrics
 
-`GET /metrics` answers in Prometheus' text format. Names are vLLM's, with our prefix, where vLLM has
-such a metric; from `slotzero_requests_total` on they are ours. This page is made by
-`python -m slotzero.server.metrics`.
+`GET /metrics` answers in Prometheus' text format. Where vLLM has such a metric, the name is vLLM's
+with the prefix `slotzero_`; the metrics from `slotzero_requests_total` on exist only here. This
+page is generated by `python -m slotzero.server.metrics`.
 
-| metric | kind | labels | what it says |
+| metric | kind | labels | meaning |
 |---|---|---|---|
 {rows}
 
-`engine` is an engine's number, from 0; there is one for each of `--data-parallel-size`. What has no
-such label is of the server as a whole.
+`engine` is the index of an engine, from 0 to `--data-parallel-size` - 1. Metrics without this label
+describe the server as a whole.
 
-A size is written as everywhere else: `decode[8]` is 8 rows of one token, `prefill[64t x 4r]` is 64
-tokens in 4 rows. Counters go on where they were when the engine's process is replaced; what it
-counted after the last scrape is lost. While an engine is not there, its gauges are 0. Metrics of
-speculative decoding have no samples where it is off.
+Size `decode[8]` has 8 rows of one token, `prefill[64t x 4r]` has 64 tokens in 4 rows. Counters
+continue when the engine's process is restarted; what it counted after the last scrape is lost.
+While an engine is down, its gauges are 0. Metrics of speculative decoding have no samples while it
+is off.
 
-## Some questions
+## Example queries
 
-| question | in PromQL |
+| question | PromQL |
 |---|---|
 | tokens per second | `sum(rate(slotzero_generation_tokens_total[1m]))` |
-| engines that serve | `sum(slotzero_engine_up)` |
+| engines that accept requests | `sum(slotzero_engine_up)` |
 | time to first token, 99th percentile | {p99} |
-| share of work that is padding | {padding} |
-| prefix hit rate | {hits} |
+| fraction of tokens that are padding | {padding} |
+| prefix cache hit rate | {hits} |
 | tokens per step of a row with drafts | {accepted} |
-| is a size not replaying that should? | `slotzero_certified == 0` |
-| did a check fail on live traffic? | `increase(slotzero_sanitizer_violations_total[1h]) > 0` |
+| sizes that run eagerly but should be replayed | `slotzero_certified == 0` |
+| sanitizer violations on live traffic | `increase(slotzero_sanitizer_violations_total[1h]) > 0` |
 """
 
 _P99 = "`histogram_quantile(0.99, rate(slotzero_time_to_first_token_seconds_bucket[5m]))`"
@@ -467,7 +476,7 @@ _ACCEPTED = (
 
 
 def document() -> str:
-    """docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     rows = "\n".join(
         f"| `{name}` | {kind} | {', '.join(f'`{label}`' for label in labels)} | {text} |"
         for name, kind, labels, text in METRICS

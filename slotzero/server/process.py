@@ -1,9 +1,9 @@
 """An engine's process: `python -m slotzero.server.process FD SETTINGS SHARE`, started by client.py.
 
-Requests come and tokens go over the inherited socket FD. SHARE is 0/1, or less of the machine where
-other engines are on it (share.py). Text is not known here. The rule it keeps: it lives as long as
-the other end of the socket and as who started it, however those end; signals to stop are for the
-other end to judge, so it ignores them.
+Requests arrive and tokens leave over the inherited socket FD. SHARE is this engine's share of the
+machine, such as 0/1 (share.py). This process does not know text. The rule: it lives exactly as long
+as the other end of the socket and the process that started it; it ignores stop signals, because the
+other end decides when to stop.
 """
 
 import json
@@ -32,14 +32,14 @@ from slotzero.server.heartbeat import Heart
 from slotzero.server.messages import (
     Add,
     Cancel,
+    EngineReady,
     Failed,
     Frames,
     FromEngine,
     Loading,
     Progress,
-    Ready,
     Refused,
-    Speculation,
+    SpeculationReport,
     Stats,
     ToEngine,
     TokenDelta,
@@ -49,15 +49,15 @@ from slotzero.server.messages import (
 from slotzero.server.share import Share
 from slotzero.system.child import end_with_parent
 
-if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
+if TYPE_CHECKING:  # torch is imported only after signals and the socket are set up
     from slotzero.engine.engine import Answer, Engine
     from slotzero.executor.rank_group import RankGroup
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
 
 MOST_RECEIVING = 0.01  # seconds between two steps
-SOONEST, LATEST = 0.25, 2.0  # seconds between two Stats: when something changed, and at all
-MOST_FAILURES = 2  # failed steps in a row after which the device is not believed in any more
+SOONEST, LATEST = 0.25, 2.0  # seconds between two Stats: after a change, and without one
+MOST_FAILURES = 2  # failed steps in a row after which the device counts as broken
 _READ = 1 << 18
 _MOST_UNSENT = 64 << 20
 _NOT_OURS = ("n", "stop", "detokenize")  # SamplingParams that the HTTP process resolves
@@ -67,12 +67,12 @@ Inbox = queue.SimpleQueue[ToEngine]
 
 
 class Outbox:
-    """Keeps what the socket does not take: a reader that is slow for a moment stops no step."""
+    """Buffers messages that the socket does not accept, so that a slow reader delays no step."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._unsent = bytearray()
-        self._lock = threading.RLock()  # heartbeats come from a thread of their own
+        self._lock = threading.RLock()  # heartbeats come from another thread
 
     def put(self, message: FromEngine) -> None:
         with self._lock:
@@ -87,7 +87,7 @@ class Outbox:
                 pass
 
     def flush(self) -> None:
-        """Waits for the reader."""
+        """Send everything, waiting for the reader."""
         with self._lock:
             while self._unsent:
                 self._send()
@@ -101,7 +101,7 @@ class Outbox:
 
 
 class LoadingReport:
-    """Tells how far loading is: when a stage begins or ends, and now and then between."""
+    """Reports the progress of loading: when a stage begins or ends, and at intervals between."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -117,11 +117,11 @@ class LoadingReport:
 @dataclass
 class _Asked:
     answer: "Answer"
-    num_sent: int = 0  # tokens of it that the other process knows
+    num_sent: int = 0  # tokens that were sent to the other process
 
 
 class EngineLoop:
-    """Feeds one engine from the inbox and tells the outbox what came of it."""
+    """Feeds one engine from the inbox and sends results to the outbox."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class EngineLoop:
         outbox: Outbox,
         turned: Callable[[], None] = lambda: None,
     ) -> None:
-        """`turned` is called whenever a turn begins."""
+        """`turned` is called at the beginning of every turn."""
         self._engine = engine
         self._turned = turned
         self._inbox = inbox
@@ -143,15 +143,15 @@ class EngineLoop:
         self._reported_at = -LATEST
 
     def run(self) -> int:
-        """Until the device cannot be believed in; -> exit code"""
+        """Run until the device counts as broken, and return the exit code."""
         while self._num_failures < MOST_FAILURES:
             self.turn()
         self._outbox.flush()
         return 1
 
     def turn(self) -> None:
-        """What messages there are, for a while, then one step. Without work it waits, not for
-        ever."""
+        """Apply messages for a limited time, then run one step. Without work, wait for a message
+        until the next report is due."""
         self._turned()
         self._receive()
         if self._engine.has_work:
@@ -178,7 +178,7 @@ class EngineLoop:
                 timeout, until = 0.0, min(until, time.monotonic() + MOST_RECEIVING)
                 self._apply(message)
         except queue.Empty:
-            if timeout > SOONEST and not self._has_grammars:  # nobody has come for a while
+            if timeout > SOONEST and not self._has_grammars:  # idle for a while
                 self._has_grammars = True
                 self._engine.prepare_grammars()
 
@@ -193,7 +193,7 @@ class EngineLoop:
         except Exception as error:
             if not isinstance(error, SlotzeroError):
                 _log.exception("a request could not be added")
-            self._outbox.put(Refused(message.id, *_told(error)))
+            self._outbox.put(Refused(message.id, *_name_and_message(error)))
 
     def _add(self, message: Add) -> None:
         params = _sampling_params(message.params)
@@ -201,27 +201,27 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            grown = self._engine.step()
+            answers = self._engine.step()
         except Exception as error:
             self._lose_answers(error)
             return
         self._num_failures = 0
-        growth = [self._growth(answer) for answer in grown]
-        if told := [grown for grown in growth if grown.token_ids or grown.finish_reason]:
-            self._outbox.put(Progress(told))
-        for answer in grown:
+        deltas = [self._delta(answer) for answer in answers]
+        if new := [delta for delta in deltas if delta.token_ids or delta.finish_reason]:
+            self._outbox.put(Progress(new))
+        for answer in answers:
             if answer.failure:
                 if answer.token_ids:  # else it was refused before it began
-                    _log.warning("a request was given up: %s", answer.failure)
-                refusal = _told(RequestError(answer.failure))
+                    _log.warning("a request was aborted: %s", answer.failure)
+                refusal = _name_and_message(RequestError(answer.failure))
                 self._outbox.put(Refused(answer.request.id, *refusal))
 
-    def _growth(self, answer: "Answer") -> TokenDelta:
+    def _delta(self, answer: "Answer") -> TokenDelta:
         request = answer.request
         asked = self._asked[request.id]
         tokens = answer.token_ids[asked.num_sent :]
         logprobs = answer.logprobs[asked.num_sent :]
-        wanted = request.params.logprobs
+        num_top = request.params.logprobs
         if tokens and asked.num_sent == 0:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
@@ -231,26 +231,30 @@ class EngineLoop:
         return TokenDelta(
             request.id,
             tokens,
-            [TokenLogprobs(p.chosen, p.top_ids[:wanted], p.top_values[:wanted]) for p in logprobs],
+            [
+                TokenLogprobs(p.chosen, p.top_ids[:num_top], p.top_values[:num_top])
+                for p in logprobs
+            ],
             request.num_found,
             None if answer.failure else request.finish_reason,
             request.stop_reason,
         )
 
     def _lose_answers(self, error: Exception) -> None:
-        """A step failed. Who ran was ended by the engine; who grew unseen can have a hole."""
+        """Handle a failed step: the engine has ended the requests that ran, and those whose new
+        tokens were not sent would have a gap."""
         _log.error("a step failed", exc_info=error)
-        # out of memory is this step's misfortune; anything else may be the device's end
+        # out of memory concerns this step only; any other error may mean a broken device
         self._num_failures += not isinstance(error, CapacityError)
-        self._outbox.put(Failed(*_told(error)))
-        if isinstance(error, RankLostError):  # this is the end: who sent us requests speaks of them
+        self._outbox.put(Failed(*_name_and_message(error)))
+        if isinstance(error, RankLostError):  # the process ends: the server ends its requests
             self._num_failures = MOST_FAILURES
             return
         for request_id, asked in list(self._asked.items()):
             if asked.answer.finished or len(asked.answer.token_ids) != asked.num_sent:
                 self._engine.cancel(request_id)
                 del self._asked[request_id]
-                self._outbox.put(Refused(request_id, *_told(error)))
+                self._outbox.put(Refused(request_id, *_name_and_message(error)))
 
     def _report(self) -> None:
         self._outbox.put(stats_of(self._engine, self._prompt_tokens, self._generated_tokens))
@@ -259,16 +263,17 @@ class EngineLoop:
 
 
 def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Stats:
-    """Pages, of all groups of layers, are used by requests, or else cached, or else free."""
-    lanes, runners = engine.lanes, engine.worker.runners
-    ledgers = [lane.ledger for lane in lanes]
+    """Return the engine's statistics. Pages of all layer groups are counted as used by requests,
+    else as cached, else as free."""
+    schedulers, runners = engine.lanes, engine.worker.runners
+    ledgers = [scheduler.ledger for scheduler in schedulers]
     eager: Counter[str] = Counter()
     for runner in runners:
         eager.update(runner.counts.eager)
     return Stats(
-        running=lanes.num_running,
-        waiting=lanes.num_waiting + engine.num_compiling,
-        slots=sum(lane.slots.num_slots for lane in lanes),
+        running=schedulers.num_running,
+        waiting=schedulers.num_waiting + engine.num_compiling,
+        slots=sum(scheduler.slots.num_slots for scheduler in schedulers),
         pages_used=sum(sum(ledger.num_used) for ledger in ledgers),
         pages_cached=sum(sum(ledger.num_cached) for ledger in ledgers),
         pages=sum(sum(ledger.num_pages) for ledger in ledgers),
@@ -276,7 +281,7 @@ def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Sta
         generated_tokens=generated_tokens,
         prefix_asked_tokens=sum(ledger.cache.stats.num_asked_tokens for ledger in ledgers),
         prefix_hit_tokens=sum(ledger.cache.stats.num_hit_tokens for ledger in ledgers),
-        preemptions=lanes.num_preemptions,
+        preemptions=schedulers.num_preemptions,
         steps=engine.num_steps,
         replays={str(key): n for runner in runners for key, n in runner.counts.sizes.items()},
         eager=dict(eager),
@@ -294,10 +299,10 @@ def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Sta
     )
 
 
-def speculation_of(stats: "SpeculationStats | None") -> Speculation | None:
+def speculation_of(stats: "SpeculationStats | None") -> SpeculationReport | None:
     if stats is None:
         return None
-    return Speculation(
+    return SpeculationReport(
         width=stats.width,
         drafts=stats.num_drafts,
         draft_tokens=stats.num_draft_tokens,
@@ -308,12 +313,13 @@ def speculation_of(stats: "SpeculationStats | None") -> Speculation | None:
 
 
 def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
-    """`seconds` from the start of loading to the end of recording."""
+    """Return what EngineReady reports. `seconds`: from the start of loading to the end of
+    recording."""
     from slotzero.bench.hardware import versions
 
     return {
         "limits": asdict(engine.limits),
-        "lanes": len(engine.lanes),
+        "num_schedulers": len(engine.lanes),
         "kv": engine.worker.kv,
         "eos_token_ids": list(engine.eos_token_ids),
         "vocab_size": engine.worker.vocab_size,
@@ -342,19 +348,19 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     end = socket.socket(fileno=int(argv[0]))
-    end.set_inheritable(False)  # a compiler that we start must not keep it open after us
+    end.set_inheritable(False)  # child processes such as compilers must not keep it open
     inbox: Inbox = queue.SimpleQueue()
-    crews: list[RankGroup] = []
-    threading.Thread(target=_listen, args=(end, inbox, crews), daemon=True).start()
+    rank_groups: list[RankGroup] = []
+    threading.Thread(target=_listen, args=(end, inbox, rank_groups), daemon=True).start()
     outbox = Outbox(end)
     heart = Heart(outbox.put)
     heart.start()
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
-        crews.append(engine.rank_group)
+        rank_groups.append(engine.rank_group)
         return EngineLoop(engine, inbox, outbox, heart.turned).run()
     except (ConnectionError, TimeoutError):
-        return 0  # nobody is left to work for
+        return 0  # the server is gone
     except SlotzeroError as error:
         return error.exit_code
 
@@ -366,24 +372,24 @@ def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine
 
         unknown = sorted(set(settings) - {field.name for field in fields(EngineConfig)})
         if unknown:
-            raise ConfigError(f"the engine has no setting {unknown[0]!r}")
+            raise ConfigError(f"unknown engine setting {unknown[0]!r}")
         config = share.taken(EngineConfig(**settings))
         start = time.perf_counter()
         engine = start_engine(config, told=LoadingReport(outbox))
     except Exception as error:
-        outbox.put(Failed(*_told(error)))
+        outbox.put(Failed(*_name_and_message(error)))
         outbox.flush()
         if isinstance(error, SlotzeroError):
             raise
         _log.exception("the engine could not start")
         raise SlotzeroError(str(error)) from error
-    outbox.put(Ready(info_of(engine, time.perf_counter() - start, config.sanitize)))
+    outbox.put(EngineReady(info_of(engine, time.perf_counter() - start, config.sanitize)))
     return engine
 
 
-def _listen(end: socket.socket, inbox: Inbox, crews: "Sequence[RankGroup]") -> None:
-    """In a thread, so that the end of the other process is noticed in the midst of a step. Then
-    nobody will start this engine again: `crews`, if there is one yet, hear of it."""
+def _listen(end: socket.socket, inbox: Inbox, rank_groups: "Sequence[RankGroup]") -> None:
+    """Read messages in a thread, so that the end of the server is noticed during a step. No other
+    engine will then use the ranks, so they are dismissed if they exist already."""
     frames = Frames(ToEngine)
     code = 1
     try:
@@ -394,32 +400,31 @@ def _listen(end: socket.socket, inbox: Inbox, crews: "Sequence[RankGroup]") -> N
     except (ConnectionError, TimeoutError):
         code = 0
     except Exception:
-        _log.exception("what came over the socket is no message")
+        _log.exception("the server sent a malformed message")
     finally:
-        for rank_group in crews:
+        for rank_group in rank_groups:
             rank_group.dismiss()
         os._exit(code)
 
 
-def _sampling_params(given: Mapping[str, Any]) -> "SamplingParams":
+def _sampling_params(values: Mapping[str, Any]) -> "SamplingParams":
     from slotzero.sampling.params import SamplingParams
 
     known = {field.name for field in fields(SamplingParams)} - set(_NOT_OURS)
-    unknown = sorted(set(given) - known)
+    unknown = sorted(set(values) - known)
     if unknown:
         raise RequestError(f"{unknown[0]!r} is not a sampling parameter of the engine")
     try:
-        return SamplingParams(**given, detokenize=False)
-    except (TypeError, ValueError, AttributeError) as error:  # a value of some odd type
+        return SamplingParams(**values, detokenize=False)
+    except (TypeError, ValueError, AttributeError) as error:  # a value of an unexpected type
         raise RequestError(f"sampling parameters: {error}") from error
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """-> class, message"""
+def _name_and_message(error: Exception) -> tuple[str, str]:
     return type(error).__name__, str(error) or type(error).__name__
 
 
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(exit_code)  # without the farewells of a device that may be broken
+    os._exit(exit_code)  # without destructors, as the device may be broken

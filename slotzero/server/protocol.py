@@ -1,8 +1,8 @@
-"""What clients may ask: OpenAI's requests, and the fields that vLLM adds to them.
+"""What clients may send: OpenAI's requests, and the fields that vLLM adds to them.
 
-It does not know the engine or the model. Every field of OpenAI's is here. It works, or it is in
-NEUTRAL: accepted where its value asks for what happens anyway, else refused by name. A field that
-is not here at all is refused too.
+This module does not know the engine or the model. It has every field of OpenAI's. A field works, or
+it is in NEUTRAL: accepted if its value requests what happens anyway, else refused by name. An
+unknown field is refused too.
 """
 
 import json
@@ -42,11 +42,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _INSTEAD = {
     "functions": "send tools",
     "function_call": "send tool_choice",
-    "best_of": "send n, and choose among the answers",
+    "best_of": "send n, and choose from the answers",
 }
 
 
-# a long list of another kind would be wrong in every place
+# fail_fast: a long list of another type would give an error for every item
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 
@@ -64,7 +64,7 @@ class ResponseFormat(RequestModel):
 
 
 class Structure(RequestModel):
-    """What an answer must look like: exactly one of these."""
+    """Constraint on the answer: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -83,19 +83,19 @@ def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
     if len(stops) > MAX_STOPS:
         raise FieldError("stop", f"stop: {len(stops)} strings, at most {MAX_STOPS}")
     if any(not 1 <= len(text) <= MAX_STOP_LEN for text in stops):
-        raise FieldError("stop", f"stop: a string has between 1 and {MAX_STOP_LEN} characters")
+        raise FieldError("stop", f"stop: each string must have 1 to {MAX_STOP_LEN} characters")
     return stop
 
 
 def _refuse_media(messages: Any) -> Any:
-    """Parts that are no text: by what they are, not by what else they might have been."""
+    """Refuse content that is not text by its type, before the union of all types fails."""
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
                 where = f"messages[{i}].content[{j}].type"
-                raise FieldError(where, f"{where}: {kind[:40]!r}, but this model takes text alone")
+                raise FieldError(where, f"{where}: {kind[:40]!r} is not supported, only text is")
     return messages
 
 
@@ -109,8 +109,8 @@ def _token_ids(bias: dict[str, float]) -> dict[str, float]:
     return bias
 
 
-class Generation(RequestModel):
-    """What chats and completions have in common."""
+class GenerationFields(RequestModel):
+    """Fields that chat completions and completions have in common."""
 
     model: str
     stream: bool | None = None
@@ -149,15 +149,15 @@ class Generation(RequestModel):
         for name, allowed in NEUTRAL.items():
             value = getattr(self, name, None)
             if name == "best_of":
-                allowed = (*allowed, self.n)  # all of them are given
+                allowed = (*allowed, self.n)  # all n answers are returned
             if value is not None and not _is_one_of(value, allowed):
                 raise FieldError(name, _refusal(name, allowed))
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "stream_options: only with stream=true")
+            raise FieldError("stream_options", "stream_options: allowed only with stream=true")
         return self
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationFields):
     messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -165,7 +165,7 @@ class ChatRequest(Generation):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # they say nothing about the answer
+    # no effect on the answer
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -192,16 +192,18 @@ class ChatRequest(Generation):
     def _agree(self) -> Self:
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise FieldError("max_tokens", "max_tokens: max_completion_tokens says otherwise")
+            raise FieldError(
+                "max_tokens", "max_tokens: differs from max_completion_tokens; send one"
+            )
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("top_logprobs", "top_logprobs: only with logprobs=true")
+            raise FieldError("top_logprobs", "top_logprobs: allowed only with logprobs=true")
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise FieldError("tool_choice", "tool_choice: only with tools")
+            raise FieldError("tool_choice", "tool_choice: allowed only with tools")
         _check_ending(self)
         return self
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationFields):
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -212,7 +214,9 @@ class CompletionRequest(Generation):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise FieldError("echo", "echo: not with logprobs, a prompt's are not computed")
+            raise FieldError(
+                "echo", "echo: not supported with logprobs, as prompt logprobs are not computed"
+            )
         return self
 
 
@@ -227,7 +231,7 @@ class TokenizeRequest(RequestModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if (self.prompt is None) == (not self.messages):
-            raise FieldError("prompt", "prompt: give either prompt or messages")
+            raise FieldError("prompt", "prompt: send either prompt or messages")
         _check_ending(self)
         return self
 

@@ -1,13 +1,14 @@
-"""Engines of a fleet on the machines of a Ray cluster. Imported with `--executor ray` alone.
+"""Engines of a fleet on the machines of a Ray cluster. Imported only with `--executor ray`.
 
-Ray says where there is room; everything else is as without it. A task of ours connects to the
-server and starts the engine's process with that connection (server/process.py), and one for each
-further rank is a node agent (executor/node_agent.py) of one rank: to Ray, a task is a rank with its
-CPUs and its GPU. The tasks of an engine live as long as its process; the next one has new tasks.
+Ray only decides on which machine a rank runs. A Ray task per engine connects to the server and
+starts the engine's process with that connection (server/process.py); one task per further rank is a
+node agent (executor/node_agent.py) with one rank. To Ray, a task is a rank with its CPUs and its
+GPU. The tasks of an engine live as long as its process; a restarted engine has new tasks.
 
-The rules: there is room for all engines at once, or none is started and what is missing is named;
-ranks of one engine are on one machine where one has room, and engines are spread. Of a machine that
-is lost Ray moves the room elsewhere as soon as it can, and the engine waits for that.
+The rules: all engines fit at once, or none is started and the error names what is missing; the
+ranks of one engine are on one machine if one has room, and engines are spread over machines. When a
+machine is lost, Ray moves its reservation elsewhere as soon as it can, and the engine waits for
+that.
 """
 
 import asyncio
@@ -43,31 +44,34 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is asked of Ray."""
+class PlacementPlan:
+    """The resources to reserve in Ray."""
 
     rank: Resources
     ranks_per_bundle: int
-    """Ray has all of a bundle on one machine."""
+    """Ray places all ranks of a bundle on one machine."""
     num_bundles: int
     strategy: str
     share: Share
-    """Of a machine that an engine gets, as if there were as many as could be."""
+    """The share of a machine that each engine gets, assuming the most engines that fit on one."""
 
     @classmethod
-    def of(cls, config: EngineConfig, num_engines: int, nodes: Sequence[Resources]) -> "Plan":
+    def of(
+        cls, config: EngineConfig, num_engines: int, nodes: Sequence[Resources]
+    ) -> "PlacementPlan":
         size, rank = config.tensor_parallel_size, _of_rank(config, nodes)
         num_ranks = size * num_engines
         for per_bundle, strategy in ((size, "SPREAD"), (1, "PACK")):
             bundle = _times(rank, per_bundle)
             fitting = [min(node.get(k, 0) // num for k, num in bundle.items()) for node in nodes]
             if sum(fitting) * per_bundle >= num_ranks:
-                crowd = 1 if GPU in rank else min(num_engines, int(max(fitting)))
-                return cls(rank, per_bundle, num_ranks // per_bundle, strategy, Share(0, crowd))
+                shared_by = 1 if GPU in rank else min(num_engines, int(max(fitting)))
+                share = Share(0, shared_by)
+                return cls(rank, per_bundle, num_ranks // per_bundle, strategy, share)
         total = {name: sum(node.get(name, 0) for node in nodes) for name in rank}
         raise ConfigError(
-            f"executor=ray: {num_ranks} ranks of {_counted(rank)} each do not fit, {len(nodes)} "
-            f"machines have {_counted(total)} in all: ask for fewer ranks, or add machines"
+            f"executor=ray: {num_ranks} ranks with {_counted(rank)} each do not fit: the cluster's "
+            f"{len(nodes)} machines have {_counted(total)}; use fewer ranks or add machines"
         )
 
     @property
@@ -76,20 +80,21 @@ class Plan:
 
 
 class RayPlaces:
-    """Room for so many engines."""
+    """A reservation in Ray for a number of engines."""
 
     def __init__(self, config: EngineConfig, num_engines: int) -> None:
         _connect()
         self._config = config
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self._plan = plan = Plan.of(config, num_engines, nodes)
+        self._plan = plan = PlacementPlan.of(config, num_engines, nodes)
         self._group = placement_group(plan.bundles, strategy=plan.strategy)
         if not self._group.wait(config.node_timeout):
             free = {name: ray.available_resources().get(name, 0) for name in plan.rank}
             self.close()
             raise ConfigError(
-                f"executor=ray: {plan.num_bundles} times {_counted(plan.bundles[0])} was not free "
-                f"in {config.node_timeout:g} s, {_counted(free)} is: ask for less, or end others"
+                f"executor=ray: {plan.num_bundles} times {_counted(plan.bundles[0])} did not "
+                f"become free within {config.node_timeout:g} s, only {_counted(free)} is free: use fewer "
+                "ranks, or end other jobs"
             )
 
     def close(self) -> None:
@@ -99,7 +104,7 @@ class RayPlaces:
     async def launch(
         self, settings: Mapping[str, Any], share: Share
     ) -> tuple["RayProcess", socket.socket]:
-        """One life of the engine of that index."""
+        """Start the process of the engine with the index of `share`."""
         key, host = secrets.token_hex(16), ray.util.get_node_ip_address()
         size = self._config.tensor_parallel_size
         first = share.index * size
@@ -107,8 +112,8 @@ class RayPlaces:
         try:
             with socket.create_server((host, 0)) as listener:
                 address = host, listener.getsockname()[1]
-                ours = dict(settings) | {"executor": "local", "nnodes": size}
-                words = [json.dumps(ours, default=os.fspath), str(self._plan.share)]
+                local = dict(settings) | {"executor": "local", "nnodes": size}
+                words = [json.dumps(local, default=os.fspath), str(self._plan.share)]
                 env = {secure_socket.KEY: key, THREADS: f"{self._plan.rank[CPU]:g}"}
                 process.add(self._task(_run_engine, first), __version__, address, words, env)
                 end, meeting = await _came(listener, key.encode(), process)
@@ -121,7 +126,7 @@ class RayPlaces:
         return process, end
 
     def _task(self, function: Any, rank: int) -> Any:
-        """`rank`: among those of all engines"""
+        """Return a Ray task. `rank` counts the ranks of all engines."""
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=rank // self._plan.ranks_per_bundle
         )
@@ -134,9 +139,9 @@ class RayPlaces:
 
 
 class RayProcess:
-    """The tasks of one life of an engine: its first rank's process, and the other ranks'."""
+    """The Ray tasks of one engine process: that of the first rank, and those of the others."""
 
-    pid = None  # on another machine
+    pid = None  # the process is on another machine
 
     def __init__(self) -> None:
         self._refs: list[Any] = []
@@ -145,7 +150,7 @@ class RayProcess:
         self._refs.append(task.remote(*args))
 
     async def wait(self) -> int:
-        """-> how the first has ended; all have"""
+        """Wait for all tasks, and return the exit code of the first."""
         return (await asyncio.gather(*map(_code, self._refs)))[0]
 
     def kill(self) -> None:
@@ -153,13 +158,13 @@ class RayProcess:
             ray.cancel(ref, force=True)
 
     def check(self) -> None:
-        """Raises if the first has ended."""
+        """Raise an error if the first task has ended."""
         if not ray.wait(self._refs[:1], timeout=0)[0]:
             return
         try:
             how = child.ending(ray.get(self._refs[0]))
         except ray.exceptions.RayTaskError as error:
-            raise ConfigError(f"Ray could not start it: {_last_line(error)}") from None
+            raise ConfigError(f"Ray could not start the engine: {_last_line(error)}") from None
         except ray.exceptions.RayError as error:
             how = f"was lost: {_last_line(error)}"
         raise RankLostError(f"Ray's task {how}")
@@ -174,13 +179,14 @@ async def _code(ref: Any) -> int:
         code: int = await asyncio.wrap_future(ref.future())
         return code
     except ray.exceptions.RayError:
-        return -9  # its machine is gone, or Ray's process in which it was
+        return -9  # its machine or its Ray worker is gone
 
 
 async def _came(
     listener: socket.socket, key: bytes, process: RayProcess
 ) -> tuple[socket.socket, Address]:
-    """Ray may take its time to find room: an engine that was placed once waits for it."""
+    """Wait for the engine to connect. Ray may need time to find room again for an engine that was
+    placed once."""
     while True:
         if came := await asyncio.to_thread(_accept, listener, key):
             return came
@@ -188,7 +194,7 @@ async def _came(
 
 
 def _accept(listener: socket.socket, key: bytes) -> tuple[socket.socket, Address] | None:
-    """-> our end, and where the first rank waits for the others"""
+    """Return this side's socket, and the address at which the first rank waits for the others."""
     connection = secure_socket.accept(listener, key, _POLL)
     if connection is None:
         return None
@@ -199,12 +205,14 @@ def _accept(listener: socket.socket, key: bytes) -> tuple[socket.socket, Address
     return None
 
 
-# What runs in Ray's processes
+# Functions that run in Ray's workers
 
 
 def _run_engine(version: str, address: Address, words: list[str], env: dict[str, str]) -> int:
     if version != __version__:
-        raise ConfigError(f"slotzero is {__version__} on a node of Ray, the server's is {version}")
+        raise ConfigError(
+            f"a Ray node has slotzero {__version__} and the server has {version}: install the same"
+        )
     settings, share = words
     with (
         secure_socket.connect(*address, env[secure_socket.KEY].encode()) as connection,
@@ -213,10 +221,10 @@ def _run_engine(version: str, address: Address, words: list[str], env: dict[str,
         host, port = listener.getsockname()[:2]
         connection.send_bytes(json.dumps([host, port]).encode())
         fd, listener_fd = connection.fileno(), listener.fileno()
-        ours = json.loads(settings) | {"master_addr": host, "master_port": port}
+        local = json.loads(settings) | {"master_addr": host, "master_port": port}
         process = child.start(
             child.ENGINE,
-            [str(fd), json.dumps(ours), share],
+            [str(fd), json.dumps(local), share],
             [fd, listener_fd],
             env | {LISTENER: str(listener_fd)},
         )
@@ -228,7 +236,7 @@ def _run_rank(rank: int, address: Address, key: str, seconds: float) -> int:
     return 0
 
 
-# What is asked of the cluster
+# Requests to the cluster
 
 
 def _connect() -> None:
@@ -240,17 +248,18 @@ def _connect() -> None:
     except OSError:
         where = f"at {ADDRESS}={host}:{port}" if host else "on this machine"
         raise ConfigError(
-            f"executor=ray: there is no Ray cluster {where}; start one with ray start --head, or "
+            f"executor=ray: no Ray cluster {where}; start one with `ray start --head`, or "
             f"set {ADDRESS}"
         ) from None
 
 
 def _of_rank(config: EngineConfig, nodes: Sequence[Resources]) -> Resources:
-    """As many CPUs as OMP_NUM_THREADS says; a GPU if there are any and none was refused."""
-    asked: dict[str, float] = {CPU: int(os.environ.get(THREADS) or 1)}
+    """Return the resources of one rank: OMP_NUM_THREADS CPUs (default 1), and a GPU if the cluster
+    has any, unless the backend is cpu."""
+    resources: dict[str, float] = {CPU: int(os.environ.get(THREADS) or 1)}
     if config.backend == "cuda" or (config.backend != "cpu" and any(GPU in node for node in nodes)):
-        asked[GPU] = 1
-    return asked
+        resources[GPU] = 1
+    return resources
 
 
 def _times(resources: Resources, num: int) -> Resources:

@@ -1,23 +1,23 @@
-"""Log lines that repeat: the first is written, those that follow soon after are only counted.
+"""Log filter for repeated lines: the first is written, repeats soon after are only counted.
 
-asyncio logs every failed accept; a flood of connections would fill a disk with one sentence.
+asyncio logs every failed accept, so a flood of connections could fill a disk with one line.
 """
 
 import logging
 import time
 from collections.abc import Callable
 
-MAX_LINES = 256  # that are remembered
+MAX_LINES = 256  # lines that are remembered
 
 
 class Repeats(logging.Filter):
-    """Lets a line pass once in `seconds`; the next time it says how many were left out."""
+    """Passes a line once in `seconds`, with the number of repeats that were dropped before."""
 
     def __init__(self, seconds: float = 10.0, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._seconds = seconds
         self._now = now
-        self._seen: dict[str, tuple[float, int]] = {}  # line: when it was written, left out since
+        self._seen: dict[str, tuple[float, int]] = {}  # by line: when it was written, repeats since
 
     def filter(self, record: logging.LogRecord) -> bool:
         line, now = record.getMessage(), self._now()
@@ -28,7 +28,7 @@ class Repeats(logging.Filter):
         self._seen.pop(line, None)
         self._seen[line] = now, 0
         if len(self._seen) > MAX_LINES:
-            del self._seen[next(iter(self._seen))]  # the one that was written first
+            del self._seen[next(iter(self._seen))]  # the oldest
         if num_left_out:
-            record.msg, record.args = f"{line} (and {num_left_out} times since the last line)", ()
+            record.msg, record.args = f"{line} (repeated {num_left_out} times since)", ()
         return True

@@ -1,4 +1,4 @@
-"""What clients are told, in OpenAI's shapes. It knows fields, not where their values come from.
+"""Replies in OpenAI's shapes. This module knows their fields, not where the values come from.
 
 The rule: a field that was not set is not sent, and one that was set to None is sent as null.
 """
@@ -102,7 +102,7 @@ class CompletionChoice(ReplyModel):
 
 
 class Head(ReplyModel):
-    """What every reply to one request repeats."""
+    """Fields that all replies to one request have in common."""
 
     id: str
     object: str
@@ -139,7 +139,7 @@ class ModelList(ReplyModel):
     data: list[ModelCard]
 
 
-class Tokens(ReplyModel):
+class TokenizeReply(ReplyModel):
     count: int
     max_model_len: int | None
     tokens: list[int]
@@ -150,7 +150,7 @@ class Prompt(ReplyModel):
 
 
 class TokenizerInfo(ReplyModel):
-    """What a client needs beside /tokenize to write prompts itself."""
+    """What a client needs besides /tokenize to render prompts itself."""
 
     chat_template: str | None
     bos_token: str | None
@@ -162,11 +162,11 @@ class TokenizerInfo(ReplyModel):
 class Health(ReplyModel):
     status: str
     engines: list[str]
-    """The state of each."""
+    """The state of each engine."""
     reason: str | None = None
-    """Why no engine is ready, if that is because one does not respond."""
+    """Why the engine counts as unresponsive, if no engine is ready because of that."""
     progress: dict[str, Any] | None = None
-    """How far loading is: stage, done and total."""
+    """Progress of loading: stage, done and total."""
 
 
 class Version(ReplyModel):
@@ -177,19 +177,19 @@ class ServerInfo(ReplyModel):
     version: str
     state: str
     failure: str | None
-    """Why no engine is ready, if one is started again or will not be."""
+    """Why no engine is ready, if one is restarting or has failed for good."""
     engines: list[dict[str, Any]]
-    """Of each: state, failure, progress, pools."""
+    """For each engine: state, failure, progress, pools."""
     config: dict[str, Any]
     runners: dict[str, Any]
-    """The sizes of each, and how each was recorded."""
+    """The sizes of each runner, and how each size was recorded."""
     pools: dict[str, Any]
     certification: dict[str, Any]
     engine: dict[str, Any]
 
 
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """The fields of Head, for one request."""
+    """Return the fields of Head for one request."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,

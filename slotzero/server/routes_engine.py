@@ -1,4 +1,4 @@
-"""Routes of our own: how the server fares, what it is made of, and text to tokens and back."""
+"""Routes besides OpenAI's: health, metrics, server information, tokenizer and the status page."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -11,15 +11,22 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse
 
 from slotzero import __version__
+from slotzero.server.app_state import AppState
 from slotzero.server.events import EventStream, event
-from slotzero.server.front import Front
 from slotzero.server.gate import json_bytes
+from slotzero.server.generation import Replica
 from slotzero.server.messages import Stats
 from slotzero.server.metrics import certified
 from slotzero.server.protocol import DetokenizeRequest, TokenizeRequest
-from slotzero.server.replies import Health, Prompt, ServerInfo, TokenizerInfo, Tokens, Version
+from slotzero.server.replies import (
+    Health,
+    Prompt,
+    ServerInfo,
+    TokenizeReply,
+    TokenizerInfo,
+    Version,
+)
 from slotzero.server.routes_openai import responses, told
-from slotzero.server.runs import Replica
 from slotzero.server.status import FieldError
 from slotzero.server.tools import template_messages
 from slotzero.text.tokenizer import SPECIAL_KINDS
@@ -30,7 +37,7 @@ LIVE_SECONDS = 1.0
 _POOL_FIELDS = ("running", "waiting", "slots", "pages_used", "pages_cached", "pages")
 
 
-def engine_routes(front: Front) -> APIRouter:
+def engine_routes(state: AppState) -> APIRouter:
     router = APIRouter()
 
     @router.head("/health", include_in_schema=False, response_model=None)
@@ -38,15 +45,15 @@ def engine_routes(front: Front) -> APIRouter:
         "/health", responses={200: {"model": Health}, 503: {"model": Health}}, response_model=None
     )
     async def health() -> Response:
-        """200 once an engine answers; 503 while all are loading, recording, restarting,
-        unresponsive, or at the end."""
-        engines = [replica.state for replica in front.client.replicas]
-        health = Health(status=front.state, engines=engines)
-        if front.state == "unresponsive":
-            health.reason = front.client.failure
-        if (progress := _progress(front.client)) is not None:
+        """200 if an engine is ready; 503 while all are loading, recording, restarting, unresponsive
+        or failed."""
+        engines = [replica.state for replica in state.client.replicas]
+        health = Health(status=state.engine_state, engines=engines)
+        if state.engine_state == "unresponsive":
+            health.reason = state.client.failure
+        if (progress := _progress(state.client)) is not None:
             health.progress = progress
-        return told(health, 200 if front.state == "ready" else 503)
+        return told(health, 200 if state.engine_state == "ready" else 503)
 
     @router.get("/version", responses=responses(Version), response_model=None)
     async def version() -> Response:
@@ -54,79 +61,81 @@ def engine_routes(front: Front) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
-        body, kind = front.metrics.render()
+        """Metrics in Prometheus' text format."""
+        body, kind = state.metrics.render()
         return Response(body, headers={"Content-Type": kind})
 
     @router.get("/server_info", responses=responses(ServerInfo), response_model=None)
     async def server_info() -> Response:
-        return told(_server_info(front))
+        return told(_server_info(state))
 
-    @router.post("/tokenize", responses=responses(Tokens), response_model=None)
+    @router.post("/tokenize", responses=responses(TokenizeReply), response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
-        front.check_model(body.model)
-        tokens = await asyncio.to_thread(_tokens, front, body)
-        return told(Tokens(count=len(tokens), max_model_len=front.max_model_len, tokens=tokens))
+        state.check_model(body.model)
+        tokens = await asyncio.to_thread(_tokens, state, body)
+        return told(
+            TokenizeReply(count=len(tokens), max_model_len=state.max_model_len, tokens=tokens)
+        )
 
     @router.post("/detokenize", responses=responses(Prompt), response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Response:
-        front.check_model(body.model)
-        return told(Prompt(prompt=await asyncio.to_thread(_text, front, body.tokens)))
+        state.check_model(body.model)
+        return told(Prompt(prompt=await asyncio.to_thread(_text, state, body.tokens)))
 
     @router.get("/tokenizer_info", responses=responses(TokenizerInfo), response_model=None)
     async def tokenizer_info() -> Response:
-        known = front.tokenizer.special_tokens
+        known = state.tokenizer.special_tokens
         special = {name: known.get(name) for name in SPECIAL_KINDS}
-        return told(TokenizerInfo(chat_template=front.tokenizer.chat_template, **special))
+        return told(TokenizerInfo(chat_template=state.tokenizer.chat_template, **special))
 
     @router.get("/live", responses={200: {"content": {EventStream.media_type: {}}}})
     async def live() -> Response:
-        """Server-sent events: once a second and at the end, what the page at / shows."""
-        return EventStream(_live(front))
+        """Server-sent events with the data of the page at /, once a second and at shutdown."""
+        return EventStream(_live(state))
 
     @router.head("/", include_in_schema=False, response_model=None)
     @router.get("/", include_in_schema=False, response_model=None)
     async def page() -> Response:
         if not PAGE.is_file():
-            raise HTTPException(404, "there is no page in this installation")
+            raise HTTPException(404, "this installation does not contain the page")
         return FileResponse(PAGE, headers={"Content-Security-Policy": POLICY})
 
     @router.get("/favicon.ico", include_in_schema=False, response_model=None)
     async def icon() -> Response:
-        """None: every browser asks for one."""
+        """There is no icon; browsers request one anyway."""
         return Response(status_code=204)
 
     return router
 
 
-def _tokens(front: Front, body: TokenizeRequest) -> list[int]:
+def _tokens(state: AppState, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
-        front.check_text(body.prompt, "prompt")
-        return front.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    text = front.tokenizer.apply_chat_template(
+        state.check_text(body.prompt, "prompt")
+        return state.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    text = state.tokenizer.apply_chat_template(
         template_messages(body.messages or []),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-    front.check_text(text, "messages")
-    return front.tokenizer.encode(text, add_special_tokens=False)
+    state.check_text(text, "messages")
+    return state.tokenizer.encode(text, add_special_tokens=False)
 
 
-def _text(front: Front, tokens: list[int]) -> str:
-    front.check_tokens(tokens, "tokens", has_answer=False)
-    bad = next((token for token in tokens if not 0 <= token < front.tokenizer.vocab_size), None)
+def _text(state: AppState, tokens: list[int]) -> str:
+    state.check_tokens(tokens, "tokens", has_answer=False)
+    bad = next((token for token in tokens if not 0 <= token < state.tokenizer.vocab_size), None)
     if bad is not None:
         raise FieldError("tokens", f"tokens: {bad} is not in the vocabulary")
-    return front.tokenizer.decode(tokens, skip_special_tokens=False)
+    return state.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def _server_info(front: Front) -> ServerInfo:
-    client = front.client
+def _server_info(state: AppState) -> ServerInfo:
+    client = state.client
     info, stats = dict(client.info), client.stats
     counts: dict[str, Any] = {} if stats is None else msgspec.structs.asdict(stats)
     return ServerInfo(
         version=__version__,
-        state=front.state,
+        state=state.engine_state,
         failure=client.failure or None,
         engines=[
             {
@@ -137,7 +146,7 @@ def _server_info(front: Front) -> ServerInfo:
             }
             for replica in client.replicas
         ],
-        config={"engine": dict(client.settings), "server": front.settings.as_json()},
+        config={"engine": dict(client.settings), "server": state.settings.as_json()},
         runners=info.pop("sizes", {}),
         pools=_pools(stats),
         certification={
@@ -158,15 +167,15 @@ def _pools(stats: Stats | None) -> dict[str, int]:
     return {} if stats is None else {name: getattr(stats, name) for name in _POOL_FIELDS}
 
 
-async def _live(front: Front) -> AsyncGenerator[bytes, None]:
+async def _live(state: AppState) -> AsyncGenerator[bytes, None]:
     while True:
-        is_last = front.is_closing
+        is_last = state.is_closing
         why = {
-            "state": front.state,
-            "failure": front.client.failure or None,
-            "progress": _progress(front.client),
+            "state": state.engine_state,
+            "failure": state.client.failure or None,
+            "progress": _progress(state.client),
         }
-        yield event(json_bytes(front.metrics.live() | why))
+        yield event(json_bytes(state.metrics.live() | why))
         if is_last:
             return
         await asyncio.sleep(LIVE_SECONDS)

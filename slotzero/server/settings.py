@@ -1,7 +1,7 @@
-"""The settings of the HTTP front door. As in EngineConfig, the field is the flag.
+"""The settings of the HTTP server. As in EngineConfig, each field is a flag.
 
-It knows neither the engine nor HTTP, and imports nothing of theirs: `slotzero serve --help` is
-fast.
+This module knows neither the engine nor HTTP and imports nothing of them, so that
+`slotzero serve --help` is fast.
 """
 
 import ipaddress
@@ -16,86 +16,94 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama", "none")
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     host: str = "127.0.0.1"
-    """Where to listen; 0.0.0.0 is every interface of this machine."""
+    """Address to listen on; 0.0.0.0 means every interface of this machine."""
     port: int = 8000
-    """0 takes one that is free."""
+    """Port to listen on; 0 chooses a free one."""
     served_model_name: tuple[str, ...] = ()
-    """Names under which requests find the model, in place of its own: one or more, of which the
-    first is the one shown."""
+    """One or more names of the model in the API, in place of its own; replies show the first."""
     api_key: tuple[str, ...] = ()
-    """A key that opens the server; may be given again. Without any, every request is served."""
+    """API key that clients must send; may be repeated. Without any, every request is accepted."""
     allowed_origins: tuple[str, ...] = ()
-    """A web page's origin that may call from a browser (CORS); may be given again, * is all."""
+    """Origin of web pages that may call the server from a browser (CORS); may be repeated, * allows
+    all."""
     data_parallel_size: int = 1
-    """Engines that serve side by side, each with the whole model and with devices of its own (for
-    attention apart within one engine see enable_dp_attention)."""
+    """Number of engines that serve in parallel, each with the whole model and its own devices (for
+    DP attention within one engine see enable_dp_attention)."""
     max_waiting: int = 512
-    """Requests that may wait for their first token; any further one is answered with 429."""
+    """Most requests that may wait for their first token; further ones are answered with 429."""
     max_request_bytes: int = 4 << 20
-    """Largest body of a request (suffixes K, M, G)."""
+    """Largest request body in bytes (suffixes K, M, G)."""
     max_connections: int | None = None
-    """Connections that may be open. One more closes the longest idle one; while nearly all serve
-    requests, a further request is answered with 503 (default: what `ulimit -n` allows)."""
+    """Most open connections. One more closes the connection that has been idle longest; while
+    nearly all serve requests, further requests are answered with 503 (default: what `ulimit -n`
+    allows)."""
     receive_timeout: float = 30.0
-    """Seconds that a client may take to send the head of a request, and then its body; then it is
+    """Seconds for a client to send the head of a request, and again for its body; after that it is
     answered with 408."""
     keep_alive_timeout: float = 75.0
     """Seconds that a connection may be idle between two requests before it is closed."""
     request_timeout: float | None = None
-    """Seconds that an answer may take, waiting included; then it ends with error 504."""
+    """Seconds that an answer may take, including the time in the queue; after that it ends with
+    error 504 (default: no limit)."""
     heartbeat_timeout: float = 30.0
-    """Seconds without a sign of life from a ready engine's process until it counts as unresponsive:
-    it gets no requests, and without another engine /health answers 503; 0 is no limit."""
+    """Seconds without a heartbeat after which a ready engine counts as unresponsive: it gets no
+    requests, and if no other engine is ready /health answers 503; 0 means no limit."""
     step_timeout: float = 300.0
-    """Seconds that one step may take until its engine counts as unresponsive; 0 is no limit."""
+    """Seconds after which an engine whose step has not finished counts as unresponsive; 0 means no
+    limit."""
     unresponsive_timeout: float = 60.0
-    """Seconds that an engine may be unresponsive until its process is killed, which ends the
-    requests in it, and started again; 0 is no limit."""
+    """Seconds after which the process of an unresponsive engine is killed and restarted, which ends
+    its requests; 0 means no limit."""
     grace: float = 30.0
-    """Seconds that running requests have to finish when the server is asked to end."""
+    """Seconds that running requests have to finish when the server shuts down."""
     tool_call_parser: str = "auto"
-    """How the model writes tool calls; auto finds it in the chat template, none refuses tools."""
+    """Format of the model's tool calls; auto derives it from the chat template, none refuses
+    tools."""
     log_requests: bool = False
-    """Write prompts to the log; otherwise nothing that a user wrote is in it."""
+    """Write prompts to the log; without it the log contains nothing that users wrote."""
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, ok, rule in (
-            ("port", 0 <= self.port < 1 << 16, "is between 0 and 65535"),
-            ("served_model_name", all(self.served_model_name), "is not empty"),
-            ("api_key", all(map(_is_printable, self.api_key)), "is not empty, of visible ASCII"),
+            ("port", 0 <= self.port < 1 << 16, "must be between 0 and 65535"),
+            ("served_model_name", all(self.served_model_name), "must not be empty"),
+            (
+                "api_key",
+                all(map(_is_printable, self.api_key)),
+                "must be visible ASCII characters, at least one",
+            ),
             (
                 "data_parallel_size",
                 isinstance(self.data_parallel_size, int) and self.data_parallel_size >= 1,
-                "is a number of engines, at least 1",
+                "must be a number of engines, at least 1",
             ),
-            ("max_waiting", self.max_waiting >= 1, "is at least 1"),
-            ("max_request_bytes", self.max_request_bytes >= 1, "is a size in bytes"),
+            ("max_waiting", self.max_waiting >= 1, "must be at least 1"),
+            ("max_request_bytes", self.max_request_bytes >= 1, "must be at least 1 byte"),
             (
                 "max_connections",
                 self.max_connections is None or self.max_connections >= 2,
-                "is at least 2",
+                "must be at least 2",
             ),
-            ("receive_timeout", self.receive_timeout > 0, "is more than 0 seconds"),
-            ("keep_alive_timeout", self.keep_alive_timeout > 0, "is more than 0 seconds"),
+            ("receive_timeout", self.receive_timeout > 0, "must be more than 0 seconds"),
+            ("keep_alive_timeout", self.keep_alive_timeout > 0, "must be more than 0 seconds"),
             (
                 "request_timeout",
                 self.request_timeout is None or self.request_timeout > 0,
-                "is more than 0 seconds",
+                "must be more than 0 seconds",
             ),
             (
                 "heartbeat_timeout",
                 self.heartbeat_timeout == 0 or self.heartbeat_timeout >= 2,
-                "is at least 2 seconds, or 0",
+                "must be at least 2 seconds, or 0",
             ),
-            ("step_timeout", self.step_timeout >= 0, "is at least 0 seconds"),
-            ("unresponsive_timeout", self.unresponsive_timeout >= 0, "is at least 0 seconds"),
-            ("grace", self.grace >= 0, "is at least 0 seconds"),
+            ("step_timeout", self.step_timeout >= 0, "must be at least 0 seconds"),
+            ("unresponsive_timeout", self.unresponsive_timeout >= 0, "must be at least 0 seconds"),
+            ("grace", self.grace >= 0, "must be at least 0 seconds"),
             (
                 "tool_call_parser",
                 self.tool_call_parser in TOOL_CALL_PARSERS,
-                f"is one of {', '.join(TOOL_CALL_PARSERS)}",
+                f"must be one of {', '.join(TOOL_CALL_PARSERS)}",
             ),
         ):
             if not ok:
@@ -104,14 +112,14 @@ class ServerSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def as_json(self) -> dict[str, Any]:
-        """For those who ask the server; keys stay here."""
+        """Return the settings for /server_info, with only the number of API keys."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         return shown | {"api_key": len(self.api_key)}
 

@@ -1,14 +1,14 @@
-"""What of this machine an engine gets where several serve side by side.
+"""The share of this machine that an engine gets if several serve in parallel.
 
-It knows an engine's number and how many there are, and nothing else of the others. `taken` runs in
-the engine's process, before anything touches a device: only there is torch at hand to count them.
+This module knows an engine's index and the number of engines. `taken` runs in the engine's process
+before anything touches a device, since only there torch can count GPUs.
 
-    GPUs       engine i gets tensor_parallel_size of those that are visible, from i times as many on
-    threads    of a CPU: an equal part, unless OMP_NUM_THREADS says how many
-    memory     for KV, on a CPU: an equal part, unless kv_cache_memory says how much
+    GPUs       engine i gets tensor_parallel_size visible GPUs, from i * tensor_parallel_size on
+    threads    on a CPU: an equal part, unless OMP_NUM_THREADS is set
+    memory     for the KV cache on a CPU: an equal part, unless kv_cache_memory is set
 
-The rule: too few GPUs are refused by every engine, rather than left to some that find none and take
-the CPU instead.
+The rule: if there are too few GPUs every engine refuses to start, so that none silently uses the
+CPU instead.
 """
 
 import os
@@ -34,13 +34,13 @@ class Share:
         return f"{self.index}/{self.size}"
 
     def taken(self, config: EngineConfig) -> EngineConfig:
-        """-> config, of an engine that has this much"""
+        """Take this share, and return the config of an engine that has it."""
         if self.size == 1:
             return config
         import torch
 
         self._take_threads()
-        # asked of the driver's library: CUDA itself would read the environment now, and never again
+        # counts with the driver's library: CUDA itself would read the environment only now
         num_gpus = 0 if config.backend == "cpu" else torch.cuda.device_count()
         if num_gpus:
             self._take_gpus(config.tensor_parallel_size, num_gpus)

@@ -1,10 +1,10 @@
-"""From errors to what HTTP says of them: one table, and OpenAI's error body.
+"""From errors to HTTP replies: one table of statuses, and OpenAI's error body.
 
-    408 is for a client that is slow to ask. Here the engine was slow to answer, and this process
-    is its gateway: 504.
+The timeout of an answer is 504, as this process is the engine's gateway; 408 is for a client that
+is slow to send.
 
-The rule: an error of ours has its status by its class or the nearest class above it; anything else
-is a bug, and its 500 says nothing of what was inside.
+The rule: a SlotzeroError's status is that of its class or of the nearest base class in the table;
+any other exception is a bug, and its 500 discloses nothing.
 """
 
 import re
@@ -28,7 +28,7 @@ _NAMED = {"prompt", "structured_outputs"} | {field.name for field in fields(Samp
 
 
 class FieldError(RequestError):
-    """A request that is wrong in one field, which it names."""
+    """A request with one wrong field, which the error names."""
 
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(message)
@@ -40,14 +40,14 @@ class ContextError(FieldError):
 
 
 class UnknownModelError(FieldError):
-    """A name that is not served."""
+    """A model name that is not served."""
 
 
 class DeadlineError(SlotzeroError):
     """The answer took longer than --request-timeout."""
 
 
-class Status(NamedTuple):
+class HttpStatus(NamedTuple):
     code: int
     kind: str
     """OpenAI's `type`."""
@@ -56,46 +56,46 @@ class Status(NamedTuple):
 
 
 INVALID = "invalid_request_error"
-BUG = Status(500, "internal_error", "internal_error")
-TABLE: Mapping[type[SlotzeroError], Status] = {
+BUG = HttpStatus(500, "internal_error", "internal_error")
+TABLE: Mapping[type[SlotzeroError], HttpStatus] = {
     SlotzeroError: BUG,
-    errors.InvalidInputError: Status(400, INVALID),
-    RequestError: Status(400, INVALID),
-    ContextError: Status(400, INVALID, "context_length_exceeded"),
-    UnknownModelError: Status(404, INVALID, "model_not_found"),
-    errors.ConfigError: BUG,  # a setting of ours, which no request can mend
+    errors.InvalidInputError: HttpStatus(400, INVALID),
+    RequestError: HttpStatus(400, INVALID),
+    ContextError: HttpStatus(400, INVALID, "context_length_exceeded"),
+    UnknownModelError: HttpStatus(404, INVALID, "model_not_found"),
+    errors.ConfigError: BUG,  # a server setting, which no request can correct
     errors.ModelError: BUG,
-    errors.TokenizerMissingError: Status(400, INVALID),
-    errors.CapacityError: Status(503, "service_unavailable_error", "capacity"),
+    errors.TokenizerMissingError: HttpStatus(400, INVALID),
+    errors.CapacityError: HttpStatus(503, "service_unavailable_error", "capacity"),
     errors.ContractError: BUG,
     errors.RecordingError: BUG,
     errors.PoolError: BUG,
-    OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
-    EngineUnavailableError: Status(503, "service_unavailable_error", "engine_unavailable"),
-    EngineDiedError: Status(503, "service_unavailable_error", "engine_died"),
-    DeadlineError: Status(504, "timeout_error", "request_timeout"),
+    OverloadedError: HttpStatus(429, "rate_limit_error", "rate_limit_exceeded"),
+    EngineUnavailableError: HttpStatus(503, "service_unavailable_error", "engine_unavailable"),
+    EngineDiedError: HttpStatus(503, "service_unavailable_error", "engine_died"),
+    DeadlineError: HttpStatus(504, "timeout_error", "request_timeout"),
 }
-HTTP: Mapping[int, Status] = {
-    400: Status(400, INVALID),
-    401: Status(401, INVALID, "invalid_api_key"),
-    404: Status(404, INVALID, "not_found"),
-    405: Status(405, INVALID, "method_not_allowed"),
-    408: Status(408, INVALID, "receive_timeout"),
-    413: Status(413, INVALID, "request_too_large"),
-    503: Status(503, "service_unavailable_error", "too_many_connections"),
+HTTP: Mapping[int, HttpStatus] = {
+    400: HttpStatus(400, INVALID),
+    401: HttpStatus(401, INVALID, "invalid_api_key"),
+    404: HttpStatus(404, INVALID, "not_found"),
+    405: HttpStatus(405, INVALID, "method_not_allowed"),
+    408: HttpStatus(408, INVALID, "receive_timeout"),
+    413: HttpStatus(413, INVALID, "request_too_large"),
+    503: HttpStatus(503, "service_unavailable_error", "too_many_connections"),
 }
-"""What is refused before it reaches a route."""
-RETRY_SECONDS = 1  # where nobody knows better
+"""Statuses of requests that are refused before they reach a route."""
+RETRY_SECONDS = 1  # default
 
 
-def status_of(error: Exception) -> Status:
+def status_of(error: Exception) -> HttpStatus:
     kind: type = type(error)
     if isinstance(error, RequestRefusedError):
         kind = getattr(errors, error.error, SlotzeroError)
     return next((TABLE[base] for base in kind.__mro__ if base in TABLE), BUG)
 
 
-def error_body(status: Status, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(status: HttpStatus, message: str, param: str | None = None) -> dict[str, Any]:
     if len(message) > MAX_MESSAGE_LEN:
         message = f"{message[:MAX_MESSAGE_LEN]}..."
     return {
@@ -103,16 +103,16 @@ def error_body(status: Status, message: str, param: str | None = None) -> dict[s
     }
 
 
-def error_reply(error: Exception) -> tuple[Status, dict[str, Any]]:
+def error_reply(error: Exception) -> tuple[HttpStatus, dict[str, Any]]:
     status = status_of(error)
     if status is BUG:
-        return status, error_body(status, "the server failed; its log says where")
+        return status, error_body(status, "internal error; the server's log has the details")
     message = error.message if isinstance(error, RequestRefusedError) else str(error)
     return status, error_body(status, message, param_of(error, message))
 
 
 def retry_after(error: Exception) -> dict[str, str]:
-    """The header that tells a client when to come again."""
+    """Return the header that tells a client when to retry."""
     if status_of(error).code not in (429, 503):
         return {}
     seconds = error.retry_after if isinstance(error, OverloadedError) else RETRY_SECONDS
@@ -120,7 +120,7 @@ def retry_after(error: Exception) -> dict[str, str]:
 
 
 def param_of(error: Exception, message: str) -> str | None:
-    """The field that is wrong: known, or the name that a message of ours begins with."""
+    """Return the wrong field: that of a FieldError, or the name that the message begins with."""
     if isinstance(error, FieldError):
         return error.param
     found = re.match(r"(?:the )?([a-z_]+)\b", message)

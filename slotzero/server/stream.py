@@ -1,4 +1,4 @@
-"""What one request gains, as whoever asked for it reads it."""
+"""The stream of new tokens of one request."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,10 +11,10 @@ Mail = asyncio.Queue[TokenDelta | SlotzeroError | None]  # None: closed by its r
 
 
 class Stream(AsyncIterator[TokenDelta]):
-    """What one request gains, step by step. Whoever stops reading it cancels the request: by
-    `aclose`, by being cancelled while it waits, or by forgetting it."""
+    """New tokens of one request, step by step. The request is cancelled if the reader stops: by
+    `aclose`, by being cancelled while it waits, or by dropping the stream."""
 
-    _is_over = True  # until it has begun
+    _is_over = True  # until __init__ has run
 
     def __init__(self, mail: Mail, cancel: Callable[[], None]) -> None:
         self._mail = mail
@@ -40,10 +40,10 @@ class Stream(AsyncIterator[TokenDelta]):
         if not self._is_over:
             self._is_over = True
             self._cancel()
-            self._mail.put_nowait(None)  # for another task that waits here
+            self._mail.put_nowait(None)  # wakes another task that waits here
 
     def __del__(self) -> None:
         if not self._is_over:
             with suppress(RuntimeError):  # the loop is closed
-                # the garbage collector runs in whichever thread
+                # the garbage collector may run in any thread
                 self._loop.call_soon_threadsafe(self._cancel)

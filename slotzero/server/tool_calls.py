@@ -1,24 +1,24 @@
-"""Tool calls out of the text that a model writes, while it writes it.
+"""Incremental parser of tool calls in the text that a model generates.
 
-It does not know HTTP or templates. A format is data; one parser reads them all:
+This module does not know HTTP or templates. A format is data; one parser reads them all:
 
     hermes    text <tool_call>{"name": ..., "arguments": {...}}</tool_call> <tool_call>...
     llama     {"name": ..., "parameters": {...}}; {...}          or text <|python_tag|>{...}
-    forced    {"name": ..., "arguments": {...}}                  grammar leaves no other answer
+    forced    {"name": ..., "arguments": {...}}                  the grammar allows nothing else
 
-The rule: text and calls come out in the order they were written, and nothing is lost. What began
-like a call and is none comes out as text; only white space around calls is dropped. Arguments are
-given out as the model writes them, as soon as the function's name is known.
+The rule: text and calls are emitted in the order in which they were written, and nothing is lost.
+What begins like a call but is none is emitted as text; only white space around calls is dropped.
+Arguments are emitted as the model writes them, as soon as the function's name is known.
 
-The result depends on the text alone, not on how it was cut, so a stream and a whole reply agree:
+The result depends on the text alone, not on how it was split, so a stream and a whole reply agree:
 
-- Once a call is given out it stays one (call_object.py says when). An unknown key after the
-  arguments is passed over; before them, in a call without a tag, it makes the object text.
-- A call that the end of the text cuts off is given out as far as it goes if that point was reached,
-  and is text otherwise. It is not whole, and neither is one whose arguments are no JSON: only an
-  answer whose calls are all whole ends with finish_reason "tool_calls".
-- What follows a call and is no call is text; with `is_single`, everything after the first call is
-  dropped.
+- An object that was emitted as a call stays a call (call_object.py decides when). An unknown key
+  after the arguments is ignored; before them, in a call without a tag, it makes the object text.
+- A call that is cut off by the end of the text is emitted as far as it goes if that decision was
+  made before, and is text otherwise. It is incomplete, as is a call whose arguments are not valid
+  JSON: only an answer whose calls are all complete ends with finish_reason "tool_calls".
+- Text after a call that is not a call is emitted as text; with `is_single`, everything after the
+  first call is dropped.
 """
 
 import uuid
@@ -36,7 +36,7 @@ class CallFormat:
     opening: str
     closing: str
     is_bare: bool
-    """Whether a call may begin the answer, and follow another, without its opening."""
+    """Whether a call may begin the answer, or follow another call, without its opening tag."""
 
 
 HERMES = CallFormat("<tool_call>", "</tool_call>", is_bare=False)
@@ -58,7 +58,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Argued:
-    """More of the arguments, which are JSON once all is there."""
+    """A further part of the arguments; all parts together are JSON."""
 
     index: int
     text: str
@@ -71,24 +71,25 @@ class CallParser:
     def __init__(
         self, form: CallFormat, names: Collection[str], *, is_single: bool = False
     ) -> None:
-        """`names`: what may be called. A tagged call of another name is given out all the same."""
+        """`names`: the functions that may be called. A tagged call of another name is emitted
+        too."""
         self._form = form
         self._names = names
         self._is_single = is_single
-        self._held = ""  # not yet understood
-        self._space = ""  # at the end of the text so far: dropped if a call follows
+        self._held = ""  # not parsed yet
+        self._space = ""  # white space at the end of the text so far: dropped if a call follows
         self._object: CallObject | None = None
-        self._before = ""  # what led to it, and is text if it is no call
+        self._before = ""  # the text before the object, emitted if it is not a call
         self._state = self._bare if form.is_bare else self._text
-        self._num_argued = 0  # characters of its arguments that were given out
-        self._said_after = 0  # the number of calls before the latest text
+        self._num_argued = 0  # characters of its arguments that were emitted
+        self._said_after = 0  # number of calls before the latest text
         self._events: list[Event] = []
         self.num_calls = 0
-        """Those that were begun."""
+        """Number of calls that have begun."""
         self.num_done = 0
-        """Those that ended; the last may be cut off."""
+        """Number of calls that have ended; the last one may be cut off."""
         self.num_whole = 0
-        """Those that ended and whose arguments are JSON."""
+        """Number of calls that have ended with valid JSON arguments."""
 
     def push(self, text: str) -> list[Event]:
         self._held += text
@@ -97,7 +98,7 @@ class CallParser:
         return self._take()
 
     def close(self) -> list[Event]:
-        """No more text."""
+        """End the text, and return the remaining events."""
         if self._object is not None:
             if not self._object.is_call:  # else it is cut off, and never done
                 self._fail(self._object)
@@ -111,14 +112,14 @@ class CallParser:
         return self._take()
 
     def _is_rest_of_call(self) -> bool:
-        """Whether all that is held only ends a call, or would part it from the next."""
+        """Return whether the unparsed rest only ends a call, or separates it from the next."""
         if self._state == self._closing:
             return self._form.closing.startswith(self._held.strip(_SPACE))
         return (
             self.num_calls > 0 and self._state == self._bare and not self._held.strip(_SEPARATORS)
         )
 
-    # States: each reads from `_held`, and says whether there is more to do now.
+    # States: each reads from `_held`, and returns whether there is more to do now.
 
     def _text(self) -> bool:
         opening = self._form.opening
@@ -134,10 +135,10 @@ class CallParser:
         return True
 
     def _bare(self) -> bool:
-        """At the beginning, or after a call: is what comes next a call?"""
+        """At the beginning or after a call, decide whether a call comes next."""
         ahead = self._held.lstrip(_SEPARATORS if self.num_calls else _SPACE)
         if len(ahead) < len(self._form.opening) and self._form.opening.startswith(ahead):
-            return False  # nothing, or half an opening
+            return False  # nothing, or part of an opening tag
         if not ahead:
             return False
         if ahead[0] == "{":
@@ -189,14 +190,14 @@ class CallParser:
         return True
 
     def _ended(self) -> bool:
-        """After the only call that is wanted."""
+        """Drop everything after the only call."""
         self._held = ""
         return False
 
-    # What comes out
+    # Events
 
     def _report(self, call: CallObject) -> None:
-        """What is new of this call."""
+        """Emit the new part of this call."""
         if self.num_calls == self.num_done:
             assert call.name is not None
             self._space = ""
@@ -207,7 +208,7 @@ class CallParser:
             self._num_argued += len(more)
 
     def _fail(self, call: CallObject) -> None:
-        """It was no call."""
+        """Emit an object that is not a call as text."""
         self._object = None
         self._say(self._before + call.raw)
 
@@ -227,7 +228,7 @@ class CallParser:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The longest end of the text that is a proper beginning of the tag."""
+    """Return the length of the longest end of the text that is a proper prefix of the tag."""
     return next(
         (n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0
     )

@@ -1,10 +1,11 @@
-"""Tools in a chat: written into the prompt by the model's template, read back from its answer.
+"""Tools in a chat: the model's template writes them into the prompt, and calls are parsed from the
+answer.
 
-It knows requests and templates; the reading itself is in tool_calls.py. A choice that forces a call
-is kept by grammar: the answer can only be that call's JSON.
+This module knows requests and templates; tool_calls.py parses. A tool_choice that forces a call is
+enforced by a grammar: the answer can only be that call's JSON.
 
-The rule: tools that this model could not be told of, or whose calls could not be read, are refused.
-Where the model is free to call, its arguments are what it writes, `strict` or not.
+The rule: tools are refused if the model's template cannot show them or its calls cannot be parsed.
+If the model is free to call, its arguments are not constrained, `strict` or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,14 @@ FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama": LLAMA}
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """What a request's tools mean for its prompt and its answer."""
+    """How a request's tools affect its prompt and its answer."""
 
     tools: list[dict[str, Any]] | None = None
-    """For the template."""
+    """The tools for the template."""
     form: CallFormat | None = None
     names: frozenset[str] = frozenset()
     schema: dict[str, Any] | None = None
-    """What the answer must be, if a call is forced."""
+    """JSON schema of the answer, if a call is forced."""
     is_single: bool = False
     """Whether the answer ends with its first call."""
 
@@ -41,14 +42,14 @@ class ToolPlan:
 
 
 def choose_format(setting: str, template: str | None) -> CallFormat | str:
-    """The format in which this model writes calls, from the template that taught it; or why tools
-    are refused."""
+    """Return the format of this model's tool calls, according to its template, or why tools are
+    refused."""
     if setting == "none":
-        return "tools: switched off on this server (--tool-call-parser none)"
+        return "tools: disabled on this server (--tool-call-parser none)"
     if template is None or "tools" not in template:
         return (
-            "tools: this model has no chat template that shows them, whatever --tool-call-parser "
-            "says; serve a model that has one, or give --chat-template"
+            "tools: this model's chat template does not support them; serve a model with a "
+            "template that does, or give one with --chat-template"
         )
     if setting != "auto":
         return FORMATS[setting]
@@ -57,43 +58,43 @@ def choose_format(setting: str, template: str | None) -> CallFormat | str:
     if LLAMA.opening in template or '"parameters"' in template:
         return LLAMA
     return (
-        "tools: this model's chat template shows them, but the form of a call is not found in it; "
+        "tools: the format of tool calls cannot be derived from this model's chat template; "
         f"serve it with --tool-call-parser {' or '.join(FORMATS)}"
     )
 
 
 def plan_tools(body: ChatRequest, form: CallFormat | str) -> ToolPlan:
-    """`form`: of choose_format."""
+    """Return the plan for a request. `form`: the result of choose_format."""
     if not body.tools or body.tool_choice == "none":
         return ToolPlan()
     if isinstance(form, str):
         raise FieldError("tools", form)
-    wanted = _wanted(body.tools, body.tool_choice)
+    forced = _forced_tools(body.tools, body.tool_choice)
     return ToolPlan(
         tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
-        form=form if wanted is None else FORCED,
+        form=form if forced is None else FORCED,
         names=frozenset(tool.function.name for tool in body.tools),
-        schema=None if wanted is None else call_schema(wanted),
-        is_single=body.parallel_tool_calls is False or wanted is not None,
+        schema=None if forced is None else call_schema(forced),
+        is_single=body.parallel_tool_calls is False or forced is not None,
     )
 
 
-def _wanted(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[Tool] | None:
-    """The tools of which one must be called; None: the model is free."""
+def _forced_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[Tool] | None:
+    """Return the tools of which one must be called; None if the model is free to call or not."""
     if isinstance(choice, NamedTool):
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
             name = choice.function.name[:64]
-            raise FieldError("tool_choice", f"tool_choice: {name!r} is none of the tools")
+            raise FieldError("tool_choice", f"tool_choice: {name!r} is not one of the tools")
         return named
     return list(tools) if choice == "required" else None
 
 
 def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
-    """JSON schema of one call of any of these.
+    """Return the JSON schema of a call of one of these tools.
 
-    Each tool's parameters stay a schema resource of their own, with its own `$id`: that is what
-    `#` means in their `$ref`s, so definitions of equal names in two tools are kept apart.
+    Each tool's parameters are a schema resource with its own `$id`, to which `#` in their `$ref`s
+    refers, so that two tools may have definitions of the same name.
     """
     calls = [
         {
@@ -113,42 +114,47 @@ def call_schema(tools: Sequence[Tool]) -> dict[str, Any]:
 def _arguments_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     schemas: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):
-        given = tool.function.parameters or {"type": "object"}
-        where, own = f"tools: {tool.function.name}: parameters.$id", given.get("$id", "")
+        parameters = tool.function.parameters or {"type": "object"}
+        where, own = f"tools: {tool.function.name}: parameters.$id", parameters.get("$id", "")
         if not isinstance(own, str):
-            raise FieldError("tools", f"{where} must be text")
+            raise FieldError("tools", f"{where} must be a string")
         name = urljoin(f"http://tool-{i}.invalid/", own)
         if name in schemas:
-            raise FieldError("tools", f"{where}: another tool has {own!r}; give each its own")
+            raise FieldError("tools", f"{where}: another tool has {own!r} too; use unique ids")
         # without $schema: before draft 2019-09, an $id beside a $ref would be ignored
         schemas[name] = {"$id": name} | {
-            key: value for key, value in given.items() if key not in ("$id", "$schema")
+            key: value for key, value in parameters.items() if key not in ("$id", "$schema")
         }
     return list(schemas.values())
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates know them: text is one string, arguments are objects."""
+    """Return messages for chat templates: text is one string, arguments are objects."""
     return [_template_message(i, message) for i, message in enumerate(messages)]
 
 
 def _template_message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
     if message.tool_calls and message.role != "assistant":
-        raise FieldError(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant calls")
+        raise FieldError(
+            f"{where}.tool_calls", f"{where}.tool_calls: only a message of role assistant has them"
+        )
     if (message.tool_call_id is None) == (message.role == "tool"):
         raise FieldError(
-            f"{where}.tool_call_id", f"{where}.tool_call_id: a tool has one, nobody else does"
+            f"{where}.tool_call_id",
+            f"{where}.tool_call_id: required for role tool, and only allowed there",
         )
-    given = message.model_dump(exclude={"annotations", "provider_specific_fields"})
+    fields = message.model_dump(exclude={"annotations", "provider_specific_fields"})
     try:
-        return template_message(place, given)
+        return template_message(place, fields)
     except MessageError as error:
         raise FieldError(error.field, str(error)) from None
 
 
-def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    taken = variable_of_ours(given or {})
+def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    taken = variable_of_ours(variables or {})
     if taken is not None:
-        raise FieldError("chat_template_kwargs", f"chat_template_kwargs: {taken!r} is ours to set")
-    return dict(given or {})
+        raise FieldError(
+            "chat_template_kwargs", f"chat_template_kwargs: {taken!r} is set by the server"
+        )
+    return dict(variables or {})

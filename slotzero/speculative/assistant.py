@@ -30,7 +30,7 @@ from slotzero.models.shards import sharded
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_params, load_weights
 from slotzero.pools.tables import SlotTables
-from slotzero.runners.passes import Followed
+from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative.drafter import Guess, LogitsDrafter
 from slotzero.speculative.eagle import HIDDEN
 from slotzero.speculative.eagle_config import GROUP, fits
@@ -140,9 +140,9 @@ class AssistantDrafter(LogitsDrafter):
         hidden = torch.zeros(shape, dtype=vocabulary.embedding.dtype, device=registry.device)
         self._hidden = registry.table(HIDDEN, hidden)
 
-    def extend(self, followed: Followed, pieces: Pieces) -> None:
-        super().extend(followed, pieces)
-        self.kernels.keep_last(followed.rows.slots, followed.last, followed.features, self._hidden)
+    def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
+        super().extend(inputs, pieces)
+        self.kernels.keep_last(inputs.rows.slots, inputs.last, inputs.features, self._hidden)
 
     def stand(self, slots: Tensor) -> Tensor:
         """Where every guess of a cycle is made: at the newest token, whatever was guessed since."""

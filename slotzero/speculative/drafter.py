@@ -19,12 +19,12 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, Rows, Tokens
 from slotzero.models.config import KvGroup
 from slotzero.pools.tables import SlotTables
-from slotzero.runners.passes import Followed
+from slotzero.runners.passes import DrafterInputs
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables, TableSpec
 
 NUM_DRAFTS, DRAFTED_AT = "num_drafts", "drafted_at"
-LIMIT, PAGED, SPECULATES, FOLLOWED_TO = "limit", "paged", "speculates", "drafter_len"
+LIMIT, PAGED, SPECULATES, DRAFTER_LEN = "limit", "paged", "speculates", "drafter_len"
 NO_DRAFT = -1
 FEATURES = "features"
 MOST_PENDING = 16
@@ -36,11 +36,11 @@ SPECULATION_TABLES = (
     TableSpec(SPECULATES, 1, "int32", 0),  # whether drafts are wanted
     TableSpec(NUM_DRAFTS, 1, "int32", 0),
     TableSpec(DRAFTED_AT, 1, "int32", NO_DRAFT),  # drafts are good only at this length
-    TableSpec(FOLLOWED_TO, 1, "int32", 0),  # the drafter has computed all positions before
+    TableSpec(DRAFTER_LEN, 1, "int32", 0),  # the drafter has computed all positions before
 )
 
 
-class Drafter(ABC):  # a Follower
+class Drafter(ABC):  # a DrafterHook
     name: str
     groups: tuple[KvGroup, ...] = ()
     """Of its own layers."""
@@ -58,12 +58,12 @@ class Drafter(ABC):  # a Follower
         tokens from where it followed to on"""
         self.kernels, self.tables, self.pending = kernels, tables, pending
 
-    def extend(self, followed: Followed, pieces: Pieces) -> None:
-        tokens, rows, _, last = followed
-        self.kernels.follow(rows, tokens, last, self.tables[FOLLOWED_TO])
+    def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
+        tokens, rows, _, last = inputs
+        self.kernels.follow(rows, tokens, last, self.tables[DRAFTER_LEN])
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
-        drafter_len = self.tables[FOLLOWED_TO]
+        drafter_len = self.tables[DRAFTER_LEN]
         self.kernels.keep_next(tokens, drafter_len, features, self.pending)
 
     @abstractmethod

@@ -27,8 +27,8 @@ from slotzero.models.given import Given
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.pools.tables import SlotTables
-from slotzero.runners.passes import Followed
-from slotzero.speculative.drafter import FOLLOWED_TO, Guess, LogitsDrafter
+from slotzero.runners.passes import DrafterInputs
+from slotzero.speculative.drafter import DRAFTER_LEN, Guess, LogitsDrafter
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
 
@@ -67,10 +67,10 @@ class EagleDrafter(LogitsDrafter):
             hidden = torch.zeros(rows, config.hidden_size, dtype=dtype, device=registry.device)
             self._hidden.append(registry.table(name, hidden))
 
-    def extend(self, followed: Followed, pieces: Pieces) -> None:
-        tokens, rows, hidden, last = followed
-        is_first = tokens.positions == self.tables[FOLLOWED_TO][tokens.slots]
-        super().extend(followed, pieces)
+    def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
+        tokens, rows, hidden, last = inputs
+        is_first = tokens.positions == self.tables[DRAFTER_LEN][tokens.slots]
+        super().extend(inputs, pieces)
         if self._config.is_third:
             hidden = self._product(hidden, self._layers[0].fc, self._layers[0].fc_bias)
         for layer in range(len(self._layers)):

@@ -13,7 +13,7 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, Rows, Tokens
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.pools.tables import SlotTables
-from slotzero.runners.passes import Followed
+from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative.drafter import Guess, LogitsDrafter
 
 
@@ -33,9 +33,9 @@ class ModelDrafter(LogitsDrafter):
         self.groups, self.writes = decoder.config.groups, decoder.writes
         self._decoder, self._kv = decoder, kv
 
-    def extend(self, followed: Followed, pieces: Pieces) -> None:
-        super().extend(followed, pieces)
-        self._decoder.forward(self._batch(followed.tokens, followed.rows, None), self._kv, pieces)
+    def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
+        super().extend(inputs, pieces)
+        self._decoder.forward(self._batch(inputs.tokens, inputs.rows, None), self._kv, pieces)
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
         return self.next(tokens, None, pieces)

@@ -24,13 +24,13 @@ from slotzero.kernels.types import Tokens
 from slotzero.kernels.types_recurrent import States, Trail
 from slotzero.models.decoder import Batch, Decoder, KvPages
 from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS
-from slotzero.runners.passes import LOGITS, SLOTS, Followed, views_of
+from slotzero.runners.passes import LOGITS, SLOTS, DrafterInputs, views_of
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
 from slotzero.speculative.drafter import (
     DRAFTED_AT,
+    DRAFTER_LEN,
     FEATURES,
-    FOLLOWED_TO,
     LIMIT,
     MOST_PENDING,
     NUM_DRAFTS,
@@ -163,9 +163,9 @@ class SpeculativePasses:
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
         tokens = self._tokens(key)
-        rows, last = self._kernels.locate_new(slots, tables["length"], tables[FOLLOWED_TO], tokens)
+        rows, last = self._kernels.locate_new(slots, tables["length"], tables[DRAFTER_LEN], tokens)
         states = self._kernels.load_features(slots, self._drafter.pending[:, : key.width])
-        self._drafter.extend(Followed(tokens, rows, states, last), pieces)
+        self._drafter.extend(DrafterInputs(tokens, rows, states, last), pieces)
 
     def _draft(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots, most = self._tables, self._slots[: key.rows], self._ahead(key.width)

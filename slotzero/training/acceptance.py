@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slotzero.errors import ConfigError
 from slotzero.training.head import EagleHead
-from slotzero.training.loss import Target
-from slotzero.training.samples import Batch, Sample, whole_batches
+from slotzero.training.loss import TargetTables
+from slotzero.training.samples import Sample, TrainingBatch, whole_batches
 
 
 def check_walkable(what: str, samples: Sequence[Sample]) -> None:
@@ -25,7 +25,11 @@ def check_walkable(what: str, samples: Sequence[Sample]) -> None:
 
 @torch.no_grad()
 def acceptance_len(
-    head: EagleHead, target: Target, samples: Sequence[Sample], num_drafts: int, batch_tokens: int
+    head: EagleHead,
+    target: TargetTables,
+    samples: Sequence[Sample],
+    num_drafts: int,
+    batch_tokens: int,
 ) -> float:
     """Tokens that a step emits in the mean, the target's own included: from 1 to num_drafts + 1."""
     emitted: list[int] = []
@@ -36,7 +40,9 @@ def acceptance_len(
     return sum(emitted) / len(emitted)
 
 
-def num_accepted(head: EagleHead, target: Target, batch: Batch, num_drafts: int) -> Tensor:
+def num_accepted(
+    head: EagleHead, target: TargetTables, batch: TrainingBatch, num_drafts: int
+) -> Tensor:
     """[batch, places]: how many drafts of the chain that begins there are right."""
     is_right = torch.ones_like(batch.wanted)
     count = torch.zeros_like(batch.tokens)

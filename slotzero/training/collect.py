@@ -1,6 +1,6 @@
 """Hidden states of a target over whole sequences: what a head learns from.
 
-The engine computes them, as it will when the head is used: a prefill is followed, and what it shows
+The engine computes them, as it will when the head is used: a prefill is inputs, and what it shows
 of the decoder is kept. It knows sequences; it does not know heads or training.
 """
 
@@ -14,7 +14,7 @@ from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError
 from slotzero.graph import Pieces
 from slotzero.kernels.types import Tokens
-from slotzero.runners.passes import Followed
+from slotzero.runners.passes import DrafterInputs
 from slotzero.sampling.params import SamplingParams
 from slotzero.step import Step
 from slotzero.system.progress import prompts_bar
@@ -42,8 +42,8 @@ class Collector:
         worker.passes.follower = self
         self._run, worker.run = worker.run, self._run_and_keep  # type: ignore[method-assign]
 
-    def extend(self, followed: Followed, pieces: Pieces) -> None:
-        self._seen[: len(followed.features)].copy_(followed.features)
+    def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
+        self._seen[: len(inputs.features)].copy_(inputs.features)
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
         """What is decoded, nobody collects."""

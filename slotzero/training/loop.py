@@ -19,7 +19,7 @@ from slotzero.errors import ConfigError
 from slotzero.system.progress import training_bar
 from slotzero.training.acceptance import acceptance_len, check_walkable
 from slotzero.training.head import EagleHead
-from slotzero.training.loss import Distilled, Target, distil
+from slotzero.training.loss import Distilled, TargetTables, distil
 from slotzero.training.samples import MIN_LEN, Sample, check_samples, training_batches
 
 NUM_DRAFTS = 4
@@ -71,7 +71,7 @@ def train(
     check_walkable("held_out", held_out)
     device = lm_head.device
     head.to(device=device, dtype=torch.float32)
-    target = Target(head, embedding, lm_head)
+    target = TargetTables(head, embedding, lm_head)
     optimizers = _optimizers(head, lr)
     batches = training_batches(samples, batch_tokens, max_len, seed, device)
     budget, tally, reports = Budget(max_steps, max_minutes), _Tally(), list[Report]()

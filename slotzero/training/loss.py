@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from slotzero.errors import ConfigError
 from slotzero.training.head import EagleHead
-from slotzero.training.samples import Batch
+from slotzero.training.samples import TrainingBatch
 
 PASS_DECAY = 0.8
 """The weight of a pass, against the one before: later drafts are reached less often."""
@@ -24,7 +24,7 @@ _MAX_LOGITS = 2**27  # in one piece: half a gigabyte of float32
 
 
 @final
-class Target:
+class TargetTables:
     """The target's two tables, and the rows of the second that the head may draft."""
 
     def __init__(self, head: EagleHead, embedding: Tensor, lm_head: Tensor) -> None:
@@ -47,7 +47,7 @@ class Target:
         best = _best(hidden, self.rows)
         return best if self._ids is None else self._ids[best]
 
-    def learnable(self, batch: Batch) -> Tensor:
+    def learnable(self, batch: TrainingBatch) -> Tensor:
         """What of `wanted` the head could get right: [batch, places]."""
         if self._ids is None:
             return batch.wanted
@@ -60,7 +60,9 @@ class Distilled(NamedTuple):
     counts: list[int]  # of how many
 
 
-def distil(head: EagleHead, target: Target, batch: Batch, num_passes: int) -> Distilled:
+def distil(
+    head: EagleHead, target: TargetTables, batch: TrainingBatch, num_passes: int
+) -> Distilled:
     learnable = target.learnable(batch)
     loss = torch.zeros((), device=batch.tokens.device)
     hits, counts = [], []

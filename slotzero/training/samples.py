@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     first: int  # index of the answer's first token
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     tokens: Tensor  # [batch, places]
     features: Tensor  # [batch, places, 3 * hidden]
     final: Tensor  # [batch, places, hidden]
@@ -59,7 +59,7 @@ def training_batches(
     max_len: int,
     seed: int,
     device: torch.device,
-) -> Iterator[Batch]:
+) -> Iterator[TrainingBatch]:
     """Without end: every sample once in each round, those of like length together."""
     rng = random.Random(seed)
     lengths = [min(len(sample.tokens), max_len) for sample in samples]
@@ -73,7 +73,7 @@ def training_batches(
 
 def whole_batches(
     samples: Sequence[Sample], batch_tokens: int, device: torch.device
-) -> Iterator[tuple[list[int], Batch]]:
+) -> Iterator[tuple[list[int], TrainingBatch]]:
     """Each sample once and uncut; -> their indices and the batch."""
     lengths = [len(sample.tokens) for sample in samples]
     order = sorted(range(len(samples)), key=lengths.__getitem__)
@@ -105,7 +105,7 @@ def crop(sample: Sample, max_len: int, rng: random.Random) -> Sample:
     return Sample(tokens[taken], features[taken], final[taken], max(first - start, 0))
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> Batch:
+def pack(samples: Sequence[Sample], device: torch.device) -> TrainingBatch:
     tokens, features, final = (
         pad_sequence(list(rows), batch_first=True).to(device)
         for rows in zip(*(sample[:3] for sample in samples), strict=True)
@@ -114,4 +114,4 @@ def pack(samples: Sequence[Sample], device: torch.device) -> Batch:
     first = torch.tensor([max(sample.first, MIN_LEN - 1) for sample in samples], device=device)
     places = torch.arange(tokens.shape[1], device=device)
     wanted = (places >= first[:, None]) & (places < lengths[:, None])
-    return Batch(tokens, features, final, wanted)
+    return TrainingBatch(tokens, features, final, wanted)

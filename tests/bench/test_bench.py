@@ -19,7 +19,7 @@ from slotzero.bench.intervals import busy_and_gaps
 from slotzero.bench.plot import Panel, Series, draw
 from slotzero.bench.report import summary
 from slotzero.bench.rows import refusal, standing
-from slotzero.bench.session import Session
+from slotzero.bench.session import BenchSession
 from slotzero.bench.sheets import Sheet, print_sheets
 from slotzero.bench.timeline import Timeline
 from slotzero.bench.workloads import WORKLOADS, fixed, fixed_spec, mixed
@@ -227,7 +227,7 @@ def test_gaps_are_within_a_request() -> None:
 
 
 def test_bytes_read_are_counted_by_hand() -> None:
-    session = Session("tiny:llama", {"backend": "eager", "show_progress": False})
+    session = BenchSession("tiny:llama", {"backend": "eager", "show_progress": False})
     workload = session.draw(fixed_spec(2, 10, 4))
     # three decoded tokens each attend to 11, 12 and 13; 2 layers of K and V, 2 heads of 16 floats
     kv_bytes = 2 * (11 + 12 + 13) * (2 * 2 * 2 * 16 * 4)
@@ -238,7 +238,7 @@ def test_bytes_read_are_counted_by_hand() -> None:
 
 
 def test_counts_start_after_the_warm_up() -> None:
-    session = Session("tiny:llama", {"backend": "eager", "show_progress": False})
+    session = BenchSession("tiny:llama", {"backend": "eager", "show_progress": False})
     workload = session.draw(fixed_spec(2, 10, 4))
     session.warm_up(workload)
     assert all(c.real_tokens == 0 and not c.eager for c in session.counts().values())
@@ -355,7 +355,7 @@ def test_rows_that_fail_are_taken_away() -> None:
 def test_rows_do_not_stand_among_requests() -> None:
     engine = make_engine()
     engine.add("busy", [1, 2, 3], SamplingParams(max_tokens=3))
-    with pytest.raises(ContractError, match="let it finish"):
+    with pytest.raises(ContractError, match="wait until all its requests"):
         refusal(engine, GraphKey("decode", 1, 1), 20)
 
 
@@ -390,17 +390,17 @@ def test_sizes_are_chosen() -> None:
 
 
 def test_the_limit_is_counted_by_hand() -> None:
-    session = Session("tiny:qwen3", {"backend": "eager", "show_progress": False})
+    session = BenchSession("tiny:qwen3", {"backend": "eager", "show_progress": False})
     worker = session.engine.worker
     weights = worker.weight_bytes - worker.registry["weight.embedding"].numel() * 4
     kv_bytes = 100 * (3 * 2 * 2 * 32 * 4)  # 3 layers of K and V, 2 heads of 32 floats
     expected = (weights + kv_bytes) / session.read_bandwidth
     assert session.least_seconds([60, 40]) == pytest.approx(expected)
-    sliding = Session("tiny:olmo3", {"backend": "eager", "show_progress": False})
+    sliding = BenchSession("tiny:olmo3", {"backend": "eager", "show_progress": False})
     kv_bytes = (100 + 3 * 24) * 2 * 4 * 16 * 4  # one full layer, three that see 24 tokens
     more = sliding.least_seconds([100]) - sliding.least_seconds([])
     assert more == pytest.approx(kv_bytes / sliding.read_bandwidth)
-    recurrent = Session("tiny:falcon-h1", {"backend": "eager", "show_progress": False})
+    recurrent = BenchSession("tiny:falcon-h1", {"backend": "eager", "show_progress": False})
     state = 3 * (108 * 3 + 6 * 10 * 12) * 4  # three layers: 3 inputs of each channel, and heads
     kv_bytes = 100 * 3 * 2 * 2 * 16 * 4
     more = recurrent.least_seconds([100]) - recurrent.least_seconds([])
@@ -409,7 +409,7 @@ def test_the_limit_is_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("model", ["tiny:gpt-oss", "tiny:deepseek-v3"])
 def test_of_experts_those_that_are_chosen_are_read(model: str) -> None:
-    session = Session(model, {"backend": "eager", "show_progress": False})
+    session = BenchSession(model, {"backend": "eager", "show_progress": False})
     worker, shape = session.engine.worker, session.engine.worker.model.experts
     assert shape is not None
     one = sum(

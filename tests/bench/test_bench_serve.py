@@ -16,7 +16,7 @@ from served import KEY, PATIENCE, tiny_server
 
 from slotzero.bench import serve
 from slotzero.bench.http import HttpError, Site
-from slotzero.bench.serve import Fate, Goal, Load, arrivals, run_loads, sharegpt, sheets
+from slotzero.bench.serve import Fate, Goal, RequestLoad, arrivals, run_loads, sharegpt, sheets
 from slotzero.cli import main as cli
 from slotzero.errors import ConfigError
 
@@ -55,7 +55,7 @@ class FakeSite:
     async def aclose(self) -> None: ...
 
 
-def run(site: Any, *loads: Load) -> Any:
+def run(site: Any, *loads: RequestLoad) -> Any:
     seen: list[int] = []
     report = asyncio.run(run_loads(site, lambda info: loads, GOAL, seen.append))
     assert sum(seen) == sum(len(load.shapes) for load in loads)
@@ -85,7 +85,7 @@ def test_lengths_fit_the_context(longest: int) -> None:
 
 
 def test_arrivals_are_as_many_a_second_as_asked_for() -> None:
-    load = Load(8.0, [(1, 1)] * 4000)
+    load = RequestLoad(8.0, [(1, 1)] * 4000)
     moments = arrivals(load)
     assert moments == arrivals(load)
     assert moments[0] == 0.0
@@ -93,12 +93,12 @@ def test_arrivals_are_as_many_a_second_as_asked_for() -> None:
     gaps = [b - a for a, b in itertools.pairwise(moments)]
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.1)
     assert sum(gap < 1 / 8 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.05)  # 1 - 1/e
-    assert arrivals(Load(float("inf"), [(1, 1)] * 3)) == [0.0, 0.0, 0.0]
+    assert arrivals(RequestLoad(float("inf"), [(1, 1)] * 3)) == [0.0, 0.0, 0.0]
 
 
 def test_a_slow_server_delays_no_request() -> None:
     """It answers nobody before all have asked; and nobody asks before it is due."""
-    load = Load(50.0, [(4, 6)] * 20, seed=1)
+    load = RequestLoad(50.0, [(4, 6)] * 20, seed=1)
     site = FakeSite(waits_for=len(load.shapes))
     begin = time.perf_counter()
     (rate,) = run(site, load)["rates"]
@@ -109,7 +109,7 @@ def test_a_slow_server_delays_no_request() -> None:
 
 def test_what_is_asked_for() -> None:
     site = FakeSite()
-    run(site, Load(float("inf"), [(5, 6), (7, 9)], seed=2))
+    run(site, RequestLoad(float("inf"), [(5, 6), (7, 9)], seed=2))
     assert [len(body.pop("prompt")) for body in site.asked] == [5, 7]
     assert [body.pop("max_tokens") for body in site.asked] == [6, 9]
     assert site.asked[0] == site.asked[1]
@@ -126,7 +126,7 @@ def test_what_is_asked_for() -> None:
 
 
 def test_tokens_are_those_of_usage() -> None:
-    report = run(FakeSite(), Load(float("inf"), [(5, 6), (7, 9), (2, 30), (1, 3)]))
+    report = run(FakeSite(), RequestLoad(float("inf"), [(5, 6), (7, 9), (2, 30), (1, 3)]))
     (rate,) = report["rates"]
     assert rate["rate"] == "inf"
     assert (rate["requests"], rate["failed"]) == (4, 1)
@@ -148,7 +148,7 @@ def test_good_requests_keep_both_goals() -> None:
         Fate(6.0, [6.1], num_tokens=0, error="died"),
         Fate(7.0),
     ]
-    made = serve._sum_up(Load(2.0, [(1, 1)] * 6), fates, 10.0, GOAL)
+    made = serve._sum_up(RequestLoad(2.0, [(1, 1)] * 6), fates, 10.0, GOAL)
     assert (made["requests"], made["failed"], made["first_error"]) == (6, 2, "died")
     assert made["requests_per_second"] == 0.4
     assert made["goodput"] == 0.2
@@ -159,7 +159,7 @@ def test_good_requests_keep_both_goals() -> None:
 
 
 def test_if_all_fail_there_are_no_times() -> None:
-    made = serve._sum_up(Load(1.0, [(1, 1)]), [Fate(0.0, error="x")], 1.0, GOAL)
+    made = serve._sum_up(RequestLoad(1.0, [(1, 1)]), [Fate(0.0, error="x")], 1.0, GOAL)
     assert made["failed"] == 1
     assert made["time_to_first_token"]["p50"] is None
     report = {"model": "m", "url": "u", "rates": [made]}
@@ -172,7 +172,7 @@ def test_an_error_in_the_midst_of_a_stream_is_a_failure() -> None:
             yield {"choices": [{"text": "abc"}]}
             yield {"error": {"message": "the engine died"}}
 
-    (rate,) = run(Dying(), Load(1.0, [(1, 6)]))["rates"]
+    (rate,) = run(Dying(), RequestLoad(1.0, [(1, 6)]))["rates"]
     assert (rate["failed"], rate["first_error"], rate["output_tokens"]) == (1, "the engine died", 0)
 
 
@@ -344,7 +344,7 @@ def test_a_load_has_as_many_connections_as_requests_at_once() -> None:
     server = KeepAlive()
 
     async def work(site: Site) -> Any:
-        loads = [Load(float("inf"), [(2, 3)] * 4)] * 5
+        loads = [RequestLoad(float("inf"), [(2, 3)] * 4)] * 5
         return await run_loads(site, lambda info: loads, GOAL, lambda more: None)
 
     report = asyncio.run(load(server, work))

@@ -15,7 +15,7 @@ from slotzero.certify import session
 from slotzero.certify.answers import AnswerCheck
 from slotzero.certify.live import LiveSanitizer
 from slotzero.certify.recompute import Disagreement, Recomputation
-from slotzero.certify.stage import bounds_of
+from slotzero.certify.scenarios import bounds_of
 from slotzero.certify.start import start_engine
 from slotzero.certify.traffic import TRAFFIC_FAULTS, TrafficFault, mutate_traffic
 from slotzero.config import EngineConfig
@@ -63,7 +63,7 @@ def ask(engine: Engine, *prompts: list[int], params: SamplingParams = GREEDY) ->
 def serve(engine: Engine, fault: TrafficFault) -> list[list[int]]:
     """What the fault is met by, one after another."""
     return [
-        ask(engine, prompt, params=params)[0].token_ids for prompt, params in fault.asks(engine)
+        ask(engine, prompt, params=params)[0].token_ids for prompt, params in fault.requests(engine)
     ]
 
 
@@ -188,7 +188,7 @@ def test_a_fault_of_the_engine_is_logged_and_named(
         for i, (ours, theirs) in enumerate(zip(wrong[-1], right[-1], strict=True))
         if ours != theirs
     )
-    at = len(fault.asks(engine)[-1].prompt) + position
+    at = len(fault.requests(engine)[-1].prompt) + position
     got, expected = wrong[-1][position], right[-1][position]
     said = f"token {got} at position {at} where {expected} was expected; "
     assert f"request asked 0: S8: tensor '{tensor}': {said}" in str(found[-1])
@@ -298,7 +298,7 @@ def test_an_answer_without_room_is_left_out_and_counted(
     ask(engine, PROMPT, PROMPT[:7])
     checked = sanitizer_of(engine).answers
     assert (checked.num_recomputed, checked.num_left_out) == (0, 2)
-    assert sum("is not computed again" in record.message for record in caplog.records) == 1
+    assert sum("its answer is not recomputed" in record.message for record in caplog.records) == 1
 
 
 # Mutants
@@ -335,7 +335,7 @@ def test_without_the_check_the_mutants_are_missed(monkeypatch: pytest.MonkeyPatc
 def test_certification_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "mutate", lambda engine, seen: [])
     engine = engine_of("llama", max_num_seqs=2)
-    tried = session.Session(engine, "tiny:llama", is_quick=True)
+    tried = session.CertifySession(engine, "tiny:llama", is_quick=True)
     assert tried.certify().passed
     assert [str(mutant) for mutant in tried.mutate()] == [
         f"engine: page_table: {KEY.name}: S8 named page_table"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from slotzero.certify import actors, session
+from slotzero.certify import session, synthetic_requests
 from slotzero.certify.certify import all_sizes, few_checks, few_sizes, left_out
 from slotzero.certify.mutants import Mutant
 from slotzero.certify.page import html
 from slotzero.certify.report import CHECKS, RULES, Cell, Certificate, Violation
-from slotzero.certify.scene import Trial
-from slotzero.certify.stage import staged
+from slotzero.certify.scenario import Trial
+from slotzero.certify.scenarios import scenario_for
 from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
@@ -29,7 +29,7 @@ from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
 from slotzero.kernels import torch_speculation
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.runners.passes import Followed
+from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
 
@@ -99,7 +99,7 @@ def test_a_sound_engine_passes(run: Run) -> None:
     assert [row.split()[1] for row in rows] == ["decode[1]", "decode[2]", "decode[4]"]
     assert all(row.count(" ok ") == len(CHECKS) for row in rows)
     assert "FAIL" not in out
-    assert "3 of 12 sizes tried: it is not recorded" in out
+    assert "3 of 12 sizes checked: this runner is not recorded" in out
     assert out.splitlines()[-1].startswith("passed: 6 of 15 sizes in ")
 
 
@@ -122,7 +122,7 @@ def test_files_are_written(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "passed: 3 of 15 sizes" in out
     assert json.loads(files[0].read_text())["passed"] is True
-    assert "decode[4] S1: held" in files[1].read_text(encoding="utf-8")
+    assert "decode[4] S1: passed" in files[1].read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("flag", ["--json", "--html"])
@@ -223,9 +223,9 @@ def takes_all_tokens_for_real(patch: pytest.MonkeyPatch) -> None:
 def drafts_from_the_token_after(patch: pytest.MonkeyPatch) -> None:
     right = EagleDrafter.extend
 
-    def extend(self: EagleDrafter, followed: Followed, pieces: Pieces) -> None:
-        last = (followed.last + 1).clamp_max(len(followed.tokens.slots) - 1)
-        right(self, followed._replace(last=last), pieces)
+    def extend(self: EagleDrafter, inputs: DrafterInputs, pieces: Pieces) -> None:
+        last = (inputs.last + 1).clamp_max(len(inputs.tokens.slots) - 1)
+        right(self, inputs._replace(last=last), pieces)
 
     patch.setattr(EagleDrafter, "extend", extend)
 
@@ -344,7 +344,7 @@ def test_a_layer_that_stores_where_the_one_before_does_is_named(
     assert ("draft-extend-3", "S4", "kv_draft") in found
 
 
-def test_scenes_of_drafts_have_rows_of_every_kind() -> None:
+def test_scenarios_of_drafts_have_rows_of_every_kind() -> None:
     config = EngineConfig(
         model="tiny:llama", backend="eager", speculative="ngram", max_num_seqs=16,
         lazy_recording=True, skip_tokenizer_init=True, show_progress=False, kv_cache_memory=4 << 20,
@@ -355,8 +355,8 @@ def test_scenes_of_drafts_have_rows_of_every_kind() -> None:
     for runner in (verify, draft):
         key = next(iter(runner.all_keys()))
         runner.prepare(key)
-        with staged(engine, runner, key) as scene:
-            outcomes[runner] = Trial(runner, scene).replay()
+        with scenario_for(engine, runner, key) as scenario:
+            outcomes[runner] = Trial(runner, scenario).replay()
     tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_verified"))
     pairs = set(zip(tried.tolist(), right.tolist(), strict=True))
     assert {(5, 5), (5, 3), (5, 1), (2, 2), (1, 1), (0, 0)} <= pairs
@@ -376,11 +376,11 @@ def test_quick_says_what_it_leaves_out(run: Run) -> None:
     _, out, _ = run(*TINY, "--quick")
     _, text, _ = run(*TINY, "--quick", "--json", "-")
     said = json.loads(text)["left_out"]
-    assert said["decode[4] S5"] == "a quick look tries it at decode[1]"
+    assert said["decode[4] S5"] == "--quick runs it only at decode[1]"
     assert "decode[2]" not in out
-    assert "decode: 2 of 3 sizes tried: a quick look" in out
-    assert "prefill: 1 of 12 sizes tried: a quick look" in out
-    assert "decode[4]: S5: a quick look tries it at decode[1]" in out
+    assert "decode: 2 of 3 sizes checked: --quick" in out
+    assert "prefill: 1 of 12 sizes checked: --quick" in out
+    assert "decode[4]: S5: --quick runs it only at decode[1]" in out
     assert any(line.startswith("│ decode[4]") and " - " in line for line in out.splitlines())
 
 
@@ -403,7 +403,7 @@ def test_a_spoilt_page_table_makes_no_page_of_another_ours(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
-    monkeypatch.setattr(actors, "MOST_STORED", 3)
+    monkeypatch.setattr(synthetic_requests, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out
 
@@ -550,7 +550,7 @@ def test_the_picture_has_a_cell_for_every_size_and_check() -> None:
     assert source.count("<rect ") == 2 * len(CHECKS)
     assert source.count('<rect class="ok"') == 1
     assert source.count('<rect class="bad"') == 1
-    assert "put in on purpose" not in source
+    assert "Injected faults" not in source
 
 
 def test_a_page_of_nothing_is_a_page() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slotzero.certify.compare import first_difference, magnitude
-from slotzero.certify.stage import _RELATIVE as RELATIVE
+from slotzero.certify.scenarios import _RELATIVE as RELATIVE
 
 DTYPES = {name: getattr(torch, name) for name in RELATIVE}
 

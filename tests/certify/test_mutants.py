@@ -20,8 +20,8 @@ from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
 from slotzero.certify.faults.recurrent import RECURRENT
 from slotzero.certify.mutants import Mutant, mutate, padded_size, tensors_of
 from slotzero.certify.report import ORDER, Certificate
-from slotzero.certify.scene import kind_of
-from slotzero.certify.stage import bounds_of, counts_of, staged, states_of
+from slotzero.certify.scenario import kind_of
+from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for, states_of
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError
@@ -213,7 +213,7 @@ def test_the_engine_is_clean_afterwards(scored):
     certify(
         certificate,
         [(runner, padded_size(runner)) for runner in scored.runners],
-        lambda runner, key: staged(engine, runner, key),
+        lambda runner, key: scenario_for(engine, runner, key),
         bounds_of(engine),
     )
     assert certificate.passed, [str(violation) for violation in certificate.violations]

@@ -136,7 +136,7 @@ def test_a_card_without_room_is_not_watched(
     assert engine.sanitizer is not None
     assert engine.sanitizer.steps_watched == 0
     assert engine.sanitizer.steps_without_room == engine.num_steps
-    assert len([r for r in caplog.records if "is not watched" in r.message]) == 1
+    assert len([r for r in caplog.records if "the sanitizer skips" in r.message]) == 1
 
 
 # Faults
@@ -403,7 +403,7 @@ def test_a_staged_write_that_is_lost_raises(
     watch(engine, "log")
     monkeypatch.setattr(engine.worker.tables, "_write", lambda words: None)
     engine.add("a", PROMPTS[0], GREEDY)
-    with pytest.raises(ContractError, match="does not hold what was staged"):
+    with pytest.raises(ContractError, match="does not hold the value that was staged"):
         engine.step()
 
 

@@ -111,10 +111,10 @@ def test_models_that_are_not_served() -> None:
 def test_routes_that_do_not_exist() -> None:
     error = refused("/chat/completions", CHAT, status=404)
     assert error["code"] == "not_found"
-    assert error["message"].startswith("no route /chat/completions; OpenAI's begin with /v1")
+    assert error["message"].startswith("no route /chat/completions; OpenAI's routes begin with /v1")
     error = refused("/v1/completions", None, status=405)
     assert error["code"] == "method_not_allowed"
-    assert error["message"] == "/v1/completions does not take GET"
+    assert error["message"] == "/v1/completions does not support the method GET"
 
 
 document = schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok")))

@@ -140,7 +140,7 @@ def test_parts_that_are_no_text_are_said_to_be_none(kind: str) -> None:
     ):
         error = refused(path, body)
         assert error["param"] == where
-        assert error["message"] == f"{where}: {kind!r}, but this model takes text alone"
+        assert error["message"] == f"{where}: {kind!r} is not supported, only text is"
 
 
 def test_what_a_template_refuses_names_no_flag() -> None:

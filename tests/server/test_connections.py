@@ -76,7 +76,7 @@ class Running:
             return EventStream(events())
 
         self.num_slow, self.is_released = 0, False
-        self.front = app.state.front
+        self.front = app.state.slotzero
         self.server = serve._make_server(app, settings, self.connections, burst)
         work = self.server.serve(sockets=[listener])
         self.thread = threading.Thread(target=asyncio.run, args=(work,), daemon=True)
@@ -274,7 +274,7 @@ def test_few_files_and_many_idle_connections(tmp_path: Path) -> None:
     finally:
         server.kill()
     log = server.log.read_text()
-    assert "the longest idle one is closed" in log
+    assert "closing the one that is idle longest" in log
     assert len(log) < 20_000, log
 
 
@@ -293,11 +293,11 @@ def test_lines_that_repeat_are_counted() -> None:
     assert said("no %s", "memory") == "no memory"
     assert [said("no files") for _ in range(1000)] == [None] * 1000
     clock = 11.0
-    assert said("no files") == "no files (and 1000 times since the last line)"
+    assert said("no files") == "no files (repeated 1000 times since)"
     assert said("no files") is None
     clock = 30.0
     assert said("no memory") == "no memory"
-    assert said("no files") == "no files (and 1 times since the last line)"
+    assert said("no files") == "no files (repeated 1 times since)"
     for i in range(10_000):
         said(f"{i}")
     assert len(repeats._seen) < 1000

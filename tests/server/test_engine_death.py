@@ -55,7 +55,7 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
         try:
             return (await collect(stream))[-1].finish_reason or ""
         except EngineDiedError as error:
-            assert "the engine's process ended" in str(error)
+            assert "the engine's process died" in str(error)
             return "died"
 
     async def kill_under_load() -> list[str]:

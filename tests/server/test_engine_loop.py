@@ -184,7 +184,7 @@ def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
     assert (refused.id, refused.error) == ("bad", "RequestError")
     assert re.match(r"structured_outputs: regex: .*too many expressions", refused.message)
     assert [record.getMessage() for record in caplog.records] == [
-        f"a request was given up: {refused.message}"
+        f"a request was aborted: {refused.message}"
     ]
     before = messages[: messages.index(refused)]
     bad = [g for p in kinds(before, Progress) for g in p.grown if g.id == "bad"]
@@ -321,7 +321,7 @@ def test_a_reader_that_sleeps_stops_no_step(make_desk: MakeDesk) -> None:
 def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
     desk = make_desk()
     for settings, message in (
-        ({"colour": 1}, "the engine has no setting 'colour'"),
+        ({"colour": 1}, "unknown engine setting 'colour'"),
         ({"page_size": 3}, "page_size is a power of two, got 3"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -377,9 +377,7 @@ def test_what_is_too_large_for_a_frame_is_refused(
     monkeypatch.setattr(client_module, "MAX_FRAME", 100)
 
     async def ask() -> None:
-        with pytest.raises(
-            RequestRefusedError, match=r"prompt: a request of .* bytes is too large"
-        ):
+        with pytest.raises(RequestRefusedError, match=r"prompt: the request has .* bytes, at most"):
             await collect(served.client.submit("bad", [200] * 100, {}))
 
     served.run(ask())

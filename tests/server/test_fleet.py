@@ -23,12 +23,12 @@ from slotzero.cli import main as cli
 from slotzero.errors import EngineDiedError, EngineUnavailableError, OverloadedError
 from slotzero.server import client as client_module
 from slotzero.server import fleet as fleet_module
+from slotzero.server.broadcast import Broadcast
 from slotzero.server.fleet import Fleet, RoutedRequest
-from slotzero.server.messages import Speculation, Stats, TokenDelta
-from slotzero.server.pulse import Broadcast
+from slotzero.server.messages import SpeculationReport, Stats, TokenDelta
 from slotzero.server.share import Share
 from slotzero.server.stream import Mail, Stream
-from slotzero.server.tally import tally
+from slotzero.server.sum_stats import sum_stats
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
@@ -280,7 +280,7 @@ class FakeReplica:
         self._pulse = fleet.pulse
         self.state = state
         self.failure, self.exit_code, self.progress = "", 0, None
-        self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "lanes": 1}
+        self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "num_schedulers": 1}
         self.stats: Stats | None = None
         self.generation = 0
         self.is_draining = False
@@ -583,7 +583,7 @@ def test_one_that_fails_for_good_stays_out_and_is_named(
         assert (states(fleet), fleet.exit_code) == (["stopped", "stopped"], 0)
 
     asyncio.run(live())
-    assert "engine 1 is not available any more" in caplog.text
+    assert "engine 1 has failed and is not restarted" in caplog.text
     alarms = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
     assert not any("engine 0" in alarm for alarm in alarms), alarms
 
@@ -601,8 +601,8 @@ def test_when_all_fail_the_server_ends_with_their_reason(
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ("0", "data_parallel_size is a number of engines, at least 1, got 0"),
-        ("-1", "data_parallel_size is a number of engines, at least 1, got -1"),
+        ("0", "data_parallel_size must be a number of engines, at least 1, got 0"),
+        ("-1", "data_parallel_size must be a number of engines, at least 1, got -1"),
         ("two", "--data-parallel-size"),
         ("1.5", "--data-parallel-size"),
     ],
@@ -625,22 +625,22 @@ def test_a_size_that_is_none_is_refused_by_name(
 def test_a_tally_is_of_all_engines() -> None:
     one = Stats(
         1, 2, 4, 5, 6, 100, 7, 8, 9, 10, 0, 11, {"decode[8]": 3}, {"x": 1}, {"decode": 5}, {},
-        {"decode[4]": "no room"}, 0, 0, Speculation(3, 1, 2, 1, [1], {3: 1}),
+        {"decode[4]": "no room"}, 0, 0, SpeculationReport(3, 1, 2, 1, [1], {3: 1}),
     )  # fmt: skip
     other = msgspec.structs.replace(
         one, running=3, replays={"decode[8]": 1, "decode[2]": 2}, failed_sizes={"decode[2]": "odd"},
-        speculation=Speculation(2, 1, 2, 2, [1, 1], {1: 4}),
+        speculation=SpeculationReport(2, 1, 2, 2, [1, 1], {1: 4}),
     )  # fmt: skip
-    assert tally([]) is None
-    assert tally([one]) is one
-    both = tally([one, other])
+    assert sum_stats([]) is None
+    assert sum_stats([one]) is one
+    both = sum_stats([one, other])
     assert both is not None
     assert (both.running, both.slots, both.pages) == (4, 8, 200)
     assert both.replays == {"decode[8]": 4, "decode[2]": 2}
     assert both.failed_sizes == {"decode[4]": "no room", "decode[2]": "odd"}
-    assert both.speculation == Speculation(3, 2, 4, 3, [2, 1], {3: 1, 1: 4})
+    assert both.speculation == SpeculationReport(3, 2, 4, 3, [2, 1], {3: 1, 1: 4})
     plain = msgspec.structs.replace(one, speculation=None)
-    assert tally([plain, one]).speculation == one.speculation  # type: ignore[union-attr]
+    assert sum_stats([plain, one]).speculation == one.speculation  # type: ignore[union-attr]
 
 
 def test_a_pulse_wakes_those_who_wait_now() -> None:

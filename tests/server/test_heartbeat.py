@@ -23,7 +23,7 @@ from slotzero.server import client as client_module
 from slotzero.server import heartbeat
 from slotzero.server.client import EngineClient
 from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
-from slotzero.server.messages import Beat, Loading, Ready, TokenDelta, frame
+from slotzero.server.messages import Beat, EngineReady, Loading, TokenDelta, frame
 
 pytestmark = pytest.mark.usefixtures("without_gpu")
 
@@ -52,7 +52,7 @@ def test_silence_is_trouble_and_a_word_ends_it() -> None:
     assert passed(vigil, 9) == ""
     vigil.hear()
     assert passed(vigil, 9) == ""
-    assert passed(vigil, 1) == "no sign of life for 10 s"
+    assert passed(vigil, 1) == "no heartbeat for 10 s"
     passed(vigil, 3)
     assert not vigil.is_hopeless
     vigil.hear()
@@ -146,7 +146,7 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
         async with Stopped(Patience(heartbeat=10, unresponsive=0)) as stopped:
             client = stopped.client
             await until(lambda: client.state == "unresponsive")
-            assert client.failure == "no sign of life for 10 s"
+            assert client.failure == "no heartbeat for 10 s"
             with pytest.raises(EngineUnavailableError, match="the engine is unresponsive"):
                 client.submit("b", [1], GREEDY)
             assert client.num_open == 1, "what was begun waits"
@@ -163,7 +163,7 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
     with caplog.at_level(logging.INFO, "slotzero.server"):
         asyncio.run(live())
     lines = [record.getMessage() for record in caplog.records]
-    lost = lines.count("the engine is unresponsive: no sign of life for 10 s")
+    lost = lines.count("the engine is unresponsive: no heartbeat for 10 s")
     found = lines.count("the engine responds again")
     assert found >= 1
     assert lost - found in (0, 1), "each change is logged once"  # a busy machine may cause more
@@ -178,7 +178,7 @@ def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
                     async for _ in stopped.stream:
                         pass
             await until(lambda: client.state == "restarting")
-            killed = "no sign of life for 10 s; it was killed"
+            killed = "no heartbeat for 10 s; killed"
             await until(lambda: client.failure.startswith(killed))
             await client.ready(SOON)
             assert client.generation == 1
@@ -208,7 +208,7 @@ def test_a_health_check_sees_it(tmp_path: Path) -> None:
         assert (health().status_code, is_up()) == (200, "1.0")
         os.kill(engine, signal.SIGSTOP)
         wait_until(lambda: health().status_code == 503)
-        reason = "no sign of life for 10 s"
+        reason = "no heartbeat for 10 s"
         told = {"status": "unresponsive", "engines": ["unresponsive"], "reason": reason}
         assert (health().json(), is_up()) == (told, "0.0")
         body = {"model": "tiny:llama", "prompt": "x"}
@@ -244,7 +244,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
 
 
 def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, Ready({}), Beat(301.0))
+    say(monkeypatch, EngineReady({}), Beat(301.0))
 
     async def live() -> None:
         client = EngineClient({}, patience=Patience(heartbeat=0, step=300, unresponsive=0))

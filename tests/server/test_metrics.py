@@ -17,7 +17,7 @@ from page_server import FAILED, fake_info, fake_stats
 from prometheus_client.parser import text_string_to_metric_families
 
 from slotzero.errors import CapacityError, InvalidInputError, ModelError
-from slotzero.server.messages import Frames, FromEngine, Speculation, Stats, frame
+from slotzero.server.messages import Frames, FromEngine, SpeculationReport, Stats, frame
 from slotzero.server.metrics import BUCKETS, METRICS, Metrics, certified, document, percentiles
 from slotzero.server.process import speculation_of
 from slotzero.server.settings import ServerSettings
@@ -26,7 +26,7 @@ from slotzero.speculative.widths import SpeculationStats
 ROOT = Path(__file__).parents[2]
 NOTHING = Stats(0, 0, 32, 0, 0, 2048, 0, 0, 0, 0, 0, 0, {}, {}, {}, {}, {}, 0, 0)
 SPECULATING = msgspec.structs.replace(
-    NOTHING, speculation=Speculation(3, 10, 30, 16, [9, 7, 0], {1: 5, 3: 8})
+    NOTHING, speculation=SpeculationReport(3, 10, 30, 16, [9, 7, 0], {1: 5, 3: 8})
 )
 
 
@@ -182,9 +182,9 @@ def test_what_the_engine_counts_is_what_is_sent() -> None:
     stats.add(2, 1)
     stats.add(0, 0)
     sent = speculation_of(stats)
-    assert sent == Speculation(3, 1, 2, 1, [1, 0], {3: 1})
+    assert sent == SpeculationReport(3, 1, 2, 1, [1, 0], {3: 1})
     stats.add(2, 2)
-    assert sent == Speculation(3, 1, 2, 1, [1, 0], {3: 1}), "it is a copy"
+    assert sent == SpeculationReport(3, 1, 2, 1, [1, 0], {3: 1}), "it is a copy"
     assert speculation_of(None) is None
 
 
@@ -271,7 +271,7 @@ def test_counters_never_fall(reports: list[tuple[bool, int, str]]) -> None:
     before: Samples = {}
     for is_new, n, reason in reports:
         client.generation += is_new
-        told = Speculation(n, n, n, n, [n] * (n % 3), {n: n}) if n % 2 else None
+        told = SpeculationReport(n, n, n, n, [n] * (n % 3), {n: n}) if n % 2 else None
         client.stats = msgspec.structs.replace(
             NOTHING, steps=n, eager={reason: n}, speculation=told
         )

@@ -295,7 +295,7 @@ def test_a_structure_that_becomes_too_complex(server: Server, client: OpenAI) ->
     assert (stopped.finish_reason, len(stopped.text)) == ("stop", 4)
     server.wait_until_idle()
     # one of each request above: with n=2 the second answer may be cancelled before it fails
-    assert server.log.read_text().count("a request was given up: structured_outputs: regex: ") >= 4
+    assert server.log.read_text().count("a request was aborted: structured_outputs: regex: ") >= 4
     assert children(server.process.pid) == engines
 
 

@@ -382,8 +382,8 @@ def test_why_there_is_no_engine_is_said(browser: Browser, serve: Serve) -> None:
     assert browser.evaluate("document.querySelectorAll('.size').length") == 0, "it counts anew"
     client.state = "stopping"
     assert notice("stopping").endswith("it ends what it has begun."), "not why of another moment"
-    client.state, client.failure = "unresponsive", "no sign of life for 30 s"
-    assert notice("unresponsive").endswith("Why: no sign of life for 30 s")
+    client.state, client.failure = "unresponsive", "no heartbeat for 30 s"
+    assert notice("unresponsive").endswith("Why: no heartbeat for 30 s")
     client.state, client.failure = "failed", "<b>no memory</b> is left"
     assert notice("failed").endswith("Why: <b>no memory</b> is left")
     serve.end()

@@ -23,7 +23,7 @@ from slotzero.cli.main import main
 from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
 from slotzero.server import ray_places
-from slotzero.server.ray_places import Plan, RayPlaces
+from slotzero.server.ray_places import PlacementPlan, RayPlaces
 from slotzero.server.share import WHOLE, Share
 from slotzero.system.child import ENGINE, FOLLOWER
 
@@ -97,8 +97,8 @@ def test_ranks_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
         server.kill()
 
 
-def plan(nodes: list[dict[str, float]], num_engines: int = 1, **settings: Any) -> Plan:
-    return Plan.of(EngineConfig(**settings), num_engines, nodes)
+def plan(nodes: list[dict[str, float]], num_engines: int = 1, **settings: Any) -> PlacementPlan:
+    return PlacementPlan.of(EngineConfig(**settings), num_engines, nodes)
 
 
 def test_an_engine_is_on_one_machine_where_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_what_is_in_use_is_named(cluster: Cluster) -> None:
             [sys.executable, "-m", "slotzero", "serve", *words], capture_output=True, text=True
         )
     assert refused.returncode == 2
-    assert "1 times 1 CPU was not free in 1 s, 0 CPU is" in refused.stderr
+    assert "1 times 1 CPU did not become free within 1 s, only 0 CPU is free" in refused.stderr
 
 
 def test_another_version_on_a_node_is_named(
@@ -155,7 +155,7 @@ def test_another_version_on_a_node_is_named(
     monkeypatch.setattr(ray_places, "__version__", "9.9")
     places = RayPlaces(EngineConfig(), 1)
     try:
-        with pytest.raises(ConfigError, match=r"on a node of Ray, the server's is 9\.9"):
+        with pytest.raises(ConfigError, match=r"and the server has 9\.9"):
             asyncio.run(places.launch({}, WHOLE))
     finally:
         places.close()
@@ -172,10 +172,10 @@ def test_without_ray_or_a_cluster(
     monkeypatch.setattr(ray, "init", connect)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     assert main(words) == 2
-    assert "there is no Ray cluster at RAY_ADDRESS=127.0.0.1:" in capsys.readouterr().err
+    assert "no Ray cluster at RAY_ADDRESS=127.0.0.1:" in capsys.readouterr().err
     monkeypatch.delenv("RAY_ADDRESS")
     assert main(words) == 2
-    assert "there is no Ray cluster on this machine" in capsys.readouterr().err
+    assert "no Ray cluster on this machine" in capsys.readouterr().err
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else name)
     assert main(words) == 2
     assert "pip install 'slotzero[ray]'" in capsys.readouterr().err

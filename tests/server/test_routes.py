@@ -98,7 +98,7 @@ def test_server_info() -> None:
 def test_live() -> None:
     async def call() -> Any:
         app = app_of(FakeClient())
-        asyncio.get_running_loop().call_later(0.1, setattr, app.state.front, "is_closing", True)
+        asyncio.get_running_loop().call_later(0.1, setattr, app.state.slotzero, "is_closing", True)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             return await http.get("/live")
@@ -124,7 +124,7 @@ def test_why_there_is_no_engine_is_told_to_those_with_a_key() -> None:
 
     async def last_words() -> Any:
         app = app_of(client)
-        app.state.front.is_closing = True  # a server whose engine failed ends
+        app.state.slotzero.is_closing = True  # a server whose engine failed ends
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             return json.loads((await http.get("/live")).text.removeprefix("data: "))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slotzero.server.answers import Piece
+from slotzero.server.answers import TextDelta
 from slotzero.server.chat import ChatWriter
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat
@@ -32,10 +32,10 @@ def writer(of: ToolPlan, is_stream: bool) -> ChatWriter:
     return ChatWriter(body, TOKENIZER, of, "m")
 
 
-def pieces(texts: list[str], reason: str) -> list[Piece]:
+def pieces(texts: list[str], reason: str) -> list[TextDelta]:
     """The last of them ends the answer."""
     reasons = [None] * (len(texts) - 1) + [reason]
-    return [Piece(0, text, [], why, 0) for text, why in zip(texts, reasons, strict=True)]
+    return [TextDelta(0, text, [], why, 0) for text, why in zip(texts, reasons, strict=True)]
 
 
 Result = tuple[str, list[tuple[str, str]], str]  # content, calls with their arguments, reason

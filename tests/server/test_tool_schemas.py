@@ -165,5 +165,5 @@ def test_two_tools_with_one_id_are_refused() -> None:
     same = tool("f", record(INTEGER, **{"$id": "https://example.com/s"}))
     with pytest.raises(FieldError, match=r"tools: g: parameters.\$id: another tool has"):
         call_schema([same, tool("g", same.function.parameters or {})])
-    with pytest.raises(FieldError, match=r"parameters.\$id must be text"):
+    with pytest.raises(FieldError, match=r"parameters.\$id must be a string"):
         call_schema([tool("f", record(INTEGER, **{"$id": 5}))])

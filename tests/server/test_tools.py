@@ -322,12 +322,12 @@ def test_the_format_is_found_in_the_template() -> None:
 @pytest.mark.parametrize(
     ("setting", "template", "why"),
     [
-        ("auto", "{{ messages }}", "no chat template that shows them"),
-        ("hermes", "{{ messages }}", "no chat template that shows them"),
-        ("auto", None, "no chat template that shows them"),
+        ("auto", "{{ messages }}", "chat template does not support them"),
+        ("hermes", "{{ messages }}", "chat template does not support them"),
+        ("auto", None, "chat template does not support them"),
         ("auto", ODD_TEMPLATE, "serve it with --tool-call-parser hermes or llama"),
-        ("none", HERMES_TEMPLATE, "switched off on this server (--tool-call-parser none)"),
-        ("none", "{{ messages }}", "switched off on this server (--tool-call-parser none)"),
+        ("none", HERMES_TEMPLATE, "disabled on this server (--tool-call-parser none)"),
+        ("none", "{{ messages }}", "disabled on this server (--tool-call-parser none)"),
     ],
 )
 def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> None:
@@ -369,6 +369,6 @@ def test_a_structure_is_not_for_an_answer_that_may_call(choice: str, way: dict[s
     tokenizer = tool_tokenizer(HERMES_TEMPLATE)
     reply = ask(FakeClient(), "/v1/chat/completions", body, tokenizer=tokenizer)
     assert reply.status_code == 400
-    assert "not with tools, or with tool_choice=none" in reply.json()["error"]["message"]
+    assert "not supported together with tools" in reply.json()["error"]["message"]
     assert reply.json()["error"]["param"].startswith(next(iter(way)))
     chat(FakeClient(), tokenizer, **way, tools=[WEATHER], tool_choice="none")

@@ -83,7 +83,7 @@ def kill_one_under_load(server: Server, victim: int) -> None:
     ]
     assert sum(line in metrics for line in restarts) == 2
     log = server.log.read_text()
-    assert "process ended (signal 9) and is started again" in log
+    assert "process ended (signal 9) and is restarted" in log
     assert "Traceback" not in log
 
 

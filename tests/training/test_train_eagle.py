@@ -20,8 +20,8 @@ from slotzero.training.acceptance import acceptance_len, num_accepted, walk
 from slotzero.training.data import Answered, answers, frequent_ids, self_prompts
 from slotzero.training.head import EagleHead, HeadConfig
 from slotzero.training.loop import Budget, Report, rate, train
-from slotzero.training.loss import PASS_DECAY, Target, _SoftCrossEntropy, distil
-from slotzero.training.samples import Batch, Sample, crop, pack, training_batches
+from slotzero.training.loss import PASS_DECAY, TargetTables, _SoftCrossEntropy, distil
+from slotzero.training.samples import Sample, TrainingBatch, crop, pack, training_batches
 from slotzero.training.save import load_head, save_head
 
 CPU = torch.device("cpu")
@@ -213,7 +213,7 @@ def test_loss_counts_answers_inside_the_sequence_and_the_draft_vocabulary(size: 
     head, tables = make_head(d2t), make_tables()
     samples = [make_sample(12, 5), make_sample(8, 1), make_sample(9, 8)]
     with torch.no_grad():
-        loss, _, counts = distil(head, Target(head, *tables), pack(samples, CPU), 4)
+        loss, _, counts = distil(head, TargetTables(head, *tables), pack(samples, CPU), 4)
         expected, expected_counts = slow_loss(head, tables, samples, 4)
     assert counts == expected_counts
     assert size is not None or counts == [7 + 6 + 1, 7 + 5 + 1, 7 + 4 + 1, 7 + 3 + 1]
@@ -224,14 +224,14 @@ def test_what_is_masked_moves_neither_loss_nor_gradient() -> None:
     head, tables = make_head(), make_tables()
     sample = make_sample(10, 6)
     batch = pack([sample, make_sample(14, 13)], CPU)
-    spoilt = Batch(*(tensor.clone() for tensor in batch))
+    spoilt = TrainingBatch(*(tensor.clone() for tensor in batch))
     spoilt.final[0, :5] = spoilt.final[0, 9:] = 1e4  # token 6 is predicted by the state at 5
     spoilt.features[0, 8:] = spoilt.features[1, 12:] = 1e4  # no chain begins so late
     spoilt.tokens[0, 10:] = 7
     found = []
     for one in (batch, spoilt):
         head.zero_grad()
-        loss = distil(head, Target(head, *tables), one, 3).loss
+        loss = distil(head, TargetTables(head, *tables), one, 3).loss
         loss.backward()
         found.append([loss.detach(), *(weight.grad.clone() for weight in head.parameters())])
     for ours, theirs in zip(*found, strict=True):
@@ -302,7 +302,7 @@ def test_acceptance_equals_decoding_with_the_head_step_by_step(size: int | None)
             emitted.append(accepted + 1)
             place += accepted + 1
     assert len(set(emitted)) > 1
-    target = Target(head, *tables)
+    target = TargetTables(head, *tables)
     for batch_tokens in (16, 1000):
         measured = acceptance_len(head, target, samples, num_drafts, batch_tokens)
         assert measured == pytest.approx(sum(emitted) / len(emitted))
@@ -324,7 +324,7 @@ def test_a_wrong_draft_ends_its_chain() -> None:
     for wrong in range(4):
         sample.tokens[5:9] = torch.tensor(made)
         sample.tokens[5 + wrong] = (made[wrong] + 1) % VOCAB
-        counted = num_accepted(head, Target(head, *tables), pack([sample], CPU), 4)
+        counted = num_accepted(head, TargetTables(head, *tables), pack([sample], CPU), 4)
         assert counted[0, 3] == wrong
 
 
@@ -362,7 +362,7 @@ def test_training_makes_drafts_right(is_partial: bool) -> None:
         d2t = torch.tensor([1] * 10)  # tokens 0 and 11 are never drafted
         config = replace(config, draft_vocab_size=10)
     head, seen = EagleHead(config, d2t), []
-    before = acceptance_len(head, Target(head, table, table), held_out, 4, 512)
+    before = acceptance_len(head, TargetTables(head, table, table), held_out, 4, 512)
     reports = train(
         head,
         table,
@@ -386,7 +386,7 @@ def test_training_makes_drafts_right(is_partial: bool) -> None:
     assert min(last.accuracy) > 0.9
     assert last.acceptance_len > (2.5 if is_partial else 3.5)
     assert table.grad is None
-    after = acceptance_len(head, Target(head, table, table), held_out, 4, 64)
+    after = acceptance_len(head, TargetTables(head, table, table), held_out, 4, 64)
     assert after == pytest.approx(last.acceptance_len)
 
 
@@ -505,7 +505,7 @@ def test_frequent_ids_are_the_answers_most_frequent_in_order() -> None:
     assert (frequent_ids(sequences, 6) + torch.arange(6)).tolist() == [0, 1, 3, 5, 7, 11]
     assert d2t.dtype == torch.int64
     head = make_head(d2t)
-    target = Target(head, *make_tables())
+    target = TargetTables(head, *make_tables())
     assert target.drafted(target.lm_head[[3, 5, 7]] * 9).tolist() == [3, 5, 7]
 
 

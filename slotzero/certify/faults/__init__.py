@@ -1,6 +1,6 @@
-"""The faults of S7: each breaks one rule of one tensor, and is gone when its context ends.
+"""The faults of S7: each breaks one rule of one tensor, until its context manager exits.
 
-The rule: whatever index a fault lets through is in range, so a mutant is wrong and never crashes.
+The rule: every index that a fault lets through is in range, so a mutant is wrong but never crashes.
 """
 
 from slotzero.certify.faults.case import Case, Fault, swapped

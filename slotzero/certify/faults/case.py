@@ -1,6 +1,6 @@
-"""One tensor of one runner in one scene, and what it is to break it.
+"""One tensor of one runner in one scenario, and the base class of faults in it.
 
-What a case reads of the device it reads once: a fault may ask again while it is captured.
+A case reads a value from the device only once, because a fault may need it during capture.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.compare import extent
-from slotzero.certify.scene import Outcome, Scene, Trial, owned_rows
+from slotzero.certify.scenario import Outcome, Scenario, Trial, owned_rows
 from slotzero.engine.engine import Engine
 from slotzero.graph import Kind, Registry, Runner
 from slotzero.graph.registry import Entry
@@ -31,8 +31,8 @@ class Case:
     engine: Engine
     runner: Runner
     entry: Entry
-    scene: Scene
-    plain: Outcome  # of the scene, where nothing is broken
+    scenario: Scenario
+    plain: Outcome  # of the scenario without any fault
 
     @property
     def registry(self) -> Registry:
@@ -44,13 +44,13 @@ class Case:
 
     @property
     def num_real(self) -> int:
-        """Of the size, how many rows or tokens are no padding."""
-        rows = range(self.scene.num_rows)
+        """Number of rows or tokens within the size that are not padding."""
+        rows = range(self.scenario.num_rows)
         if self.entry.per == "step":
             return self.size
         if self.entry.per == "row":
             return len(rows)
-        return Trial(self.runner, self.scene).num_tokens(self.scene.published, rows)
+        return Trial(self.runner, self.scenario).num_tokens(self.scenario.published, rows)
 
     @property
     def is_padded(self) -> bool:
@@ -58,12 +58,12 @@ class Case:
 
     @property
     def is_count(self) -> bool:
-        """A row's value counts its tokens, so a sum over rows could stand there."""
+        """Whether a row's value counts its tokens, so that a sum over rows is a possible fault."""
         return self.entry.name in (*self.runner.spec.published[1:], *COUNTS)
 
     @property
     def is_staged(self) -> bool:
-        """Pages, and states of a drafter, are written by kernels alone."""
+        """Whether the host stages this table; only kernels write pages and drafter states."""
         return self.entry.name in self.engine.worker.tables._places
 
     @property
@@ -72,13 +72,13 @@ class Case:
 
     @cached_property
     def real_rows(self) -> Tensor:
-        """Indices of the rows that are no padding; of a table by slot, those of running slots."""
+        """Indices of the rows that are not padding; for a table by slot, of running slots."""
         rows = self.plain.slots if self.entry.kind is Kind.TABLE else range(self.num_real)
         return torch.tensor(list(rows), device=self.entry.tensor.device)
 
     @cached_property
     def victim(self) -> Tensor:
-        """A place in which it shows what a real row has read."""
+        """A place where a change of what a real row has read is visible."""
         entries = [e for e in self.runner.entries() if e.tensor.numel()]
         outputs = [e for e in entries if e.kind is Kind.OUTPUT and e.tensor.is_floating_point()]
         made = [*outputs, *(e for e in entries if e.kind is Kind.DERIVED)]
@@ -86,22 +86,24 @@ class Case:
             return made[0].tensor[:1]
         tables = (replace(self, entry=e) for e in entries if e.kind is Kind.TABLE)
         written = next(case for case in tables if case.written_rows and not case.entry.through)
-        before, after = (of[written.entry.name] for of in (self.scene.tables, self.plain.tensors))
+        before, after = (
+            of[written.entry.name] for of in (self.scenario.tables, self.plain.tensors)
+        )
         return written.entry.tensor[tuple((before != after).nonzero()[0].tolist())]
 
     @property
     def view(self) -> Tensor:
-        """Rows first; of a derived or output tensor, those within the size."""
+        """The tensor with rows first; a derived or output tensor within the size only."""
         if self.entry.kind in (Kind.DERIVED, Kind.OUTPUT):
             return self.entry.tensor[: self.size]
         return self.entry.tensor.movedim(self.entry.axis, 0)
 
     @cached_property
     def foreign(self) -> int | None:
-        """A row of this table that belongs to a slot which does not run, and is not hostile yet."""
-        trap, tables = self.scene.trap, self.scene.tables
-        crowd = self.scene.crowd[self.runner.spec.published[0]]
-        idle = [slot for slot in (*crowd, trap) if slot not in self.plain.slots]
+        """A row of this table that an idle slot owns, and that holds no hostile value yet."""
+        trap, tables = self.scenario.trap, self.scenario.tables
+        larger_step = self.scenario.larger_step[self.runner.spec.published[0]]
+        idle = [slot for slot in (*larger_step, trap) if slot not in self.plain.slots]
         if self.entry.through:
             rows: list[int] = owned_rows(self.entry, idle, tables).nonzero()[:, 0].tolist()
             return rows[0] if rows else None
@@ -110,32 +112,32 @@ class Case:
 
     @cached_property
     def elsewhere(self) -> int | None:
-        """A row that a running slot owns in another paged table, and none of them in this one."""
+        """A row that a running slot owns in another paged table, but not in this one."""
         tables, slots = self.plain.tensors, self.plain.slots
         owned = owned_rows(self.entry, slots, tables)
         for other in self.registry.entries():
             if other.through and other.name != self.entry.name:
-                theirs = owned_rows(other, slots, tables)[: len(owned)].nonzero()[:, 0].tolist()
-                only_theirs: list[int] = [row for row in theirs if not owned[row]]
-                if only_theirs:
-                    return only_theirs[0]
+                rows = owned_rows(other, slots, tables)[: len(owned)].nonzero()[:, 0].tolist()
+                only_other: list[int] = [row for row in rows if not owned[row]]
+                if only_other:
+                    return only_other[0]
         return None
 
     @cached_property
     def unused(self) -> tuple[int, ...] | None:
-        """Where, in rows of this table that running slots own, nothing is: one such place."""
-        unused = self.scene.unused.get(self.entry.name)
+        """One unused place in the rows of this table that running slots own."""
+        unused = self.scenario.unused.get(self.entry.name)
         if unused is None:
             return None
         if not self.entry.through:
-            by_row = self.scene.tables[self.entry.name].movedim(self.entry.axis, 0)
-            unused = unused & (by_row != self.scene.trap)
+            by_row = self.scenario.tables[self.entry.name].movedim(self.entry.axis, 0)
+            unused = unused & (by_row != self.scenario.trap)
         return self._first_owned(unused)
 
     @cached_property
     def kept(self) -> tuple[int, ...] | None:
-        """Where, in rows of this table that running slots own, the step must write nothing."""
-        kept = self.scene.kept.get(self.entry.name)
+        """One place in the rows that running slots own where the step must not write."""
+        kept = self.scenario.kept.get(self.entry.name)
         return None if kept is None else self._first_owned(kept)
 
     def _first_owned(self, mask: Tensor) -> tuple[int, ...] | None:
@@ -149,19 +151,19 @@ class Case:
         num_rows = self.entry.tensor.shape[self.entry.axis]
         before, after = (
             tensors[self.entry.name].movedim(self.entry.axis, -1).reshape(-1, num_rows)
-            for tensors in (self.scene.tables, self.plain.tensors)
+            for tensors in (self.scenario.tables, self.plain.tensors)
         )
         return [int(row) for row in (before != after).any(0).nonzero()[:, 0]]
 
     @cached_property
     def begun(self) -> list[int]:
-        """Running slots whose text begins with this step."""
-        length = self.scene.tables["length"].tolist()
+        """Running slots whose first tokens are computed in this step."""
+        length = self.scenario.tables["length"].tolist()
         return [slot for slot in self.plain.slots if length[slot] == 0]
 
     @cached_property
     def exchanged(self) -> tuple[Tensor, Tensor] | None:
-        """Two rows of this tensor that differ, by index, and what they hold once exchanged."""
+        """Indices of two rows of this tensor that differ, and their values after an exchange."""
         rows = self.view
         differs = (rows != rows[:1]).view(len(rows), -1).any(1).nonzero()[:, 0]
         if not len(differs):
@@ -171,7 +173,7 @@ class Case:
 
     @cached_property
     def row_unlike_padding(self) -> int | None:
-        """The first real row whose value is not the one that an empty step would give it."""
+        """The first real row whose value differs from that of an empty step."""
         rows = self.plain.tensors[self.entry.name][: self.num_real]
         return next((row for row, value in enumerate(rows) if value.any()), None)
 
@@ -187,8 +189,8 @@ class Fault(ABC):
     only: Callable[[Case], bool] = always
 
     @property
-    def shows_in_staging(self) -> bool:
-        """It is injected before a scene is staged, not before one is run."""
+    def shows_in_setup(self) -> bool:
+        """Whether the fault is injected before a scenario is set up, not before it is run."""
         return False
 
     def applies(self, case: Case) -> bool:
@@ -200,7 +202,7 @@ class Fault(ABC):
 
 @contextmanager
 def swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    """An attribute of one object, which its class may have instead."""
+    """Replace an attribute of one object; it may be an attribute of its class."""
     held = vars(owner)
     is_own, before = name in held, held.get(name)
     setattr(owner, name, value)
@@ -216,7 +218,7 @@ def swapped(owner: object, name: str, value: object) -> Iterator[None]:
 @contextmanager
 def swapped_item(owner: MutableMapping[K, V], key: K, value: V) -> Iterator[None]:
     before = owner[key]
-    owner[key] = value  # in its place: the order of registered tensors stays
+    owner[key] = value  # in place: the order of registered tensors stays the same
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Faults of the device: what a recording, or a kernel, does wrong.
+"""Faults of the device, in a recording or in a kernel.
 
-A fault of a recording is in one replay and not in eager, its oracle. A fault of a kernel is in the
-function itself, so replay and eager have it alike. Both are plain torch without a host read, so
-that they are captured wherever the function is.
+A fault of a recording is in the replay and not in the eager run that it is compared with. A fault
+of a kernel is in the step function itself, so both have it. Both are plain torch without a host
+read, so that they can be captured with the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
 from slotzero.certify.reach import is_drafter
-from slotzero.certify.scene import kind_of
+from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Kind, Pieces, Runner
 from slotzero.graph.backend import Recording, StepFunction
 from slotzero.graph.cpu import CpuRecording
@@ -26,22 +26,22 @@ from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
 
 DERIVED, OUTPUT, TABLE = (Kind.DERIVED,), (Kind.OUTPUT,), (Kind.TABLE,)
-LEAKED = -1000.0  # in place of NaN, which integers have not
+LEAKED = -1000.0  # in place of NaN, which integers cannot hold
 
 
 @dataclass(frozen=True)
 class RecordedFault(Fault):
     effect: Callable[[Case, Tensor, Tensor], None] = lambda case, now, was: None
-    """Over rows as they are, and as they were when the replay began."""
+    """Called with the rows now, and as they were when the replay began."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        runner, key, kind = case.runner, case.scene.key, case.entry.kind
+        runner, key, kind = case.runner, case.scenario.key, case.entry.kind
         now, was = case.view, case.view.clone()
         damage = partial(self.effect, case, now, was)
 
         def damaged(pieces: Pieces) -> None:
-            """Where a tensor is read within the step, it is wrong before it is read."""
+            """Damage a tensor that is read within the step before it is read."""
             was.copy_(now)
             if kind is Kind.PUBLISHED:
                 damage()
@@ -55,7 +55,7 @@ class RecordedFault(Fault):
 
 
 class _Damaging(Pieces):
-    """Does its damage when all is derived and the first piece has not run."""
+    """Does its damage after tensors are derived and before the first piece runs."""
 
     def __init__(self, pieces: Pieces, damage: Callable[[], None]) -> None:
         self._pieces, self._damage = pieces, damage
@@ -71,10 +71,10 @@ class _Damaging(Pieces):
 @contextmanager
 def recorded(runner: Runner, key: GraphKey, damaged: StepFunction) -> Iterator[None]:
     recording: Recording | None = runner._recordings[key]
-    if isinstance(recording, CpuRecording):  # its pieces are the same: compile none again
+    if isinstance(recording, CpuRecording):  # its pieces are the same: nothing is compiled again
         recording = CpuRecording(damaged, recording._calls)
     else:
-        runner._publish_nobody()
+        runner._publish_empty_step()
         recording = runner.backend.record(damaged)
     with swapped_item(runner._recordings, key, recording):
         yield
@@ -111,8 +111,8 @@ def _pack(case: Case, now: Tensor, was: Tensor) -> None:
 
 
 def _lay_out_narrower(case: Case, now: Tensor, was: Tensor) -> None:
-    """As for rows of one token fewer."""
-    width = case.scene.key.width
+    """Use the layout for rows with one token fewer."""
+    width = case.scenario.key.width
     rows = now.view(-1, width, *now.shape[1:])[:, : width - 1].flatten(0, 1)
     now[: len(rows)].copy_(rows.clone())
 
@@ -124,7 +124,7 @@ def _sum_up(case: Case, now: Tensor, was: Tensor) -> None:
 
 
 def _bake(case: Case, now: Tensor, was: Tensor) -> None:
-    """A recording is made over an empty step, where every row is slot 0's: zeros."""
+    """Bake in zeros: a recording is made over an empty step, in which every row is slot 0's."""
     row = case.row_unlike_padding
     assert row is not None
     now[row].fill_(0)
@@ -138,7 +138,7 @@ RECORDINGS: tuple[Fault, ...] = (
     RecordedFault("skip the write", DERIVED, always, _keep_all),
     RecordedFault("skip the write", TABLE, _is_written, _keep_all),
     RecordedFault("stale row", (*DERIVED, *OUTPUT), always, _keep_last_row),
-    # A row of any other table is stale where staging leaves it so.
+    # For any other table, a staging fault leaves a stale row.
     RecordedFault(
         "stale row", TABLE, lambda case: not case.is_staged and case.is_written, _keep_last_row
     ),
@@ -189,7 +189,7 @@ class KernelFault(Fault):
             self.effect(case, rows)
 
         try:
-            with replaced(runner, case.scene.key, damaged):
+            with replaced(runner, case.scenario.key, damaged):
                 yield
         finally:
             if saved is not None:
@@ -229,14 +229,14 @@ def write_kept(case: Case, rows: Tensor) -> None:
 
 
 def _is_kv_of_another(case: Case) -> bool:
-    """The model's, where a drafter runs."""
+    """Return whether this is the target's KV in a runner of the drafter."""
     drafts = kind_of(case.runner) in (EXTEND, DRAFT)
     return drafts and bool(case.entry.through) and not is_drafter(case.entry.name)
 
 
 def _exchange_rows(case: Case, rows: Tensor) -> None:
-    """As if by a copy to the wrong place: every value is still there, and the same after a second
-    time."""
+    """Exchange two rows, as a copy to the wrong place would. All values still exist, and doing it
+    twice gives the same result."""
     assert case.exchanged is not None
     rows.index_copy_(0, *case.exchanged)
 
@@ -304,7 +304,7 @@ KERNELS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class RoutedPadding(Fault):
-    """Experts take every row for a real one."""
+    """Experts treat padded rows as real ones."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
@@ -313,12 +313,12 @@ class RoutedPadding(Fault):
         def damaged(key: GraphKey, pieces: Pieces) -> None:
             function(key, _Unpadded(pieces))
 
-        with replaced(case.runner, case.scene.key, damaged):
+        with replaced(case.runner, case.scenario.key, damaged):
             yield
 
 
 class _Unpadded(Pieces):
-    """Gives layers a slot for every row; nobody but experts asks for it there."""
+    """Gives layers a slot for every row; only experts read it there."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
@@ -332,11 +332,11 @@ class _Unpadded(Pieces):
 
 @dataclass(frozen=True)
 class AdvancedPosition(Fault):
-    """A drafter that stands still, in the model's KV, goes on as if its guesses were stored."""
+    """A drafter that reads the target's KV advances as if its drafts were stored there."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scene.key
+        drafter, runner, key = case.engine.worker.drafter, case.runner, case.scenario.key
         assert isinstance(drafter, AssistantDrafter)
         right = drafter.stand
         with (
@@ -353,12 +353,12 @@ def _is_stood_in(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class GlobalCount(Fault):
-    """So many tokens as are real on the first rank, or on all ranks that have their own, are taken
-    for real on each."""
+    """Each rank uses a wrong count of real tokens: that of the first rank, or with DP attention
+    that of all ranks."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        right, runner, key = spread.share_of, case.runner, case.scene.key
+        right, runner, key = spread.share_of, case.runner, case.scenario.key
         ranks = case.engine.worker.ranks
 
         def wrong(slots: Tensor, share: int, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Faults of the host: what it uploads, stages, gets back and allocates."""
+"""Faults of the host: uploads, staged tables, downloads and allocations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ ALL = tuple(Kind)
 PUBLISHED = (Kind.PUBLISHED,)
 LEFT = dict.fromkeys(("length", *(spec.name for spec in SPECULATION_TABLES)), 1 << 20)
 LEFT["tokens"] = 1
-"""What a slot's last owner may leave where every owner writes."""
-Words = tuple[Tensor, Tensor]  # of one table: offsets from its first word, and values
+"""What a slot's previous owner may leave in tables that every owner writes."""
+Words = tuple[Tensor, Tensor]  # offsets from a table's first word, and values
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class NotPublished(Fault):
             yield
 
 
-Arriving = list[int | None]  # None: what is on the device stays
+Arriving = list[int | None]  # None: the value on the device stays
 
 
 @dataclass(frozen=True)
 class UploadFault(Fault):
     arrives: Callable[[Case, list[int]], Arriving] = lambda case, values: [*values]
-    """What is missing at the end is padding."""
+    """Missing values at the end are padding."""
     is_once: bool = False
 
     @contextmanager
@@ -66,10 +66,10 @@ class UploadFault(Fault):
 
 
 def _in_range(case: Case, stale: Tensor, values: Sequence[int]) -> Tensor:
-    """Stale counts, as far as the size has tokens for them."""
+    """Limit stale counts to the tokens that the size has room for."""
     if not case.is_count:
         return stale
-    room = max(0, case.scene.key.tokens - sum(values))
+    room = max(0, case.scenario.key.tokens - sum(values))
     return stale * (stale.cumsum(0) <= room)
 
 
@@ -83,8 +83,8 @@ def _padded_within_size(case: Case, values: list[int]) -> Arriving:
 
 
 def _summed(case: Case, values: list[int]) -> Arriving:
-    """The sum over rows in the first of them, as far as any slot has room for it."""
-    room = case.engine.limits.max_model_len - int(case.scene.tables["length"].max())
+    """Return the sum over rows in the first row, limited to what every slot has room for."""
+    room = case.engine.limits.max_model_len - int(case.scenario.tables["length"].max())
     return [min(sum(values), room), *[0] * (len(values) - 1)]
 
 
@@ -122,7 +122,7 @@ class StagingFault(Fault):
     arrives: Callable[[Case, Words, int], Words] = lambda case, words, width: words
 
     @property
-    def shows_in_staging(self) -> bool:
+    def shows_in_setup(self) -> bool:
         return True
 
     @contextmanager
@@ -166,8 +166,9 @@ def _not_yet(case: Case, words: Words, width: int) -> Words:
 
 
 def _is_staged(case: Case) -> bool:
-    """Neutral values are not sent: with few slots, no request may ask for any other."""
-    rows = case.scene.tables[case.entry.name]
+    """Return whether the scenario sends values of this table. Neutral values are not sent, and with
+    few slots there may be no others."""
+    rows = case.scenario.tables[case.entry.name]
     return case.is_staged and (case.entry.name in LEFT or bool((rows[1:] != rows[0]).any()))
 
 
@@ -180,7 +181,7 @@ STAGINGS: tuple[Fault, ...] = (
 
 @dataclass(frozen=True)
 class LateDownload(Fault):
-    """The host gets what the download before should have brought."""
+    """The host gets the data of the previous download."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
@@ -217,7 +218,7 @@ DOWNLOADS: tuple[Fault, ...] = (LateDownload("late host copy", (Kind.OUTPUT,), _
 class AllocationFault(Fault):
     tensor: Callable[[Case], Tensor] = lambda case: case.entry.tensor
     since_recording: bool = False
-    """It was so when sizes were recorded: their fingerprints cannot tell."""
+    """The fault was there when sizes were recorded, so fingerprints cannot show it."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:

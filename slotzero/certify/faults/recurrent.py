@@ -1,4 +1,4 @@
-"""Faults of recurrent layers: a state that is not its text's, and snapshots nobody asked for."""
+"""Faults of recurrent layers: a state that does not match its text, and unrequested snapshots."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from slotzero.certify.faults.device import (
     recorded,
     write_kept,
 )
-from slotzero.certify.scene import kind_of
+from slotzero.certify.scenario import kind_of
 from slotzero.graph import Pieces
 from slotzero.pools.states import SNAPSHOTS, STATES
 from slotzero.speculative.passes import VERIFY
@@ -23,11 +23,11 @@ from slotzero.speculative.passes import VERIFY
 
 @dataclass(frozen=True)
 class WrongToken(Fault):
-    """Of drafts the state goes back to one token too early."""
+    """After rejected drafts, the state is rolled back one token too far."""
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        kernels, runner, key = case.engine.worker.kernels, case.runner, case.scene.key
+        kernels, runner, key = case.engine.worker.kernels, case.runner, case.scenario.key
         right = kernels.commit_trail
 
         def commit(

@@ -1,4 +1,4 @@
-"""What several engines report, as if it were one that did."""
+"""Sum of the statistics of several engines."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec import structs
 
-from slotzero.server.messages import Speculation, Stats
+from slotzero.server.messages import SpeculationReport, Stats
 
 
-def tally(reports: Sequence[Stats]) -> Stats | None:
-    """None of nothing."""
+def sum_stats(reports: Sequence[Stats]) -> Stats | None:
+    """Return the sum of all reports, or None if there are none."""
     return reduce(_added, reports) if reports else None
 
 
@@ -19,7 +19,7 @@ def _added(left: Any, right: Any) -> Any:
     match left, right:
         case (other, None) | (None, other):
             return other
-        case Speculation(), Speculation():
+        case SpeculationReport(), SpeculationReport():
             added = type(left)(*map(_added, structs.astuple(left), structs.astuple(right)))
             return structs.replace(added, width=max(left.width, right.width))
         case Stats(), Stats():

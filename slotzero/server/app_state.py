@@ -1,5 +1,6 @@
-"""What all routes share: the fleet of engines, the tokenizer, the settings, and what follows from
-them. It knows no request in particular.
+"""State that all routes share: the fleet of engines, the tokenizer, the settings and the metrics.
+
+It knows no single request.
 """
 
 import time
@@ -7,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
-from slotzero.server.answers import Ask
+from slotzero.server.answers import GenerationRequest
+from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
-from slotzero.server.runs import Client, Run
 from slotzero.server.settings import ServerSettings
 from slotzero.server.status import ContextError, UnknownModelError
 from slotzero.server.tools import choose_format
 from slotzero.text.tokenizer import Tokenizer
 
 
-class Front:
+class AppState:
     def __init__(
         self,
         client: Client,
@@ -38,11 +39,11 @@ class Front:
             for token in range(tokenizer.vocab_size)
         )
         self.is_closing = False
-        """Set when the server is asked to end: what would never end by itself does so now."""
+        """Set when the server shuts down, to end streams that would never end by themselves."""
 
     @property
-    def state(self) -> str:
-        """The engine's, unless the server ends before it."""
+    def engine_state(self) -> str:
+        """The engines' state, or "stopping" while the server shuts down."""
         is_stopping = self.is_closing and self.client.state != "failed"
         return "stopping" if is_stopping else self.client.state
 
@@ -55,28 +56,32 @@ class Front:
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
-            raise UnknownModelError("model", f"no model {name[:80]!r} here; there is: {served}")
+            raise UnknownModelError(
+                "model", f"model {name[:80]!r} is not served here; available: {served}"
+            )
 
     def check_text(self, text: str, param: str) -> None:
-        """Refuses what cannot fit, however it is tokenised, before that takes its time."""
+        """Refuse text that cannot fit into the context, before spending time on tokenising it."""
         limit = self.max_model_len
         if limit is not None and len(text) > limit * self._max_token_len:
             raise ContextError(
-                param, f"{param}: {len(text)} characters, and the context holds {limit} tokens"
+                param,
+                f"{param}: {len(text)} characters do not fit into the context of {limit} tokens",
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str, has_answer: bool = True) -> None:
-        """An answer needs one more."""
+        """Refuse tokens that do not fit into the context; an answer needs one more token."""
         limit = self.max_model_len
         if limit is not None and len(tokens) + has_answer > limit:
-            rest = ", one of them for the answer" if has_answer else ""
+            rest = ", of which the answer needs at least one" if has_answer else ""
             raise ContextError(
-                param, f"{param}: {len(tokens)} tokens, and the context holds {limit}{rest}"
+                param,
+                f"{param}: {len(tokens)} tokens do not fit into the context of {limit}{rest}",
             )
 
-    async def run(self, asks: Sequence[Ask]) -> Run:
+    async def run(self, requests: Sequence[GenerationRequest]) -> Generation:
         self.metrics.arrived()
         timeout = self.settings.request_timeout
-        run = Run(self.client, self.tokenizer, self.metrics, asks, timeout)
-        await run.submit()
-        return run
+        generation = Generation(self.client, self.tokenizer, self.metrics, requests, timeout)
+        await generation.submit()
+        return generation

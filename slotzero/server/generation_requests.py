@@ -1,7 +1,7 @@
-"""From a request to the answers it wants: prompts as tokens, parameters as the engine knows them.
+"""From an HTTP request to generation requests: prompts as tokens, and the engine's parameters.
 
-It does not run anything. The rule: whatever can be refused before the engine sees it is refused
-here, under the name that the client gave it.
+This module runs nothing. The rule: whatever can be refused before the engine sees it is refused
+here, under the client's name of the field.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.structured import KINDS, StructuredOutputs, structured_outputs
-from slotzero.server.answers import Ask
+from slotzero.server.answers import GenerationRequest
 from slotzero.server.protocol import (
     ChatRequest,
     CompletionRequest,
-    Generation,
+    GenerationFields,
     ResponseFormat,
     Structure,
 )
@@ -42,19 +42,22 @@ _SAME_NAME = (
     "skip_special_tokens",
 )
 _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-# where a message of ours names a field: as its first words, and as the last of one
+# a field's name in an error message: its first words, or max_tokens as the last word
 _FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|\bmax_tokens$")
 
 
-def chat_asks(
+def chat_requests(
     body: ChatRequest,
     prompt: list[int],
     schema: dict[str, Any] | None,
     has_tools: bool,
     sampling: Mapping[str, Any],
-) -> list[Ask]:
-    """`schema`: what the answer must be because tool_choice forces a call. `sampling`: what the
-    model would have of fields that are left out."""
+) -> list[GenerationRequest]:
+    """Return one request per answer to a chat request.
+
+    `schema`: JSON schema of the answer if tool_choice forces a call. `sampling`: the model's
+    default sampling parameters.
+    """
     given = {**sampling, **_given(body)}
     limits = (body.max_completion_tokens, body.max_tokens)
     given["max_tokens"] = next((limit for limit in limits if limit is not None), None)
@@ -64,75 +67,79 @@ def chat_asks(
         given["skip_special_tokens"] = False  # a model may mark its calls with special tokens
     name, structure = _structure(body)
     if has_tools and structure is not None:
-        raise FieldError(name, f"{name}: not with tools, or with tool_choice=none")
+        raise FieldError(
+            name, f"{name}: not supported together with tools; send tool_choice=none or no tools"
+        )
     if schema is not None:
         name, structure = "tools", {"json_schema": schema}
     names = {"prompt": "messages", "logprobs": "top_logprobs", "structured_outputs": name}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return _asks(body, [prompt], [""], given, structure, names)
+    return _requests(body, [prompt], [""], given, structure, names)
 
 
-def completion_asks(
+def completion_requests(
     body: CompletionRequest,
     prompts: Sequence[list[int]],
     echoes: Sequence[str],
     sampling: Mapping[str, Any],
-) -> list[Ask]:
+) -> list[GenerationRequest]:
     given = {**sampling, **_given(body)}
     given["max_tokens"] = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.logprobs is not None:
         given["logprobs"] = body.logprobs
     name, structure = _structure(body)
-    return _asks(body, prompts, echoes, given, structure, {"structured_outputs": name})
+    return _requests(body, prompts, echoes, given, structure, {"structured_outputs": name})
 
 
-def check_choices(body: Generation, num_prompts: int) -> None:
-    """Before any of them is tokenised."""
+def check_choices(body: GenerationFields, num_prompts: int) -> None:
+    """Refuse too many choices before any prompt is tokenised."""
     if num_prompts * (body.n or 1) > MAX_CHOICES:
         raise FieldError(
-            "prompt", f"prompt: {num_prompts} prompts: with n answers each, at most {MAX_CHOICES}"
+            "prompt",
+            f"prompt: {num_prompts} prompts with n={body.n or 1} answers each are more than "
+            f"{MAX_CHOICES} choices",
         )
 
 
-def _given(body: Generation) -> dict[str, Any]:
+def _given(body: GenerationFields) -> dict[str, Any]:
     given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias:
         given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
     return given
 
 
-def _structure(body: Generation) -> tuple[str, dict[str, Any] | None]:
-    """-> the field that asks for a structure, and the structure"""
-    asked = [name for name in _WAYS if getattr(body, name) is not None]
-    if len(asked) > 1:
-        raise FieldError(asked[1], f"{asked[1]}: {asked[0]} says already what the answer must be")
-    if not asked:
+def _structure(body: GenerationFields) -> tuple[str, dict[str, Any] | None]:
+    """Return the field that asks for a structured output, and the structure."""
+    fields = [name for name in _WAYS if getattr(body, name) is not None]
+    if len(fields) > 1:
+        raise FieldError(fields[1], f"{fields[1]}: not supported together with {fields[0]}")
+    if not fields:
         return "response_format", None
-    (name,) = asked
-    wanted = getattr(body, name)
-    if isinstance(wanted, ResponseFormat):
-        return name, _response_format(wanted)
-    if isinstance(wanted, Structure):
-        return _structured_outputs(wanted)
-    return name, _shape(name, name.removeprefix("guided_"), wanted)
+    (name,) = fields
+    value = getattr(body, name)
+    if isinstance(value, ResponseFormat):
+        return name, _response_format(value)
+    if isinstance(value, Structure):
+        return _structured_outputs(value)
+    return name, _shape(name, name.removeprefix("guided_"), value)
 
 
-def _structured_outputs(wanted: Structure) -> tuple[str, dict[str, Any]]:
+def _structured_outputs(structure: Structure) -> tuple[str, dict[str, Any]]:
     kinds = {
-        "json": wanted.json_,
-        "json_object": wanted.json_object or None,
-        "regex": wanted.regex,
-        "choice": wanted.choice,
+        "json": structure.json_,
+        "json_object": structure.json_object or None,
+        "regex": structure.regex,
+        "choice": structure.choice,
     }
-    given = [kind for kind, value in kinds.items() if value is not None]
-    if len(given) != 1:
-        got = " and ".join(given) or "none"
+    chosen = [kind for kind, value in kinds.items() if value is not None]
+    if len(chosen) != 1:
+        got = " and ".join(chosen) or "none"
         raise FieldError(
             "structured_outputs",
             f"structured_outputs: give one of {', '.join(kinds)}, got {got}",
         )
-    (kind,) = given
+    (kind,) = chosen
     name = f"structured_outputs.{kind}"
     return name, _shape(name, kind, kinds[kind])
 
@@ -141,37 +148,37 @@ def _shape(name: str, kind: str, value: Any) -> dict[str, Any]:
     return {"json_schema": _schema(name, value)} if kind == "json" else {kind: value}
 
 
-def _response_format(wanted: ResponseFormat) -> dict[str, Any] | None:
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+def _response_format(form: ResponseFormat) -> dict[str, Any] | None:
+    if (form.type == "json_schema") != (form.json_schema is not None):
         raise FieldError(
             "response_format.json_schema",
-            "response_format.json_schema: given if and only if type is json_schema",
+            "response_format.json_schema: required with type json_schema, and only then",
         )
-    if wanted.json_schema is not None:
-        if wanted.json_schema.schema_ is None:
+    if form.json_schema is not None:
+        if form.json_schema.schema_ is None:
             where = "response_format.json_schema.schema"
             raise FieldError(where, f"{where}: missing")
-        return {"json_schema": wanted.json_schema.schema_}
-    return {"json_object": True} if wanted.type == "json_object" else None
+        return {"json_schema": form.json_schema.schema_}
+    return {"json_object": True} if form.type == "json_object" else None
 
 
-def _schema(name: str, given: dict[str, Any] | str) -> Any:
-    if not isinstance(given, str):
-        return given
+def _schema(name: str, schema: dict[str, Any] | str) -> Any:
+    if not isinstance(schema, str):
+        return schema
     try:
-        return json.loads(given)
+        return json.loads(schema)
     except (ValueError, RecursionError):
-        raise FieldError(name, f"{name}: is text, but not JSON") from None
+        raise FieldError(name, f"{name}: the string is not valid JSON") from None
 
 
-def _asks(
-    body: Generation,
+def _requests(
+    body: GenerationFields,
     prompts: Sequence[list[int]],
     echoes: Sequence[str],
     given: dict[str, Any],
     structure: dict[str, Any] | None,
     names: dict[str, str],
-) -> list[Ask]:
+) -> list[GenerationRequest]:
     n = body.n or 1
     engine_params = given if structure is None else given | {"structured_outputs": structure}
     try:
@@ -180,7 +187,7 @@ def _asks(
     except RequestError as error:
         raise refusal(str(error), names) from None
     return [
-        Ask(
+        GenerationRequest(
             index=i * n + j,
             prompt=prompt,
             params=params,
@@ -194,16 +201,16 @@ def _asks(
     ]
 
 
-def _check_structure(asked: StructuredOutputs | None) -> None:
-    if asked is not None and len(asked.text) > MAX_STRUCTURE_LEN:
+def _check_structure(structure: StructuredOutputs | None) -> None:
+    if structure is not None and len(structure.text) > MAX_STRUCTURE_LEN:
         raise RequestError(
-            f"structured_outputs: {len(asked.text)} characters, at most {MAX_STRUCTURE_LEN}"
+            f"structured_outputs: {len(structure.text)} characters, at most {MAX_STRUCTURE_LEN}"
         )
 
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Whatever the tokenizer or the template refuse is this field's fault."""
+    """Attribute errors of the tokenizer or the chat template to this field."""
     try:
         yield
     except FieldError:
@@ -213,13 +220,13 @@ def about(param: str) -> Iterator[None]:
 
 
 def refusal(message: str, names: dict[str, str]) -> FieldError:
-    """An error of SamplingParams or of the engine, under the client's names for the fields. Our
-    name for a structure is that of its kind too."""
+    """Return an error of SamplingParams or of the engine with the client's names of the fields. A
+    structured output's error names its kind too."""
     param = param_of(RequestError(message), message)
     shown = _FIELD.sub(lambda found: names.get(found[0].partition(":")[0], found[0]), message)
     return FieldError(names.get(param, param) if param else None, shown)
 
 
 def _seed(seed: int | None, i: int) -> dict[str, int]:
-    """Answer i of a seeded request has seed + i, in 64 bits: the same as LLM.generate."""
+    """Return the seed of answer i: seed + i in 64 bits, as in LLM.generate."""
     return {} if seed is None else {"seed": (seed + i + 2**63) % 2**64 - 2**63}

@@ -1,7 +1,7 @@
 """The answers to one HTTP request, from their submission to their last token.
 
-It knows the engine's client, not HTTP. The rule: whoever stops reading, for whatever reason, leaves
-nothing behind in the engine.
+This module knows the engine's client, not HTTP. The rule: when the reader stops, for whatever
+reason, no request stays in the engine.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from slotzero.errors import EngineDiedError, RequestRefusedError
-from slotzero.server.answers import Answer, Ask, Piece
-from slotzero.server.asks import refusal
+from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta
+from slotzero.server.generation_requests import refusal
 from slotzero.server.messages import Loading, TokenDelta
 from slotzero.server.metrics import Metrics, Watched
 from slotzero.server.status import DeadlineError, status_of
@@ -26,7 +26,7 @@ class GrownStream(Protocol):
 
 
 class Replica(Watched, Protocol):
-    """EngineClient, as far as the application knows it."""
+    """The part of EngineClient that the application uses."""
 
     @property
     def failure(self) -> str: ...
@@ -35,7 +35,7 @@ class Replica(Watched, Protocol):
 
 
 class Client(Replica, Protocol):
-    """Fleet, as far as the application knows it."""
+    """The part of Fleet that the application uses."""
 
     @property
     def settings(self) -> Mapping[str, Any]: ...
@@ -55,59 +55,59 @@ class Client(Replica, Protocol):
     async def stop(self) -> None: ...
 
 
-class Run:
+class Generation:
     def __init__(
         self,
         client: Client,
         tokenizer: Tokenizer,
         metrics: Metrics,
-        asks: Sequence[Ask],
+        requests: Sequence[GenerationRequest],
         timeout: float | None,
     ) -> None:
         ends = client.info.get("eos_token_ids", ())
-        self.answers = [Answer(ask, tokenizer, ends) for ask in asks]
+        self.answers = [AnswerBuilder(request, tokenizer, ends) for request in requests]
         self._client = client
         self._metrics = metrics
         self._began = time.monotonic()
         self._timeout = timeout
         self._streams: list[GrownStream] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._mail: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._mail: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
 
     async def submit(self) -> None:
-        """All of them or none; raises what the client raises."""
+        """Submit all requests or none; raises what the client raises."""
         name = uuid.uuid4().hex
         self._client.admit()
         try:
             for i, answer in enumerate(self.answers):
-                ask = answer.ask
-                stream = self._client.submit(f"{name}-{i}", ask.prompt, ask.engine_params)
+                request = answer.request
+                stream = self._client.submit(f"{name}-{i}", request.prompt, request.engine_params)
                 self._streams.append(stream)
         except BaseException:
             for stream in self._streams:
                 await stream.aclose()
             raise
         for answer, stream in zip(self.answers, self._streams, strict=True):
-            self._tasks[answer.ask.index] = asyncio.create_task(self._follow(answer, stream))
+            self._tasks[answer.request.index] = asyncio.create_task(self._follow(answer, stream))
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """What the answers gain, as it comes; what came while the reader was busy comes in one.
-        Whoever opens it closes it."""
+    async def deltas(self) -> AsyncGenerator[TextDelta, None]:
+        """Yield new text as it arrives; what arrived while the reader was busy is joined into one
+        delta per answer. The caller must close the generator."""
         try:
             while self._tasks:
-                pieces, error = await self._batch()
-                for piece in pieces:
-                    if piece.index in self._tasks:  # else it was ended
-                        if piece.finish_reason is not None:
-                            del self._tasks[piece.index]
-                        yield piece
+                deltas, error = await self._batch()
+                for delta in deltas:
+                    if delta.index in self._tasks:  # else it was ended
+                        if delta.finish_reason is not None:
+                            del self._tasks[delta.index]
+                        yield delta
                 if error is not None:
                     raise error
         finally:
             await self.close()
 
     def end(self, index: int) -> None:
-        """This answer is long enough."""
+        """End this answer early."""
         task = self._tasks.pop(index, None)
         if task is not None:
             task.cancel()
@@ -118,27 +118,30 @@ class Run:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _batch(self) -> tuple[list[Piece], Exception | None]:
-        """All that is there, once something is: one piece an answer, and what went wrong then."""
-        pieces: dict[int, Piece] = {}
+    async def _batch(self) -> tuple[list[TextDelta], Exception | None]:
+        """Wait for a delta and return all that have arrived, one per answer, and an error that came
+        after them."""
+        deltas: dict[int, TextDelta] = {}
         item = await self._next()
-        while isinstance(item, Piece):
-            before = pieces.get(item.index)
-            pieces[item.index] = before + item if before else item
+        while isinstance(item, TextDelta):
+            before = deltas.get(item.index)
+            deltas[item.index] = before + item if before else item
             if self._mail.empty():
-                return list(pieces.values()), None
+                return list(deltas.values()), None
             item = self._mail.get_nowait()
-        return list(pieces.values()), item
+        return list(deltas.values()), item
 
-    async def _next(self) -> Piece | Exception:
+    async def _next(self) -> TextDelta | Exception:
         left = None if self._timeout is None else self._began + self._timeout - time.monotonic()
         try:
             async with asyncio.timeout(left):
                 return await self._mail.get()
         except TimeoutError:
-            raise DeadlineError(f"no answer within {self._timeout:g} s") from None
+            raise DeadlineError(
+                f"the answer was not complete within {self._timeout:g} s (--request-timeout)"
+            ) from None
 
-    async def _follow(self, answer: Answer, stream: GrownStream) -> None:
+    async def _follow(self, answer: AnswerBuilder, stream: GrownStream) -> None:
         latest = self._began
         error: Exception | None = None
         try:
@@ -148,9 +151,9 @@ class Run:
                 if answer.finish_reason is not None:
                     break
             else:
-                raise EngineDiedError("the engine gave this request up; send it again")
+                raise EngineDiedError("the engine aborted this request: send it again")
         except Exception as raised:
-            error = self._named(answer.ask, raised)
+            error = self._named(answer.request, raised)
             self._mail.put_nowait(error)
         finally:
             await stream.aclose()
@@ -158,11 +161,11 @@ class Run:
                 self._metrics.finished(
                     answer.finish_reason or "abort",
                     time.monotonic() - self._began,
-                    len(answer.ask.prompt),
+                    len(answer.request.prompt),
                     answer.num_tokens,
                 )
 
-    def _note(self, answer: Answer, grown: TokenDelta, latest: float) -> float:
+    def _note(self, answer: AnswerBuilder, grown: TokenDelta, latest: float) -> float:
         now = time.monotonic()
         num_new = len(grown.token_ids)
         if num_new and answer.num_tokens == 0:
@@ -172,10 +175,10 @@ class Run:
             self._metrics.token((now - latest) / num_new)
         return now
 
-    def _named(self, ask: Ask, error: Exception) -> Exception:
+    def _named(self, request: GenerationRequest, error: Exception) -> Exception:
         if not isinstance(error, RequestRefusedError) or status_of(error).code != 400:
             return error
-        found = refusal(error.message, ask.names)
-        if found.param is None and "structured_outputs" in ask.engine_params:
-            found.param = ask.names.get("structured_outputs")
+        found = refusal(error.message, request.names)
+        if found.param is None and "structured_outputs" in request.engine_params:
+            found.param = request.names.get("structured_outputs")
         return found

@@ -1,4 +1,4 @@
-"""Wakes all who wait now; they look for themselves at what has changed."""
+"""Wakes all tasks that wait; each checks for itself what has changed."""
 
 import asyncio
 

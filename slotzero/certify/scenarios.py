@@ -1,7 +1,7 @@
-"""Scenes of an engine: requests of odd lengths and every kind of sampling, over hostile memory.
+"""Scenarios for an engine: requests of odd lengths and every kind of sampling, over hostile memory.
 
-It knows who runs and who stands by; what a runner looks at in the row of a slot, actors.py says. A
-new published tensor is given its column here.
+This module decides which requests run and which only occupy a slot; synthetic_requests.py knows
+what a runner accesses in the row of a slot. A new published tensor gets its column here.
 """
 
 import random
@@ -13,11 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slotzero.certify.actors import Actor, Cast, Look, Snapshots
 from slotzero.certify.checks import Bounds
+from slotzero.certify.dummy_requests import dummy_requests
 from slotzero.certify.mirror import mirrored
-from slotzero.certify.scene import Scene, memory_of
-from slotzero.certify.stand_ins import stand_ins
+from slotzero.certify.scenario import Scenario, memory_of
+from slotzero.certify.synthetic_requests import (
+    Access,
+    Snapshots,
+    SyntheticRequest,
+    SyntheticRequestBuilder,
+)
 from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Runner
 from slotzero.graph.registry import Entry
@@ -26,23 +31,24 @@ from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
 from slotzero.speculative.tree import PARENTS
 
-CROWD = 8  # more rows than run, for the step before
+EXTRA_ROWS = 8  # rows of the preceding larger step beyond those of the scenario
 _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
-"""Relative rounding of a row, see `compare.magnitude`. Sums are made in float32, so a layer rounds
-to its dtype a few times; n independent roundings by eps / 2 are off by about sqrt(n) * eps / 2. The
+"""Relative rounding error of a row, see `compare.magnitude`. Sums are in float32, so a layer rounds
+to its dtype a few times; n independent roundings by eps / 2 add up to about sqrt(n) * eps / 2. The
 16-bit bounds are ten such roundings, enough for a hundred layers, and they are relative to the
-largest value of a row, which is several times the usual one. float32 allows for long sums too."""
+largest value of a row, which is several times the typical one. float32 allows for long sums too."""
 
 
 class Mask(NamedTuple):
-    """Of a table, what running slots own of it first: what a step looks at."""
+    """What a step reads and writes in one table, as booleans with slots or owned rows first."""
 
     known: Tensor
     written: Tensor
 
 
 def states_of(engine: Engine) -> tuple[str, ...]:
-    """Tables by slot, and snapshots of them, that no host writes: of a drafter, and of layers."""
+    """Return the tables that only the device writes: states of the drafter and of recurrent layers,
+    and snapshots of those."""
     worker = engine.worker
     drafter = () if worker.drafter is None else (FEATURES, *worker.drafter.states)
     layers = () if worker.states is None else STATES
@@ -50,13 +56,14 @@ def states_of(engine: Engine) -> tuple[str, ...]:
 
 
 def bounds_of(engine: Engine) -> Bounds:
-    """What this backend and these kernels promise.
+    """Return how far results may differ with this backend and these kernels.
 
-    Batch-invariant kernels compute a row to the same bits in every batch, and what Inductor fuses
-    around them are copies, sums and products, which round alike. Other kernels sum in an order that
-    depends on the batch: plain torch, and on CUDA the way in which products and attention are split
-    (docs/decisions/0009), so a row is equal to the bit only in an equal batch. The parts of more
-    than two ranks are added up in an order that depends on their place in the collective's buffer.
+    Batch-invariant kernels compute a row to the same bits in every batch, and Inductor fuses only
+    copies, sums and products around them, which round in the same way everywhere. Other kernels sum
+    in an order that depends on the batch (plain torch, and on CUDA the way in which matrix products
+    and attention are split, docs/decisions/0009), so a row is bit-identical only in an identical
+    batch. With more than two ranks, partial sums are added in an order that depends on their place
+    in the collective's buffer.
     """
     rounding = _RELATIVE[engine.limits.dtype]
     if engine.worker.kernels.is_batch_invariant and engine.rank_group.ranks.size <= 2:
@@ -65,23 +72,26 @@ def bounds_of(engine: Engine) -> Bounds:
 
 
 @contextmanager
-def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
-    """As few rows as this size is picked for, and then some that do not run."""
+def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scenario]:
+    """Set up a step with the fewest rows for which this size is picked, and a few idle requests."""
     rng = random.Random(f"{key}")
-    engine.lanes[0].ledger.cache.clear()  # a scene overwrites every page, those it keeps too
-    with stand_ins(engine) as ins, mirrored(engine.worker.tables):
-        cast, counts = Cast(engine, runner, ins, rng), counts_of(runner, key)
-        running = [cast.admit(count) for count in counts]
+    engine.lanes[0].ledger.cache.clear()  # a scenario overwrites every page, cached ones too
+    with dummy_requests(engine) as dummies, mirrored(engine.worker.tables):
+        builder, counts = (
+            SyntheticRequestBuilder(engine, runner, dummies, rng),
+            counts_of(runner, key),
+        )
+        running = [builder.admit(count) for count in counts]
         num_more = min(
-            max(1, CROWD + key.rows - len(running)),
+            max(1, EXTRA_ROWS + key.rows - len(running)),
             engine.lanes[0].slots.num_free,
             _most_rows(runner) - len(running),
         )
-        idle = [cast.admit(1) for _ in range(num_more)]
+        idle = [builder.admit(1) for _ in range(num_more)]
         engine.worker.tables.apply()
         registry = engine.worker.registry
         masks = _fill(engine, running, idle)
-        for name in _looked_at(engine):
+        for name in _tables_with_accesses(engine):
             masks[name] = _columns(registry.entry(name), running)
         for name in SNAPSHOTS if engine.limits.num_snapshots else ():
             masks[name] = _snapshots(registry.entry(name), registry[SNAPSHOT_ROWS], running)
@@ -91,11 +101,11 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
                 unused[SNAPSHOT_ROWS] = _unnamed(registry[SNAPSHOT_ROWS], running)
             elif entry.through:
                 unused[entry.through] = _unused_pages(engine, running, entry)
-        crowd = [*idle, *reversed(running)]
-        yield Scene(
+        larger_step = [*idle, *reversed(running)]
+        yield Scenario(
             key=key,
             published=_published(runner, running, counts),
-            crowd=_published(runner, crowd, [1] * len(crowd)),
+            larger_step=_published(runner, larger_step, [1] * len(larger_step)),
             trap=idle[0].request.slot if idle else engine.limits.max_num_seqs,
             tables=memory_of(registry),
             unused=unused,
@@ -106,14 +116,15 @@ def staged(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scene]:
 
 
 def _published(
-    runner: Runner, actors: Sequence[Actor], counts: Sequence[int]
+    runner: Runner, requests: Sequence[SyntheticRequest], counts: Sequence[int]
 ) -> dict[str, Sequence[int]]:
-    columns = {SLOTS: [actor.request.slot for actor in actors], COUNTS: counts}
+    columns = {SLOTS: [synthetic.request.slot for synthetic in requests], COUNTS: counts}
     return {name: columns[name] for name in runner.spec.published}
 
 
 def counts_of(runner: Runner, key: GraphKey) -> list[int]:
-    """Tokens of each row: the fewest rows and tokens that pick this key, unevenly shared."""
+    """Return the tokens of each row: the fewest rows and tokens that pick this key, unevenly
+    distributed."""
     spec = runner.spec
     if spec.rows is None:
         return [spec.width] * (_below(spec.ladder, key.rows) + 1)
@@ -136,9 +147,13 @@ def _most_rows(runner: Runner) -> int:
     return (runner.spec.rows or runner.spec.ladder).maximum
 
 
-def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> dict[str, Mask]:
-    """Noise where KV is stored, zeros elsewhere, and noise for states -> by group's pages,
-    [pages, layers or 1, page_size, 1, 1]"""
+def _fill(
+    engine: Engine, running: Sequence[SyntheticRequest], idle: Sequence[SyntheticRequest]
+) -> dict[str, Mask]:
+    """Fill stored KV and all states with noise, and the rest of the KV cache with zeros.
+
+    Returns, for each group's pages, masks of shape [pages, layers or 1, page_size, 1, 1].
+    """
     masks = {}
     page_size, registry = engine.limits.page_size, engine.worker.registry
     generator = torch.Generator(device=registry.device).manual_seed(1)
@@ -147,17 +162,19 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> di
         by_row[1:] = torch.randn(by_row[1:].shape, generator=generator, device=by_row.device)
     for group, (name, window) in enumerate(engine.limits.windows.items()):
         kv = registry[f"kv_{name}"]
-        num_looks = max(len(stores.get(f"kv_{name}", ())) for _, _, stores, _ in (*running, *idle))
-        shape = kv.shape[1], max(1, num_looks), page_size
+        num_accesses = max(
+            len(kv_accesses.get(f"kv_{name}", ())) for _, _, kv_accesses, _ in (*running, *idle)
+        )
+        shape = kv.shape[1], max(1, num_accesses), page_size
         stored = torch.zeros(shape, dtype=torch.bool, device=kv.device)
         storing = torch.zeros_like(stored)
         generator.manual_seed(1)
         kv.zero_()
-        for request, _, stores, _ in (*running, *idle):
+        for request, _, kv_accesses, _ in (*running, *idle):
             pages = torch.tensor(request.pages[group], device=kv.device)
             position = torch.arange(len(pages) * page_size, device=kv.device).view(-1, page_size)
             pages, position = pages[pages > 0], position[pages > 0]
-            for layer, (known, written) in enumerate(stores.get(f"kv_{name}", ())):
+            for layer, (known, written) in enumerate(kv_accesses.get(f"kv_{name}", ())):
                 first = 0 if window is None else known + 1 - window
                 stored[pages, layer] = (position >= first) & (position < known)
                 places = torch.tensor([*written], device=kv.device)
@@ -169,57 +186,59 @@ def _fill(engine: Engine, running: Sequence[Actor], idle: Sequence[Actor]) -> di
     return masks
 
 
-def _looked_at(engine: Engine) -> list[str]:
-    """Tables by slot of which actors say what of them is looked at."""
+def _tables_with_accesses(engine: Engine) -> list[str]:
+    """Return the tables by slot for which synthetic requests declare their accesses."""
     names = ("tokens", *(spec.name for spec in SPECULATION_TABLES), PARENTS, *states_of(engine))
     entries = engine.worker.registry.entries()
     return [e.name for e in entries if e.name in names and e.tensor.numel() and not e.through]
 
 
-def _columns(entry: Entry, running: Sequence[Actor]) -> Mask:
+def _columns(entry: Entry, running: Sequence[SyntheticRequest]) -> Mask:
     table, name = entry.tensor.movedim(entry.axis, 0), entry.name
     num = table.shape[1] if name in ("tokens", FEATURES, PARENTS) else 1
     known = torch.ones(len(table), num, dtype=torch.bool, device=table.device)
     written = torch.zeros_like(known)
-    for request, looks, _, _ in running:
-        look = looks.get(name, Look(0))
-        known[request.slot, look.known :] = False
-        written[request.slot, [*look.written]] = True
+    for request, accesses, _, _ in running:
+        access = accesses.get(name, Access(0))
+        known[request.slot, access.known :] = False
+        written[request.slot, [*access.written]] = True
     shape = (len(table), num, *[1] * (table.dim() - 2))[: table.dim()]
     return Mask(known.view(shape), written.view(shape))
 
 
-def _snapshots(entry: Entry, table: Tensor, running: Sequence[Actor]) -> Mask:
-    """[rows, 1, ...]"""
+def _snapshots(entry: Entry, table: Tensor, running: Sequence[SyntheticRequest]) -> Mask:
+    """Return the mask of a table of snapshots, [rows, 1, ...]."""
     rows = entry.tensor.movedim(entry.axis, 0)
     known = torch.zeros(len(rows), *[1] * (rows.dim() - 1), dtype=torch.bool, device=rows.device)
     written = torch.zeros_like(known)
-    for actor in running:
-        columns = actor.snapshots or Snapshots()
-        known[table[actor.request.slot, [*columns.reads]].long()] = True
-        written[table[actor.request.slot, [*columns.takes]].long()] = True
+    for synthetic in running:
+        columns = synthetic.snapshots or Snapshots()
+        known[table[synthetic.request.slot, [*columns.reads]].long()] = True
+        written[table[synthetic.request.slot, [*columns.takes]].long()] = True
     known[0] = written[0] = False
     return Mask(known, written)
 
 
-def _unnamed(table: Tensor, running: Sequence[Actor]) -> Tensor:
-    """Columns that name no snapshot which the step goes on from or takes."""
+def _unnamed(table: Tensor, running: Sequence[SyntheticRequest]) -> Tensor:
+    """Return the columns that name no snapshot which the step resumes from or takes."""
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    for actor in running:
-        unused[actor.request.slot] = True
-        if actor.snapshots is not None:
-            unused[actor.request.slot, [*actor.snapshots.reads, *actor.snapshots.takes]] = False
+    for synthetic in running:
+        unused[synthetic.request.slot] = True
+        if synthetic.snapshots is not None:
+            unused[
+                synthetic.request.slot, [*synthetic.snapshots.reads, *synthetic.snapshots.takes]
+            ] = False
     return unused
 
 
-def _unused_pages(engine: Engine, running: Sequence[Actor], entry: Entry) -> Tensor:
-    """Columns of the page table of this KV without a page that the step needs: past the last one,
-    or before the window."""
+def _unused_pages(engine: Engine, running: Sequence[SyntheticRequest], entry: Entry) -> Tensor:
+    """Return the columns of this KV's page table without a page that the step needs: those past the
+    last page, and those before the sliding window."""
     table = engine.worker.registry[entry.through]
     group = engine.worker.page_tables.index(entry.through)
     unused = torch.zeros(table.shape, dtype=torch.bool, device=table.device)
-    for request, _, stores, _ in running:
-        end = max((look.end for look in stores.get(entry.name, ())), default=0)
+    for request, _, kv_accesses, _ in running:
+        end = max((access.end for access in kv_accesses.get(entry.name, ())), default=0)
         num_pages = -(-end // engine.limits.page_size)
         pages = torch.tensor(request.pages[group][:num_pages], device=table.device)
         unused[request.slot] = True

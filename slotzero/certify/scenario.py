@@ -1,6 +1,7 @@
-"""A scene is one step that could happen; a trial runs it, again and again, from the same memory.
+"""A scenario is one step that could happen; a trial runs it repeatedly from the same memory.
 
-It knows registered tensors and who owns what of them. It does not know requests or models.
+This module knows registered tensors and which slot owns which rows. It does not know requests or
+models.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,24 +20,24 @@ Rows = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Memory as it is when the step begins, and who runs."""
+class Scenario:
+    """The memory when a step begins, and the slots that run in it."""
 
     key: GraphKey
-    published: Mapping[str, Sequence[int]]  # by tensor, one value a row
-    crowd: Mapping[str, Sequence[int]]
-    """Another step, of as many rows as there can be: what may have run before."""
+    published: Mapping[str, Sequence[int]]  # by tensor, one value per row
+    larger_step: Mapping[str, Sequence[int]]
+    """The published values of another step with as many rows as possible, which ran before."""
     trap: int
-    """A slot that does not run, and an index that is wrong wherever it turns up."""
+    """A slot that does not run: an index that is in range and wrong wherever it appears."""
     tables: Mapping[str, Tensor]
     unused: Mapping[str, Tensor] = field(default_factory=dict)
-    """By table, slots or what they own first: True where a running slot's own row has nothing."""
+    """By table, with slots or owned rows first: True where a running slot's row holds nothing."""
     fresh: Mapping[str, Tensor] = field(default_factory=dict)
-    """Alike: True where the step must write, and read nothing before."""
+    """Same layout: True where the step must write before it reads."""
     kept: Mapping[str, Tensor] = field(default_factory=dict)
-    """Alike: True where the step must change nothing, though its slots own it."""
+    """Same layout: True where the step must not write, although its slots own the place."""
     fetch: Callable[[int], Mapping[str, Tensor]] = field(default=lambda num_rows: {})
-    """What the host gets of the outputs that it is sent: so many rows of each, by name."""
+    """Downloads the first `num_rows` rows of each output that is sent to the host, by name."""
 
     @property
     def num_rows(self) -> int:
@@ -49,57 +50,58 @@ class Outcome:
     slots: tuple[int, ...]  # by row
     tensors: Mapping[str, Tensor]
     owned_only: frozenset[str] = frozenset()
-    """Tables of which `tensors` has what the slots own, and no more."""
+    """Tables of which `tensors` holds only the rows that the slots own."""
 
 
 class Trial:
-    def __init__(self, runner: Runner, scene: Scene) -> None:
-        self.runner, self.scene = runner, scene
+    def __init__(self, runner: Runner, scenario: Scenario) -> None:
+        self.runner, self.scenario = runner, scenario
         self.registry = runner.registry
         self._who = runner.spec.published[0]
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
                spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
-        """As the engine would: what is checked at every replay is checked here too."""
-        key = key or self.scene.key
+        """Replay as the engine does, with the checks that every replay makes."""
+        key = key or self.scenario.key
         return self.run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
 
     def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
               spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
-        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scene.key, spoil)
+        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, spoil)
 
-    def replay_after_the_crowd(self) -> Outcome:
-        """Tables are as ever; all else is as a hostile larger step has left it."""
-        crowd = self.scene.crowd
-        num_rows = len(crowd[self._who])
-        tokens = self.num_tokens(crowd, range(num_rows))
+    def replay_after_larger_step(self) -> Outcome:
+        """Replay with the scenario's tables, and everything else as a larger step left it."""
+        larger_step = self.scenario.larger_step
+        num_rows = len(larger_step[self._who])
+        tokens = self.num_tokens(larger_step, range(num_rows))
         key = self.runner.pick(tokens, num_rows)
         assert isinstance(key, GraphKey), key
         self.runner.prepare(key)
         self._load(())
-        self._publish(crowd, range(num_rows))
+        self._publish(larger_step, range(num_rows))
         self.runner.run(key, tokens)
-        for name, tensor in self.scene.tables.items():
+        for name, tensor in self.scenario.tables.items():
             self.registry[name].copy_(tensor)
-        return self._finish(lambda k, n: self.runner.run(k, n), None, self.scene.key)
+        return self._finish(lambda k, n: self.runner.run(k, n), None, self.scenario.key)
 
     @property
     def unpadded_key(self) -> GraphKey:
-        rows = self.scene.num_rows
+        rows = self.scenario.num_rows
         return GraphKey(
-            self.runner.spec.name, self.num_tokens(self.scene.published, range(rows)), rows
+            self.runner.spec.name, self.num_tokens(self.scenario.published, range(rows)), rows
         )
 
     def num_tokens(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> int:
-        """Of a runner with any number of tokens a row, the second published tensor counts them."""
+        """Return the number of tokens in these rows. For a runner without a fixed row width, the
+        second published tensor holds the counts."""
         spec, rows = self.runner.spec, list(rows)
         counts = [] if spec.rows is None else [published[spec.published[1]][row] for row in rows]
         return self.runner.num_tokens(sum(counts), len(rows))
 
     def spoilable(self) -> list[str]:
-        """Every tensor with memory that belongs to nobody, in the order in which data flows; what
-        other runners write, too."""
+        """Return every tensor with unowned memory, in the order in which data flows, including
+        those that other runners write."""
         kinds = (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT)
         entries = [*self._entries, *others_of(self.runner)]
         return [e.name for kind in kinds for e in entries if e.kind is kind]
@@ -111,24 +113,24 @@ class Trial:
         key: GraphKey,
         spoil: Iterable[str] = (),
     ) -> Outcome:
-        """`how` is given the key and the number of tokens."""
+        """Set up the scenario and call `how` with the key and the number of tokens."""
         self._load(spoil)
         return self._finish(how, rows, key)
 
     def _finish(
         self, how: Callable[[GraphKey, int], None], rows: Rows | None, key: GraphKey
     ) -> Outcome:
-        rows = range(self.scene.num_rows) if rows is None else rows
-        self._publish(self.scene.published, rows)
-        how(key, self.num_tokens(self.scene.published, rows))
-        slots = tuple(self.scene.published[self._who][row] for row in rows)
+        rows = range(self.scenario.num_rows) if rows is None else rows
+        self._publish(self.scenario.published, rows)
+        how(key, self.num_tokens(self.scenario.published, rows))
+        slots = tuple(self.scenario.published[self._who][row] for row in rows)
         return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
 
     def _load(self, spoil: Iterable[str]) -> None:
         self.registry.distrust_published()
         for entry in self._entries:
             if entry.kind is Kind.TABLE:
-                entry.tensor.copy_(self.scene.tables[entry.name])
+                entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
         for name in spoil:
@@ -140,27 +142,27 @@ class Trial:
             self.registry.publish(name, [published[name][row] for row in rows])
 
     def _spoil(self, entry: Entry) -> None:
-        hostile = torch.nan if entry.tensor.is_floating_point() else self.scene.trap
+        hostile = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
         if entry.kind is not Kind.TABLE:
             entry.tensor.fill_(hostile)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
-        running = owned_rows(entry, self.scene.published[self._who], self.scene.tables)
+        running = owned_rows(entry, self.scenario.published[self._who], self.scenario.tables)
         foreign = ~running
         foreign[0] = False
         by_row[foreign] = hostile
-        for masks in (self.scene.unused, self.scene.fresh):
+        for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
                 by_row.masked_fill_(masks[entry.name], hostile)
 
 
 def kind_of(runner: Runner) -> str:
-    """Its name without its width: what it does is the same at all."""
+    """Return the runner's name without its width."""
     return runner.spec.name.removesuffix(f"-{runner.spec.width}")
 
 
 def others_of(runner: Runner) -> list[Entry]:
-    """What other runners write, and this one must not touch."""
+    """Return the tensors that only other runners write, and this one must not change."""
     entries = runner.registry.entries()
     return [e for e in entries if e.kind in WRITTEN and e.name not in runner.spec.writes]
 
@@ -170,19 +172,19 @@ class Tables(Protocol):
 
 
 def owned_rows(entry: Entry, slots: Sequence[int], tables: Tables) -> Tensor:
-    """[rows of a table] bool: those that slots own, going by `tables`; never row 0."""
+    """Return [rows of a table] bool: the rows that slots own according to `tables`; never row 0."""
     owned = torch.zeros(
         entry.tensor.shape[entry.axis], dtype=torch.bool, device=entry.tensor.device
     )
     index = torch.tensor(slots, dtype=torch.long, device=owned.device)
     if entry.through:
         index = tables[entry.through][index].long().flatten()
-        index = index[(index >= 0) & (index < len(owned))]  # one that is wrong is not ours to read
+        index = index[(index >= 0) & (index < len(owned))]  # a damaged index is not followed
     owned[index] = True
     owned[0] = False
     return owned
 
 
 def memory_of(registry: Registry) -> dict[str, Tensor]:
-    """A copy of every table, for a scene."""
+    """Return a copy of every table, for a scenario."""
     return {e.name: e.tensor.clone() for e in registry.entries() if e.kind is Kind.TABLE}

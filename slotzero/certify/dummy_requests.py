@@ -1,8 +1,8 @@
-"""Requests that stand in: put into slots and pages by hand, for measuring and for proving.
+"""Dummy requests: put into slots and pages without the scheduler, for benchmarks and certification.
 
-They hold slots and pages of the engine's own pools and are written as those of
-a scheduled request are; only their KV was never computed. The rule: the engine has no other
-requests, and afterwards the slots are neutral, the pools are full and the engine is as it was.
+They hold slots and pages of the engine's own pools, and their tables are written like those of a
+scheduled request; only their KV was never computed. The rule: the engine has no other requests, and
+afterwards its slots are neutral, its pools full and its state unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from slotzero.request import Request
 from slotzero.sampling.params import SamplingParams
 
 
-class StandIns:
+class DummyRequests:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.requests: list[Request] = []
@@ -30,11 +30,13 @@ class StandIns:
         num_mtp_layers: int = 0,
         resumes: bool = False,
     ) -> Request:
-        """All of the prompt is known, and what there is of an answer; the KV of the first tokens is
-        said to be stored, and if it resumes, a snapshot of the state behind them. It has pages for
-        so many more positions, for drafts."""
+        """Admit a request with this prompt and answer so far.
+
+        The KV of its first `num_stored` tokens counts as stored; if it `resumes`, a snapshot of the
+        state after them does too. It gets pages for `num_mtp_layers` more positions, for drafts.
+        """
         engine, lane = self._engine, self._engine.lanes[0]
-        request = engine.validate(f"stand-in-{len(self.requests)}", prompt, params)
+        request = engine.validate(f"dummy-{len(self.requests)}", prompt, params)
         request.target = request.num_tokens
         request.output_token_ids += answer
         num_paged = min(request.num_tokens + num_mtp_layers, engine.limits.max_model_len)
@@ -43,7 +45,7 @@ class StandIns:
         if resumes:
             *_, (pool, _, interval) = lane.ledger.groups
             if not interval or num_stored % interval or not num_stored or not pool.num_free:
-                raise ContractError(f"{request.id}: no snapshot stands after {num_stored} tokens")
+                raise ContractError(f"{request.id}: there is no snapshot after {num_stored} tokens")
             (request.pages[-1][num_stored // engine.limits.page_size - 1],) = pool.take(1)
         request.slot = lane.slots.take()
         self.requests.append(request)
@@ -51,9 +53,9 @@ class StandIns:
         return request
 
     def release(self) -> None:
-        """Their num_computed was always 0, so nothing of them enters the prefix cache."""
+        """Release all requests. Their num_computed is 0, so none enters the prefix cache."""
         lane = self._engine.lanes[0]
-        for request in reversed(self.requests):  # slots are then handed out again in this order
+        for request in reversed(self.requests):  # slots are then taken again in the same order
             lane.ledger.release(request)
             lane.slots.give_back(request.slot)
             lane.writer.released(request.slot)
@@ -62,12 +64,14 @@ class StandIns:
 
 
 @contextmanager
-def stand_ins(engine: Engine) -> Iterator[StandIns]:
+def dummy_requests(engine: Engine) -> Iterator[DummyRequests]:
     if engine.has_work:
-        raise ContractError("stand-ins need an engine without requests: let it finish first")
-    ins = StandIns(engine)
+        raise ContractError(
+            "dummy requests need an idle engine: wait until all its requests have finished"
+        )
+    dummies = DummyRequests(engine)
     with engine.lock, torch.inference_mode():
         try:
-            yield ins
+            yield dummies
         finally:
-            ins.release()
+            dummies.release()
