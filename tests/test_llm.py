@@ -23,7 +23,7 @@ from slotzero.errors import (
     StepFailedError,
     TokenizerMissingError,
 )
-from slotzero.executor.worker import Results, RowLogprobs
+from slotzero.executor.results import Results, RowLogprobs
 from slotzero.llm import CompletionOutput, StreamChunk
 from slotzero.step import Step
 from slotzero.text.tokenizer import Tokenizer

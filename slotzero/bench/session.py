@@ -16,7 +16,7 @@ from slotzero.bench.workloads import Workload, WorkloadSpec
 from slotzero.certify.start import start_engine
 from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
-from slotzero.executor.worker import choose_backend
+from slotzero.executor.limits import choose_backend
 from slotzero.graph.runner import Counts
 from slotzero.system.progress import prompts_bar
 

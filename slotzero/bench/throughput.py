@@ -13,7 +13,7 @@ from slotzero.bench.sheets import Report
 from slotzero.bench.workloads import WorkloadSpec
 from slotzero.config import EngineConfig
 from slotzero.errors import ConfigError
-from slotzero.executor.worker import choose_backend
+from slotzero.executor.limits import choose_backend
 
 
 def run_throughput(

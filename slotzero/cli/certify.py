@@ -89,7 +89,7 @@ def report(certificate: "Certificate", mutants: "Sequence[Mutant] | None") -> di
 
 
 def _config(model: str, settings: dict[str, Any], is_quick: bool) -> EngineConfig:
-    from slotzero.executor.worker import choose_backend
+    from slotzero.executor.limits import choose_backend
 
     config = EngineConfig(model=model, skip_tokenizer_init=True, **settings)
     if config.kv_cache_memory is None:

@@ -87,7 +87,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _engine() -> dict[str, Any]:
-    from slotzero.executor.worker import choose_backend
+    from slotzero.executor.limits import choose_backend
     from slotzero.kernels.contract import kernels_for
 
     device, backend = choose_backend(EngineConfig())

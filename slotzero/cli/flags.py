@@ -246,7 +246,7 @@ def fit_rows(settings: dict[str, Any], num_requests: int) -> dict[str, Any]:
     """No more rows than requests, unless asked for: every size costs a recording."""
     if "max_num_seqs" in settings:
         return settings
-    from slotzero.executor.worker import choose_backend, default_max_num_seqs
+    from slotzero.executor.limits import choose_backend, default_max_num_seqs
 
     device, _ = choose_backend(EngineConfig(**settings))
     rows = min(num_requests, default_max_num_seqs(device))

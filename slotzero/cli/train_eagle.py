@@ -123,7 +123,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse. Most
     of the memory there is left to hidden states."""
     from slotzero.config import EngineConfig
-    from slotzero.executor.worker import choose_backend
+    from slotzero.executor.limits import choose_backend
 
     settings = flags.engine_settings(args)
     for flag, is_given, why in (

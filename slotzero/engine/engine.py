@@ -23,9 +23,10 @@ from slotzero.engine.dp_schedulers import DpSchedulers
 from slotzero.engine.output_text import Transcript
 from slotzero.engine.scheduler import Scheduler, SchedulerConfig
 from slotzero.errors import CapacityError, ConfigError, RequestError, TokenizerMissingError
+from slotzero.executor.build import build_worker
 from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import RankGroup
-from slotzero.executor.worker import Results, RowLogprobs, Worker
+from slotzero.executor.results import Results, RowLogprobs
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.models.config import parse_config
@@ -122,7 +123,7 @@ class Engine:
         told("kernels", 0, 0)
         bar = weights_bar(config.show_progress, checkpoint.name, told)
         with bar as progress, self.rank_group.watched("loading"):
-            self.worker = Worker(config, checkpoint, progress, self.rank_group)
+            self.worker = build_worker(config, checkpoint, progress, self.rank_group)
         self.limits = limits = self.worker.limits
         self.eos_token_ids = checkpoint.eos_token_ids
         tokenizer = self.tokenizer

@@ -44,8 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
 def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     from slotzero.checkpoint.source import open_checkpoint
+    from slotzero.executor.build import build_worker
+    from slotzero.executor.limits import choose_backend
     from slotzero.executor.rank_group import RankGroup
-    from slotzero.executor.worker import Worker, choose_backend
 
     rendezvous, config, task = connection.recv()
     device, _ = choose_backend(config)
@@ -56,7 +57,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
         connection.send(task(config, rank_group))
         return
     checkpoint = open_checkpoint(config.model, config.load_format)
-    worker = Worker(config, checkpoint, lambda done, total: None, rank_group)
+    worker = build_worker(config, checkpoint, lambda done, total: None, rank_group)
     if not config.lazy_recording:
         worker.record(lambda record: None)
     obey(worker, connection)

@@ -93,7 +93,7 @@ def outpost_of(given: Mapping[str, Any]) -> NodeAgent:
     import torch
 
     from slotzero.config import EngineConfig
-    from slotzero.executor.worker import choose_backend
+    from slotzero.executor.limits import choose_backend
 
     config = EngineConfig(**given)
     device, _ = choose_backend(config)

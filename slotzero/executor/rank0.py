@@ -23,10 +23,10 @@ from slotzero.config import EngineConfig
 from slotzero.distributed import secure_socket
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import ConfigError, RankLostError
+from slotzero.executor.limits import choose_backend
 from slotzero.executor.nodes import Nodes
 from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
 from slotzero.executor.step_message import Message
-from slotzero.executor.worker import choose_backend
 from slotzero.models.config import ModelConfig, parse_config
 from slotzero.models.shards import sharded
 from slotzero.system import child

@@ -15,9 +15,9 @@ from slotzero.checkpoint.source import open_checkpoint
 from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.config import EngineConfig
 from slotzero.distributed.ranks import ALONE, Ranks
+from slotzero.executor.build import build_worker
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.step_message import Orders
-from slotzero.executor.worker import Worker
 from slotzero.graph import GraphKey
 from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors
@@ -78,7 +78,7 @@ def test_collectives_are_those_of_a_step(tmp_path, model, spread, apart):
         max_model_len=64, show_progress=False, kv_cache_memory=1 << 22,
     )  # fmt: skip
     checkpoint = open_checkpoint(config.model, config.load_format)
-    worker = Worker(config, checkpoint, lambda *_: None, RankGroup(ranks))
+    worker = build_worker(config, checkpoint, lambda *_: None, RankGroup(ranks))
     own = rows // ranks.num_lanes
     slots, key = list(range(1, own + 1)), GraphKey("decode", own, own)
     ranks.heard.clear()

@@ -31,7 +31,8 @@ from hypothesis import strategies as st
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Answer, Engine
 from slotzero.errors import RequestError
-from slotzero.executor.worker import Results, Worker
+from slotzero.executor.results import Results
+from slotzero.executor.worker import Worker
 from slotzero.request import Status
 from slotzero.sampling.params import SamplingParams
 from slotzero.step import Step

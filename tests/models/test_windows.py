@@ -90,7 +90,7 @@ def test_preemption(oracles, family, backend):
 
 
 def _shapes(path: str) -> list[GroupShape]:
-    from slotzero.executor.worker import group_shapes
+    from slotzero.executor.limits import group_shapes
 
     config = parse_config(json.loads((Path(path) / "config.json").read_text()))
     return group_shapes(config.groups, 16, torch.float32)

@@ -21,7 +21,7 @@ from slotzero.errors import (
     CapacityError,
     ConfigError,
 )
-from slotzero.executor.worker import Results
+from slotzero.executor.results import Results
 from slotzero.grammars.grammar import Grammar
 from slotzero.server import client as client_module
 from slotzero.server import process

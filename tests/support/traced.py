@@ -5,7 +5,7 @@ import random
 import torch
 
 from slotzero import LLM, SamplingParams
-from slotzero.executor.worker import Results
+from slotzero.executor.results import Results
 from slotzero.step import Step
 
 

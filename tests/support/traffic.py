@@ -12,7 +12,7 @@ from slotzero.certify.start import start_engine
 from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Answer, Engine
-from slotzero.executor.worker import group_shapes
+from slotzero.executor.limits import group_shapes
 from slotzero.models.config import parse_config
 from slotzero.sampling.params import SamplingParams
 

@@ -1,0 +1,309 @@
+"""Build a worker: what is created, and in which order.
+
+1. The weights of the target model and of the drafter are loaded, sharded for this rank.
+2. The limits are resolved from the memory that is left.
+3. The slot tables, the KV cache, recurrent states and the drafter's own tensors are allocated.
+4. The runners are made. Nothing is captured yet: `Worker.record` does that.
+
+A tensor that a CUDA graph reads is registered here or below, and never after the first capture.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from slotzero.config import EngineConfig
+from slotzero.errors import CapacityError
+from slotzero.executor.limits import (
+    MAX_CAPTURED_TOKENS,
+    Limits,
+    captured_prefill_sizes,
+    choose_backend,
+    choose_dtype,
+    eager_prefill_sizes,
+    group_shapes,
+    resolve_limits,
+    state_shape,
+)
+from slotzero.executor.rank_group import RankGroup
+from slotzero.executor.table_writer import TableWriter
+from slotzero.executor.worker import Worker
+from slotzero.graph import Ladder, Registry, Runner
+from slotzero.graph.backend import Backend, EagerBackend, backend_for
+from slotzero.kernels.contract import Kernels, kernels_for
+from slotzero.kernels.types_recurrent import States
+from slotzero.models.checkpoint import Checkpoint
+from slotzero.models.config import FULL, ModelConfig, parse_config
+from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.rope import frequencies
+from slotzero.models.routing import Routing
+from slotzero.models.shards import sharded
+from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
+from slotzero.pools.budget import GroupShape
+from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
+from slotzero.pools.tables import SlotTables, Staging
+from slotzero.runners.passes import RESULTS, Passes
+from slotzero.runners.results import ResultRing
+from slotzero.speculative.build import Prepared, Target, prepare_drafter
+from slotzero.speculative.drafter import Drafter
+from slotzero.speculative.speculation import Speculation, speculation_tables
+
+
+def build_worker(
+    config: EngineConfig, checkpoint: Checkpoint, progress: Progress, rank_group: RankGroup
+) -> Worker:
+    """Build this rank's worker; `progress` is called while weights are loaded."""
+    return _Builder(config, checkpoint, progress, rank_group).worker()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The models of this rank, before any memory is set aside for requests."""
+
+    model: ModelConfig
+    weights: DecoderWeights
+    decoder: Decoder
+    drafter: Prepared | None
+    num_bytes: int
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.drafter is None or self.drafter.shares_prefixes
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What is allocated for requests."""
+
+    tables: SlotTables
+    kv: Mapping[str, KvPages]
+    states: States | None
+    drafter: Drafter | None
+
+
+class _Builder:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        progress: Progress,
+        rank_group: RankGroup,
+    ) -> None:
+        self._config, self._checkpoint, self._progress = config, checkpoint, progress
+        self._rank_group, self._ranks = rank_group, rank_group.ranks
+        self._device, self._backend = choose_backend(config)
+        self._whole = parse_config(checkpoint.config)
+        self._model = sharded(self._whole, self._ranks)
+        self._dtype = choose_dtype(config.dtype, self._device, checkpoint.config)
+        self._registry = Registry(self._device)
+        self._kernels: Kernels = kernels_for(self._device)
+
+    def worker(self) -> Worker:
+        loaded = self._load()
+        groups = (*self._model.groups, *(loaded.drafter.groups if loaded.drafter else ()))
+        shapes = group_shapes(groups, self._config.page_size, self._dtype)
+        states = state_shape(loaded.decoder.config, self._device, self._dtype)
+        limits = resolve_limits(
+            self._config,
+            self._model,
+            shapes,
+            states,
+            device=self._device,
+            backend=self._backend,
+            dtype=self._dtype,
+            shares_prefixes=loaded.shares_prefixes,
+            ranks=self._ranks,
+        )
+        memory = self._allocate(loaded, limits, shapes, states)
+        passes = Passes(
+            self._registry,
+            loaded.decoder,
+            self._kernels,
+            memory.tables,
+            memory.kv,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self._dtype,
+            memory.drafter,
+            memory.states,
+        )
+        graphs = backend_for(self._backend, self._device)
+        decode_sizes = Ladder.up_to(limits.max_num_seqs)
+        page_tables = tuple(page_table(shape.name) for shape in shapes)
+        return Worker(
+            rank_group=self._rank_group,
+            limits=limits,
+            registry=self._registry,
+            kernels=self._kernels,
+            model=loaded.model,
+            weights=loaded.weights,
+            weight_bytes=loaded.num_bytes,
+            decoder=loaded.decoder,
+            tables=memory.tables,
+            page_tables=page_tables,
+            states=memory.states,
+            drafter=memory.drafter,
+            tree=self._config.tree,
+            passes=passes,
+            decode=Runner(passes.decode_spec(decode_sizes), self._registry, graphs),
+            prefills=_prefill_runners(passes, self._registry, graphs, limits),
+            results=ResultRing(self._registry, RESULTS, self._deadline),
+            speculation=self._speculation(loaded, limits, memory, states, graphs),
+            writers=self._writers(limits, memory, page_tables),
+        )
+
+    def _load(self) -> _Loaded:
+        config, registry, kernels = self._config, self._registry, self._kernels
+        for group in self._model.groups:
+            for heads in group.shapes:
+                kernels.refuse(heads)
+        for name, tensor in kernels.held().items():
+            registry.constant(name, tensor)
+        weights = self._weights()
+        turns = {
+            g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(self._device))
+            for g in self._model.groups
+        }
+        model = self._model
+        routing = Routing.of(model, registry)
+        if model.recurrent is not None:
+            model = replace(model, recurrent=model.recurrent.every(config.snapshot_interval))
+        decoder = Decoder(model, weights, turns, kernels, routing, self._ranks)
+        drafter = None
+        if config.speculative is not None:
+            target = Target(
+                self._whole,
+                decoder.vocabulary,
+                routing,
+                self._checkpoint,
+                registry,
+                kernels,
+                self._dtype,
+                self._progress,
+            )
+            drafter = prepare_drafter(config, target)
+        loaded = [e for e in registry.entries() if e.name.startswith("weight.")]
+        num_bytes = sum(entry.tensor.nbytes for entry in loaded)
+        return _Loaded(self._model, weights, decoder, drafter, num_bytes)
+
+    def _weights(self) -> DecoderWeights:
+        config, ranks = self._config, self._ranks
+        common = self._registry, self._kernels, self._dtype
+        if config.load_format == "dummy":
+            return random_weights(self._whole, *common, config.weights_seed, ranks=ranks)
+        return load_weights(self._whole, self._checkpoint, *common, self._progress, ranks=ranks)
+
+    def _allocate(
+        self,
+        loaded: _Loaded,
+        limits: Limits,
+        shapes: Sequence[GroupShape],
+        states: StateShape | None,
+    ) -> _Memory:
+        registry, interval = self._registry, limits.snapshot_interval
+        more = () if loaded.drafter is None else speculation_tables(self._config.tree)
+        tables = SlotTables(
+            registry,
+            limits.max_num_seqs,
+            limits.max_model_len,
+            limits.pages_per_slot,
+            self._model.vocab_size,
+            [page_table(shape.name) for shape in shapes],
+            (*more, *snapshot_tables(interval, limits.max_model_len)),
+        )
+        kv = {
+            shape.name: KvPages(
+                _kv_pages(registry, shape, limits.num_pages[shape.name]),
+                tables[page_table(shape.name)],
+            )
+            for shape in shapes
+        }
+        state_rows = None
+        if states is not None:
+            kept = tables[SNAPSHOT_ROWS] if interval else None
+            state_rows = states.tables(registry, limits.max_num_seqs, limits.num_snapshots, kept)
+        drafter = None
+        if loaded.drafter is not None:
+            width = limits.max_width
+            drafter = loaded.drafter.drafter(loaded.decoder, registry, tables, kv, width)
+        return _Memory(tables, kv, state_rows, drafter)
+
+    @property
+    def _deadline(self) -> float | None:
+        """Seconds to wait for the results of a step: another rank may be gone."""
+        return self._config.rank_timeout if self._ranks.is_distributed else None
+
+    def _speculation(
+        self,
+        loaded: _Loaded,
+        limits: Limits,
+        memory: _Memory,
+        states: StateShape | None,
+        graphs: Backend,
+    ) -> Speculation | None:
+        if memory.drafter is None:
+            return None
+        num_drafted = limits.max_num_seqs * limits.max_width
+        return Speculation(
+            self._registry,
+            loaded.decoder,
+            memory.drafter,
+            memory.kv,
+            self._config.tree,
+            limits.widths[1:],
+            graphs,
+            self._deadline,
+            memory.states,
+            None if states is None else states.trail(self._registry, num_drafted),
+        )
+
+    def _writers(
+        self, limits: Limits, memory: _Memory, page_tables: Sequence[str]
+    ) -> tuple[TableWriter, ...]:
+        """One for each lane, this rank's first."""
+        tables = memory.tables
+        remote = range(1, self._ranks.num_lanes)
+        stagings = [tables, *(Staging(limits.max_num_seqs, tables.specs) for _ in remote)]
+        return tuple(
+            TableWriter(
+                staging,
+                page_tables,
+                limits.page_size,
+                limits.snapshot_interval,
+                memory.drafter is not None,
+            )
+            for staging in stagings
+        )
+
+
+def _prefill_runners(
+    passes: Passes, registry: Registry, graphs: Backend, limits: Limits
+) -> tuple[Runner, ...]:
+    eager_sizes = eager_prefill_sizes(limits, registry.device)
+    if limits.backend != "cuda":
+        spec = passes.prefill_spec("prefill", *eager_sizes)
+        return (Runner(spec, registry, EagerBackend(), "prefill is not recorded"),)
+    spec = passes.prefill_spec("prefill", *captured_prefill_sizes(limits))
+    captured = Runner(spec, registry, graphs)
+    if limits.max_num_batched_tokens <= MAX_CAPTURED_TOKENS:
+        return (captured,)
+    spec = passes.prefill_spec("long prefill", *eager_sizes)
+    reason = f"more than {MAX_CAPTURED_TOKENS} tokens"
+    return captured, Runner(spec, registry, EagerBackend(), reason)
+
+
+def page_table(group: str) -> str:
+    """Return the name of the page table of a KV group."""
+    return "page_table" if group == FULL else f"page_table_{group}"
+
+
+def _kv_pages(registry: Registry, shape: GroupShape, num_pages: int) -> torch.Tensor:
+    size = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.width)
+    try:
+        pages = torch.zeros(size, dtype=shape.dtype, device=registry.device)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise CapacityError(
+            f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
+        ) from error
+    return registry.table(f"kv_{shape.name}", pages, axis=1, through=page_table(shape.name))

@@ -1,0 +1,235 @@
+"""How much fits: rows, tokens, pages, snapshots and capture sizes of one worker.
+
+Settings that were left open are resolved here, from the model and the memory that is left after
+its weights were loaded. It allocates nothing.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from slotzero.config import DTYPES, EngineConfig
+from slotzero.distributed.ranks import Ranks
+from slotzero.errors import ConfigError
+from slotzero.graph import Ladder
+from slotzero.models.config import KvGroup, ModelConfig
+from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
+from slotzero.pools.pages import KvPool, PagePool, reach
+from slotzero.pools.states import StateShape
+from slotzero.speculative.drafter import MOST_PENDING
+from slotzero.tree_shape import places_ahead
+
+MAX_CAPTURED_TOKENS = 8192  # of a prefill; beyond, the launches hide behind the computation
+FEW_ROWS = 8  # a captured prefill has this many rows, or max_num_seqs
+EAGER_STEP = {"cpu": 16, "cuda": 256}  # distance of the token sizes of an eager prefill
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one worker, with every open setting resolved."""
+
+    device: str
+    backend: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    widths: tuple[int, ...]
+    """Tokens per row of a decode step, ascending: 1, then the widths that verify drafts."""
+    ahead: int
+    """Positions after the newest token of a request that drafts may occupy."""
+    num_pages: Mapping[str, int]  # by KV group, page 0 included
+    windows: Mapping[str, int | None]
+    page_size: int
+    enable_prefix_caching: bool
+    num_snapshots: int = 0  # of recurrent states, row 0 included; 0: none are taken
+    snapshot_interval: int = 0
+
+    def pools(self) -> list[KvPool]:
+        """Create one pool for each KV group, and one for snapshots."""
+        pools = [KvPool(PagePool(n), self.windows[g]) for g, n in self.num_pages.items()]
+        if self.num_snapshots:
+            rows = PagePool(self.num_snapshots)
+            pools.append(KvPool(rows, interval=self.snapshot_interval))
+        return pools
+
+    @property
+    def max_width(self) -> int:
+        return self.widths[-1]
+
+    @property
+    def pages_per_slot(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+
+class PrefillSizes(NamedTuple):
+    """Capture sizes of one prefill runner."""
+
+    tokens: Ladder
+    rows: Ladder
+
+
+def captured_prefill_sizes(limits: Limits) -> PrefillSizes:
+    """Sizes of the prefill runner that is captured in CUDA graphs."""
+    rows = limits.max_num_seqs
+    tokens = min(limits.max_num_batched_tokens, MAX_CAPTURED_TOKENS)
+    few_or_all = Ladder(tuple(sorted({min(FEW_ROWS, rows), rows})))
+    return PrefillSizes(Ladder.doubling(tokens), few_or_all)
+
+
+def eager_prefill_sizes(limits: Limits, device: torch.device) -> PrefillSizes:
+    """Sizes of a prefill runner that is not captured: each costs nothing, so there are many."""
+    tokens = Ladder.multiples(EAGER_STEP[device.type], limits.max_num_batched_tokens)
+    return PrefillSizes(tokens, Ladder.up_to(limits.max_num_seqs))
+
+
+def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:
+    wanted = "eager" if config.enforce_eager else config.backend
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ConfigError("backend cuda: torch sees no CUDA device here; use --backend cpu")
+    device = torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
+    if wanted == "auto":
+        wanted = "cuda" if has_cuda else "cpu"
+    if wanted == "cpu":
+        from slotzero.kernels.cpu.build import compiler
+
+        if compiler() is None:
+            if config.backend == "cpu":
+                raise ConfigError("backend cpu: compiling needs a C++ compiler; install g++")
+            wanted = "eager"
+    return device, wanted
+
+
+def default_max_num_seqs(device: torch.device) -> int:
+    return 16 if device.type == "cpu" else 256
+
+
+def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
+    if device.type == "cpu":
+        if wanted not in ("auto", "float32"):
+            raise ConfigError(f"dtype {wanted}: on a CPU only float32 is implemented")
+        return torch.float32
+    if wanted == "auto":
+        stored = config.get("dtype") or config.get("torch_dtype")
+        wanted = stored if stored in DTYPES else "bfloat16"
+    dtype: torch.dtype = getattr(torch, wanted)
+    return dtype
+
+
+def choose_widths(config: EngineConfig) -> tuple[int, ...]:
+    if config.speculative is None:
+        return (1,)
+    if config.tree is not None:
+        return (1, config.tree.num_nodes)
+    most = config.speculative_steps + 1
+    fewer = {config.speculative_steps // 2 + 1} if config.speculative_adaptive else set()
+    return tuple(sorted({1, most, *fewer}))
+
+
+class _Batch(NamedTuple):
+    """Rows and tokens of the largest step."""
+
+    rows: int
+    tokens: int
+    widths: tuple[int, ...]
+    ahead: int
+
+
+def resolve_limits(
+    config: EngineConfig,
+    model: ModelConfig,
+    shapes: Sequence[GroupShape],
+    states: StateShape | None,
+    *,
+    device: torch.device,
+    backend: str,
+    dtype: torch.dtype,
+    shares_prefixes: bool,
+    ranks: Ranks,
+) -> Limits:
+    """Resolve every open setting, and split the memory that is free now.
+
+    `shares_prefixes`: whether the drafter, if any, allows prefix caching.
+    """
+    max_position = model.max_position
+    if config.max_model_len is not None and config.max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is above the model's own limit of {max_position}"
+        )
+    batch = _largest_batch(config, device)
+    budget = _kv_budget(config, device, ranks)
+    chunk = reach(batch.tokens, batch.ahead, MOST_PENDING if batch.ahead else 0)
+    demand = Demand(batch.rows, chunk, config.expected_len, config.max_model_len, max_position)
+    caches, num_snapshots = config.enable_prefix_caching and shares_prefixes, 0
+    if states is not None:
+        budget = states.reserve(batch.rows, batch.widths[-1], budget)
+        if caches:
+            num_snapshots = states.snapshots(config.snapshot_interval, budget, demand)
+            budget -= num_snapshots * states.num_bytes
+    pages, length = split(shapes, budget, demand, config.sliding_kv_memory)
+    return Limits(
+        device=str(device),
+        backend=backend,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=length,
+        max_num_seqs=batch.rows,
+        max_num_batched_tokens=batch.tokens,
+        widths=batch.widths,
+        ahead=batch.ahead,
+        num_pages=pages,
+        windows={shape.name: shape.window for shape in shapes},
+        page_size=config.page_size,
+        enable_prefix_caching=caches and not _keys_depend_on_prompt_len(model, length),
+        num_snapshots=num_snapshots,
+        snapshot_interval=config.snapshot_interval if num_snapshots else 0,
+    )
+
+
+def _largest_batch(config: EngineConfig, device: torch.device) -> _Batch:
+    rows = config.max_num_seqs or min(
+        default_max_num_seqs(device), config.max_num_batched_tokens or sys.maxsize
+    )
+    tokens = config.max_num_batched_tokens or max(rows, 512 if device.type == "cpu" else 8192)
+    widths = choose_widths(config)
+    return _Batch(rows, tokens, widths, places_ahead(widths[-1], config.tree))
+
+
+def _kv_budget(config: EngineConfig, device: torch.device, ranks: Ranks) -> int:
+    """Bytes for KV and snapshots on this rank: the least that any rank has."""
+    sharers = ranks.size if device.type == "cpu" else 1  # ranks that share this memory
+    free = free_bytes(device, config.gpu_memory_utilization) // sharers
+    return ranks.least(config.kv_cache_memory or free)
+
+
+def _keys_depend_on_prompt_len(model: ModelConfig, max_model_len: int) -> bool:
+    """Whether equal prefixes may have unequal keys, so that they cannot be shared."""
+    ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
+    return any(max_model_len > rope.original_max_position for rope in ropes)
+
+
+def state_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> StateShape | None:
+    """Shape of the recurrent states; None: the model has no recurrent layers."""
+    if model.recurrent is None:
+        return None
+    wanted = getattr(torch, model.recurrent.state_dtype)
+    scan_dtype = dtype if device.type == "cpu" else wanted
+    return StateShape(len(model.recurrent.layers), model.recurrent.scan, dtype, scan_dtype)
+
+
+def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) -> list[GroupShape]:
+    return [
+        GroupShape(
+            g.name,
+            len(g.layers),
+            page_size,
+            g.heads.num_kv_heads,
+            g.heads.row_size,
+            dtype,
+            g.heads.window,
+        )
+        for g in groups
+    ]

@@ -1,0 +1,62 @@
+"""Results of a launched step, as the engine reads them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from slotzero.graph.transfer import Arriving
+from slotzero.runners.passes import SAMPLED
+from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED, PATH, VERIFIED
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    chosen: float
+    top_ids: list[int]
+    top_values: list[float]
+
+
+class Results:
+    """Sampled tokens of one step; reading them waits for the device."""
+
+    def __init__(self, download: Arriving, names: Sequence[str], width: int) -> None:
+        """`names`: the downloaded tensors, in order; the last ones may be missing."""
+        self._download, self._names, self._width = download, names, width
+
+    def wait(self) -> None:
+        self._download.wait()
+
+    def tokens(self) -> list[list[int]]:
+        """Return the new tokens of each row."""
+        if self._width == 1:
+            return [[token] for token in self._part(SAMPLED)]
+        sampled, counts = self._part(VERIFIED), self._part(NUM_VERIFIED)
+        return [[sampled[i] for i in self._chosen(row)[:num]] for row, num in enumerate(counts)]
+
+    def drafts(self) -> list[tuple[int, int]]:
+        """Return for each row how many drafts were verified, and how many were accepted."""
+        pairs = zip(self._part(NUM_TRIED), self._part(NUM_VERIFIED), strict=True)
+        return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
+
+    def logprobs(self, row: int) -> list[RowLogprobs]:
+        """Return the log probabilities of a row: its new tokens first, then rejected ones."""
+        *_, chosen, ids, values = self._download.wait()
+        return [
+            RowLogprobs(chosen[i].item(), ids[i].tolist(), values[i].tolist())
+            for i in self._chosen(row)
+        ]
+
+    def _chosen(self, row: int) -> list[int]:
+        """Return the indices of the row's samples: accepted ones first, then rejected ones."""
+        first = row * self._width
+        nodes = range(self._width) if self._paths is None else self._paths[row]
+        return [first + node for node in nodes]
+
+    @cached_property
+    def _paths(self) -> list[list[int]] | None:
+        """Nodes of each row's draft tree, the accepted path first; None: drafts are no trees."""
+        return self._part(PATH) if PATH in self._names else None
+
+    def _part(self, name: str) -> list[Any]:
+        return self._download.wait()[self._names.index(name)].tolist()
