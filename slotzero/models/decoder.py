@@ -20,8 +20,10 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    LinearWeight,
     Normed,
     Plan,
+    ResidualNorms,
     Rows,
     Tokens,
     standing,
@@ -100,21 +102,23 @@ class Kind:
         weights, (next_norm, *plan) = given[NUM_GIVEN:NUM_TENSORS], given[NUM_TENSORS:]
         layer = LayerWeights(None, *weights)
         eps, residual, ranks = self.config.norm_eps, inputs.residual, self.ranks.attention
-        normed = Normed(inputs.x, inputs.squares)
+        normed = Normed(inputs.x, inputs.squares, eps)
         last = next_norm if layer.scale is None else None
         mixed = []
         if self.group is not None:
             attended = self._attend(normed, inputs, layer, self.group, tuple(plan))
             mixed.append((attended, layer.out, layer.out_bias))
         if self.recurrent is not None:
-            scanned = mix(self.kernels, ranks, normed, eps, inputs, layer, self.recurrent)
+            scanned = mix(self.kernels, ranks, normed, inputs, layer, self.recurrent)
             mixed.append((scanned, layer.scan_out, layer.scan_out_bias))
         for x, out, bias in mixed:
             assert out is not None
             is_last = x is mixed[-1][0]
             norm = (layer.mlp_norm if self.has_mlp else last) if is_last else None
             after = layer.after_attention if is_last else None
-            residual, normed = self._add(ranks, x, out, bias, residual, after, norm)
+            weight = LinearWeight(out, bias, self.config.hidden_size)
+            norms = ResidualNorms(after, norm, eps)
+            residual, normed = self._add(ranks, x, weight, residual, norms)
         if self.has_mlp:
             residual, normed = self._change(residual, normed, inputs, layer, last)
         if layer.input_gate is not None:
@@ -122,12 +126,12 @@ class Kind:
         if layer.scale is not None:
             residual = residual * layer.scale
             normed = self.kernels.norm(residual, next_norm, eps)
-        return residual, *normed
+        return residual, normed.x, normed.squares
 
     def _attend(
         self, normed: Normed, inputs: Given, layer: LayerWeights, group: KvGroup, plan: Plan
     ) -> Tensor:
-        kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        kernels, config = self.kernels, self.config
         heads = group.reader_heads if self.reads else group.heads
         kv_pages, page_table = inputs.kv_pages, inputs.page_table
         assert inputs.cos is not None and inputs.sin is not None and layer.qkv is not None
@@ -137,7 +141,7 @@ class Kind:
         if layer.q_up is not None:
             assert config.q_rank is not None
             sizes = config.q_rank, *sizes[1:]
-        joined = kernels.linear(normed, eps, layer.qkv, layer.qkv_bias, sum(sizes))
+        joined = kernels.linear(normed, LinearWeight(layer.qkv, layer.qkv_bias, sum(sizes)))
         if heads.norms_whole and self.ranks.attention.is_distributed:
             joined = self._norm_whole(joined, q_norm, k_norm, heads)
             heads, q_norm, k_norm = replace(heads, norms_whole=False), None, None
@@ -147,12 +151,13 @@ class Kind:
             )
             if layer.out_gate is None:
                 return attended
-            gates = kernels.linear(normed, eps, layer.out_gate, layer.out_gate_bias, heads.out_size)
+            out_gate = LinearWeight(layer.out_gate, layer.out_gate_bias, heads.out_size)
+            gates = kernels.linear(normed, out_gate)
             return kernels.gate(gates, attended, "sigmoid")
         q, k = joined[:, : sizes[0]], joined[:, sizes[0] :]
         if layer.q_up is not None:
             short = kernels.norm(q, q_norm, heads.norm_eps)
-            q = kernels.linear(short, heads.norm_eps, layer.q_up, None, heads.sizes[0])
+            q = kernels.linear(short, LinearWeight(layer.q_up, None, heads.sizes[0]))
         shape = heads.num_heads, -1, heads.value_dim
         return kernels.attention_latent(
             q, k, k_norm, up_k.view(shape), up_v.view(shape),
@@ -169,44 +174,48 @@ class Kind:
     ) -> tuple[Tensor, Normed]:
         """The MLP, experts, or both side by side, to the residual."""
         kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        hidden, norms = config.hidden_size, ResidualNorms(layer.after_mlp, norm, eps)
         inner = config.intermediate_size * (config.reader_width if self.reads else 1)
         assert layer.gate_up is not None and layer.down is not None
+        down = LinearWeight(layer.down, layer.down_bias, hidden)
         if self.experts is None or layer.router is None:
             gated = self._inner(self._of_all(normed), layer.gate_up, layer.gate_up_bias, inner)
-            return self._add(
-                self.ranks, gated, layer.down, layer.down_bias, residual, layer.after_mlp, norm
-            )
+            return self._add(self.ranks, gated, down, residual, norms)
         weights = ExpertWeights(
-            layer.router, layer.router_bias, layer.correction, layer.gate_up, layer.gate_up_bias,
-            layer.down, layer.down_bias, layer.factors,
-        )  # fmt: skip
+            LinearWeight(layer.router, layer.router_bias, self.experts.num_experts),
+            layer.correction,
+            LinearWeight(layer.gate_up, layer.gate_up_bias, 2 * self.experts.inner_size),
+            down,
+            layer.factors,
+        )
         slots, starts = inputs.slots, inputs.expert_starts
         assert starts is not None
         if layer.dense_gate_up is None or layer.dense_down is None:
             change = self._experts(normed, slots, weights, self.experts, starts)
-            return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
+            return kernels.add_norm(change, residual, norms)
         by = None
         if layer.expert_norm is None:
-            x = normed = Normed(kernels.apply_norm(normed, eps), None)  # once, for all who read it
+            x = normed = Normed(kernels.apply_norm(normed))  # once, for all who read it
         else:
             x = kernels.norm(residual, layer.expert_norm, eps)
             by = kernels.norm(residual, layer.router_norm, eps)
         size = config.shared_expert_size or inner
         dense = self._dense(normed, layer.dense_gate_up, layer.dense_down, size)
         if layer.dense_gate is not None:
-            gate = kernels.linear(normed, eps, layer.dense_gate, None, 1)
+            gate = kernels.linear(normed, LinearWeight(layer.dense_gate, None, 1))
             dense = kernels.gate(gate.expand_as(dense), dense, "sigmoid")
         mixed = self._experts(x, slots, weights, self.experts, starts, by)
-        change = kernels.apply_norm(kernels.norm(dense, layer.after_dense, eps), eps)
-        change = change + kernels.apply_norm(kernels.norm(mixed, layer.after_experts, eps), eps)
-        return kernels.add_norm(change, residual, layer.after_mlp, norm, eps)
+        change = kernels.apply_norm(kernels.norm(dense, layer.after_dense, eps))
+        change = change + kernels.apply_norm(kernels.norm(mixed, layer.after_experts, eps))
+        return kernels.add_norm(change, residual, norms)
 
     def _inner(self, x: Normed, gate_up: Tensor, bias: Tensor | None, inner: int) -> Tensor:
         """What an MLP makes of its rows before it brings them down."""
-        kernels, config, eps = self.kernels, self.config, self.config.norm_eps
+        kernels, config = self.kernels, self.config
         if config.gates_mlp:
-            return kernels.linear_gated(x, eps, gate_up, bias, inner, config.activation)
-        up = kernels.linear(x, eps, gate_up, bias, inner)
+            weight = LinearWeight(gate_up, bias, 2 * inner)
+            return kernels.linear_gated(x, weight, config.activation)
+        up = kernels.linear(x, LinearWeight(gate_up, bias, inner))
         return kernels.gate(up, up, config.activation)
 
     def _mix_input(
@@ -215,10 +224,13 @@ class Kind:
         kernels, config, eps = self.kernels, self.config, self.config.norm_eps
         assert layer_input is not None
         assert layer.input_gate is not None and layer.input_out is not None
-        gates = kernels.linear(normed, eps, layer.input_gate, None, config.input_size)
+        gates = kernels.linear(normed, LinearWeight(layer.input_gate, None, config.input_size))
         mixed = kernels.gate(gates, layer_input, config.activation)
         residual, _ = kernels.linear_add_norm(
-            mixed, layer.input_out, None, residual, layer.after_input, None, eps
+            mixed,
+            LinearWeight(layer.input_out, None, config.hidden_size),
+            residual,
+            ResidualNorms(layer.after_input, None, eps),
         )
         return residual
 
@@ -226,31 +238,29 @@ class Kind:
         self,
         ranks: Ranks,  # that have a part of the weight each
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        weight: LinearWeight,
         residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
+        norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
         """x times a packed weight, of whose columns and x's each rank has some, to the residual."""
-        kernels, eps = self.kernels, self.config.norm_eps
+        kernels = self.kernels
         if not ranks.is_distributed:
-            return kernels.linear_add_norm(x, weight, bias, residual, after, norm, eps)
-        part = kernels.linear(Normed(x, None), eps, weight, bias, residual.shape[1])
-        return kernels.add_norm(_summed(ranks, part), residual, after, norm, eps)
+            return kernels.linear_add_norm(x, weight, residual, norms)
+        part = kernels.linear(Normed(x), weight)
+        return kernels.add_norm(_summed(ranks, part), residual, norms)
 
     def _dense(self, x: Normed, gate_up: Tensor, down: Tensor, inner: int) -> Tensor:
         """A whole MLP, of which each rank has a part -> [T, hidden]"""
         kernels, config = self.kernels, self.config
         gated = self._inner(self._of_all(x), gate_up, None, inner)
-        part = Normed(gated, None), config.norm_eps, down, None, config.hidden_size
-        return _summed(self.ranks, kernels.linear(*part))
+        part = kernels.linear(Normed(gated), LinearWeight(down, None, config.hidden_size))
+        return _summed(self.ranks, part)
 
     def _of_all(self, x: Normed) -> Normed:
         """With the rows of the other ranks, where each has its own."""
         if not self.ranks.dp_attention:
             return x
-        return Normed(self.ranks.gather(self.kernels.apply_norm(x, self.config.norm_eps)), None)
+        return Normed(self.ranks.gather(self.kernels.apply_norm(x)))
 
     def _experts(
         self,
@@ -261,13 +271,13 @@ class Kind:
         starts: Tensor,
         by: Normed | None = None,
     ) -> Tensor:
-        kernels, ranks, eps = self.kernels, self.ranks, self.config.norm_eps
+        kernels, ranks = self.kernels, self.ranks
         if ranks.expert_parallel:
-            return experts_over(ranks, kernels, x, by or x, eps, slots, weights, shape, starts)
+            return experts_over(ranks, kernels, x, by or x, slots, weights, shape, starts)
         if ranks.dp_attention:
             x, by, slots = self._of_all(x), by and self._of_all(by), ranks.gather(slots)
-        chosen = kernels.choose(x, eps, slots, weights, shape, by)
-        return _summed(ranks, kernels.experts(chosen, weights, shape, starts))
+        routed = kernels.route(x, slots, weights, shape, by)
+        return _summed(ranks, kernels.experts(routed, weights, shape, starts))
 
     def _norm_whole(
         self, joined: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads
@@ -389,7 +399,14 @@ class Decoder:
         for i, (kind, layer) in enumerate(zip(self._kinds, self._layers, strict=True)):
             if i in taps:
                 taps[i].copy_(residual)
-            given = Given(residual, *normed, batch.tokens.slots, inputs[i], self._expert_starts)
+            given = Given(
+                residual,
+                normed.x,
+                normed.squares,
+                batch.tokens.slots,
+                inputs[i],
+                self._expert_starts,
+            )
             plan: Plan = ()
             if kind.group is not None:
                 name = kind.group.name
@@ -400,9 +417,9 @@ class Decoder:
                 index = kind.recurrent.index_of(i)
                 given = given.recurring(batch.tokens, batch.rows, *memory.of_layer(index))
             residual, *parts = pieces(kind.run, *given, *layer, *plan)
-            normed = Normed(*parts)
+            normed = Normed(parts[0], parts[1], config.norm_eps)
         if len(self._layers) in taps:
-            taps[len(self._layers)].copy_(kernels.apply_norm(normed, config.norm_eps))
+            taps[len(self._layers)].copy_(kernels.apply_norm(normed))
         return normed
 
     def _layer_inputs(self, batch: Batch, embedded: Tensor) -> Sequence[Tensor | None]:
@@ -413,16 +430,21 @@ class Decoder:
         if weights.input_embedding is None or weights.input_projection is None:
             return [None] * num
         own, _ = kernels.embed(
-            batch.tokens, batch.ids, weights.input_embedding, self._input_scale, None, 0.0
+            batch.tokens,
+            batch.ids,
+            LinearWeight(weights.input_embedding, None, num * size),
+            self._input_scale,
+            None,
+            0.0,
         )
-        made = kernels.linear(
-            Normed(embedded, None), 0.0, weights.input_projection, None, num * size
-        )
+        projection = LinearWeight(weights.input_projection, None, num * size)
+        made = kernels.linear(Normed(embedded), projection)
         # scaled by hidden_size**-0.5 before the norm: the same as a larger eps in it
         both, _ = kernels.add_norm(
-            made.view(-1, size), own.view(-1, size), weights.projected_norm, None,
-            config.norm_eps * config.hidden_size,
-        )  # fmt: skip
+            made.view(-1, size),
+            own.view(-1, size),
+            ResidualNorms(weights.projected_norm, None, config.norm_eps * config.hidden_size),
+        )
         inputs = (both * 0.5**0.5).view(-1, num, size).transpose(0, 1).contiguous()
         return [inputs[i] for i in range(num)]
 
@@ -440,5 +462,5 @@ class Decoder:
         """[rows, hidden] -> [rows, vocab]; zeros for rows of slot 0"""
         config, scale = self.config, self.config.scales.logits
         if scale != 1:
-            normed = Normed(normed.x * scale, normed.squares)
-        self.vocabulary.logits(normed, config.norm_eps, slots, config.final_softcap, out)
+            normed = normed._replace(x=normed.x * scale)
+        self.vocabulary.logits(normed, slots, config.final_softcap, out)

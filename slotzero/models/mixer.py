@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Normed
+from slotzero.kernels.types import LinearWeight, Normed
 from slotzero.models.given import Given
 from slotzero.models.recurrent import Recurrent
 from slotzero.models.weights import LayerWeights
@@ -18,7 +18,6 @@ def mix(
     kernels: Kernels,
     ranks: Ranks,
     normed: Normed,
-    eps: float,
     given: Given,
     layer: LayerWeights,
     recurrent: Recurrent,
@@ -29,7 +28,7 @@ def mix(
     assert layer.in_proj is not None and layer.conv is not None
     assert layer.a_log is not None and layer.dt_bias is not None
     sizes = [shape.inner_size, shape.channels, *[shape.num_heads] * (2 if is_delta else 1)]
-    joined = kernels.linear(normed, eps, layer.in_proj, layer.in_bias, sum(sizes))
+    joined = kernels.linear(normed, LinearWeight(layer.in_proj, layer.in_bias, sum(sizes)))
     gates, mixed, *steps = torch.split(joined, sizes, dim=-1)
     tokens, rows, states, trail = given.tokens, given.rows, given.states, given.trail
     if given.kept_rows is None:

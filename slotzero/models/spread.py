@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from slotzero.distributed.ranks import Ranks
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Chosen, Experts, ExpertWeights, Normed
+from slotzero.kernels.types import Experts, ExpertWeights, Normed, Routed
 
 
 def share_of(slots: Tensor, share: int, rank: int) -> Tensor:
@@ -32,7 +32,6 @@ def experts_over(
     kernels: Kernels,
     x: Normed,
     by: Normed,  # what a token chooses by
-    eps: float,
     slots: Tensor,
     weights: ExpertWeights,
     shape: Experts,
@@ -42,21 +41,21 @@ def experts_over(
     num, among = len(slots), ranks.attention  # that have the same tokens
     share = -(-num // among.size)
     pad, first = share * among.size - num, among.rank * share
-    rows = torch.stack((kernels.apply_norm(x, eps), kernels.apply_norm(by, eps)))
+    rows = torch.stack((kernels.apply_norm(x), kernels.apply_norm(by)))
     rows = F.pad(rows, (0, 0, 0, pad))[:, first : first + share]
-    mine, theirs = (Normed(part, None) for part in rows)
+    mine, theirs = (Normed(part) for part in rows)
     slots = share_of(F.pad(slots, (0, pad)), share, among.rank)
-    chosen = kernels.choose(mine, eps, slots, weights, shape, theirs)
+    chosen = kernels.route(mine, slots, weights, shape, theirs)
     wanted, weight, local = _addressed(chosen, shape, ranks)
     told = ranks.exchange(torch.cat((weight, local.to(weight.dtype)), dim=-1)).flatten(0, 1)
     weight, local = told.chunk(2, dim=-1)
-    sent = Chosen(ranks.exchange(wanted).flatten(0, 1), weight, local.long())
+    sent = Routed(ranks.exchange(wanted).flatten(0, 1), weight, local.long())
     results = kernels.experts(sent, weights, shape, starts)
     back = ranks.exchange(results.view(ranks.size, share, -1)).sum(0)
     return among.gather(back)[:num] if among.is_distributed else back
 
 
-def _addressed(chosen: Chosen, shape: Experts, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
+def _addressed(chosen: Routed, shape: Experts, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor]:
     """By rank: the rows for it, the weight of their choices, and which of its experts; one past its
     last for none."""
     rows, share, which = chosen
