@@ -20,7 +20,7 @@ from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
 from slotzero.kernels.contract import kernels_for
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.types import Experts, ExpertWeights, Normed
+from slotzero.kernels.types import Experts, ExpertWeights, LinearWeight, Normed
 
 SHAPES = {
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, "clamped_silu", scores="softmax_of_chosen")),
@@ -28,7 +28,6 @@ SHAPES = {
 }
 REPEATS = 9
 REFERENCE = ReferenceKernels()
-EPS = 1e-5
 
 
 def main() -> None:
@@ -57,30 +56,35 @@ def random_weights(hidden: int, shape: Experts, device: torch.device) -> ExpertW
     num, inner = shape.num_all, shape.inner_size
     has_bias = shape.activation == "clamped_silu"
     return ExpertWeights(
-        router=drawn(shape.num_experts, hidden) * 50,  # so that choices differ
-        router_bias=None,
+        # so that choices differ
+        router=LinearWeight(drawn(shape.num_experts, hidden) * 50, None, shape.num_experts),
         correction=None,
-        gate_up=drawn(num, 2 * inner, hidden),
-        gate_up_bias=drawn(num, 2 * inner) if has_bias else None,
-        down=drawn(num, hidden, inner),
-        down_bias=drawn(num, hidden) if has_bias else None,
+        gate_up=LinearWeight(
+            drawn(num, 2 * inner, hidden), drawn(num, 2 * inner) if has_bias else None, 2 * inner
+        ),
+        down=LinearWeight(
+            drawn(num, hidden, inner), drawn(num, hidden) if has_bias else None, hidden
+        ),
     )
 
 
 def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float) -> dict:
-    kernels, device = kernels_for(weights.down.device), weights.down.device
-    x = torch.randn(rows, weights.router.shape[1], device=device).to(weights.down.dtype)
+    down = weights.down.data
+    kernels, device = kernels_for(down.device), down.device
+    x = torch.randn(rows, down.shape[1], device=device).to(down.dtype)
     slots = torch.ones(rows, dtype=torch.int32, device=device)
+
+    def pack(weight: LinearWeight) -> LinearWeight:
+        return weight._replace(data=kernels.pack(weight.data))
+
     packed = weights._replace(
-        router=kernels.pack(weights.router),
-        gate_up=kernels.pack(weights.gate_up),
-        down=kernels.pack(weights.down),
+        router=pack(weights.router), gate_up=pack(weights.gate_up), down=pack(weights.down)
     )
     starts = torch.zeros(shape.num_all + 1, dtype=torch.int32, device=device)
 
     def ours() -> Tensor:
-        chosen = kernels.choose(Normed(x, None), EPS, slots, packed, shape)
-        return kernels.experts(chosen, packed, shape, starts)
+        routed = kernels.route(Normed(x), slots, packed, shape)
+        return kernels.experts(routed, packed, shape, starts)
 
     with torch.inference_mode():
         plain = partial(loop, x, weights, shape)
@@ -93,9 +97,9 @@ def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float)
         run = ours if graph is None else graph.replay
         fast = device_seconds(run, _nothing, REPEATS, device, lead=0.01)
         slow = device_seconds(plain, _nothing, REPEATS, device)
-        _, chosen = REFERENCE.route(F.linear(x, weights.router), weights, shape)
-    each = weights.gate_up[0].numel() + weights.down[0].numel()
-    read = len(chosen.unique()) * each * weights.down.itemsize
+        chosen = REFERENCE.route(Normed(x), slots, weights, shape).experts
+    each = weights.gate_up.data[0].numel() + down[0].numel()
+    read = len(chosen.unique()) * each * down.itemsize
     flops = 2 * chosen.numel() * each
     return {
         "ms": round(1000 * fast, 4),
@@ -108,16 +112,16 @@ def measure(weights: ExpertWeights, rows: int, shape: Experts, bandwidth: float)
 
 
 def loop(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
-    share, chosen = REFERENCE.route(F.linear(x, weights.router), weights, shape)
+    _, by_expert, chosen = REFERENCE.route(Normed(x), torch.ones_like(x[:, 0]), weights, shape)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        up = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
-        down = None if weights.down_bias is None else weights.down_bias[expert]
-        joined = F.linear(x[token], weights.gate_up[expert], up)
+        up = None if weights.gate_up.bias is None else weights.gate_up.bias[expert]
+        down = None if weights.down.bias is None else weights.down.bias[expert]
+        joined = F.linear(x[token], weights.gate_up.data[expert], up)
         inner = REFERENCE.gate(*joined.chunk(2, -1), shape.activation)
-        result = F.linear(inner, weights.down[expert], down)
-        out.index_add_(0, token, result * share[token, place, None].to(result.dtype))
+        result = F.linear(inner, weights.down.data[expert], down)
+        out.index_add_(0, token, result * by_expert[token, place, None].to(result.dtype))
     return out
 
 

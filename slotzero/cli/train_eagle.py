@@ -159,6 +159,7 @@ def _folder(name: str) -> Path:
 def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     import torch
 
+    from slotzero.kernels.types import LinearWeight
     from slotzero.training import data, loop
     from slotzero.training.collect import Collector
     from slotzero.training.head import EagleHead
@@ -178,7 +179,7 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     samples, unseen = (collector.collect(of, shown) for of in (written, greedy))
     every = torch.arange(worker.vocab_size, device=worker.registry.device)
     embedding, lm_head = (
-        worker.kernels.embedded(every, table)
+        worker.kernels.embed_ids(every, LinearWeight(table, None, worker.vocab_size))
         for table in (worker.weights.embedding, worker.weights.head)
     )
 

@@ -21,12 +21,15 @@ from slotzero.kernels.types import (
     Activation,
     Angles,
     Branches,
-    Chosen,
     Experts,
     ExpertWeights,
     Heads,
+    LinearWeight,
     Normed,
+    PairNorms,
     Plan,
+    ResidualNorms,
+    Routed,
     Rows,
     Tokens,
 )
@@ -89,7 +92,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         self,
         tokens: Tokens,
         table: Tensor,  # [slots + 1, max_len] token ids by position
-        embedding: Tensor,  # packed [vocab, hidden]
+        embedding: LinearWeight,  # [vocab, hidden]
         scale: float,  # of embeddings, rounded to their dtype
         norm: Tensor | None,
         eps: float,
@@ -97,19 +100,17 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         """Looks up and embeds every token -> what the first layer begins with, and its RMSNorm."""
 
     @abstractmethod
-    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of a packed weight [vocab, hidden]: ids [T] -> [T, hidden]"""
+    def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        """Return rows of a weight [vocab, hidden]: ids [T] -> [T, hidden]."""
 
     @abstractmethod
     def embed_pair(
         self,
         tokens: Tokens,
         table: Tensor,
-        embedding: Tensor,
-        embed_norm: Tensor | None,
+        embedding: LinearWeight,
         hidden: Tensor,  # [T, hidden]
-        hidden_norm: Tensor | None,
-        eps: float,
+        norms: PairNorms,
     ) -> Tensor:
         """Looks up and embeds every token, and puts a hidden state beside it, each under its
         RMSNorm if it has one -> [T, 2 * hidden]"""
@@ -119,43 +120,23 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         """x [rows, size], a part of wider rows maybe, under an RMSNorm; without one, itself."""
 
     @abstractmethod
-    def apply_norm(self, x: Normed, eps: float) -> Tensor:
+    def apply_norm(self, x: Normed) -> Tensor:
         """The rows themselves, with the scale that was left to others."""
 
     @abstractmethod
-    def linear(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        out_features: int,
-    ) -> Tensor:
-        """x [rows, in_features] times a packed weight -> [rows, out_features]"""
+    def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
+        """x [rows, in_features] -> [rows, out_features]"""
 
     @abstractmethod
     def logits(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        slots: Tensor,
-        softcap: float | None,
-        out: Tensor,
+        self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
     ) -> None:
-        """x [rows, in_features] times a packed weight, into out; zeros for rows of slot 0"""
+        """Write `linear` of x into out; zeros for rows of slot 0. The weight has no bias."""
 
     @abstractmethod
-    def linear_gated(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        out_features: int,
-        activation: Activation,
-    ) -> Tensor:
-        """x times a packed weight of gates and then values -> activation(gate) * value"""
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+        """`gate` of `linear`: the weight has the features of the gates and then those of the
+        values."""
 
     @abstractmethod
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
@@ -163,52 +144,38 @@ class Kernels(SpeculationKernels, RecurrentKernels):
 
     @abstractmethod
     def linear_add_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
-        eps: float,
+        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        """`add_norm` of x times a packed weight"""
+        """`add_norm` of `linear`."""
 
     @abstractmethod
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        after: Tensor | None,  # the weight of an RMSNorm of x, before it is added
-        norm: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Normed]:
-        """residual + x, which may be written over `residual`, and its RMSNorm; without a norm,
-        itself."""
+    def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
+        """Return residual + x, which may be written over `residual`, and its RMSNorm."""
 
     @abstractmethod
-    def choose(
+    def route(
         self,
         x: Normed,
-        eps: float,
         slots: Tensor,
         weights: ExpertWeights,
         shape: Experts,
-        by: Normed | None = None,  # what a token chooses by, where that is not x
-    ) -> Chosen:
-        """The experts that each token [T, hidden] wants. Tokens of slot 0 want none."""
+        by: Normed | None = None,
+    ) -> Routed:
+        """Assign experts to each token [T, hidden]; the router reads `by` instead of x if it is
+        given. Tokens of slot 0 get none."""
 
     @abstractmethod
     def experts(
         self,
-        chosen: Chosen,
+        routed: Routed,
         weights: ExpertWeights,
         shape: Experts,
-        starts: Tensor,  # [experts + 1] int32, of those whose weights are given
+        starts: Tensor,  # [experts + 1] int32, of the experts whose weights are given
     ) -> Tensor:
-        """Each token through the experts that it chooses, their results weighted and added up ->
-        [T, hidden]. Expert e has choices [starts[e], starts[e + 1]) of those that are made, which
-        is written and gone by."""
+        """Return the weighted sum of each token's experts, [T, hidden].
+
+        Writes `starts`: sorted by expert, the choices of expert e are [starts[e], starts[e + 1]).
+        """
 
     @abstractmethod
     def attention(

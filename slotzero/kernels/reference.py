@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.torch_ops import TorchKernels
-from slotzero.kernels.types import Branches, Heads
+from slotzero.kernels.types import Branches, Heads, LinearWeight
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 from slotzero.tree_shape import MAX_PLACES
@@ -25,21 +25,19 @@ class ReferenceKernels(TorchKernels):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        return F.linear(x, weight, bias)
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        return F.linear(x, weight.data, weight.bias)
 
-    def grouped_product(
-        self, x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, out_features: int
-    ) -> Tensor:
-        # The host reads which are wanted: for eager use only, like attend.
-        out = x.new_zeros(len(x), out_features)
+    def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:
+        # The host reads where each expert starts: for eager use only, like attend.
+        out = x.new_zeros(len(x), weights.out_features)
         for i, (start, end) in enumerate(pairwise(starts.tolist())):
-            bias = None if biases is None else biases[i]
-            out[start:end] = F.linear(x[start:end], weights[i], bias)
+            bias = None if weights.bias is None else weights.bias[i]
+            out[start:end] = F.linear(x[start:end], weights.data[i], bias)
         return out
 
-    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return F.embedding(ids, weight)
+    def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        return F.embedding(ids, weight.data)
 
     def store_kv(
         self,

@@ -20,12 +20,15 @@ from slotzero.kernels.types import (
     Activation,
     Angles,
     Branches,
-    Chosen,
     Experts,
     ExpertWeights,
     Heads,
+    LinearWeight,
     Normed,
+    PairNorms,
     Plan,
+    ResidualNorms,
+    Routed,
     Rows,
     Tokens,
 )
@@ -35,15 +38,13 @@ CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
 
 class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     @abstractmethod
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        """x [rows, in_features], a packed weight -> [rows, out_features]"""
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """x [rows, in_features] -> [rows, out_features]"""
 
     @abstractmethod
-    def grouped_product(
-        self, x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, out_features: int
-    ) -> Tensor:
-        """Rows [starts[e], starts[e + 1]) of x times weights[e], each packed; those behind the last
-        are anything."""
+    def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:
+        """Multiply rows [starts[e], starts[e + 1]) of x by the weight of expert e; rows after the
+        last start are unspecified."""
 
     def per_head_product(self, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
         """x [T, heads, K], weights [heads, K, N] or, transposed, [heads, N, K] -> [T, heads, N]"""
@@ -138,12 +139,12 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         self,
         tokens: Tokens,
         table: Tensor,
-        embedding: Tensor,
+        embedding: LinearWeight,
         scale: float,
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        residual = self.embedded(table[tokens.slots, tokens.positions], embedding)
+        residual = self.embed_ids(table[tokens.slots, tokens.positions], embedding)
         if scale != 1:
             residual = residual * scale
         return residual, self.norm(residual, norm, eps)
@@ -152,108 +153,69 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         self,
         tokens: Tokens,
         table: Tensor,
-        embedding: Tensor,
-        embed_norm: Tensor | None,
+        embedding: LinearWeight,
         hidden: Tensor,
-        hidden_norm: Tensor | None,
-        eps: float,
+        norms: PairNorms,
     ) -> Tensor:
-        _, embedded = self.embed(tokens, table, embedding, 1.0, embed_norm, eps)
-        return torch.cat((embedded.x, self.norm(hidden, hidden_norm, eps).x), dim=-1)
+        _, embedded = self.embed(tokens, table, embedding, 1.0, norms.embed, norms.eps)
+        return torch.cat((embedded.x, self.norm(hidden, norms.hidden, norms.eps).x), dim=-1)
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
-        return Normed(x if weight is None else self.rms_norm(x, weight, eps), None)
+        return Normed(x if weight is None else self.rms_norm(x, weight, eps))
 
-    def apply_norm(self, x: Normed, eps: float) -> Tensor:
+    def apply_norm(self, x: Normed) -> Tensor:
         return x.x
 
-    def linear(
-        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
-    ) -> Tensor:
-        return self.product(x.x, weight, bias, out_features)
+    def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
+        return self.product(x.x, weight)
 
     def logits(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        slots: Tensor,
-        softcap: float | None,
-        out: Tensor,
+        self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
     ) -> None:
-        rows = x.x.masked_fill((slots == 0)[:, None], 0)
-        scores = self.product(rows, weight, None, out.shape[-1])
+        scores = self.product(x.x.masked_fill((slots == 0)[:, None], 0), weight)
         out.copy_(scores if softcap is None else self.softcap(scores, softcap))
 
-    def linear_gated(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        out_features: int,
-        activation: Activation,
-    ) -> Tensor:
-        gates, values = self.product(x.x, weight, bias, 2 * out_features).chunk(2, -1)
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+        gates, values = self.product(x.x, weight).chunk(2, -1)
         return self.gate(gates, values, activation)
 
     def linear_add_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
-        eps: float,
+        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        change = self.product(x, weight, bias, residual.shape[-1])
-        return self.add_norm(change, residual, after, norm, eps)
+        return self.add_norm(self.product(x, weight), residual, norms)
 
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Normed]:
-        residual = residual + (x if after is None else self.rms_norm(x, after, eps))
-        return residual, self.norm(residual, norm, eps)
+    def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
+        post, eps = norms.post, norms.eps
+        residual = residual + (x if post is None else self.rms_norm(x, post, eps))
+        return residual, self.norm(residual, norms.next, eps)
 
-    def choose(
+    def route(
         self,
         x: Normed,
-        eps: float,
         slots: Tensor,
         weights: ExpertWeights,
         shape: Experts,
         by: Normed | None = None,
-    ) -> Chosen:
-        scores = self.product((by or x).x, weights.router, weights.router_bias, shape.num_experts)
-        share, which = self.route(scores, weights, shape)  # [T, num_chosen] each
-        return Chosen(x.x, share, which.masked_fill((slots == 0)[:, None], shape.num_all))
+    ) -> Routed:
+        scores = self.product((by or x).x, weights.router)
+        by_expert, experts = self._top_experts(scores, weights, shape)  # [T, num_chosen] each
+        return Routed(x.x, by_expert, experts.masked_fill((slots == 0)[:, None], shape.num_all))
 
     def experts(
-        self, chosen: Chosen, weights: ExpertWeights, shape: Experts, starts: Tensor
+        self, routed: Routed, weights: ExpertWeights, shape: Experts, starts: Tensor
     ) -> Tensor:
-        wanted, share, _ = chosen
-        which, order = chosen.which.flatten().sort(stable=True)  # nobody's come last
-        every = torch.arange(len(starts), device=which.device)
-        starts.copy_(torch.searchsorted(which, every))
-        rows = wanted[order // shape.num_chosen]
-        joined = self.grouped_product(
-            rows, weights.gate_up, weights.gate_up_bias, starts, 2 * shape.inner_size
-        )
-        gates, values = joined.chunk(2, -1)
-        results = self.grouped_product(
-            self.gate(gates, values, shape.activation),
-            weights.down, weights.down_bias, starts, wanted.shape[-1],
-        )  # fmt: skip
+        ordered, order = routed.experts.flatten().sort(stable=True)  # choices of none come last
+        every = torch.arange(len(starts), device=ordered.device)
+        starts.copy_(torch.searchsorted(ordered, every))
+        rows = routed.rows[order // shape.num_chosen]
+        gates, values = self.grouped_product(rows, weights.gate_up, starts).chunk(2, -1)
+        inner = self.gate(gates, values, shape.activation)
+        results = self.grouped_product(inner, weights.down, starts)
         by_token = torch.empty_like(results).index_copy_(0, order, results)
-        weighted = by_token.view(*share.shape, -1) * share[:, :, None].to(results.dtype)
-        is_none = (chosen.which == len(starts) - 1)[:, :, None]
-        return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # whatever their shares came to
+        by_token = by_token.view(*routed.weights.shape, -1)
+        weighted = by_token * routed.weights[:, :, None].to(results.dtype)
+        is_none = (routed.experts == len(starts) - 1)[:, :, None]
+        return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # whatever their weights are
 
     def attention(
         self,
@@ -289,23 +251,25 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
             x = self.rms_norm(x, norm, heads.norm_eps)
         return rotate(x, *angles)
 
-    def route(
+    def _top_experts(
         self, scores: Tensor, weights: ExpertWeights, shape: Experts
     ) -> tuple[Tensor, Tensor]:
-        """scores [T, experts] -> weight and index of the experts that each token chooses,
-        [T, num_chosen]"""
-        share, chosen = self._choose(scores, weights.correction, shape)
+        """Return weight and index of each token's experts, [T, num_chosen]; scores are
+        [T, experts]."""
+        by_expert, chosen = self._top_routed(scores, weights.correction, shape)
         if weights.factors is not None:
-            share = share * weights.factors[chosen]
+            by_expert = by_expert * weights.factors[chosen]
         if not shape.num_shared:
-            return share, chosen
-        everyone = torch.arange(shape.num_experts, shape.num_all, device=chosen.device)
-        chosen = torch.cat((chosen, everyone.expand(len(chosen), -1)), dim=1)
-        return torch.cat((share, share.new_ones(len(share), shape.num_shared)), dim=1), chosen
+            return by_expert, chosen
+        shared = torch.arange(shape.num_experts, shape.num_all, device=chosen.device)
+        chosen = torch.cat((chosen, shared.expand(len(chosen), -1)), dim=1)
+        ones = by_expert.new_ones(len(by_expert), shape.num_shared)
+        return torch.cat((by_expert, ones), dim=1), chosen
 
-    def _choose(
+    def _top_routed(
         self, scores: Tensor, correction: Tensor | None, shape: Experts
     ) -> tuple[Tensor, Tensor]:
+        """The same without factors and shared experts."""
         if shape.scores == "softmax_of_chosen":
             best, chosen = scores.topk(shape.top_k, dim=-1)
             return self.softmax(best), chosen
@@ -322,10 +286,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
             outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
             wanted = groups.masked_fill(outside[:, :, None], float("-inf")).flatten(1)
         chosen = wanted.topk(shape.top_k, dim=-1).indices
-        share = scores.gather(1, chosen)
+        by_expert = scores.gather(1, chosen)
         if shape.is_normed:
-            share = share / (ordered_sum(share, 1)[:, None] + 1e-20)
-        return share * shape.factor, chosen
+            by_expert = by_expert / (ordered_sum(by_expert, 1)[:, None] + 1e-20)
+        return by_expert * shape.factor, chosen
 
     def attention_latent(
         self,

@@ -26,15 +26,46 @@ class Rows(NamedTuple):
     span: int = 0  # tokens that every row takes up; 0: rows are ragged and packed
 
 
+class LinearWeight(NamedTuple):
+    """The weight of a linear layer, in the kernel set's packed layout.
+
+    The experts of a layer are one LinearWeight whose tensors have an axis of experts before the
+    others.
+    """
+
+    data: Tensor  # packed [out_features, in_features]
+    bias: Tensor | None  # [out_features]
+    out_features: int
+
+
 class Normed(NamedTuple):
-    """Rows under RMSNorm: with the norm's weight applied, and the scale too unless it is late."""
+    """Rows under RMSNorm: the norm's weight is applied; its scale too, unless it is deferred."""
 
     x: Tensor  # [rows, size]
-    squares: Tensor | None
-    """Late: [parts, rows]; the row is still to be divided by the root of their sum / size + eps."""
+    squares: Tensor | None = None
+    """None: the scale is applied. Otherwise it is deferred: [parts, rows] sums of squares, and each
+    row is still to be divided by sqrt(sum of its parts / size + eps)."""
+    eps: float = 0.0
 
     def select(self, rows: Tensor) -> "Normed":
-        return Normed(self.x[rows], None if self.squares is None else self.squares[:, rows])
+        squares = None if self.squares is None else self.squares[:, rows]
+        return Normed(self.x[rows], squares, self.eps)
+
+
+class ResidualNorms(NamedTuple):
+    """RMSNorm weights around the addition to a residual; None: no norm there."""
+
+    post: Tensor | None  # of what is added
+    next: Tensor | None  # of the sum
+    eps: float
+
+
+class PairNorms(NamedTuple):
+    """RMSNorm weights of an embedding and of the hidden state beside it; None: no norm."""
+
+    embed: Tensor | None
+    hidden: Tensor | None
+    eps: float
 
 
 class Angles(NamedTuple):
@@ -177,22 +208,19 @@ class Experts:
 
 
 class ExpertWeights(NamedTuple):
-    router: Tensor  # packed [experts, hidden]
-    router_bias: Tensor | None
+    router: LinearWeight  # [experts, hidden]
     correction: Tensor | None  # [experts] float32
-    gate_up: Tensor  # [all, packed [2 * inner, hidden]]: gates and then values
-    gate_up_bias: Tensor | None
-    down: Tensor  # [all, packed [hidden, inner]]
-    down_bias: Tensor | None
-    factors: Tensor | None = None  # [experts]: of what each brings
+    gate_up: LinearWeight  # [all, 2 * inner, hidden]: gates and then values
+    down: LinearWeight  # [all, hidden, inner]
+    factors: Tensor | None = None  # [experts]: scales the result of each
 
 
-class Chosen(NamedTuple):
-    """What tokens want of experts."""
+class Routed(NamedTuple):
+    """Tokens and the experts that the router assigns to each."""
 
     rows: Tensor  # [T, hidden]
-    share: Tensor  # [T, num_chosen]: the weight of each choice
-    which: Tensor  # [T, num_chosen] int32 or int64: the expert; one past the last for none
+    weights: Tensor  # [T, num_chosen]: the routing weight of each chosen expert
+    experts: Tensor  # [T, num_chosen] int32 or int64: its index; one past the last for none
 
 
 class Aims(NamedTuple):

@@ -18,7 +18,7 @@ from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Branches, Rows, Tokens
+from slotzero.kernels.types import Branches, LinearWeight, Normed, Rows, Tokens
 from slotzero.models.assistant import BACK, CENTROIDS, JOIN, ORDER, AssistantConfig, parse_assistant
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import KvGroup, ModelConfig
@@ -168,19 +168,17 @@ class AssistantDrafter(LogitsDrafter):
         pair = self._vocabulary.open_pair(
             tokens, self.tables["tokens"], None, state, None, model.norm_eps
         )
-        begin = kernels.linear(
-            kernels.norm(pair, None, 0.0), 0.0, weights.join, None, model.hidden_size
-        )
+        begin = kernels.linear(Normed(pair), LinearWeight(weights.join, None, model.hidden_size))
         normed = weights.decoder.forward_from(
             begin, Tokens(slots, (place - 1).clamp_min(0)), Tokens(slots, place),
             self.tables["prompt_len"], self._kv, pieces,
         )  # fmt: skip
-        state = kernels.linear(normed, model.norm_eps, weights.back, None, self._size)
+        state = kernels.linear(normed, LinearWeight(weights.back, None, self._size))
         logits = state.new_empty(len(slots), model.vocab_size)
         weights.decoder.logits(normed, slots, logits)
         if weights.centroids is not None and weights.cluster_of is not None:
             num, top = self._config.num_clusters, self._config.top_clusters
-            near = kernels.linear(normed, model.norm_eps, weights.centroids, None, num)
+            near = kernels.linear(normed, LinearWeight(weights.centroids, None, num))
             chosen = near.topk(top, dim=-1).indices
             seen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, chosen, True)
             is_out = ~seen[:, weights.cluster_of] & (slots > 0)[:, None]

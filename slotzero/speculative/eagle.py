@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Branches, Normed, Rows, Tokens, standing
+from slotzero.kernels.types import Branches, LinearWeight, Normed, Rows, Tokens, standing
 from slotzero.models.decoder import Kind, KvPages
 from slotzero.models.given import Given
 from slotzero.models.rope import frequencies
@@ -138,7 +138,7 @@ class EagleDrafter(LogitsDrafter):
         x = weights.vocabulary.open_pair(
             tokens, after, weights.embed_norm, hidden, weights.hidden_norm, eps
         )
-        normed = Normed(x, None)
+        normed = Normed(x)
         if not config.is_third:
             hidden = self._product(x, weights.fc, weights.fc_bias)
             normed = kernels.norm(hidden, weights.first_norm, eps)
@@ -146,24 +146,22 @@ class EagleDrafter(LogitsDrafter):
         angles = kernels.rope_angles(
             standing(tokens, branches), self._frequency, rope.attention_factor
         )
-        given = Given(hidden, *normed, tokens.slots, None, self._expert_starts)
+        given = Given(hidden, normed.x, normed.squares, tokens.slots, None, self._expert_starts)
         given = given.attending(*angles, self._kv.pages[layer], self._kv.page_table)
         hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, *plan)
-        return hidden, Normed(*parts)
+        return hidden, Normed(parts[0], parts[1], eps)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        config = self._config
-        return self.kernels.linear(
-            Normed(x, None), config.norm_eps, weight, bias, config.hidden_size
-        )
+        return self.kernels.linear(Normed(x), LinearWeight(weight, bias, self._config.hidden_size))
 
     def _logits(self, layer: int, normed: Normed, slots: Tensor) -> Tensor:
         config, weights = self._config, self._layers[layer]
         few = normed.x.new_empty(len(slots), config.draft_vocab)
         if weights.head is None:
-            weights.vocabulary.logits(normed, config.norm_eps, slots, None, few)
+            weights.vocabulary.logits(normed, slots, None, few)
         else:
-            self.kernels.logits(normed, config.norm_eps, weights.head, slots, None, few)
+            head = LinearWeight(weights.head, None, config.draft_vocab)
+            self.kernels.logits(normed, head, slots, None, few)
         return (
             few
             if weights.draft_of is None

@@ -18,7 +18,9 @@ from slotzero.kernels.types import (
     Angles,
     Branches,
     Heads,
+    LinearWeight,
     Normed,
+    ResidualNorms,
     Rows,
     Tokens,
 )
@@ -48,16 +50,14 @@ class CpuKernels(TorchKernels):
         padded = F.pad(weight, (0, 0, 0, blocks * FEATURES - out_features))
         return padded.view(*lead, blocks, FEATURES, in_features).transpose(-1, -2).contiguous()
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        out = x.new_empty(x.shape[0], out_features)
-        torch.ops.slotzero.linear.default(x, weight, bias, out)
+    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        out = x.new_empty(x.shape[0], weight.out_features)
+        torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
         return out
 
-    def grouped_product(
-        self, x: Tensor, weights: Tensor, biases: Tensor | None, starts: Tensor, out_features: int
-    ) -> Tensor:
-        out = x.new_empty(x.shape[0], out_features)
-        torch.ops.slotzero.grouped.default(x, weights, biases, starts, out)
+    def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0], weights.out_features)
+        torch.ops.slotzero.grouped.default(x, weights.data, weights.bias, starts, out)
         return out
 
     def per_head_product(self, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
@@ -70,17 +70,10 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.rms_norm.default(x, weight, eps, out)
         return out
 
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Normed]:
+    def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
         total, normed = torch.empty_like(residual), torch.empty_like(residual)
-        torch.ops.slotzero.add_norm.default(x, residual, after, norm, eps, total, normed)
-        return total, Normed(total if norm is None else normed, None)
+        torch.ops.slotzero.add_norm.default(x, residual, *norms, total, normed)
+        return total, Normed(total if norms.next is None else normed)
 
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
         out = values.new_empty(values.shape)
@@ -104,8 +97,8 @@ class CpuKernels(TorchKernels):
         torch.ops.slotzero.rope_angles.default(tokens.positions, frequency, factor, *angles)
         return angles
 
-    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return weight[ids // FEATURES, :, ids % FEATURES]
+    def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        return weight.data[ids // FEATURES, :, ids % FEATURES]
 
     def store_kv(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.elementwise import norm_part, num_warps
-from slotzero.kernels.types import Angles, Normed, Tokens
+from slotzero.kernels.types import Angles, LinearWeight, Normed, PairNorms, Tokens
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -117,7 +117,7 @@ def rope_angles(positions: Tensor, frequency: Tensor, factor: float) -> Angles:
     return Angles(cos, sin)
 
 
-def open_step(
+def embed(
     tokens: Tokens,
     table: Tensor,
     embedding: Tensor,
@@ -128,13 +128,13 @@ def open_step(
 ) -> tuple[Tensor, Normed]:
     num, size = len(tokens.slots), embedding.shape[1]
     residual = torch.empty(num, size, dtype=embedding.dtype, device=embedding.device)
-    normed = Normed(residual, None)
+    normed = Normed(residual)
     if norm is not None:
         squares = torch.empty(1, num, device=embedding.device) if late else None
-        normed = Normed(torch.empty_like(residual), squares)
+        normed = Normed(torch.empty_like(residual), squares, eps)
     block = triton.next_power_of_2(size)
     launch(
-        _open_kernel, (num,), *tokens, table, embedding, norm, residual, *normed,
+        _open_kernel, (num,), *tokens, table, embedding, norm, residual, normed.x, normed.squares,
         size, table.stride(0), scale, eps, SCALED=scale != 1, BLOCK=block,
         num_warps=num_warps(block), PDL=overlap()["PDL"],
     )  # fmt: skip
@@ -144,11 +144,9 @@ def open_step(
 def embed_pair(
     tokens: Tokens,
     table: Tensor,
-    embedding: Tensor,
-    embed_norm: Tensor | None,
+    embedding: LinearWeight,
     hidden: Tensor,  # [T, hidden]
-    hidden_norm: Tensor | None,
-    eps: float,
+    norms: PairNorms,
 ) -> Tensor:
     """-> [T, 2 * hidden]"""
     num, size = hidden.shape
@@ -156,8 +154,8 @@ def embed_pair(
     block = triton.next_power_of_2(size)
     launch(
         _open_pair_kernel, (num, 2),
-        *tokens, table, embedding, embed_norm, hidden, hidden_norm, out,
-        table.stride(0), hidden.stride(0), eps,
+        *tokens, table, embedding.data, norms.embed, hidden, norms.hidden, out,
+        table.stride(0), hidden.stride(0), norms.eps,
         SIZE=size, BLOCK=block, num_warps=num_warps(block), PDL=overlap()["PDL"],
     )  # fmt: skip
     return out

@@ -25,8 +25,8 @@ from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
 from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
 from slotzero.kernels.triton.linear import elementwise, linear_tma
-from slotzero.kernels.triton.linear import linear as few
-from slotzero.kernels.triton.linear.elementwise import applied
+from slotzero.kernels.triton.linear.elementwise import apply_norm
+from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
     LIBRARY,
     MAX_ROWS,
@@ -46,12 +46,15 @@ from slotzero.kernels.types import (
     Activation,
     Angles,
     Branches,
-    Chosen,
     Experts,
     ExpertWeights,
     Heads,
+    LinearWeight,
     Normed,
+    PairNorms,
     Plan,
+    ResidualNorms,
+    Routed,
     Rows,
     Tokens,
 )
@@ -143,85 +146,66 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         self,
         tokens: Tokens,
         table: Tensor,
-        embedding: Tensor,
+        embedding: LinearWeight,
         scale: float,
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        late = _is_late(len(tokens.slots), embedding.dtype)
-        return embed.open_step(tokens, table, embedding, scale, norm, eps, late)
+        late = _is_late(len(tokens.slots), embedding.data.dtype)
+        return embed.embed(tokens, table, embedding.data, scale, norm, eps, late)
 
-    def embedded(self, ids: Tensor, weight: Tensor) -> Tensor:
-        return weight[ids]
+    def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        return weight.data[ids]
 
     def embed_pair(
         self,
         tokens: Tokens,
         table: Tensor,
-        embedding: Tensor,
-        embed_norm: Tensor | None,
+        embedding: LinearWeight,
         hidden: Tensor,
-        hidden_norm: Tensor | None,
-        eps: float,
+        norms: PairNorms,
     ) -> Tensor:
-        return embed.embed_pair(tokens, table, embedding, embed_norm, hidden, hidden_norm, eps)
+        return embed.embed_pair(tokens, table, embedding, hidden, norms)
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         if weight is None:
-            return Normed(x, None)
+            return Normed(x)
         return elementwise.norm(x, weight, eps, late=_is_late(len(x), x.dtype))
 
-    def apply_norm(self, x: Normed, eps: float) -> Tensor:
-        return applied(x, eps)
+    def apply_norm(self, x: Normed) -> Tensor:
+        return elementwise.apply_norm(x)
 
-    def linear(
-        self, x: Normed, eps: float, weight: Tensor, bias: Tensor | None, out_features: int
-    ) -> Tensor:
-        out = x.x.new_empty(len(x.x), out_features)
+    def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
+        out = x.x.new_empty(len(x.x), weight.out_features)
 
-        def run(way: Way, weight: Tensor) -> Tensor:
+        def run(way: Way, weight: LinearWeight) -> Tensor:
             if isinstance(way, Cublas):
-                return _product(applied(x, eps), weight, bias, out)
-            return few.linear(x, eps, weight, bias, out, way)
+                return _product(apply_norm(x), weight, out)
+            return linear(x, weight, out, way)
 
         return self._run("linear", x.x, weight, run)
 
     def logits(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        slots: Tensor,
-        softcap: float | None,
-        out: Tensor,
+        self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
     ) -> None:
-        def run(way: Way, weight: Tensor) -> Tensor:
+        def run(way: Way, weight: LinearWeight) -> Tensor:
             if isinstance(way, Cublas):
-                rows = applied(x, eps).masked_fill((slots == 0)[:, None], 0)
-                return _product(rows, weight, None, out)
-            return few.linear(x, eps, weight, None, out, way, slots=slots)
+                rows = apply_norm(x).masked_fill((slots == 0)[:, None], 0)
+                return _product(rows, weight, out)
+            return linear(x, weight, out, way, slots=slots)
 
         self._run("logits", x.x, weight, run)
         if softcap is not None:
             elementwise.cap(out, softcap)
 
-    def linear_gated(
-        self,
-        x: Normed,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        out_features: int,
-        activation: Activation,
-    ) -> Tensor:
-        def run(way: Way, weight: Tensor) -> Tensor:
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+        def run(way: Way, weight: LinearWeight) -> Tensor:
             if isinstance(way, Cublas):
-                joined = x.x.new_empty(len(x.x), 2 * out_features)
-                _product(applied(x, eps), weight, bias, joined)
-                gates, values = joined.chunk(2, -1)
+                joined = x.x.new_empty(len(x.x), weight.out_features)
+                gates, values = _product(apply_norm(x), weight, joined).chunk(2, -1)
                 return elementwise.gated(gates, values, activation)
-            out = x.x.new_empty(len(x.x), out_features)
-            return few.linear(x, eps, weight, bias, out, way, activation=activation)
+            out = x.x.new_empty(len(x.x), weight.out_features // 2)
+            return linear(x, weight, out, way, activation=activation)
 
         return self._run("gated", x.x, weight, run)
 
@@ -229,67 +213,48 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         return elementwise.gated(gates, values, activation)
 
     def linear_add_norm(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
-        eps: float,
+        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        if after is not None or norm is None:  # no program of a product sees the row that it makes
-            change = self.linear(Normed(x, None), eps, weight, bias, residual.shape[1])
-            return self.add_norm(change, residual, after, norm, eps)
+        if norms.post is not None or norms.next is None:  # no program of a product has a whole row
+            return self.add_norm(self.linear(Normed(x), weight), residual, norms)
 
-        def run(way: Way, weight: Tensor) -> Normed:
+        def run(way: Way, weight: LinearWeight) -> Normed:
             if isinstance(way, Tile):
-                return few.linear_add(x, weight, bias, residual, norm, way)
+                return linear_add(x, weight, residual, norms, way)
             if way.shares > 1:
-                delta = _in_shares(x, weight, bias, way.shares)
-            elif bias is None:
-                return self.norm(residual.addmm_(x, weight.t()), norm, eps)
+                delta = _in_shares(x, weight, way.shares)
+            elif weight.bias is None:
+                return self.norm(residual.addmm_(x, weight.data.t()), norms.next, norms.eps)
             else:
-                delta = _product(x, weight, bias, torch.empty_like(residual))
-            late = _is_late(len(x), x.dtype)
-            return elementwise.add_norm(residual, delta, None, norm, eps, late)
+                delta = _product(x, weight, torch.empty_like(residual))
+            return elementwise.add_norm(residual, delta, norms, _is_late(len(x), x.dtype))
 
         return residual, self._run("add", x, weight, run, changes=residual)
 
-    def add_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        after: Tensor | None,
-        norm: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Normed]:
+    def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
         late = _is_late(len(x), x.dtype)
-        return residual, elementwise.add_norm(residual, x, after, norm, eps, late)
+        return residual, elementwise.add_norm(residual, x, norms, late)
 
-    def choose(
+    def route(
         self,
         x: Normed,
-        eps: float,
         slots: Tensor,
         weights: ExpertWeights,
         shape: Experts,
         by: Normed | None = None,
-    ) -> Chosen:
-        rows = applied(x, eps)
-        scores = self.linear(
-            by or Normed(rows, None), eps, weights.router, weights.router_bias, shape.num_experts
-        )
-        return Chosen(rows, *routing.route(scores, slots, weights, shape))
+    ) -> Routed:
+        rows = apply_norm(x)
+        scores = self.linear(by or Normed(rows), weights.router)
+        return Routed(rows, *routing.route(scores, slots, weights, shape))
 
     def experts(
-        self, chosen: Chosen, weights: ExpertWeights, shape: Experts, starts: Tensor
+        self, routed: Routed, weights: ExpertWeights, shape: Experts, starts: Tensor
     ) -> Tensor:
-        rows, share, which = (part.contiguous() for part in chosen)
-        order = experts.sort(which, starts, rows.dtype)
-        inner = experts.gated(rows, weights.gate_up, weights.gate_up_bias, order, shape.activation)
-        results = experts.product(inner, weights.down, weights.down_bias, order)
-        return experts.add_up(results, share, which, len(starts) - 1)
+        rows, by_expert, chosen = (part.contiguous() for part in routed)
+        order = experts.sort(chosen, starts, rows.dtype)
+        inner = experts.gated(rows, weights.gate_up, order, shape.activation)
+        results = experts.product(inner, weights.down, order)
+        return experts.add_up(results, by_expert, chosen, len(starts) - 1)
 
     def attention(
         self,
@@ -373,18 +338,18 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         self,
         kind: str,
         x: Tensor,
-        weight: Tensor,
-        run: Callable[[Way, Tensor], T],
+        weight: LinearWeight,
+        run: Callable[[Way, LinearWeight], T],
         changes: Tensor | None = None,
     ) -> T:
         """The way that is the fastest: by our own kernel, or by cuBLAS.
 
         `changes` is what a run reads and writes, to be put back after a trial.
         """
-        rows, (out_features, in_features) = len(x), weight.shape
+        rows, (out_features, in_features) = len(x), weight.data.shape
         if not _is_few(rows, x.dtype):
             return run(LIBRARY, weight)
-        ways = _named_ways(rows, in_features, kind, linear_tma.takes(x, weight))
+        ways = _named_ways(rows, in_features, kind, linear_tma.takes(x, weight.data))
         if INTERPRETED:  # there is no library
             return run(next((w for w in ways.values() if isinstance(w, Tile)), LIBRARY), weight)
         key = self.key(kind, out_features, in_features, rows)
@@ -395,7 +360,9 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         name = likely[0]
         if len(likely) > 1:
             before = None if changes is None else changes.clone()
-            name = self.choices.find(key, likely, weight, lambda name, w: run(ways[name], w))
+            name = self.choices.find(
+                key, likely, weight.data, lambda name, w: run(ways[name], weight._replace(data=w))
+            )
             if changes is not None and before is not None:
                 changes.copy_(before)
         return run(ways[name], weight)
@@ -422,20 +389,20 @@ def _is_late(rows: int, dtype: torch.dtype) -> bool:
     return rows <= STAGED_ROWS and dtype is torch.bfloat16
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    if out.dtype is not x.dtype:  # logits
-        return torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+def _product(x: Tensor, weight: LinearWeight, out: Tensor) -> Tensor:
+    if out.dtype is not x.dtype:  # logits, which have no bias
+        return torch.mm(x, weight.data.t(), out_dtype=out.dtype, out=out)
+    if weight.bias is None:
+        return torch.mm(x, weight.data.t(), out=out)
+    return torch.addmm(weight.bias, x, weight.data.t(), out=out)
 
 
-def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, shares: int) -> Tensor:
-    """[shares, rows, features] in float32, to be added up"""
-    share = weight.shape[1] // shares
+def _in_shares(x: Tensor, weight: LinearWeight, shares: int) -> Tensor:
+    """Return [shares, rows, features] in float32, to be added up."""
+    share = weight.data.shape[1] // shares
     parts = x.view(len(x), shares, share).transpose(0, 1)
-    weights = weight.view(len(weight), shares, share).permute(1, 2, 0)
+    weights = weight.data.view(len(weight.data), shares, share).permute(1, 2, 0)
     made = torch.bmm(parts, weights, out_dtype=torch.float32)
-    if bias is not None:
-        made[0].add_(bias)
+    if weight.bias is not None:
+        made[0].add_(weight.bias)
     return made

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from slotzero.kernels.cpu import build
 from slotzero.kernels.cpu.kernels import ACTIVATIONS, CpuKernels
-from slotzero.kernels.types import Experts, ExpertWeights, Heads, Normed, Tokens
+from slotzero.kernels.types import (
+    Experts,
+    ExpertWeights,
+    Heads,
+    LinearWeight,
+    Normed,
+    ResidualNorms,
+    Tokens,
+)
 from slotzero.kernels.types_recurrent import Scan, States
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
@@ -74,7 +82,7 @@ def test_norms(kernels, size):
 
     def add_norm(x: Tensor) -> Tensor:
         change, residual = x.chunk(2, -1)
-        total, normed = kernels.add_norm(change, residual, after, weight, EPS)
+        total, normed = kernels.add_norm(change, residual, ResidualNorms(after, weight, EPS))
         return stacked(total, normed.x)
 
     require_invariant(add_norm, values(ROWS, 2 * size))
@@ -111,8 +119,9 @@ def test_rope_angles(kernels, size):
 @pytest.mark.parametrize("inner", [1, 5, 16, 33])
 @pytest.mark.parametrize("size", SIZES)
 def test_products(kernels, size, inner):
-    weight, bias = kernels.pack(values(size, inner, seed=2)), values(1, size, seed=3)[0]
-    require_invariant(lambda x: kernels.product(x, weight, bias, size), values(ROWS, inner))
+    data, bias = kernels.pack(values(size, inner, seed=2)), values(1, size, seed=3)[0]
+    weight = LinearWeight(data, bias, size)
+    require_invariant(lambda x: kernels.product(x, weight), values(ROWS, inner))
     heads = values(ROWS, 3, inner)
     for transposed in (False, True):
         shape = (3, size, inner) if transposed else (3, inner, size)
@@ -126,15 +135,16 @@ def test_experts(kernels, scores):
     shape = Experts(12, 5, 20, "silu", scores=scores, is_normed=True, num_shared=1, **groups)
     hidden = 24
     weights = ExpertWeights(
-        kernels.pack(values(12, hidden, seed=2)), None, None,
-        kernels.pack(values(13, 40, hidden, seed=3)), None,
-        kernels.pack(values(13, hidden, 20, seed=4)), None,
-    )  # fmt: skip
+        LinearWeight(kernels.pack(values(12, hidden, seed=2)), None, 12),
+        None,
+        LinearWeight(kernels.pack(values(13, 40, hidden, seed=3)), None, 40),
+        LinearWeight(kernels.pack(values(13, hidden, 20, seed=4)), None, hidden),
+    )
 
     def experts(x: Tensor) -> Tensor:
         slots = torch.ones(len(x), dtype=torch.int32)
-        chosen = kernels.choose(Normed(x, None), EPS, slots, weights, shape)
-        return kernels.experts(chosen, weights, shape, torch.empty(14, dtype=torch.int32))
+        routed = kernels.route(Normed(x), slots, weights, shape)
+        return kernels.experts(routed, weights, shape, torch.empty(14, dtype=torch.int32))
 
     require_invariant(experts, values(ROWS, hidden) / 4)
 

@@ -16,6 +16,7 @@ from shapes import SHAPES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from slotzero.errors import ContractError
 from slotzero.kernels.cpu.kernels import CpuKernels
@@ -27,7 +28,9 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
+    LinearWeight,
     Normed,
+    ResidualNorms,
     Rows,
     Tokens,
 )
@@ -389,13 +392,13 @@ def test_linear_of_any_shape(rows, out, inner, bias):
     kernels = CpuKernels()
     x, weight = torch.randn(rows, inner), torch.randn(out, inner)
     b = torch.randn(out) if bias else None
-    packed = kernels.pack(weight)
-    assert packed.shape == kernels.packed_shape(out, inner)
-    got = kernels.product(x, packed, b, out)
+    packed = LinearWeight(kernels.pack(weight), b, out)
+    assert packed.data.shape == kernels.packed_shape(out, inner)
+    got = kernels.product(x, packed)
     exact = F.linear(x.double(), weight.double(), b.double() if bias else None)
     assert torch.allclose(got.double(), exact, atol=1e-4)
     for i in range(rows):  # a row is the same bits alone and in company
-        assert torch.equal(kernels.product(x[i : i + 1].contiguous(), packed, b, out)[0], got[i])
+        assert torch.equal(kernels.product(x[i : i + 1].contiguous(), packed)[0], got[i])
 
 
 @settings(max_examples=60, deadline=None)
@@ -413,34 +416,39 @@ def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, 
     x, weights = torch.randn(len(which), inner), torch.randn(experts, out, inner)
     biases = torch.randn(experts, out) if bias else None
     x[which == experts] = torch.nan
-    packed = kernels.pack(weights)
-    assert packed.shape == (experts, *kernels.packed_shape(out, inner))
+    packed = LinearWeight(kernels.pack(weights), biases, out)
+    assert packed.data.shape == (experts, *kernels.packed_shape(out, inner))
     starts = torch.tensor([0, *counts[:-1]]).cumsum(0).int()
-    got = kernels.grouped_product(x, packed, biases, starts, out)
+    got = kernels.grouped_product(x, packed, starts)
     for i in range(experts):
-        alone = kernels.product(x[which == i], packed[i], biases[i] if bias else None, out)
+        its = LinearWeight(packed.data[i], biases[i] if bias else None, out)
+        alone = kernels.product(x[which == i], its)
         assert torch.equal(got[which == i], alone)
     assert not got[which == experts].any()
-    expected = REFERENCE.grouped_product(x, weights, biases, starts, out)
+    expected = REFERENCE.grouped_product(x, LinearWeight(weights, biases, out), starts)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_grouped_refuses_what_does_not_fit(kernels):
-    x, starts, fit = torch.randn(3, 8), ints([0, 2, 3]), kernels.pack(torch.randn(2, 16, 8))
+    x, starts = torch.randn(3, 8), ints([0, 2, 3])
+    fit, unfit = (
+        LinearWeight(kernels.pack(torch.randn(2, 16, inner)), None, 16) for inner in (8, 9)
+    )
     with pytest.raises(RuntimeError, match="grouped: the packed weights do not fit"):
-        kernels.grouped_product(x, kernels.pack(torch.randn(2, 16, 9)), None, starts, 16)
+        kernels.grouped_product(x, unfit, starts)
     with pytest.raises(RuntimeError, match="grouped: starts must be int32"):
-        kernels.grouped_product(x, fit, None, starts.long(), 16)
+        kernels.grouped_product(x, fit, starts.long())
     for wrong in ([0, 2, 4], [0, 3, 2], [-1, 2, 3]):
         with pytest.raises(RuntimeError, match="grouped: starts must ascend"):
-            kernels.grouped_product(x, fit, None, ints(wrong), 16)
+            kernels.grouped_product(x, fit, ints(wrong))
 
 
 def test_embedding_reads_rows_of_the_packed_head():
     kernels = CpuKernels()
     weight = torch.randn(37, 20)
+    packed = LinearWeight(kernels.pack(weight), None, 37)
     tokens = ints([0, 36, 5, 16, 15])
-    assert torch.equal(kernels.embedded(tokens, kernels.pack(weight)), weight[tokens])
+    assert torch.equal(kernels.embed_ids(tokens, packed), weight[tokens])
 
 
 EXPERTS = {
@@ -464,18 +472,27 @@ def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
     """Not packed yet."""
     n, inner = shape.num_all, shape.inner_size
     return ExpertWeights(
-        router=torch.randn(shape.num_experts, hidden),
-        router_bias=torch.randn(shape.num_experts) if bias else None,
+        router=LinearWeight(
+            torch.randn(shape.num_experts, hidden),
+            torch.randn(shape.num_experts) if bias else None,
+            shape.num_experts,
+        ),
         correction=torch.randn(shape.num_experts) if shape.scores == "sigmoid" else None,
-        gate_up=torch.randn(n, 2 * inner, hidden),
-        gate_up_bias=torch.randn(n, 2 * inner) if bias else None,
-        down=torch.randn(n, hidden, inner),
-        down_bias=torch.randn(n, hidden) if bias else None,
+        gate_up=LinearWeight(
+            torch.randn(n, 2 * inner, hidden),
+            torch.randn(n, 2 * inner) if bias else None,
+            2 * inner,
+        ),
+        down=LinearWeight(
+            torch.randn(n, hidden, inner), torch.randn(n, hidden) if bias else None, hidden
+        ),
     )
 
 
 def packed(kernels: TorchKernels, weights: ExpertWeights) -> ExpertWeights:
-    pack = kernels.pack
+    def pack(weight: LinearWeight) -> LinearWeight:
+        return weight._replace(data=kernels.pack(weight.data))
+
     return weights._replace(
         router=pack(weights.router), gate_up=pack(weights.gate_up), down=pack(weights.down)
     )
@@ -503,15 +520,15 @@ def choose(scores: list[float], correction: list[float], shape: Experts) -> dict
 
 def one_token(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
     """x [hidden] through its experts, by the book, in double precision."""
-    x, weights = x.double(), ExpertWeights(*(w if w is None else w.double() for w in weights))
-    scores = F.linear(x, weights.router, weights.router_bias).tolist()
+    x, weights = x.double(), tree_map_only(Tensor, Tensor.double, weights)
+    scores = F.linear(x, weights.router.data, weights.router.bias).tolist()
     correction = None if weights.correction is None else weights.correction.tolist()
     out = torch.zeros_like(x)
     for i, share in choose(scores, correction or [0.0] * len(scores), shape).items():
-        biases = (None if b is None else b[i] for b in (weights.gate_up_bias, weights.down_bias))
+        biases = (None if b is None else b[i] for b in (weights.gate_up.bias, weights.down.bias))
         up, down = biases
-        inner = activate(F.linear(x, weights.gate_up[i], up), shape.activation)
-        out += share * F.linear(inner, weights.down[i], down)
+        inner = activate(F.linear(x, weights.gate_up.data[i], up), shape.activation)
+        out += share * F.linear(inner, weights.down.data[i], down)
     return out
 
 
@@ -527,8 +544,8 @@ def activate(joined: Tensor, activation: str) -> Tensor:
 
 
 def through(kernels, x, slots, weights, shape: Experts, starts: Tensor) -> Tensor:
-    chosen = kernels.choose(x, EPS, slots, weights, shape)
-    return kernels.experts(chosen, weights, shape, starts)
+    routed = kernels.route(x, slots, weights, shape)
+    return kernels.experts(routed, weights, shape, starts)
 
 
 def starts_of(shape: Experts) -> Tensor:
@@ -545,8 +562,8 @@ def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias)
     x = torch.randn(len(slots), hidden)
     x[slots == 0] = torch.nan
     starts, wanted = starts_of(shape), starts_of(shape)
-    got = through(kernels, Normed(x, None), slots, packed(kernels, weights), shape, starts)
-    expected = through(REFERENCE, Normed(x, None), slots, weights, shape, wanted)
+    got = through(kernels, Normed(x), slots, packed(kernels, weights), shape, starts)
+    expected = through(REFERENCE, Normed(x), slots, weights, shape, wanted)
     assert torch.equal(starts, wanted) and starts[-1] == 6 * shape.num_chosen
     assert not got[slots == 0].any() and not expected[slots == 0].any()
     close = {"atol": 2e-4, "rtol": 1e-4}
@@ -561,7 +578,7 @@ def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
     weights = packed(kernels, expert_weights(shape, hidden, bias=True))
 
     def experts(x: Tensor, slots: Tensor) -> Tensor:
-        return through(kernels, Normed(x, None), slots, weights, shape, starts_of(shape))
+        return through(kernels, Normed(x), slots, weights, shape, starts_of(shape))
 
     x, slots = torch.randn(50, hidden), torch.arange(50, dtype=torch.int32) % 5
     before = experts(x, slots)
@@ -576,7 +593,7 @@ def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
 def test_experts_without_any_token(kernels):
     shape = EXPERTS["softmax"]
     weights = packed(kernels, expert_weights(shape, 48, bias=True))
-    x = Normed(torch.full((4, 48), torch.inf), None)
+    x = Normed(torch.full((4, 48), torch.inf))
     starts = starts_of(shape)
     assert not through(kernels, x, ints([0] * 4), weights, shape, starts).any()
     assert not starts.any()
@@ -609,9 +626,9 @@ def test_gates(kernels, activation):
     for got in (each.gate(*joined.chunk(2, -1), activation) for each in (REFERENCE, kernels)):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
-    args = (Normed(x, None), EPS, kernels.pack(weight), bias, 17, activation)
+    packed = LinearWeight(kernels.pack(weight), bias, 34)
     expected = activate(F.linear(x, weight, bias).double(), activation)
-    got = kernels.linear_gated(*args).double()
+    got = kernels.linear_gated(Normed(x), packed, activation).double()
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
@@ -630,10 +647,11 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
     change = F.linear(x, weight, bias)
     total = residual + (norm(change, after) if has_after else change)
     normed = norm(total, before) if has_norm else total
-    norms = (after if has_after else None, before if has_norm else None, EPS)
+    norms = ResidualNorms(after if has_after else None, before if has_norm else None, EPS)
+    packed = LinearWeight(kernels.pack(weight), bias, 20)
     for got in (
-        kernels.add_norm(change, residual.clone(), *norms),
-        kernels.linear_add_norm(x, kernels.pack(weight), bias, residual.clone(), *norms),
+        kernels.add_norm(change, residual.clone(), norms),
+        kernels.linear_add_norm(x, packed, residual.clone(), norms),
     ):
         torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)
@@ -649,7 +667,8 @@ def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
     expected[slots == 0] = 0
     x[slots == 0] = torch.nan
     out = torch.full((6, 70), torch.nan)
-    kernels.logits(Normed(x, None), EPS, kernels.pack(weight), slots, softcap, out)
+    head = LinearWeight(kernels.pack(weight), None, 70)
+    kernels.logits(Normed(x), head, slots, softcap, out)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -727,5 +746,5 @@ def test_a_compiler_can_trace_every_op(kernels):
         assert kernels.attend(q, None, kv, table, slots, slots, heads, tree).shape == (3, 4, 6)
         x, starts = torch.empty(3, 24), torch.empty(6, dtype=torch.int32)
         weights = torch.empty(5, *kernels.packed_shape(20, 24))
-        assert kernels.product(x, weights[0], None, 20).shape == (3, 20)
-        assert kernels.grouped_product(x, weights, None, starts, 20).shape == (3, 20)
+        assert kernels.product(x, LinearWeight(weights[0], None, 20)).shape == (3, 20)
+        assert kernels.grouped_product(x, LinearWeight(weights, None, 20), starts).shape == (3, 20)

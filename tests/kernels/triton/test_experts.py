@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.moe import experts
-from slotzero.kernels.types import Experts, ExpertWeights, Normed
+from slotzero.kernels.types import Experts, ExpertWeights, LinearWeight, Normed
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 40, 24  # no multiple of a tile
@@ -32,27 +33,28 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
 
     num, every, inner = shape.num_experts, shape.num_all, shape.inner_size
     weights = ExpertWeights(
-        random(num, HIDDEN),
-        random(num),
+        LinearWeight(random(num, HIDDEN), random(num), num),
         torch.randn(num, device=device) if shape.scores == "sigmoid" else None,
-        random(every, 2 * inner, HIDDEN),
-        random(every, 2 * inner) if bias else None,
-        random(every, HIDDEN, inner),
-        random(every, HIDDEN) if bias else None,
+        LinearWeight(
+            random(every, 2 * inner, HIDDEN),
+            random(every, 2 * inner) if bias else None,
+            2 * inner,
+        ),
+        LinearWeight(random(every, HIDDEN, inner), random(every, HIDDEN) if bias else None, HIDDEN),
     )
     if shape.top_k < num:
-        weights.router_bias[1] = -30
-        weights.gate_up[1], weights.down[1] = torch.nan, torch.nan
+        weights.router.bias[1] = -30
+        weights.gate_up.data[1], weights.down.data[1] = torch.nan, torch.nan
         if weights.correction is not None:
             weights.correction[1] = -30
     return weights
 
 
-def through(kernels, x: Normed, eps, slots, weights, shape, by=None):
+def through(kernels, x: Normed, slots, weights, shape, by=None):
     """-> the results, and where each expert's choices begin"""
     starts = torch.full((shape.num_all + 1,), -1, dtype=torch.int32, device=slots.device)
-    chosen = kernels.choose(x, eps, slots, weights, shape, by)
-    return kernels.experts(chosen, weights, shape, starts), starts
+    routed = kernels.route(x, slots, weights, shape, by)
+    return kernels.experts(routed, weights, shape, starts), starts
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +76,9 @@ def test_equals_the_reference(device, shape, rows):
     slots = torch.arange(1, rows + 1, device=device).int() % 4
     x[slots == 0] = torch.nan
     weights = made(shape, torch.float32, device, bias=rows > 1)
-    got, starts = through(TritonKernels(), Normed(x, None), 1e-6, slots, weights, shape)
+    got, starts = through(TritonKernels(), Normed(x), slots, weights, shape)
     x = x.nan_to_num()
-    expected, wanted = through(REFERENCE, Normed(x, None), 1e-6, slots, weights, shape)
+    expected, wanted = through(REFERENCE, Normed(x), slots, weights, shape)
     assert torch.equal(starts, wanted) and starts[-1] == (slots > 0).sum() * shape.num_chosen
     assert torch.allclose(got, expected, atol=1e-5)
     assert (got[slots == 0] == 0).all() and (got[slots > 0] != 0).any(-1).all()
@@ -87,9 +89,9 @@ def test_16_bits(device, half, rows):
     shape = Experts(4, 2, INNER, "silu", scores="softmax_of_chosen")
     weights = made(shape, half, device)
     x, slots = torch.randn(rows, HIDDEN, device=device).to(half), torch.ones(rows, device=device)
-    got, _ = through(TritonKernels(), Normed(x, None), 1e-6, slots.int(), weights, shape)
-    wide = ExpertWeights(*(None if w is None else w.float() for w in weights))
-    expected, _ = through(REFERENCE, Normed(x.float(), None), 1e-6, slots, wide, shape)
+    got, _ = through(TritonKernels(), Normed(x), slots.int(), weights, shape)
+    wide = tree_map_only(torch.Tensor, torch.Tensor.float, weights)
+    expected, _ = through(REFERENCE, Normed(x.float()), slots, wide, shape)
     far = ((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1) > 2e-2).sum()
     assert far <= rows // 20  # two scores that are one in 16 bits
 
@@ -99,9 +101,9 @@ def test_a_late_norm_is_applied(device):
     weights = made(shape, torch.float32, device)
     x, slots = torch.randn(7, HIDDEN, device=device), torch.ones(7, device=device).int()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3)
-    late = Normed(x, x.square().sum(-1)[None])
-    got, _ = through(TritonKernels(), late, 1e-3, slots, weights, shape)
-    expected, _ = through(REFERENCE, Normed(x * scale, None), 1e-3, slots, weights, shape)
+    late = Normed(x, x.square().sum(-1)[None], 1e-3)
+    got, _ = through(TritonKernels(), late, slots, weights, shape)
+    expected, _ = through(REFERENCE, Normed(x * scale), slots, weights, shape)
     assert torch.allclose(got, expected, atol=1e-5)
 
 
@@ -110,12 +112,12 @@ def test_chosen_by_other_numbers(device):
     shape = Experts(8, 2, INNER, "gelu_tanh", scores="softmax", is_normed=True)
     weights = made(shape, torch.float32, device, bias=False)
     weights = weights._replace(factors=torch.rand(8, device=device) + 0.5)
-    x, by = (Normed(torch.randn(5, HIDDEN, device=device), None) for _ in range(2))
+    x, by = (Normed(torch.randn(5, HIDDEN, device=device)) for _ in range(2))
     slots = torch.tensor([1, 2, 0, 1, 3], device=device).int()
-    got, _ = through(TritonKernels(), x, 1e-6, slots, weights, shape, by)
-    expected, _ = through(REFERENCE, x, 1e-6, slots, weights, shape, by)
+    got, _ = through(TritonKernels(), x, slots, weights, shape, by)
+    expected, _ = through(REFERENCE, x, slots, weights, shape, by)
     assert torch.allclose(got, expected, atol=1e-5)
-    assert not torch.allclose(got, through(TritonKernels(), x, 1e-6, slots, weights, shape)[0])
+    assert not torch.allclose(got, through(TritonKernels(), x, slots, weights, shape)[0])
 
 
 def test_a_broken_row_chooses_experts_that_exist(device):
@@ -123,7 +125,7 @@ def test_a_broken_row_chooses_experts_that_exist(device):
         weights = made(shape, torch.float32, device)
         x = torch.full((3, HIDDEN), torch.nan, device=device)
         slots = torch.tensor([1, 0, 2], device=device).int()
-        which = TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape).which
+        which = TritonKernels().route(Normed(x), slots, weights, shape).experts
         assert (which[1] == shape.num_all).all()
         assert ((which[[0, 2]] >= 0) & (which[[0, 2]] < shape.num_all)).all()
 
@@ -131,11 +133,9 @@ def test_a_broken_row_chooses_experts_that_exist(device):
 def test_one_broken_score_is_seen(device):
     for shape in KINDS:
         weights = made(shape, torch.float32, device)
-        weights.router_bias[0] = torch.nan
+        weights.router.bias[0] = torch.nan
         x, slots = torch.randn(2, HIDDEN, device=device), torch.ones(2, device=device).int()
-        assert (
-            TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape).share.isnan().all()
-        )
+        assert TritonKernels().route(Normed(x), slots, weights, shape).weights.isnan().all()
 
 
 def test_nobody_is_chosen_twice(device):
@@ -144,18 +144,18 @@ def test_nobody_is_chosen_twice(device):
     weights = made(shape, torch.float32, device)
     weights.correction[4:] = float("-inf")
     x, slots = torch.randn(3, HIDDEN, device=device), torch.ones(3, device=device).int()
-    for row in TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape).which.tolist():
+    for row in TritonKernels().route(Normed(x), slots, weights, shape).experts.tolist():
         assert len(set(row)) == 6 and {0, 1, 2, 3} <= set(row)
 
 
 def test_the_first_of_equal_ones_is_chosen(device):
     shape = Experts(6, 3, INNER, "silu", scores="softmax")
     weights = made(shape, torch.float32, device)
-    weights.router.zero_(), weights.router_bias.zero_()
+    weights.router.data.zero_(), weights.router.bias.zero_()
     x, slots = torch.randn(2, HIDDEN, device=device), torch.ones(2, device=device).int()
-    chosen = TritonKernels().choose(Normed(x, None), 1e-6, slots, weights, shape)
-    assert chosen.which.tolist() == [[0, 1, 2]] * 2
-    assert torch.allclose(chosen.share, torch.full_like(chosen.share, 1 / 6))
+    chosen = TritonKernels().route(Normed(x), slots, weights, shape)
+    assert chosen.experts.tolist() == [[0, 1, 2]] * 2
+    assert torch.allclose(chosen.weights, torch.full_like(chosen.weights, 1 / 6))
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (3, 2), (40, 4), (128, 8)])

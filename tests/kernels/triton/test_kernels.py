@@ -7,13 +7,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from torch.utils._pytree import tree_map_only
 
 from slotzero.errors import ContractError, UnsupportedModelError
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import _Compilers, compiling_ahead
-from slotzero.kernels.triton.linear.elementwise import applied, norm
-from slotzero.kernels.types import Angles, Branches, Heads, Normed, Rows, Tokens
+from slotzero.kernels.triton.linear.elementwise import apply_norm, norm
+from slotzero.kernels.types import (
+    Angles,
+    Branches,
+    Heads,
+    LinearWeight,
+    Normed,
+    PairNorms,
+    ResidualNorms,
+    Rows,
+    Tokens,
+)
 
 REFERENCE = ReferenceKernels()
 
@@ -52,21 +63,21 @@ def test_open(device, half, is_half, with_norm, scale):
     table[1, 131071], table[2, 5], table[2, 6] = 7, 3, 9
     embedding = torch.randn(10, 24).to(dtype)
     norm = torch.randn(24).to(dtype) if with_norm else None
-    given = (table, embedding, scale, norm, 1e-6)
+    given = (table, LinearWeight(embedding, None, 10), scale, norm, 1e-6)
     residual, normed = REFERENCE.embed(tokens, *given)
-    moved = (t.to(device) if isinstance(t, torch.Tensor) else t for t in given)
+    moved = tree_map_only(torch.Tensor, lambda t: t.to(device), given)
     got, got_normed = TritonKernels().embed(Tokens(*(t.to(device) for t in tokens)), *moved)
     assert torch.equal(got.cpu(), residual)
     assert (got_normed.x is got) == (not with_norm)
     near = 2 * torch.finfo(dtype).eps
-    got_x = applied(got_normed, 1e-6).cpu()
+    got_x = apply_norm(got_normed).cpu()
     assert torch.allclose(got_x, normed.x, atol=near, rtol=near)
 
 
 @pytest.mark.parametrize("size", [24, 33, 1100])
 @pytest.mark.parametrize("norms", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("is_half", [True, False])
-def test_open_pair(device, half, is_half, norms, size):
+def test_embed_pair(device, half, is_half, norms, size):
     """Hidden states are a part of something wider, and nobody writes to them."""
     dtype = half if is_half else torch.float32
     slots, positions = [0, 2, 1, 0, 2], [0, 5, 131071, 0, 6]
@@ -79,7 +90,8 @@ def test_open_pair(device, half, is_half, norms, size):
     embed_norm, hidden_norm = (
         torch.randn(size, device=device).to(dtype) if given else None for given in norms
     )
-    given = (tokens, table, embedding, embed_norm, wide[:, :size], hidden_norm, 1e-6)
+    pair_norms = PairNorms(embed_norm, hidden_norm, 1e-6)
+    given = (tokens, table, LinearWeight(embedding, None, 10), wide[:, :size], pair_norms)
     want, got = REFERENCE.embed_pair(*given), TritonKernels().embed_pair(*given)
     near = 2 * torch.finfo(dtype).eps
     assert got.shape == (5, 2 * size) and got.dtype is dtype
@@ -100,7 +112,7 @@ def test_norm(device, half, is_half, late, size):
     assert (got.squares is not None) == late
     want = REFERENCE.norm(x, weight, 1e-6).x
     near = 3 * torch.finfo(dtype).eps  # late, it is rounded once more
-    assert torch.allclose(applied(got, 1e-6).cpu(), want, atol=near, rtol=near)
+    assert torch.allclose(apply_norm(got).cpu(), want, atol=near, rtol=near)
     assert torch.equal(moved.cpu(), x)
 
 
@@ -110,9 +122,9 @@ def test_rows_are_normed_where_there_is_a_norm_and_settled(device, half, is_half
     x, weight = torch.randn(7, 40).to(dtype), torch.randn(40).to(dtype)
     moved = x.to(device)
     plain = kernels.norm(moved, None, 1e-6)
-    assert kernels.apply_norm(plain, 1e-6) is moved
+    assert kernels.apply_norm(plain) is moved
     near = 3 * torch.finfo(dtype).eps
-    got = kernels.apply_norm(kernels.norm(moved, weight.to(device), 1e-6), 1e-6).cpu()
+    got = kernels.apply_norm(kernels.norm(moved, weight.to(device), 1e-6)).cpu()
     assert torch.allclose(got, REFERENCE.norm(x, weight, 1e-6).x, atol=near, rtol=near)
 
 
@@ -123,7 +135,7 @@ def test_logits_of_slot_0_are_zeros(device, rows, softcap):
     slots = torch.arange(rows, device=device).int() % 3
     x[slots == 0] = torch.nan
     out = torch.full((rows, 50), torch.nan, device=device)
-    TritonKernels().logits(Normed(x, None), 1e-6, weight, slots, softcap, out)
+    TritonKernels().logits(Normed(x), LinearWeight(weight, None, 50), slots, softcap, out)
     expected = x[slots > 0] @ weight.t()
     if softcap is not None:
         expected = softcap * (expected / softcap).tanh()
@@ -140,13 +152,17 @@ def test_products_are_added_and_normed(device, rows, with_after, with_norm):
     after, norm = after if with_after else None, norm if with_norm else None
     before = torch.randn(rows, 24, device=device)
     for kernels_add, reference_add, given in (
-        (TritonKernels().linear_add_norm, REFERENCE.linear_add_norm, (x, weight, bias)),
+        (
+            TritonKernels().linear_add_norm,
+            REFERENCE.linear_add_norm,
+            (x, LinearWeight(weight, bias, 24)),
+        ),
         (TritonKernels().add_norm, REFERENCE.add_norm, (x[:, :24].contiguous(),)),
     ):
-        want, want_normed = reference_add(*given, before, after, norm, 1e-6)
-        got, normed = kernels_add(*given, before.clone(), after, norm, 1e-6)
+        want, want_normed = reference_add(*given, before, ResidualNorms(after, norm, 1e-6))
+        got, normed = kernels_add(*given, before.clone(), ResidualNorms(after, norm, 1e-6))
         assert torch.allclose(got, want, atol=1e-4)
-        assert torch.allclose(applied(normed, 1e-6), want_normed.x, atol=1e-4)
+        assert torch.allclose(apply_norm(normed), want_normed.x, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_decode", [True, False])

@@ -12,7 +12,7 @@ from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear_tma
-from slotzero.kernels.triton.linear.elementwise import add_norm, applied, cap, gated
+from slotzero.kernels.triton.linear.elementwise import add_norm, apply_norm, cap, gated
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
     BULK_ROWS,
@@ -22,7 +22,7 @@ from slotzero.kernels.triton.linear.tiles import (
     tiles_for,
     ways_for,
 )
-from slotzero.kernels.types import Normed
+from slotzero.kernels.types import LinearWeight, Normed, ResidualNorms
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64, 70, 250]
@@ -56,10 +56,14 @@ def made(rows, out, inner, device, half):
     return [torch.randn(shape, device=device).to(half) for shape in shapes.values()]
 
 
+def linear_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+    return LinearWeight(weight, bias, len(weight))
+
+
 def late(x: torch.Tensor, norm: torch.Tensor, parts: int) -> Normed:
     """As a product that cut its features into parts would leave it."""
     cuts = x.float().square().tensor_split(parts, dim=-1)
-    return Normed(x * norm, torch.stack([cut.sum(-1) for cut in cuts]))
+    return Normed(x * norm, torch.stack([cut.sum(-1) for cut in cuts]), EPS)
 
 
 def normed(x: torch.Tensor, norm: torch.Tensor, eps: float = EPS) -> torch.Tensor:
@@ -78,7 +82,7 @@ def test_linear_after_a_late_norm(device, half, rows, shape):
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
     for tile in tiles_to_try(rows, shape[1], "linear"):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
-        linear(late(x, norm, 5), EPS, weight, bias, out, tile)
+        linear(late(x, norm, 5), linear_weight(weight, bias), out, tile)
         assert close(out, expected), tile
 
 
@@ -103,7 +107,7 @@ def check_gated(device, half, rows, shape, activation, tiles) -> None:
     expected = REFERENCE.gate(*joined.chunk(2, -1), activation)
     for tile in tiles:
         out = torch.full((rows, size), torch.nan, device=device).to(half)
-        linear(late(x, norm, 1), EPS, weight, bias, out, tile, activation=activation)
+        linear(late(x, norm, 1), linear_weight(weight, bias), out, tile, activation=activation)
         assert close(out, expected), tile
 
 
@@ -115,9 +119,11 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     expected = before.float() + F.linear(x.float(), weight.float(), bias.float())
     for tile in tiles_to_try(rows, shape[1], "add"):
         residual = before.clone()
-        after = linear_add(x, weight, bias, residual, norm[0], tile)
+        after = linear_add(
+            x, linear_weight(weight, bias), residual, ResidualNorms(None, norm[0], EPS), tile
+        )
         assert close(residual, expected), tile
-        assert close(applied(after, EPS), normed(residual.float(), norm.float())), tile
+        assert close(apply_norm(after), normed(residual.float(), norm.float())), tile
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the library shares out products on a card only")
@@ -136,9 +142,11 @@ def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
     for way in ways:
         ours.choices.choose({ours.key("add", 96, 256, rows): str(way)})
         residual = before.clone()
-        _, after = ours.linear_add_norm(x, weight, bias, residual, None, norm[0], EPS)
+        _, after = ours.linear_add_norm(
+            x, linear_weight(weight, bias), residual, ResidualNorms(None, norm[0], EPS)
+        )
         assert close(residual, expected), way
-        assert close(ours.apply_norm(after, EPS), normed(residual.float(), norm.float())), way
+        assert close(ours.apply_norm(after), normed(residual.float(), norm.float())), way
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -147,7 +155,7 @@ def test_shares_of_the_library_add_up(monkeypatch, has_bias):
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     x, weight, bias, _ = made(70, 96, 256, "cpu", torch.bfloat16)
     bias = bias if has_bias else None
-    shares = kernels._in_shares(x, weight, bias, 2)
+    shares = kernels._in_shares(x, linear_weight(weight, bias), 2)
     assert shares.dtype is torch.float32 and not torch.equal(shares[0], shares[1])
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.allclose(shares.sum(0), expected, atol=1e-4)
@@ -169,7 +177,7 @@ def test_one_feature(device, half, rows):
     expected = F.linear(x.float(), weight.float(), bias.float())
     for tile in tiles_to_try(rows, 96, "linear"):
         out = torch.empty(rows, 1, device=device).to(half)
-        linear(Normed(x, None), EPS, weight, bias, out, tile)
+        linear(Normed(x), linear_weight(weight, bias), out, tile)
         assert close(out, expected), tile
 
 
@@ -184,7 +192,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(size, 48, device=device).to(half)
-            linear(late(rows, norm, 3), EPS, weight, None, out, tile)
+            linear(late(rows, norm, 3), linear_weight(weight, None), out, tile)
             outs.append(out[others])
         assert torch.equal(*outs), tile
 
@@ -197,8 +205,8 @@ def test_a_plain_row_does_not_depend_on_their_number(device, half, shape):
         outs = []
         for rows in (8, 5, 4, 2):
             out = torch.empty(rows, shape[0], device=device).to(half)
-            few = Normed(normed.x[:rows], normed.squares[:, :rows].contiguous())
-            linear(few, EPS, weight, bias, out, tile)
+            few = Normed(normed.x[:rows], normed.squares[:, :rows].contiguous(), EPS)
+            linear(few, linear_weight(weight, bias), out, tile)
             outs.append(out[:2])
         assert all(torch.equal(out, outs[0]) for out in outs), tile
 
@@ -211,7 +219,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
     expected[slots == 0] = 0
     for tile in tiles_to_try(rows, SHAPES[2][1], "linear"):
         out = torch.full((rows, SHAPES[2][0]), torch.nan, device=device)
-        linear(Normed(x, None), EPS, weight, bias, out, tile, slots=slots)
+        linear(Normed(x), linear_weight(weight, bias), out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile
         assert torch.allclose(out, expected, atol=1e-2), tile
 
@@ -251,12 +259,14 @@ def test_tiles_that_do_not_fill_the_card_are_split(
     runs = []
     for least in (64, 64, 512):
         monkeypatch.setattr(linear_tma, "LEAST_SHARE", least)
-        result = linear(Normed(x, None), EPS, weight, bias, torch.empty_like(before), tile)
+        result = linear(Normed(x), linear_weight(weight, bias), torch.empty_like(before), tile)
         assert close(result, expected)
         residual = before.clone()
-        after = linear_add(x, weight, bias, residual, norm, tile)
+        after = linear_add(
+            x, linear_weight(weight, bias), residual, ResidualNorms(None, norm, EPS), tile
+        )
         assert close(residual, before.float() + expected)
-        assert close(applied(after, EPS), normed(residual.float(), norm.float()))
+        assert close(apply_norm(after), normed(residual.float(), norm.float()))
         assert not linear_tma.arrivals().any(), "a product leaves its counts to the next"
         runs.append((result, residual))
     assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
@@ -316,11 +326,11 @@ def test_norms_beside_a_product(device, size):
     weight, after = torch.randn(2, size, device=device)
     for is_late, change_norm in itertools.product((True, False), (None, after)):
         residual = before.clone()
-        made = add_norm(residual, delta, change_norm, weight, EPS, late=is_late)
+        made = add_norm(residual, delta, ResidualNorms(change_norm, weight, EPS), late=is_late)
         change = delta if change_norm is None else normed(delta, after)
         assert torch.allclose(residual, before + change, atol=1e-5)
         assert (made.squares is not None) == is_late
-        assert torch.allclose(applied(made, EPS), normed(residual, weight), atol=1e-5)
+        assert torch.allclose(apply_norm(made), normed(residual, weight), atol=1e-5)
 
 
 @pytest.mark.parametrize("change_norm", [True, False])
@@ -328,7 +338,7 @@ def test_without_a_norm_the_residual_is_what_follows(device, change_norm):
     before, delta = torch.randn(2, 5, 72, device=device)
     after = torch.randn(72, device=device) if change_norm else None
     residual = before.clone()
-    made = add_norm(residual, delta, after, None, EPS, late=True)
+    made = add_norm(residual, delta, ResidualNorms(after, None, EPS), late=True)
     assert made.x is residual and made.squares is None
     change = delta if after is None else normed(delta, after)
     assert torch.allclose(residual, before + change, atol=1e-5)
@@ -338,7 +348,7 @@ def test_an_added_norm_is_rounded_where_the_model_rounds(device, half):
     before, delta = torch.randn(2, 5, 72, device=device).to(half)
     after, norm = torch.randn(2, 72, device=device).to(half)
     expected = before + REFERENCE.rms_norm(delta, after, EPS)
-    made = add_norm(before, delta, after, norm, EPS, late=False)
+    made = add_norm(before, delta, ResidualNorms(after, norm, EPS), late=False)
     normed = REFERENCE.rms_norm(before, norm, EPS)
     if INTERPRETED:
         assert torch.equal(before, expected)

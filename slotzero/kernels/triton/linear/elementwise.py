@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import activate, tanh
-from slotzero.kernels.types import Activation, Heads, Normed
+from slotzero.kernels.types import Activation, Heads, Normed, ResidualNorms
 
 GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
 
@@ -138,38 +138,33 @@ def norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
     """x [rows, size] under a norm"""
-    return add_norm(x, None, None, weight, eps, late)
+    return add_norm(x, None, ResidualNorms(None, weight, eps), late)
 
 
-def add_norm(
-    residual: Tensor,
-    delta: Tensor | None,
-    after: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    late: bool,
-) -> Normed:
-    """Adds delta, [rows, size] or several such or none, to the residual, in place, and norms it; if
-    late, the scale is left to others. With `after`, delta is normed first; without a weight, the
-    residual is not."""
+def add_norm(residual: Tensor, delta: Tensor | None, norms: ResidualNorms, late: bool) -> Normed:
+    """Add delta to the residual, in place, and norm the sum.
+
+    delta is [rows, size], or several of those to be added up, or None. If late, the scale of the
+    norm is deferred, see Normed.
+    """
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
-    made = Normed(residual, None)
-    if weight is not None:
+    made = Normed(residual)
+    if norms.next is not None:
         squares = torch.empty(1, rows, device=residual.device) if late else None
-        made = Normed(torch.empty_like(residual), squares)
+        made = Normed(torch.empty_like(residual), squares, norms.eps)
     launch(
-        _add_norm_kernel, (rows,), residual, delta, after, weight, *made, rows, size,
-        residual.stride(0), eps,
+        _add_norm_kernel, (rows,), residual, delta, norms.post, norms.next, made.x, made.squares,
+        rows, size, residual.stride(0), norms.eps,
         BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
         num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
     return made
 
 
-def applied(normed: Normed, eps: float) -> Tensor:
-    """The rows themselves, with the scale that was left to others"""
-    x, squares = normed
+def apply_norm(normed: Normed) -> Tensor:
+    """Return the normed rows, with the deferred scale applied."""
+    x, squares, eps = normed
     if squares is None:
         return x
     rows, size = x.shape

@@ -25,7 +25,7 @@ from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import ask, finish
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
-from slotzero.kernels.types import Activation, Normed
+from slotzero.kernels.types import Activation, LinearWeight, Normed, ResidualNorms
 
 VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of their own
 
@@ -308,9 +308,7 @@ def _shared_kernel(
 
 def linear(
     x: Normed,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
+    weight: LinearWeight,
     out: Tensor,
     tile: Tile,
     *,
@@ -319,32 +317,32 @@ def linear(
 ) -> Tensor:
     """Rows under a norm times weight [features, inner] -> out; with an activation the weight has
     gates and then values; with slots, rows of slot 0 get zeros."""
-    _launch(x, eps, weight, bias, out, tile, activation=activation, slots=slots)
+    _launch(x, weight, out, tile, activation=activation, slots=slots)
     return out
 
 
 def linear_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, tile: Tile
+    x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms, tile: Tile
 ) -> Normed:
-    """Adds x times weight to the residual, in place -> the residual, about to be normed"""
+    """Add x times weight to the residual, in place, and norm the sum with a deferred scale."""
     if tile.shares > 1:
-        return add_norm(residual, _in_shares(x, weight, bias, tile), None, norm, 0.0, late=True)
-    parts = triton.cdiv(len(weight), tile.features)
+        return add_norm(residual, _in_shares(x, weight, tile), norms, late=True)
+    parts = triton.cdiv(len(weight.data), tile.features)
     squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
-    made = Normed(torch.empty_like(residual), squares)
-    _launch(Normed(x, None), 0.0, weight, bias, residual, tile, norm=norm, made=made)
+    made = Normed(torch.empty_like(residual), squares, norms.eps)
+    _launch(Normed(x), weight, residual, tile, norm=norms.next, made=made)
     return made
 
 
-def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """[shares, rows, features] in float32, to be added up"""
+def _in_shares(x: Tensor, weight: LinearWeight, tile: Tile) -> Tensor:
+    """Return [shares, rows, features] in float32, to be added up."""
     rows, inner = x.shape
-    num_out = len(weight)
+    num_out = len(weight.data)
     out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(inner, tile.depth)
     launch(
         _shared_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
-        x, weight, bias, out, rows, num_out, x.stride(0),
+        x, weight.data, weight.bias, out, rows, num_out, x.stride(0),
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
         SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
@@ -355,9 +353,7 @@ def _in_shares(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Te
 
 def _launch(
     x: Normed,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
+    weight: LinearWeight,
     out: Tensor,
     tile: Tile,
     *,
@@ -367,7 +363,7 @@ def _launch(
     made: Normed | None = None,
 ) -> None:
     if tile.rows:
-        linear_tma.product(x, eps, weight, bias, out, tile, activation, slots, norm, made)
+        linear_tma.product(x, weight, out, tile, activation, slots, norm, made)
         return
     rows, inner = x.x.shape
     num_out = out.shape[1]
@@ -385,11 +381,11 @@ def _launch(
         side, size = min(tile.features, tile.num_warps), 4 if rows <= 4 else PLAIN_ROWS
         kernel, parts = _plain_kernel, 2048 // size
         sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
-    weighted, squares_out = made or (None, None)
+    weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
         kernel, (triton.cdiv(num_out, tile.features),),
-        x.x, weight, bias, x.squares, slots, norm, out, weighted, squares_out,
-        rows, num_out, num_parts, x.x.stride(0), out.stride(0), eps,
+        x.x, weight.data, weight.bias, x.squares, slots, norm, out, weighted, squares_out,
+        rows, num_out, num_parts, x.x.stride(0), out.stride(0), x.eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
         PARTS=parts, ACTIVATION=activation,

@@ -32,7 +32,7 @@ from slotzero.kernels.triton.launch import (
 )
 from slotzero.kernels.triton.linear.epilogue import ask, finish
 from slotzero.kernels.triton.linear.tiles import Tile
-from slotzero.kernels.types import Activation, Normed
+from slotzero.kernels.types import Activation, LinearWeight, Normed
 
 ALIGNED = 16  # bytes
 PARTS = 32  # of squares, read at a time
@@ -123,9 +123,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def product(
     x: Normed,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
+    weight: LinearWeight,
     out: Tensor,
     tile: Tile,
     activation: Activation | None,
@@ -137,20 +135,20 @@ def product(
     rows, num_out = out.shape
     each = tile.features if activation is None else tile.features // 2
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
-    split, shares = _split(tiles, weight.shape[1], tile)
+    split, shares = _split(tiles, weight.data.shape[1], tile)
     partial = arrived = None
     if shares > 1:
         size = split * shares * tile.rows * tile.features
         partial = torch.empty(size, dtype=torch.float32, device=out.device)
         arrived = arrivals()
     num_parts = 0 if x.squares is None else len(x.squares)
-    weighted, squares_out = made or (None, None)
+    weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
         _bulk_kernel, (tiles - split + split * shares,),
-        _rows(x.x, tile), _weights(weight, tile, activation is not None), weight, bias, x.squares,
-        slots, norm, out, weighted, squares_out, partial, arrived,
-        rows, num_out, num_parts, tiles - split, out.stride(0), eps,
-        INNER=weight.shape[1], FEATURES=tile.features, DEPTH=tile.depth, STAGES=tile.stages,
+        _rows(x.x, tile), _weights(weight.data, tile, activation is not None),
+        weight.data, weight.bias, x.squares, slots, norm, out, weighted, squares_out,
+        partial, arrived, rows, num_out, num_parts, tiles - split, out.stride(0), x.eps,
+        INNER=weight.data.shape[1], FEATURES=tile.features, DEPTH=tile.depth, STAGES=tile.stages,
         ROWS=tile.rows, PARTS=PARTS, ACTIVATION=activation, SHARES=shares,
         num_warps=tile.num_warps, **overlap(),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import activate
-from slotzero.kernels.types import Activation
+from slotzero.kernels.types import Activation, LinearWeight
 
 SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices that are looked at together
 PLAN_BLOCKS = 32  # what one program of `sort` finds
@@ -46,7 +46,7 @@ class Order(NamedTuple):
 
 
 @triton.jit
-def _sort_kernel(which, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sort_kernel(experts, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A program an expert, and one for nobody: it counts who stands before, and then sets down its
     own in their order."""
     may_follow(PDL)
@@ -54,12 +54,12 @@ def _sort_kernel(which, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constex
     wait_for_writer(PDL)
     before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, num, BLOCK):
-        its = tl.load(which + first + lane, mask=first + lane < num, other=expert)
+        its = tl.load(experts + first + lane, mask=first + lane < num, other=expert)
         before += (its < expert).to(tl.int32)
     place = tl.sum(before, axis=0)
     tl.store(starts + expert, place)
     for first in range(0, num, BLOCK):
-        its = tl.load(which + first + lane, mask=first + lane < num, other=-1)
+        its = tl.load(experts + first + lane, mask=first + lane < num, other=-1)
         mine = (its == expert).to(tl.int32)
         at = place + tl.cumsum(mine, axis=0) - 1
         tl.store(order + at, first + lane, mask=mine > 0)
@@ -147,7 +147,7 @@ def _product_kernel(
 
 @triton.jit
 def _add_up_kernel(
-    results, share, which, out, size, none,
+    results, routing_weights, experts, out, size, none,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
@@ -158,9 +158,9 @@ def _add_up_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
         choice = token * TOP_K + i
-        if tl.load(which + choice) < none:
+        if tl.load(experts + choice) < none:
             result = tl.load(results + choice * size + column, mask=inside, other=0.0)
-            total += result.to(tl.float32) * tl.load(share + choice).to(tl.float32)
+            total += result.to(tl.float32) * tl.load(routing_weights + choice).to(tl.float32)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -187,32 +187,35 @@ def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
 
 def gated(
     x: Tensor,  # [T, hidden]
-    weights: Tensor,  # [experts, 2 * inner, hidden]: gates and then values
-    biases: Tensor | None,
+    weights: LinearWeight,  # [experts, 2 * inner, hidden]: gates and then values
     chosen: Order,
     activation: Activation,
 ) -> Tensor:
     """-> [choices, inner], in the order of their experts"""
-    out = x.new_empty(len(chosen.order), weights.shape[1] // 2)
+    out = x.new_empty(len(chosen.order), weights.out_features // 2)
     shared = len(chosen.order) // len(x)
-    _product(x, weights, biases, chosen, out, shared, activation)
+    _product(x, weights, chosen, out, shared, activation)
     return out
 
 
-def product(x: Tensor, weights: Tensor, biases: Tensor | None, chosen: Order) -> Tensor:
+def product(x: Tensor, weights: LinearWeight, chosen: Order) -> Tensor:
     """x in the order of their experts -> [choices, features], in the order of tokens"""
-    out = x.new_empty(len(x), weights.shape[1])
-    _product(x, weights, biases, chosen, out, 1, None)
+    out = x.new_empty(len(x), weights.out_features)
+    _product(x, weights, chosen, out, 1, None)
     return out
 
 
-def add_up(results: Tensor, share: Tensor, which: Tensor, none: int) -> Tensor:
-    """results [choices, size] by share [T, top_k] -> [T, size]; a choice of none adds nothing"""
-    (tokens, top_k), size = share.shape, results.shape[1]
+def add_up(results: Tensor, routing_weights: Tensor, experts: Tensor, none: int) -> Tensor:
+    """Return [T, size]: the sum of results [choices, size], weighted by routing_weights [T, top_k].
+
+    A choice of expert `none` adds nothing.
+    """
+    (tokens, top_k), size = routing_weights.shape, results.shape[1]
     out = results.new_empty(tokens, size)
     launch(
         _add_up_kernel, (tokens, triton.cdiv(size, ADDED_BLOCK)),
-        results, share, which, out, size, none, TOP_K=top_k, BLOCK=ADDED_BLOCK, **overlap(),
+        results, routing_weights, experts, out, size, none,
+        TOP_K=top_k, BLOCK=ADDED_BLOCK, **overlap(),
     )  # fmt: skip
     return out
 
@@ -229,17 +232,16 @@ def tile_for(rows_each: float, dtype: torch.dtype, memory: int) -> Tile:
 
 def _product(
     x: Tensor,
-    weights: Tensor,
-    biases: Tensor | None,
+    weights: LinearWeight,
     chosen: Order,
     out: Tensor,
     shared: int,
     activation: Activation | None,
 ) -> None:
-    inner, num_out, tile = weights.shape[2], out.shape[1], chosen.tile
+    inner, num_out, tile = weights.data.shape[2], out.shape[1], chosen.tile
     launch(
         _product_kernel, (triton.cdiv(num_out, tile.features), len(chosen.blocks)),
-        x, weights, biases, chosen.order, chosen.blocks, out, num_out, x.stride(0),
+        x, weights.data, weights.bias, chosen.order, chosen.blocks, out, num_out, x.stride(0),
         INNER=inner, ROWS=tile.rows, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0, SHARED=shared, ACTIVATION=activation,
         PRECISION="ieee" if x.dtype is torch.float32 else None,

@@ -22,7 +22,7 @@ def _exp(x):
 
 @triton.jit
 def _route_kernel(
-    scores, correction, factors, slots, share, which, factor, scores_stride,
+    scores, correction, factors, slots, routing_weights, experts, factor, scores_stride,
     GROUPS: tl.constexpr, EACH: tl.constexpr, TOP_GROUPS: tl.constexpr, JUDGED_BY: tl.constexpr,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, KIND: tl.constexpr, IS_NORMED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHOICES: tl.constexpr, PDL: tl.constexpr,
@@ -65,7 +65,7 @@ def _route_kernel(
 
     choice, last, is_free = tl.arange(0, CHOICES), GROUPS * EACH - 1, inside
     chosen = GROUPS * EACH + choice - TOP_K  # shared ones, behind those that are chosen
-    its_share = tl.zeros([CHOICES], tl.float32)
+    its_weight = tl.zeros([CHOICES], tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(tl.max(wanted, axis=1), axis=0)
         its = tl.where((wanted == best) & is_free, expert, last)
@@ -73,26 +73,26 @@ def _route_kernel(
         is_free &= expert != its
         mine = tl.sum(tl.sum(tl.where((expert == its) & inside, score, 0.0), axis=1), axis=0)
         chosen = tl.where(choice == i, its, chosen)
-        its_share = tl.where(choice == i, mine, its_share)
+        its_weight = tl.where(choice == i, mine, its_weight)
         wanted = tl.where(expert == its, float("-inf"), wanted)
     is_chosen = choice < TOP_K
     if KIND == "softmax_of_chosen":
-        its_share = tl.where(is_chosen, its_share, float("-inf"))
-        its_share = _exp(its_share - tl.max(its_share, axis=0))
-        its_share /= tl.sum(its_share, axis=0)
-        its_share = its_share.to(scores.dtype.element_ty).to(tl.float32)  # as they are trained
+        its_weight = tl.where(is_chosen, its_weight, float("-inf"))
+        its_weight = _exp(its_weight - tl.max(its_weight, axis=0))
+        its_weight /= tl.sum(its_weight, axis=0)
+        its_weight = its_weight.to(scores.dtype.element_ty).to(tl.float32)  # as they are trained
     else:
         if IS_NORMED:
-            its_share /= tl.sum(tl.where(is_chosen, its_share, 0.0), axis=0) + 1e-20
-        its_share *= factor
+            its_weight /= tl.sum(tl.where(is_chosen, its_weight, 0.0), axis=0) + 1e-20
+        its_weight *= factor
     if factors is not None:
-        its_share *= tl.load(factors + chosen, mask=is_chosen, other=1.0).to(tl.float32)
-    its_share = tl.where(is_chosen, its_share, 1.0)
-    its_share = tl.where(is_broken, float("nan"), its_share)  # a NaN stays one
+        its_weight *= tl.load(factors + chosen, mask=is_chosen, other=1.0).to(tl.float32)
+    its_weight = tl.where(is_chosen, its_weight, 1.0)
+    its_weight = tl.where(is_broken, float("nan"), its_weight)  # a NaN stays one
     chosen = tl.where(is_real, chosen, GROUPS * EACH + SHARED)
     at, is_kept = token * (TOP_K + SHARED) + choice, choice < TOP_K + SHARED
-    tl.store(share + at, its_share, mask=is_kept)
-    tl.store(which + at, chosen, mask=is_kept)
+    tl.store(routing_weights + at, its_weight, mask=is_kept)
+    tl.store(experts + at, chosen, mask=is_kept)
 
 
 def route(
@@ -101,11 +101,11 @@ def route(
     """scores [T, experts] -> weight and index of the experts that each token chooses, [T,
     num_chosen]; one past the last for none"""
     each = shape.num_experts // shape.num_groups
-    share = torch.empty(len(scores), shape.num_chosen, device=scores.device)
-    which = torch.empty(share.shape, dtype=torch.int32, device=scores.device)
+    routing_weights = torch.empty(len(scores), shape.num_chosen, device=scores.device)
+    experts = torch.empty(routing_weights.shape, dtype=torch.int32, device=scores.device)
     launch(
         _route_kernel, (len(scores),),
-        scores, weights.correction, weights.factors, slots, share, which, shape.factor,
+        scores, weights.correction, weights.factors, slots, routing_weights, experts, shape.factor,
         scores.stride(0),
         GROUPS=shape.num_groups, EACH=each, TOP_GROUPS=shape.top_groups,
         JUDGED_BY=shape.judged_by, TOP_K=shape.top_k, SHARED=shape.num_shared, KIND=shape.scores,
@@ -113,4 +113,4 @@ def route(
         COLUMNS=triton.next_power_of_2(each), CHOICES=triton.next_power_of_2(shape.num_chosen),
         num_warps=1, **overlap(),
     )  # fmt: skip
-    return share, which
+    return routing_weights, experts
