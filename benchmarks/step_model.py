@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slotzero.distributed.ranks import ALONE, Ranks
-from slotzero.models.config import ModelConfig, parse_config
 from slotzero.models.params import Param, params_of
-from slotzero.models.shards import cut, sharded
+
+from slotzero.distributed.ranks import ALONE, Ranks
+from slotzero.models.config import ModelConfig
+from slotzero.models.families.family import parse_config
 
 HERE = Path(__file__).parent
 DATA: dict[str, Any] = json.loads((HERE / "scaling.json").read_text())
@@ -122,7 +123,7 @@ def elements(param: Param) -> int:
 
 @functools.cache
 def held(model: ModelConfig, ranks: Ranks) -> tuple[Param, ...]:
-    return tuple(cut(params_of(model), params_of(sharded(model, ranks)), ranks))
+    return tuple(cut(params_of(model), params_of(model.shard(ranks)), ranks))
 
 
 def weight_bytes(model: ModelConfig, ranks: Ranks, numbers: Numbers = OURS) -> float:
@@ -134,7 +135,7 @@ def kv_bytes(model: ModelConfig, ranks: Ranks, context: float, numbers: Numbers 
     """Of one row of a lane, on one rank"""
     return sum(
         len(g.layers) * g.heads.num_kv_heads * g.heads.row_size * _seen(g.heads.window, context)
-        for g in sharded(model, ranks).groups
+        for g in model.shard(ranks).groups
     ) * (numbers.kv)
 
 
@@ -224,7 +225,7 @@ def call_seconds(machine: Machine, call: Call, size: int) -> float:
 def spent(
     model: ModelConfig, machine: Machine, ranks: Ranks, load: Load, n: Numbers = OURS
 ) -> Spent:
-    mine = sharded(model, ranks)
+    mine = model.shard(ranks)
     lanes = ranks.num_lanes
     own_tokens, own_rows = load.tokens / lanes, load.rows / lanes
     head, mlps, others = _read(model, ranks)

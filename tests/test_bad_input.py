@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slotzero import LLM, SamplingParams
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.cli import main as cli
 from slotzero.errors import (
     CapacityError,
@@ -28,14 +28,14 @@ from slotzero.errors import (
     TokenizerMissingError,
     UnsupportedModelError,
 )
-from slotzero.models.config import parse_config
-from slotzero.models.params import expected_tensors
+from slotzero.models.families.family import parse_config
 from slotzero.models.rope import refuse_two_ropes
+from slotzero.models.tensors import expected_tensors
 from slotzero.pools import budget
 from slotzero.system.memory import Memory
 from slotzero.text.tokenizer import Tokenizer
 
-CONFIG = dict(TINY_CONFIGS["llama"])
+CONFIG = dict(tiny_configs()["llama"])
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 NO_GPU = not torch.cuda.is_available()
 
@@ -662,11 +662,11 @@ def test_a_process_ends_with_its_code_and_no_traceback(words: list[str], code: i
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", tiny_configs())
 def test_a_scaled_rope_is_used_or_refused(family: str) -> None:
     """In no family is it ignored."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-    plain = dict(TINY_CONFIGS[family])
+    plain = dict(tiny_configs()[family])
     try:
         scaled = parse_config(plain | {"rope_scaling": scaling})
     except UnsupportedModelError as error:
@@ -676,7 +676,7 @@ def test_a_scaled_rope_is_used_or_refused(family: str) -> None:
 
 
 def test_two_ropes_that_agree() -> None:
-    plain = {k: v for k, v in TINY_CONFIGS["llama"].items() if not k.startswith("rope")}
+    plain = {k: v for k, v in tiny_configs()["llama"].items() if not k.startswith("rope")}
     linear = {"rope_type": "linear", "factor": 8.0}
     for newer in (linear, {"full_attention": linear}):
         refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": linear})

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from traffic import SHAPES, draw_batch, engine_of, send
 
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 
 BACKENDS = ("cpu", "eager")
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    kinds = list(itertools.product(TINY_CONFIGS, BACKENDS, SHAPES))
+    kinds = list(itertools.product(tiny_configs(), BACKENDS, SHAPES))
     rows, start = [], time.perf_counter()
     for i, kind in enumerate(kinds):
         num_batches = args.batches * (i + 1) // len(kinds) - args.batches * i // len(kinds)

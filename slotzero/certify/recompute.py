@@ -18,9 +18,9 @@ from torch import Tensor
 
 from slotzero.executor.worker import Worker
 from slotzero.graph.backend import PlainPieces
-from slotzero.kernels.types import Normed, Rows, Tokens
+from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
-from slotzero.models.decoder import Batch, KvPages
+from slotzero.models.decoder import DecoderBatch
 from slotzero.request import Request
 from slotzero.runners.passes import LOGITS
 from slotzero.sampling.params import MAX_LOGPROBS
@@ -93,7 +93,7 @@ class Recomputation:
         tokens = Tokens(torch.full_like(positions, SLOT), positions)
         slot, first, count = (self._int32([value]) for value in (SLOT, start, end - start))
         rows = Rows(slot, first, count, count)
-        batch = Batch(tokens, self._tables.tokens, self._tables.prompt_len, rows)
+        batch = DecoderBatch(tokens, self._tables.tokens, self._tables.prompt_len, rows)
         decoder = self._worker.decoder
         return decoder.forward(batch, self._kv, PlainPieces(), states=self._states)
 
@@ -161,12 +161,12 @@ class Recomputation:
             tables[spec.name] = table
         return SamplingTables(**tables)
 
-    def _pages(self, group: str) -> KvPages:
+    def _pages(self, group: str) -> PagedKv:
         like = self._worker.registry[f"kv_{group}"]
         num_layers, _, page_size, *shape = like.shape
         num_pages = -(-len(self._text) // page_size)
         pages = like.new_zeros(num_layers, num_pages + 1, page_size, *shape)
-        return KvPages(pages, self._int32([[0] * num_pages, [*range(1, num_pages + 1)]]))
+        return PagedKv(pages, self._int32([[0] * num_pages, [*range(1, num_pages + 1)]]))
 
     def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

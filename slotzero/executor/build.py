@@ -9,7 +9,7 @@ A tensor that a CUDA graph reads is registered here or below, and never after th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -32,13 +32,14 @@ from slotzero.executor.worker import Worker
 from slotzero.graph import Ladder, Registry, Runner
 from slotzero.graph.backend import Backend, EagerBackend, backend_for
 from slotzero.kernels.contract import Kernels, kernels_for
+from slotzero.kernels.types import PagedKv
 from slotzero.kernels.types_recurrent import States
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.config import FULL, ModelConfig, parse_config
-from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.config import FULL, ModelConfig
+from slotzero.models.decoder import Decoder
+from slotzero.models.families.family import parse_config
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
-from slotzero.models.shards import sharded
 from slotzero.models.weights import DecoderWeights, Progress, load_weights, random_weights
 from slotzero.pools.budget import GroupShape
 from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
@@ -77,7 +78,7 @@ class _Memory:
     """What is allocated for requests."""
 
     tables: SlotTables
-    kv: Mapping[str, KvPages]
+    kv: Mapping[str, PagedKv]
     states: States | None
     drafter: Drafter | None
 
@@ -94,7 +95,7 @@ class _Builder:
         self._rank_group, self._ranks = rank_group, rank_group.ranks
         self._device, self._backend = choose_backend(config)
         self._whole = parse_config(checkpoint.config)
-        self._model = sharded(self._whole, self._ranks)
+        self._model = self._whole.shard(self._ranks)
         self._dtype = choose_dtype(config.dtype, self._device, checkpoint.config)
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device)
@@ -168,7 +169,7 @@ class _Builder:
         model = self._model
         routing = Routing.of(model, registry)
         if model.recurrent is not None:
-            model = replace(model, recurrent=model.recurrent.every(config.snapshot_interval))
+            model = model.with_snapshots(config.snapshot_interval)
         decoder = Decoder(model, weights, turns, kernels, routing, self._ranks)
         drafter = None
         if config.speculative is not None:
@@ -213,7 +214,7 @@ class _Builder:
             (*more, *snapshot_tables(interval, limits.max_model_len)),
         )
         kv = {
-            shape.name: KvPages(
+            shape.name: PagedKv(
                 _kv_pages(registry, shape, limits.num_pages[shape.name]),
                 tables[page_table(shape.name)],
             )

@@ -15,7 +15,8 @@ from slotzero.config import DTYPES, EngineConfig
 from slotzero.distributed.ranks import Ranks
 from slotzero.errors import ConfigError
 from slotzero.graph import Ladder
-from slotzero.models.config import KvGroup, ModelConfig
+from slotzero.models.blocks.attention import KvGroup
+from slotzero.models.config import ModelConfig
 from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
 from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.states import StateShape
@@ -215,9 +216,10 @@ def state_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     """Shape of the recurrent states; None: the model has no recurrent layers."""
     if model.recurrent is None:
         return None
-    wanted = getattr(torch, model.recurrent.state_dtype)
+    mixer = model.recurrent.mixer
+    wanted = getattr(torch, mixer.state_dtype)
     scan_dtype = dtype if device.type == "cpu" else wanted
-    return StateShape(len(model.recurrent.layers), model.recurrent.scan, dtype, scan_dtype)
+    return StateShape(len(model.recurrent.layers), mixer.scan, dtype, scan_dtype)
 
 
 def group_shapes(groups: Sequence[KvGroup], page_size: int, dtype: torch.dtype) -> list[GroupShape]:

@@ -27,8 +27,8 @@ from slotzero.executor.limits import choose_backend
 from slotzero.executor.nodes import Nodes
 from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
 from slotzero.executor.step_message import Message
-from slotzero.models.config import ModelConfig, parse_config
-from slotzero.models.shards import sharded
+from slotzero.models.config import ModelConfig
+from slotzero.models.families.family import parse_config
 from slotzero.system import child
 
 PATIENCE = 5.0  # seconds in which a rank that broke a collective has ended, and can be named
@@ -74,7 +74,7 @@ def start_ranks(
             f"tensor_parallel_size={size}: this process has an engine with several ranks already; "
             "end that one first, with its engine.rank_group.close()"
         )
-    sharded(model, Ranks(0, size, "", config.enable_expert_parallel, config.enable_dp_attention))
+    model.shard(Ranks(0, size, "", config.enable_expert_parallel, config.enable_dp_attention))
     return Rank0(config, device, task)
 
 

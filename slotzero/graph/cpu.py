@@ -110,9 +110,7 @@ class CpuBackend(Backend):
         return pieces.lines
 
 
-def _key(
-    function: Callable[..., Any], tensors: Sequence[Tensor], structure: Structure
-) -> Hashable:
+def _key(function: Callable[..., Any], tensors: Sequence[Tensor], structure: Structure) -> Hashable:
     looks = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
     return function, structure, looks
 

@@ -30,6 +30,9 @@ class ModelNames(NamedTuple):
     layer: str = "model.layers.{layer}."
 
 
+MODEL_NAMES = ModelNames()
+
+
 class MtpNames(NamedTuple):
     """Names of a multi-token prediction layer; `{layer}` counts on from the model's last layer and
     `{index}` from 0."""
@@ -41,13 +44,16 @@ class MtpNames(NamedTuple):
     join: str = "model.layers.{layer}.eh_proj"
 
 
+MTP_NAMES = MtpNames()
+
+
 @dataclass(frozen=True)
 class MtpConfig:
     """Multi-token prediction (MTP): layers behind the last that predict further tokens."""
 
     num_layers: int
     layer: DecoderLayer
-    names: MtpNames = MtpNames()
+    names: MtpNames = MTP_NAMES
 
     @property
     def group(self) -> KvGroup:
@@ -81,7 +87,7 @@ class ModelConfig:
     """Added to the stored weight of the final norm."""
     layer_embedding: LayerEmbedding | None = None
     mtp: MtpConfig | None = None
-    names: ModelNames = ModelNames()
+    names: ModelNames = MODEL_NAMES
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors in a checkpoint that the model does not read."""
 
@@ -151,5 +157,3 @@ def with_group(layer: DecoderLayer, change: Callable[[KvGroup], KvGroup]) -> Dec
             attention = replace(attention, group=change(attention.group))
             return replace(layer, mixer=replace(layer.mixer, attention=attention))
     return layer
-
-

@@ -26,7 +26,7 @@ from slotzero.kernels.types import (
 )
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, States, Trail
 from slotzero.models.blocks.attention import Attention, AttentionInputs, KvGroup
-from slotzero.models.blocks.block import BlockContext, applied
+from slotzero.models.blocks.block import BlockContext
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.moe import MoeInputs
 from slotzero.models.blocks.parallel import ParallelInputs, ParallelMixers
@@ -160,7 +160,9 @@ class Decoder:
         pieces: Pieces,
         taps: Mapping[int, Tensor],
     ) -> Normed:
-        groups = {group.name: self._group_step(group, batch, stands) for group in self.config.groups}
+        groups = {
+            group.name: self._group_step(group, batch, stands) for group in self.config.groups
+        }
         moe = self._expert_starts
         for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
             if i in taps:
@@ -216,7 +218,7 @@ class Decoder:
         num, size = block.num_layers, block.input_size
         scale = float(torch.tensor(size**0.5).to(embedded.dtype))
         own, _ = kernels.embed(batch.tokens, batch.ids, weights.embedding, scale, None, 0.0)
-        projected = kernels.linear(applied(embedded), weights.projection)
+        projected = kernels.linear(Normed(embedded), weights.projection)
         # scaled by hidden_size**-0.5 before the norm: the same as a larger eps in it
         norms = ResidualNorms(weights.norm, None, block.norm_eps * block.hidden_size)
         both, _ = kernels.add_norm(projected.view(-1, size), own.view(-1, size), norms)

@@ -160,13 +160,13 @@ class DecoderLayer:
         return {field: block for field, block in named.items() if block is not None}
 
     def shard(self, ranks: Ranks) -> "DecoderLayer":
-        return replace(self, **{f: block.shard(ranks) for f, block in self.blocks().items()})
+        parts: dict[str, Any] = {f: block.shard(ranks) for f, block in self.blocks().items()}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
 class LayerForward:
-    """A layer bound to kernels and ranks: what is compiled once for all layers that compare equal.
-    """
+    """A layer bound to kernels and ranks: what is compiled once for all layers that compare equal."""
 
     layer: DecoderLayer
     context: BlockContext

@@ -1,5 +1,6 @@
-"""The parameters of multi-token prediction (MTP) layers, which a model's checkpoint holds behind its
-last layer. Each joins a token's embedding with a hidden state and is a decoder layer like the rest.
+"""The parameters of multi-token prediction (MTP) layers, stored behind a model's last layer.
+
+Each joins a token's embedding with a hidden state and is a decoder layer like the rest.
 """
 
 from collections.abc import Mapping

@@ -58,8 +58,7 @@ class Stack:
 
 
 def layer_stacks(layers: Mapping[int, tuple[DecoderLayer, str]]) -> dict[tuple[str, Block], Stack]:
-    """Stack layers, given with their prefixes in a checkpoint; by field of LayerWeights and block.
-    """
+    """Stack layers, given with their prefixes in a checkpoint; by field of LayerWeights and block."""
     shared: dict[tuple[str, Block], list[int]] = {}
     for index, (layer, _) in layers.items():
         for field, block in layer.blocks().items():
@@ -132,7 +131,7 @@ def _flatten(path: str, params: Params) -> Iterator[tuple[str, Param]]:
 
 
 def _assemble(kind: type[Any], path: str, params: Params, get: Callable[[str], Tensor]) -> Any:
-    hints, values = get_type_hints(kind), {}
+    hints, values = get_type_hints(kind), dict[str, Any]()
     for field, value in params.items():
         name = f"{path}.{field}"
         match value:

@@ -34,9 +34,7 @@ class Vocabulary:
             residual = residual * scale
         return residual, self.kernels.norm(residual, norm, eps)
 
-    def embed_pair(
-        self, tokens: Tokens, table: Tensor, hidden: Tensor, norms: PairNorms
-    ) -> Tensor:
+    def embed_pair(self, tokens: Tokens, table: Tensor, hidden: Tensor, norms: PairNorms) -> Tensor:
         """See Kernels.embed_pair."""
         if not self.ranks.attention.is_distributed:
             return self.kernels.embed_pair(tokens, table, self.embedding, hidden, norms)

@@ -274,7 +274,9 @@ def _assemble(
         head=ends.get("head", ends["embedding"]),
         final_norm=tensors["final_norm"],
         layers=layers,
-        layer_embedding=block and Stack(block.name, block, None, None).weights(tensors, None),
+        layer_embedding=None
+        if block is None
+        else Stack(block.name, block, None, None).weights(tensors, None),
     )
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Normed, Rows, Tokens
+from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
-from slotzero.models.decoder import NO_TAPS, Batch, Decoder, KvPages
+from slotzero.models.decoder import NO_TAPS, Decoder, DecoderBatch
 from slotzero.pools.tables import SlotTables
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled
@@ -67,7 +67,7 @@ class Passes:
         decoder: Decoder,
         kernels: Kernels,
         tables: SlotTables,
-        kv: Mapping[str, KvPages],
+        kv: Mapping[str, PagedKv],
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
@@ -151,7 +151,7 @@ class Passes:
     ) -> Normed:
         slots, positions = self._token_slots[: key.tokens], self._positions[: key.tokens]
         tokens, prompt_len = self._tables["tokens"], self._tables["prompt_len"]
-        batch = Batch(Tokens(slots, positions), tokens, prompt_len, rows)
+        batch = DecoderBatch(Tokens(slots, positions), tokens, prompt_len, rows)
         return self._decoder.forward(batch, self._kv, pieces, taps, self._states)
 
     def _finish(self, key: GraphKey, normed: Normed) -> None:

@@ -18,15 +18,23 @@ from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Branches, LinearWeight, Normed, Rows, Tokens
-from slotzero.models.assistant import BACK, CENTROIDS, JOIN, ORDER, AssistantConfig, parse_assistant
+from slotzero.kernels.types import Branches, LinearWeight, Normed, PagedKv, PairNorms, Rows, Tokens
+from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.config import KvGroup, ModelConfig
-from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.config import ModelConfig
+from slotzero.models.decoder import Decoder
+from slotzero.models.families.gemma4_assistant import (
+    BACK,
+    CENTROIDS,
+    JOIN,
+    ORDER,
+    AssistantConfig,
+    parse_assistant,
+)
 from slotzero.models.param import Param, Source
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import EXPERT_STARTS, Routing
-from slotzero.models.shards import sharded
+from slotzero.models.stacks import StackedParam
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_params, load_weights
 from slotzero.pools.tables import SlotTables
@@ -38,9 +46,9 @@ from slotzero.speculative.eagle_config import GROUP, fits
 
 class AssistantWeights(NamedTuple):
     decoder: Decoder
-    join: Tensor  # packed [hidden, 2 * the target's], of an embedding and a state
-    back: Tensor  # packed [the target's hidden, hidden]
-    centroids: Tensor | None  # packed [clusters, hidden]
+    join: LinearWeight  # [hidden, 2 * the target's hidden]: an embedding and a state
+    back: LinearWeight  # [the target's hidden, hidden]
+    centroids: LinearWeight | None  # [clusters, hidden]
     cluster_of: Tensor | None  # [vocab]
 
 
@@ -50,8 +58,8 @@ def fit_assistant(checkpoint: Checkpoint, target: ModelConfig) -> AssistantConfi
     fits(name, "backbone_hidden_size", config.backbone_size, target.hidden_size)
     fits(name, "vocab_size", config.model.vocab_size, target.vocab_size)
     theirs = {group.name: group for group in target.groups}
-    groups = tuple(_reading(name, g, theirs.get(g.name)) for g in config.model.groups)
-    return replace(config, model=replace(config.model, groups=groups))
+    model = config.model.with_groups(lambda g: _reading(name, g, theirs.get(g.name)))
+    return replace(config, model=model)
 
 
 def _reading(name: str, group: KvGroup, theirs: KvGroup | None) -> KvGroup:
@@ -87,13 +95,15 @@ def load_assistant(
     hidden, theirs = model.hidden_size, target.hidden_size
     scales = [target.embedding_scale] * theirs + [1.0] * theirs  # of embeddings, as they come
     params = [
-        Param("join", "join", (Source(JOIN, hidden, column_scales=scales),), 2 * theirs),
-        Param("back", "back", (Source(BACK, theirs),), hidden),
+        StackedParam(
+            "join", Param((Source(JOIN, hidden, column_scales=scales),), 2 * theirs), None
+        ),
+        StackedParam("back", Param((Source(BACK, theirs),), hidden), None),
     ]
     cluster_of = None
     if config.num_clusters:
         source = Source(CENTROIDS, config.num_clusters)
-        params.append(Param("centroids", "centroids", (source,), hidden))
+        params.append(StackedParam("centroids", Param((source,), hidden), None))
         order = checkpoint.read(ORDER).long()
         each = torch.arange(config.num_clusters).repeat_interleave(
             model.vocab_size // config.num_clusters
@@ -111,8 +121,11 @@ def load_assistant(
         for g in model.groups
     }
     routing = Routing.of(model, registry, f"{EXPERT_STARTS}_{GROUP}")
-    decoder = Decoder(sharded(model, ranks), weights, turns, kernels, routing, ranks)
-    return AssistantWeights(decoder, read["join"], read["back"], read.get("centroids"), cluster_of)
+    decoder = Decoder(model.shard(ranks), weights, turns, kernels, routing, ranks)
+    linear = {name: LinearWeight(read[name], None, param.out_features) for name, param, _ in params}
+    return AssistantWeights(
+        decoder, linear["join"], linear["back"], linear.get("centroids"), cluster_of
+    )
 
 
 class AssistantDrafter(LogitsDrafter):
@@ -130,14 +143,14 @@ class AssistantDrafter(LogitsDrafter):
         registry: Registry,
         tables: SlotTables,
         pending: Tensor,
-        kv: Mapping[str, KvPages],  # the target's
+        kv: Mapping[str, PagedKv],  # the target's
     ) -> None:
         super().__init__(kernels, tables, pending)
         self.taps, self.writes = (target.num_layers,), weights.decoder.writes
         self._config, self._weights, self._kv = config, weights, kv
         self._vocabulary, self._size = vocabulary, target.hidden_size
         shape = len(tables["length"]), target.hidden_size
-        hidden = torch.zeros(shape, dtype=vocabulary.embedding.dtype, device=registry.device)
+        hidden = torch.zeros(shape, dtype=vocabulary.embedding.data.dtype, device=registry.device)
         self._hidden = registry.table(HIDDEN, hidden)
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
@@ -165,20 +178,19 @@ class AssistantDrafter(LogitsDrafter):
         assert state is not None
         kernels, weights, slots = self.kernels, self._weights, tokens.slots
         model, place = self._config.model, self.stand(slots)
-        pair = self._vocabulary.open_pair(
-            tokens, self.tables["tokens"], None, state, None, model.norm_eps
-        )
-        begin = kernels.linear(Normed(pair), LinearWeight(weights.join, None, model.hidden_size))
+        no_norms = PairNorms(None, None, model.norm_eps)
+        pair = self._vocabulary.embed_pair(tokens, self.tables["tokens"], state, no_norms)
+        begin = kernels.linear(Normed(pair), weights.join)
         normed = weights.decoder.forward_from(
             begin, Tokens(slots, (place - 1).clamp_min(0)), Tokens(slots, place),
             self.tables["prompt_len"], self._kv, pieces,
         )  # fmt: skip
-        state = kernels.linear(normed, LinearWeight(weights.back, None, self._size))
+        state = kernels.linear(normed, weights.back)
         logits = state.new_empty(len(slots), model.vocab_size)
         weights.decoder.logits(normed, slots, logits)
         if weights.centroids is not None and weights.cluster_of is not None:
-            num, top = self._config.num_clusters, self._config.top_clusters
-            near = kernels.linear(normed, LinearWeight(weights.centroids, None, num))
+            top = self._config.top_clusters
+            near = kernels.linear(normed, weights.centroids)
             chosen = near.topk(top, dim=-1).indices
             seen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, chosen, True)
             is_out = ~seen[:, weights.cluster_of] & (slots > 0)[:, None]

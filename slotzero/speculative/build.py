@@ -14,13 +14,18 @@ from slotzero.distributed.ranks import Ranks
 from slotzero.errors import ConfigError, TokenizerMissingError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.models.assistant import MODEL_TYPE
+from slotzero.kernels.types import PagedKv
+from slotzero.models.blocks.attention import Attention, KvGroup
+from slotzero.models.blocks.block import BlockContext
+from slotzero.models.blocks.dense_mlp import DenseMlp
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.config import KvGroup, ModelConfig, parse_config
-from slotzero.models.decoder import Decoder, Kind, KvPages
+from slotzero.models.config import ModelConfig, with_group
+from slotzero.models.decoder import Decoder
+from slotzero.models.families.family import parse_config
+from slotzero.models.families.gemma4_assistant import MODEL_TYPE
+from slotzero.models.layer import DecoderLayer, LayerForward, LayerNorms
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import EXPERT_STARTS, Routing
-from slotzero.models.shards import sharded
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_weights, random_weights
 from slotzero.pools.tables import SlotTables
@@ -35,7 +40,7 @@ from slotzero.speculative.ngram import NgramDrafter
 
 PACKAGED_HEAD = Path(__file__).parent / "heads" / DEFAULT_MODEL
 
-Make = Callable[[SlotTables, Tensor, Mapping[str, KvPages]], Drafter]
+Make = Callable[[SlotTables, Tensor, Mapping[str, PagedKv]], Drafter]
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Prepared:
         decoder: Decoder,
         registry: Registry,
         tables: SlotTables,
-        kv: Mapping[str, KvPages],
+        kv: Mapping[str, PagedKv],
         max_width: int,  # tokens of a row that are verified at once
     ) -> Drafter:
         like, most = decoder.new_hidden(0, len(self.taps)), max(max_width, MOST_PENDING)
@@ -126,16 +131,17 @@ def _mtp(settings: EngineConfig, target: Target) -> Prepared:
     layers = load_mtp(
         target.config, target.vocabulary, target.checkpoint, registry, kernels, target.dtype
     )
-    mine = sharded(target.config, target.ranks)
+    mine = target.config.shard(target.ranks)
     config = mtp_config(mine)
-    kind = Kind(mine, config.group, mine.experts, kernels, ranks=target.ranks)
-    is_sparse = mine.num_layers - 1 in mine.sparse_layers
-    routing = target.routing if is_sparse else None
+    assert mine.mtp is not None
+    bound = with_group(mine.mtp.layer, lambda group: config.group)
+    layer = LayerForward(bound, BlockContext(kernels, target.ranks))
+    routing = None if bound.moe is None else target.routing
     return Prepared(
         (config.group,),
         config.taps,
         lambda tables, pending, kv: EagleDrafter(
-            "mtp", config, kind, layers, routing, kernels, registry, tables, pending, kv[GROUP]
+            "mtp", config, layer, layers, routing, kernels, registry, tables, pending, kv[GROUP]
         ),
         shares_prefixes=num == 1,
     )
@@ -175,28 +181,23 @@ def _eagle(settings: EngineConfig, target: Target) -> Prepared:
         config, checkpoint, target.vocabulary, registry, kernels, target.dtype,
         settings.weights_seed,
     )  # fmt: skip
-    kind = Kind(_as_model(config, target.config), config.group, None, kernels)
+    layer = LayerForward(_head_layer(config), BlockContext(kernels))
     return Prepared(
         (config.group,),
         config.taps,
         lambda tables, pending, kv: EagleDrafter(
-            wanted, config, kind, [weights], None, kernels, registry, tables, pending, kv[GROUP]
+            wanted, config, layer, [weights], None, kernels, registry, tables, pending, kv[GROUP]
         ),
     )
 
 
-def _as_model(config: EagleConfig, target: ModelConfig) -> ModelConfig:
-    """What a layer of a head needs to know."""
-    return replace(
-        target,
-        intermediate_size=config.intermediate_size,
-        norm_eps=config.norm_eps,
-        activation="silu",
-        experts=None,
-        sparse_layers=(),
-        recurrent=None,
-        mlp_layers=None,
-        gates_mlp=True,
+def _head_layer(config: EagleConfig) -> DecoderLayer:
+    hidden = config.hidden_size
+    in_features = 2 * hidden if config.is_third else hidden
+    return DecoderLayer(
+        LayerNorms(hidden, config.norm_eps),
+        Attention(config.group, hidden, in_features=in_features),
+        DenseMlp(hidden, config.intermediate_size, "silu"),
     )
 
 
@@ -236,8 +237,8 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
     _require_same_tokens(config, checkpoint, target)
     _refuse_short_windows(settings, config, checkpoint)
     registry, kernels = target.registry, target.kernels
-    groups = tuple(replace(g, name=f"{GROUP}_{g.name}") for g in config.groups)
-    config = replace(config, groups=groups)
+    config = config.with_groups(lambda group: replace(group, name=f"{GROUP}_{group.name}"))
+    groups = config.groups
     for group in groups:
         for heads in group.shapes:
             kernels.refuse(heads)
@@ -259,7 +260,7 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
         g.name: registry.constant(f"rope_{g.name}", frequencies(g.rope).to(registry.device))
         for g in groups
     }
-    mine = sharded(config, target.ranks)
+    mine = config.shard(target.ranks)
     routing = Routing.of(mine, registry, f"{EXPERT_STARTS}_{GROUP}")
     decoder = Decoder(mine, weights, turns, kernels, routing, target.ranks)
     return Prepared(

@@ -17,7 +17,7 @@ from torch import Tensor
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, Rows, Tokens
-from slotzero.models.config import KvGroup
+from slotzero.models.blocks.attention import KvGroup
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
 from slotzero.sampling.params import MAX_LOGPROBS

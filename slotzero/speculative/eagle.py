@@ -21,9 +21,10 @@ from torch import Tensor
 
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Branches, LinearWeight, Normed, Rows, Tokens, standing
-from slotzero.models.decoder import Kind, KvPages
-from slotzero.models.given import Given
+from slotzero.kernels.types import Branches, Normed, PagedKv, Rows, Tokens, standing
+from slotzero.models.blocks.attention import AttentionInputs
+from slotzero.models.blocks.moe import MoeInputs
+from slotzero.models.layer import LayerForward, LayerStep
 from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.pools.tables import SlotTables
@@ -42,24 +43,24 @@ class EagleDrafter(LogitsDrafter):
         self,
         name: str,
         config: EagleConfig,
-        kind: Kind,
+        layer: LayerForward,
         layers: Sequence[HeadWeights],
         routing: Routing | None,
         kernels: Kernels,
         registry: Registry,
         tables: SlotTables,
         pending: Tensor,
-        kv: KvPages,
+        kv: PagedKv,
     ) -> None:
         super().__init__(kernels, tables, pending)
         self.name = name
         self.groups, self.taps = (config.group,), config.taps
         self.writes = () if routing is None else (routing.name,)
         self._expert_starts = None if routing is None else routing.starts
-        self._config, self._kind, self._layers, self._kv = config, kind, layers, kv
+        self._config, self._forward_layer, self._layers, self._kv = config, layer, layers, kv
         speed = frequencies(config.group.rope).to(registry.device)
         self._frequency = registry.constant(f"rope_{GROUP}", speed)
-        rows, dtype = len(tables["length"]), layers[0].fc.dtype
+        rows, dtype = len(tables["length"]), layers[0].fc.data.dtype
         self.num_turns = len(layers)
         self.states = HIDDEN, *(f"{HIDDEN}_{i}" for i in range(1, len(layers) - 1))
         self._hidden = []  # of the newest pair of each layer that another one follows
@@ -72,7 +73,7 @@ class EagleDrafter(LogitsDrafter):
         is_first = tokens.positions == self.tables[DRAFTER_LEN][tokens.slots]
         super().extend(inputs, pieces)
         if self._config.is_third:
-            hidden = self._product(hidden, self._layers[0].fc, self._layers[0].fc_bias)
+            hidden = self.kernels.linear(Normed(hidden), self._layers[0].fc)
         for layer in range(len(self._layers)):
             if layer:  # what begins a text takes nothing of the slot's last owner
                 tokens, rows = _one_before(tokens, rows)
@@ -135,24 +136,22 @@ class EagleDrafter(LogitsDrafter):
         config, weights, kernels = self._config, self._layers[layer], self.kernels
         eps, rope = config.norm_eps, config.group.rope
         after = self.tables["tokens"][:, 1 + layer :]  # by the pair's location
-        x = weights.vocabulary.open_pair(
-            tokens, after, weights.embed_norm, hidden, weights.hidden_norm, eps
-        )
+        x = weights.vocabulary.embed_pair(tokens, after, hidden, weights.norms)
         normed = Normed(x)
         if not config.is_third:
-            hidden = self._product(x, weights.fc, weights.fc_bias)
+            hidden = kernels.linear(normed, weights.fc)
             normed = kernels.norm(hidden, weights.first_norm, eps)
         plan = kernels.plan(tokens, rows, config.group.heads, branches)
         angles = kernels.rope_angles(
             standing(tokens, branches), self._frequency, rope.attention_factor
         )
-        given = Given(hidden, normed.x, normed.squares, tokens.slots, None, self._expert_starts)
-        given = given.attending(*angles, self._kv.pages[layer], self._kv.page_table)
-        hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, *plan)
-        return hidden, Normed(parts[0], parts[1], eps)
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.kernels.linear(Normed(x), LinearWeight(weight, bias, self._config.hidden_size))
+        kv, starts = PagedKv(self._kv.pages[layer], self._kv.page_table), self._expert_starts
+        moe = None if starts is None else MoeInputs(tokens.slots, starts)
+        step = LayerStep(hidden, normed, AttentionInputs(angles, kv, plan), moe, None)
+        made: tuple[Tensor, Normed] = pieces(
+            self._forward_layer.run, step, weights.layer, weights.norm
+        )
+        return made
 
     def _logits(self, layer: int, normed: Normed, slots: Tensor) -> Tensor:
         config, weights = self._config, self._layers[layer]
@@ -160,8 +159,7 @@ class EagleDrafter(LogitsDrafter):
         if weights.head is None:
             weights.vocabulary.logits(normed, slots, None, few)
         else:
-            head = LinearWeight(weights.head, None, config.draft_vocab)
-            self.kernels.logits(normed, head, slots, None, few)
+            self.kernels.logits(normed, weights.head, slots, None, few)
         return (
             few
             if weights.draft_of is None

@@ -9,8 +9,9 @@ from typing import Any
 
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.types import Heads
+from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.config import KvGroup, ModelConfig
+from slotzero.models.config import ModelConfig
 from slotzero.models.rope import parse_rope
 
 GROUP = "draft"
@@ -76,7 +77,7 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
     return EagleConfig(
         is_third=is_third,
         taps=_taps(config, target, name) if is_third else (target.num_layers,),
-        group=KvGroup(GROUP, (0,), heads, rope, False),
+        group=KvGroup(GROUP, (0,), heads, rope),
         hidden_size=target.hidden_size,
         intermediate_size=int(config["intermediate_size"]),
         norm_eps=eps,
@@ -98,9 +99,9 @@ def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     return EagleConfig(
         is_third=wanted == "eagle3",
         taps=taps,
-        group=KvGroup(GROUP, (0,), heads, rope, False),
+        group=KvGroup(GROUP, (0,), heads, rope),
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=target.mlp_size,
         norm_eps=target.norm_eps,
         vocab_size=target.vocab_size,
         draft_vocab=target.vocab_size,

@@ -11,23 +11,24 @@ from torch import Tensor
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
+from slotzero.kernels.types import LinearWeight, PairNorms, QkNorms
+from slotzero.models.blocks.attention import AttentionWeights
+from slotzero.models.blocks.dense_mlp import DenseMlpWeights
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.decoder import LAYER_WEIGHTS
+from slotzero.models.layer import LayerWeights, NormWeights
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, plain_names
 
 
 class HeadWeights(NamedTuple):
-    fc: Tensor
-    fc_bias: Tensor | None
-    layer: list[Tensor | None]  # as Kind.run takes them
-    embed_norm: Tensor | None
-    hidden_norm: Tensor | None
-    first_norm: Tensor | None  # of what `fc` made of a pair
+    fc: LinearWeight
+    layer: LayerWeights
+    norms: PairNorms  # of the two sides of a pair
+    first_norm: Tensor | None  # applied to the result of `fc`
     norm: Tensor | None  # before the vocabulary head
     vocabulary: Vocabulary  # the target's
-    head: Tensor | None  # None: the target's
-    draft_of: Tensor | None  # [vocab] int32: the head's id of each of the target's; -1: it has none
+    head: LinearWeight | None  # None: the target's
+    draft_of: Tensor | None  # [vocab] int32: the head's id of each target token; -1: it has none
 
 
 def load_head(
@@ -40,46 +41,72 @@ def load_head(
     seed: int,
 ) -> HeadWeights:
     read = _Reader(checkpoint, registry, kernels, dtype, seed)
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.group.heads
-    third = config.is_third
-    at = "midlayer" if third else "layers.0"
-    q, k, v = heads.sizes
-    layer: dict[str, Tensor | None] = dict.fromkeys(LAYER_WEIGHTS)
-    qkv = {f"{at}.self_attn.{n}_proj.weight": s for n, s in (("q", q), ("k", k), ("v", v))}
-    gate_up = {f"{at}.mlp.{n}_proj.weight": inner for n in ("gate", "up")}
-    layer["qkv"] = read.matrix("qkv", 2 * hidden if third else hidden, **qkv)
-    layer["out"] = read.matrix("out", heads.out_size, **{f"{at}.self_attn.o_proj.weight": hidden})
-    layer["mlp_norm"] = read.vector("mlp_norm", f"{at}.post_attention_layernorm.weight", hidden)
-    layer["gate_up"] = read.matrix("gate_up", hidden, **gate_up)
-    layer["down"] = read.matrix("down", inner, **{f"{at}.mlp.down_proj.weight": hidden})
-    first_norm = f"{at}.input_layernorm.weight"
-    head: Tensor | None = None
-    ids, draft_of = None, None
-    if config.draft_vocab != config.vocab_size:
-        ids = read.ids(config.draft_vocab, config.vocab_size)
-        draft_of = read.draft_of(ids, config.vocab_size)
-    if read.has("lm_head.weight"):
-        head = read.matrix("head", hidden, **{"lm_head.weight": config.draft_vocab})
-    elif ids is not None:
-        rows = target.head_of(ids.to(registry.device))
-        head = registry.constant(f"weight.{GROUP}.head", kernels.pack(rows).contiguous())
+    hidden, third, eps = config.hidden_size, config.is_third, config.norm_eps
+    prefix = "midlayer" if third else "layers.0"
+    first_norm = f"{prefix}.input_layernorm.weight"
+    layer = _load_layer(config, read, prefix)
+    head, draft_of = _load_vocabulary(config, read, target, registry, kernels)
+    fc_columns = (len(config.taps) if third else 2) * hidden
+    fc = read.matrix("fc", fc_columns, **{"fc.weight": hidden})
+    norms = PairNorms(None, None, eps)
+    if third:
+        embed_norm = read.vector("embed_norm", first_norm, hidden)
+        hidden_norm = read.vector("hidden_norm", f"{prefix}.hidden_norm.weight", hidden)
+        norms = PairNorms(embed_norm, hidden_norm, eps)
     weights = HeadWeights(
-        fc=read.matrix("fc", (len(config.taps) if third else 2) * hidden, **{"fc.weight": hidden}),
-        fc_bias=read.vector("fc_bias", "fc.bias", hidden, optional=True),
-        layer=list(layer.values()),
-        embed_norm=read.vector("embed_norm", first_norm, hidden) if third else None,
-        hidden_norm=read.vector("hidden_norm", f"{at}.hidden_norm.weight", hidden)
-        if third
-        else None,
+        fc=fc._replace(bias=read.vector("fc_bias", "fc.bias", hidden, optional=True)),
+        layer=layer,
+        norms=norms,
         first_norm=None if third else read.vector("first_norm", first_norm, hidden, optional=True),
         norm=read.vector("norm", "norm.weight", hidden) if third else None,
         vocabulary=target,
         head=head,
         draft_of=draft_of,
     )
-    # a head's embedding is a copy of the target's, and t2d says what d2t does
+    # a head's embedding is a copy of the target's, and t2d repeats what d2t says
     read.refuse_rest(frozenset({"embed_tokens.weight", "t2d"}))
     return weights
+
+
+def _load_layer(config: EagleConfig, read: "_Reader", prefix: str) -> LayerWeights:
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.group.heads
+    qkv_sizes = dict(zip("qkv", heads.sizes, strict=True))
+    qkv = {f"{prefix}.self_attn.{n}_proj.weight": size for n, size in qkv_sizes.items()}
+    out = {f"{prefix}.self_attn.o_proj.weight": hidden}
+    gate_up = {f"{prefix}.mlp.{n}_proj.weight": inner for n in ("gate", "up")}
+    down = {f"{prefix}.mlp.down_proj.weight": hidden}
+    attention = AttentionWeights(
+        read.matrix("qkv", 2 * hidden if config.is_third else hidden, **qkv),
+        read.matrix("out", heads.out_size, **out),
+        QkNorms(None, None),
+    )
+    norm = read.vector("mlp_norm", f"{prefix}.post_attention_layernorm.weight", hidden)
+    mlp = DenseMlpWeights(
+        read.matrix("gate_up", hidden, **gate_up), read.matrix("down", inner, **down)
+    )
+    return LayerWeights(NormWeights(None, None, norm, None), attention, mlp)
+
+
+def _load_vocabulary(
+    config: EagleConfig,
+    read: "_Reader",
+    target: Vocabulary,
+    registry: Registry,
+    kernels: Kernels,
+) -> tuple[LinearWeight | None, Tensor | None]:
+    """Return the head's own vocabulary head, if it has one, and its ids of the target's tokens."""
+    ids, draft_of = None, None
+    if config.draft_vocab != config.vocab_size:
+        ids = read.ids(config.draft_vocab, config.vocab_size)
+        draft_of = read.draft_of(ids, config.vocab_size)
+    if read.has("lm_head.weight"):
+        lm_head = {"lm_head.weight": config.draft_vocab}
+        return read.matrix("head", config.hidden_size, **lm_head), draft_of
+    if ids is None:
+        return None, None
+    rows = target.head_of(ids.to(registry.device))
+    packed = registry.constant(f"weight.{GROUP}.head", kernels.pack(rows).contiguous())
+    return LinearWeight(packed, None, config.draft_vocab), draft_of
 
 
 class _Reader:
@@ -102,10 +129,11 @@ class _Reader:
     def has(self, name: str) -> bool:
         return name in self._stored
 
-    def matrix(self, name: str, columns: int, **sources: int) -> Tensor:
-        """Of so many rows of each source, in order."""
+    def matrix(self, name: str, columns: int, **sources: int) -> LinearWeight:
+        """Join the rows of several sources, given by name and number of rows."""
         parts = [self._tensor(source, (rows, columns)) for source, rows in sources.items()]
-        return self._keep(name, self._kernels.pack(torch.cat(parts)))
+        packed = self._keep(name, self._kernels.pack(torch.cat(parts)))
+        return LinearWeight(packed, None, sum(sources.values()))
 
     def vector(self, name: str, source: str, size: int, *, optional: bool = False) -> Tensor | None:
         if optional and not self.has(source):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Branches, Rows, Tokens
-from slotzero.models.decoder import Batch, Decoder, KvPages
+from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
+from slotzero.models.decoder import Decoder, DecoderBatch
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative.drafter import Guess, LogitsDrafter
@@ -27,7 +27,7 @@ class ModelDrafter(LogitsDrafter):
         kernels: Kernels,
         tables: SlotTables,
         pending: Tensor,
-        kv: Mapping[str, KvPages],
+        kv: Mapping[str, PagedKv],
     ) -> None:
         super().__init__(kernels, tables, pending)
         self.groups, self.writes = decoder.config.groups, decoder.writes
@@ -53,6 +53,6 @@ class ModelDrafter(LogitsDrafter):
         self._decoder.logits(normed, tokens.slots, logits)
         return Guess(None, logits)
 
-    def _batch(self, tokens: Tokens, rows: Rows | None, branches: Branches | None) -> Batch:
+    def _batch(self, tokens: Tokens, rows: Rows | None, branches: Branches | None) -> DecoderBatch:
         tables = self.tables
-        return Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
+        return DecoderBatch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)

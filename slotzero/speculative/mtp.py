@@ -1,8 +1,8 @@
-"""Layers that a model brings to guess its own next tokens, stored behind its last: DeepSeek's MTP.
+"""A model's own multi-token prediction (MTP) layers as drafters, as in DeepSeek-V3.
 
-Each joins the embedding of a token with a hidden state, both under norms, and is a layer like the
-others. The embedding and the vocabulary head are the model's; copies that a checkpoint holds of
-them are not read.
+Each joins the embedding of a token with a hidden state, both under norms, and is a decoder layer
+like the others. The embedding and the vocabulary head are the model's; copies that a checkpoint
+holds of them are not read.
 """
 
 from dataclasses import replace
@@ -12,11 +12,10 @@ import torch
 from slotzero.errors import CorruptCheckpointError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
+from slotzero.kernels.types import PairNorms
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
-from slotzero.models.decoder import LAYER_WEIGHTS
-from slotzero.models.params import ahead_params
-from slotzero.models.shards import cut, sharded
+from slotzero.models.mtp import mtp_params, mtp_weights
 from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import load_params
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
@@ -24,13 +23,14 @@ from slotzero.speculative.eagle_weights import HeadWeights
 
 
 def mtp_config(target: ModelConfig) -> EagleConfig:
+    assert target.mtp is not None
     layers = tuple(range(target.num_mtp_layers))
     return EagleConfig(
         is_third=False,
         taps=(target.num_layers,),
-        group=replace(target.groups[-1], name=GROUP, layers=layers),
+        group=replace(target.mtp.group, name=GROUP, layers=layers),
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=target.mlp_size,
         norm_eps=target.norm_eps,
         vocab_size=target.vocab_size,
         draft_vocab=target.vocab_size,
@@ -45,31 +45,24 @@ def load_mtp(
     kernels: Kernels,
     dtype: torch.dtype,
 ) -> list[HeadWeights]:
-    layers, ranks = [], vocabulary.ranks
+    layers, ranks, names = [], vocabulary.ranks, set(checkpoint.names())
     for index in range(target.num_mtp_layers):
-        layer = target.num_layers + index
-        params = cut(
-            ahead_params(target, layer), ahead_params(sharded(target, ranks), layer), ranks
-        )
-        names = set(checkpoint.names())
-        for param in params:
-            for stored in param.stored(layer):
-                if stored.name not in names:
-                    raise CorruptCheckpointError(
-                        f"{checkpoint.name}: tensor {stored.name} is missing: the checkpoint was "
-                        "saved without the layers that guess ahead, drop --speculative mtp"
-                    )
-        read = load_params(params, checkpoint, registry, kernels, dtype, f"{GROUP}.{index}.")
-        own = {field: tensor[0] for field, tensor in read.items()}
+        params = mtp_params(target, index, ranks)
+        for stored in (stored for param in params for stored in param.stored()):
+            if stored.name not in names:
+                raise CorruptCheckpointError(
+                    f"{checkpoint.name}: tensor {stored.name} is missing: the checkpoint was "
+                    "saved without its MTP layers, drop --speculative mtp"
+                )
+        tensors = load_params(params, checkpoint, registry, kernels, dtype, f"{GROUP}.{index}.")
+        weights = mtp_weights(target, index, tensors, ranks)
         layers.append(
             HeadWeights(
-                fc=own["join"],
-                fc_bias=None,
-                layer=[own.get(field) for field in LAYER_WEIGHTS],
-                embed_norm=own["embed_norm"],
-                hidden_norm=own["hidden_norm"],
-                first_norm=own["input_norm"],
-                norm=own["norm"],
+                fc=weights.join,
+                layer=weights.layer,
+                norms=PairNorms(weights.embed_norm, weights.hidden_norm, target.norm_eps),
+                first_norm=weights.layer.norms.input,
+                norm=weights.norm,
                 vocabulary=vocabulary,
                 head=None,
                 draft_of=None,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
-from slotzero.kernels.types import Tokens
+from slotzero.kernels.types import PagedKv, Tokens
 from slotzero.kernels.types_recurrent import States, Trail
-from slotzero.models.decoder import Batch, Decoder, KvPages
+from slotzero.models.decoder import Decoder, DecoderBatch
 from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS
 from slotzero.runners.passes import LOGITS, SLOTS, DrafterInputs, views_of
 from slotzero.sampling.params import MAX_LOGPROBS
@@ -56,7 +56,7 @@ class SpeculativePasses:
         registry: Registry,
         decoder: Decoder,
         drafter: Drafter,
-        kv: Mapping[str, KvPages],
+        kv: Mapping[str, PagedKv],
         max_width: int,
         trees: Trees | None,
         states: States | None = None,
@@ -135,7 +135,7 @@ class SpeculativePasses:
             branches = kernels.branch(rows, tokens, self._trees.parents)
             after = branches.positions + (tokens.slots > 0)
         features = self._decoder.new_hidden(key.tokens, len(self._drafter.taps))
-        batch = Batch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
+        batch = DecoderBatch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
         taps = views_of(features, self._drafter.taps)
         trail = self._trail_of(key)
         normed = self._decoder.forward(batch, self._kv, pieces, taps, self._states, trail)

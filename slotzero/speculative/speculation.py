@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from slotzero.graph import Ladder, Registry, Runner
 from slotzero.graph.backend import Backend
+from slotzero.kernels.types import PagedKv
 from slotzero.kernels.types_recurrent import States, Trail
-from slotzero.models.decoder import Decoder, KvPages
+from slotzero.models.decoder import Decoder
 from slotzero.runners.results import ResultRing
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import (
@@ -41,7 +42,7 @@ class Speculation:
         registry: Registry,
         decoder: Decoder,
         drafter: Drafter,
-        kv: Mapping[str, KvPages],
+        kv: Mapping[str, PagedKv],
         tree: TreeShape | None,
         widths: Sequence[int],  # that verify drafts, ascending
         graphs: Backend,

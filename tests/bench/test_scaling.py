@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from slotzero.checkpoint.source import open_checkpoint
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.config import EngineConfig
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.executor.build import build_worker
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.step_message import Orders
 from slotzero.graph import GraphKey
-from slotzero.models.config import parse_config
-from slotzero.models.params import expected_tensors
+from slotzero.models.families.family import parse_config
+from slotzero.models.tensors import expected_tensors
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 scaling = importlib.import_module("scaling")
@@ -72,7 +72,7 @@ def test_weights_are_those_of_a_checkpoint(model):
 def test_collectives_are_those_of_a_step(tmp_path, model, spread, apart):
     ranks, rows = Counted(1, 2, "", spread, apart), 4
     even = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS[model], **even}))
+    (tmp_path / "config.json").write_text(json.dumps({**tiny_configs()[model], **even}))
     config = EngineConfig(
         model=str(tmp_path), load_format="dummy", backend="eager", max_num_seqs=rows,
         max_model_len=64, show_progress=False, kv_cache_memory=1 << 22,

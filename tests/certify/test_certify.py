@@ -20,7 +20,7 @@ from slotzero.certify.page import html
 from slotzero.certify.report import CHECKS, RULES, Cell, Certificate, Violation
 from slotzero.certify.scenario import Trial
 from slotzero.certify.scenarios import scenario_for
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.cli import main as cli
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
@@ -321,8 +321,8 @@ def test_an_assistant_without_kv_passes(run: Run) -> None:
 def test_layers_that_guess_ahead_pass(
     run: Run, monkeypatch: pytest.MonkeyPatch, num_layers: int
 ) -> None:
-    config = {**TINY_CONFIGS["deepseek-v3"], "num_nextn_predict_layers": num_layers}
-    monkeypatch.setitem(TINY_CONFIGS, "deepseek-v3", config)
+    config = {**tiny_configs()["deepseek-v3"], "num_nextn_predict_layers": num_layers}
+    monkeypatch.setitem(tiny_configs(), "deepseek-v3", config)
     words = [*small("deepseek-v3", **SMALLEST), *EAGER, *MTP, str(max(2, num_layers)), "--quick"]
     code, out, _ = run(*words, "--json", "-")
     report = json.loads(out)
@@ -333,8 +333,8 @@ def test_layers_that_guess_ahead_pass(
 def test_a_layer_that_stores_where_the_one_before_does_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {**TINY_CONFIGS["deepseek-v3"], "num_nextn_predict_layers": 2}
-    monkeypatch.setitem(TINY_CONFIGS, "deepseek-v3", config)
+    config = {**tiny_configs()["deepseek-v3"], "num_nextn_predict_layers": 2}
+    monkeypatch.setitem(tiny_configs(), "deepseek-v3", config)
     monkeypatch.setattr(eagle, "_one_before", lambda *given: given)
     code, out, _ = run(
         *small("deepseek-v3", **SMALLEST), *EAGER, *MTP, "2", "--quick", "--json", "-"

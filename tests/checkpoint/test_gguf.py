@@ -16,7 +16,7 @@ from slotzero.checkpoint.gguf_header import BLOCK_TYPES, map_file, parse_header
 from slotzero.checkpoint.gguf_names import llama3_factors, llama3_scaling
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
-from slotzero.models.params import expected_tensors
+from slotzero.models.tensors import expected_tensors
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, VOCAB = 32, 64, 4, 2, 2, 40
 LAYER = {

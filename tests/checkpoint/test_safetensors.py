@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.dummy import DummyCheckpoint, tensor_seed
 from slotzero.checkpoint.source import open_checkpoint
-from slotzero.checkpoint.tiny import TINY_CONFIGS, tiny_names
+from slotzero.checkpoint.tiny import tiny_configs, tiny_names
 from slotzero.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -23,10 +23,10 @@ from slotzero.errors import (
     UnsupportedModelError,
 )
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.params import expected_tensors
+from slotzero.models.tensors import expected_tensors
 from slotzero.text.tokenizer import Tokenizer
 
-CONFIG = dict(TINY_CONFIGS["llama"])
+CONFIG = dict(tiny_configs()["llama"])
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
 
@@ -234,7 +234,7 @@ def test_shapes_of_models_with_biases() -> None:
     assert biased["model.layers.1.self_attn.o_proj.bias"] == (64,)
     assert biased["model.layers.1.self_attn.k_proj.bias"] == (32,)
     assert biased["model.layers.1.mlp.gate_proj.bias"] == (176,)
-    qwen2 = expected_tensors(TINY_CONFIGS["qwen2"])
+    qwen2 = expected_tensors(tiny_configs()["qwen2"])
     assert "model.layers.0.self_attn.q_proj.bias" in qwen2
     assert "model.layers.0.self_attn.o_proj.bias" not in qwen2
 

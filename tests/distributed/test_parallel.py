@@ -18,12 +18,12 @@ from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.cli.main import main
-from slotzero.distributed.ranks import Ranks
+from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, ConfigError, RankLostError
 from slotzero.graph import GraphKey
-from slotzero.models.config import parse_config
-from slotzero.models.params import expected_tensors, params_of
-from slotzero.models.shards import cut, sharded
+from slotzero.models.families.family import parse_config
+from slotzero.models.stacks import model_params
+from slotzero.models.tensors import expected_tensors
 from slotzero.sampling.params import MAX_LOGPROBS
 
 SIZE = 2
@@ -260,22 +260,16 @@ def test_every_weight_is_somebodys(oracles, size):
     """The parts of all ranks are the whole."""
     for name in oracles if size == SIZE else ("llama", "gemma4", "deepseek-v2"):
         config = parse_config(json.loads(Path(oracles[name].path, "config.json").read_text()))
-        whole = params_of(config)
-        parts = [
-            cut(whole, params_of(sharded(config, Ranks(rank, size))), Ranks(rank, size))
-            for rank in range(size)
-        ]
-        for every, *mine in zip(whole, *parts, strict=True):
-            for layer in every.layers or (0,):
-                for stored, *theirs in zip(
-                    every.stored(layer), *(p.stored(layer) for p in mine), strict=True
-                ):
-                    seen = torch.zeros(stored.shape, dtype=torch.int32)
-                    for part in theirs:
-                        assert (part.name, part.shape) == (stored.name, stored.shape)
-                        seen[tuple(span.slice for span in part.spans)] += 1
-                    wanted = seen[tuple(span.slice for span in stored.spans)]
-                    assert wanted.min() >= 1, (name, every.name)
+        whole = model_params(config, ALONE)
+        parts = [model_params(config, Ranks(rank, size)) for rank in range(size)]
+        for every, *of_ranks in zip(whole, *parts, strict=True):
+            for stored, *read in zip(every.stored(), *(p.stored() for p in of_ranks), strict=True):
+                seen = torch.zeros(stored.shape, dtype=torch.int32)
+                for part in read:
+                    assert (part.name, part.shape) == (stored.name, stored.shape)
+                    seen[tuple(span.slice for span in part.spans)] += 1
+                wanted = seen[tuple(span.slice for span in stored.spans)]
+                assert wanted.min() >= 1, (name, every.name)
 
 
 def generate(llm: LLM) -> list[list[int]]:

@@ -6,7 +6,7 @@ from shadow import Shadow
 from torch.utils import _pytree
 from traced import GREEDY, Traced, prompts_of
 
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.graph.backend import OncePieces, PlainPieces
 from slotzero.kernels.contract import Kernels
 
@@ -34,7 +34,7 @@ DRAFTED = {"speculative": "draft", "speculative_model": "tiny:smollm2"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), [*((kind, {}) for kind in TINY_CONFIGS), ("smollm2", DRAFTED)]
+    ("kind", "settings"), [*((kind, {}) for kind in tiny_configs()), ("smollm2", DRAFTED)]
 )
 def test_a_rehearsal_asks_kernels_for_what_a_step_asks_for(kind, settings, monkeypatch):
     """In the same shapes, but once for equal layers."""

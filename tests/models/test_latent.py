@@ -13,9 +13,9 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as book
 
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint import fp8
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.errors import ConfigError, SlotzeroError, UnsupportedModelError
-from slotzero.models.config import parse_config
+from slotzero.models.families.family import parse_config
 
 FAMILY = ("deepseek-v2", "deepseek-v3")
 
@@ -251,7 +251,7 @@ def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_p
 )
 def test_configs_that_change_results_are_refused_by_name(kind, changes, match):
     with pytest.raises(UnsupportedModelError, match=match):
-        parse_config({**TINY_CONFIGS[kind], **changes})
+        parse_config({**tiny_configs()[kind], **changes})
 
 
 def test_fp8_weights_are_made_plain(oracles, tmp_path):

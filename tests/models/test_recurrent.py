@@ -12,12 +12,12 @@ from traffic import draw_batch, send, settings_of
 from slotzero import LLM, SamplingParams
 from slotzero.certify import mutants
 from slotzero.certify.faults import FAULTS
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.cli.main import main
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, ConfigError, UnsupportedModelError
-from slotzero.models.config import parse_config
+from slotzero.models.families.family import parse_config
 from slotzero.speculative.model import ModelDrafter
 
 TINY = [f"tiny:{family}" for family in RECURRENT]
@@ -288,6 +288,6 @@ def test_bad_settings_are_refused_by_name():
 )
 def test_configs_are_refused_by_name(model, field, value, words):
     with pytest.raises(UnsupportedModelError) as raised:
-        parse_config({**TINY_CONFIGS[model], field: value})
+        parse_config({**tiny_configs()[model], field: value})
     for word in words:
         assert word in str(raised.value)

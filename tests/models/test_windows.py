@@ -15,11 +15,11 @@ from traced import Traced, expect_equal, prompts_of
 
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.mxfp4 import dequantise
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, UnsupportedModelError
-from slotzero.models.config import parse_config
+from slotzero.models.families.family import parse_config
 from slotzero.pools.budget import Demand, GroupShape, split
 
 LENGTHS = [90, 1, 25, 130, 16, 48, 70, 7, 33]  # 9 rows
@@ -171,7 +171,7 @@ def test_a_budget_too_small_is_refused(settings, words):
 )
 def test_a_config_that_cannot_be_right_is_refused(fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
-        parse_config({**TINY_CONFIGS["gemma3"], **fields})
+        parse_config({**tiny_configs()["gemma3"], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -219,7 +219,7 @@ MIXED = {"1": {"head_dim": 40}, "4": {"head_dim": 48}, "5": {"head_dim": 40}}
 )
 def test_a_gemma4_config_that_cannot_be_right_is_refused(fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
-        parse_config({**TINY_CONFIGS["gemma4"], **fields})
+        parse_config({**tiny_configs()["gemma4"], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -237,7 +237,7 @@ GEMMA4_FIELDS = {
 @pytest.mark.parametrize("field", GEMMA4_FIELDS)
 def test_other_families_refuse_the_fields_of_gemma4(field):
     with pytest.raises(UnsupportedModelError, match=field):
-        parse_config({**TINY_CONFIGS["gemma3"], field: GEMMA4_FIELDS[field]})
+        parse_config({**tiny_configs()["gemma3"], field: GEMMA4_FIELDS[field]})
 
 
 def test_layers_that_own_no_kv_have_no_pages():
@@ -255,7 +255,7 @@ def test_layers_that_own_no_kv_have_no_pages():
 
 def test_the_older_fields_of_gemma4_say_the_same():
     """Before transformers wrote per_layer_config."""
-    config = dict(TINY_CONFIGS["gemma4"])
+    config = dict(tiny_configs()["gemma4"])
     older = {**config, "global_head_dim": 40, "num_global_key_value_heads": 1}
     del older["per_layer_config"]
     assert parse_config(older) == parse_config(config)
@@ -319,7 +319,7 @@ def test_the_text_part_of_a_model_that_sees(oracles, tmp_path):
 )
 def test_experts_that_cannot_be_right_are_refused(model, fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
-        parse_config({**TINY_CONFIGS[model], **fields})
+        parse_config({**tiny_configs()[model], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
 from slotzero import LLM
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.text.tokenizer import Tokenizer, byte_letters
 
@@ -27,7 +27,7 @@ def make_tokenizer(
 
 def write_model(folder: Path, tokenizer: Tokenizer | None, vocab_size: int = 259) -> str:
     folder.mkdir()
-    config = {**TINY_CONFIGS["llama"], "vocab_size": vocab_size}
+    config = {**tiny_configs()["llama"], "vocab_size": vocab_size}
     (folder / "config.json").write_text(json.dumps(config))
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer.to_json())

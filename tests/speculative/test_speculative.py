@@ -17,7 +17,7 @@ from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.kernels.types import LinearWeight
-from slotzero.models.config import parse_config
+from slotzero.models.families.family import parse_config
 from slotzero.speculative.build import PACKAGED_HEAD
 from slotzero.speculative.eagle_config import parse_eagle
 from slotzero.speculative.model import ModelDrafter

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.text.tokenizer import Tokenizer
 
 KEY = "only-for-tests"
@@ -171,7 +171,7 @@ def kill_a_rank(server: Server, rank: int, named: str) -> None:
 @contextmanager
 def tiny_server(folder: Path) -> Iterator[Server]:
     """Serves a random model, which it writes into the folder, under the name tiny."""
-    (folder / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
+    (folder / "config.json").write_text(json.dumps(tiny_configs()["llama"]))
     Tokenizer.bytes_tokenizer()._backend.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from slotzero.certify.start import start_engine
-from slotzero.checkpoint.tiny import TINY_CONFIGS
+from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Answer, Engine
 from slotzero.executor.limits import group_shapes
-from slotzero.models.config import parse_config
+from slotzero.models.families.family import parse_config
 from slotzero.sampling.params import SamplingParams
 
 TEXT = 256  # token ids of a tiny model that are bytes
@@ -32,7 +32,7 @@ NUM_PAGES = {"tight": 19, "wide": 57}
 def settings_of(family: str, shape: str) -> dict[str, object]:
     fields = SHAPES[shape]
     groups = group_shapes(
-        parse_config(TINY_CONFIGS[family]).groups, fields["page_size"], torch.float32
+        parse_config(tiny_configs()[family]).groups, fields["page_size"], torch.float32
     )
     longest, chunk = fields["max_model_len"], fields["max_num_batched_tokens"]
     room = {

@@ -20,8 +20,8 @@ from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Kind, Pieces, Runner
 from slotzero.graph.backend import Recording, StepFunction
 from slotzero.graph.cpu import CpuRecording
-from slotzero.models import spread
-from slotzero.models.given import Given
+from slotzero.models.blocks import expert_parallel
+from slotzero.models.layer import LayerStep
 from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
 
@@ -61,11 +61,11 @@ class _Damaging(Pieces):
         self._pieces, self._damage = pieces, damage
         self.is_done = False
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if not self.is_done:
             self._damage()
             self.is_done = True
-        return self._pieces(function, *tensors)
+        return self._pieces(function, *arguments)
 
 
 @contextmanager
@@ -323,11 +323,11 @@ class _Unpadded(Pieces):
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        at = Given._fields.index("slots")
-        slots = tensors[at]
-        assert slots is not None
-        return self._pieces(function, *tensors[:at], slots.clamp_min(1), *tensors[at + 1 :])
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        step, *rest = arguments
+        assert isinstance(step, LayerStep) and step.moe is not None
+        moe = step.moe._replace(slots=step.moe.slots.clamp_min(1))
+        return self._pieces(function, step._replace(moe=moe), *rest)
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ class GlobalCount(Fault):
 
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
-        right, runner, key = spread.share_of, case.runner, case.scenario.key
+        right, runner, key = expert_parallel.share_of, case.runner, case.scenario.key
         ranks = case.engine.worker.ranks
 
         def wrong(slots: Tensor, share: int, rank: int) -> Tensor:
@@ -368,18 +368,18 @@ class GlobalCount(Fault):
             return slots.clamp_min(1) * (place < ranks.size * (slots > 0).sum())
 
         with (
-            swapped(spread, "share_of", wrong),
+            swapped(expert_parallel, "share_of", wrong),
             recorded(runner, key, partial(runner.spec.function, key)),
         ):
             yield
 
 
-def _is_spread(case: Case) -> bool:
+def _is_expert_parallel(case: Case) -> bool:
     return case.engine.worker.ranks.expert_parallel and case.entry.per == "step"
 
 
 LAYERS: tuple[Fault, ...] = (
-    GlobalCount("global count of real tokens instead of the rank's", OUTPUT, _is_spread),
+    GlobalCount("global count of real tokens instead of the rank's", OUTPUT, _is_expert_parallel),
     RoutedPadding(
         "expert routing that counts padded rows", OUTPUT, lambda case: case.entry.per == "step"
     ),

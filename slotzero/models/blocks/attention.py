@@ -61,6 +61,9 @@ class AttentionScales(NamedTuple):
     out: float = 1.0
 
 
+NO_SCALES = AttentionScales()
+
+
 class AttentionWeights(NamedTuple):
     qkv: LinearWeight  # [sum(heads.sizes), in_size]
     out: LinearWeight  # [hidden, heads.out_size]
@@ -92,7 +95,7 @@ class Attention(Block):
     """The result is multiplied by the sigmoid of gates, which are stored with the queries."""
     values_are_keys: bool = False
     """Values are the keys before norm and rotation."""
-    scales: AttentionScales = AttentionScales()
+    scales: AttentionScales = NO_SCALES
     prefix: str = "self_attn"
     in_features: int | None = None  # None: hidden_size
 
@@ -124,7 +127,7 @@ class Attention(Block):
             "out": linear(self.heads.out_size, out, biases=out_bias, summed_over="attention"),
             "norms": self._norm_params(),
             "sinks": self._sink_param(),
-            "gate": gate and self._gate_param(gate),
+            "gate": None if gate is None else self._gate_param(gate),
         }
 
     def unread(self) -> tuple[str, ...]:

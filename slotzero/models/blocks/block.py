@@ -57,24 +57,18 @@ class BlockContext:
         """Add x times a row-parallel weight to the residual."""
         if not ranks.is_distributed:
             return self.kernels.linear_add_norm(x, weight, residual, norms)
-        part = self.kernels.linear(applied(x), weight)
+        part = self.kernels.linear(Normed(x), weight)
         return self.kernels.add_norm(sum_over(ranks, part), residual, norms)
 
     def gather_rows(self, x: Normed) -> Normed:
         """With DP attention each rank has its own rows: return those of all ranks."""
         if not self.ranks.dp_attention:
             return x
-        return applied(self.ranks.gather(self.kernels.apply_norm(x)))
-
-
-def applied(x: Tensor) -> Normed:
-    """Return rows that need no norm any more."""
-    return Normed(x, None, 0.0)
+        return Normed(self.ranks.gather(self.kernels.apply_norm(x)))
 
 
 def sum_over(ranks: Ranks, part: Tensor) -> Tensor:
-    """Sum over ranks. With DP attention, `part` has the rows of all ranks; the rank's own return.
-    """
+    """Sum over ranks. With DP attention, `part` has the rows of all ranks; the rank's own return."""
     return ranks.scatter_sum(part) if ranks.dp_attention else ranks.sum(part)
 
 

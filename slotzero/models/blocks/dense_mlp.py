@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
 from slotzero.kernels.types import Activation, LinearWeight, Normed, ResidualNorms
-from slotzero.models.blocks.block import Block, BlockContext, applied, split_evenly, sum_over
+from slotzero.models.blocks.block import Block, BlockContext, split_evenly, sum_over
 from slotzero.models.param import Params, Source, linear, side_by_side
 
 
@@ -23,6 +23,9 @@ class MlpNames(NamedTuple):
     @classmethod
     def below(cls, prefix: str) -> "MlpNames":
         return cls(f"{prefix}.up_proj", f"{prefix}.down_proj", f"{prefix}.gate_proj")
+
+
+MLP_NAMES = MlpNames()
 
 
 class DenseMlpWeights(NamedTuple):
@@ -40,7 +43,7 @@ class DenseMlp(Block):
     has_bias: bool = False
     gate_scale: float = 1.0
     down_scale: float = 1.0
-    names: MlpNames = MlpNames()
+    names: MlpNames = MLP_NAMES
     size_field: str = "intermediate_size"  # of the config, named where it cannot be split
 
     name = "mlp"
@@ -81,7 +84,7 @@ class DenseMlp(Block):
     def apply(self, context: BlockContext, x: Normed, weights: DenseMlpWeights) -> Tensor:
         """Return the MLP's result, [T, hidden], without adding it to the residual."""
         inner = self._inner(context, context.gather_rows(x), weights.gate_up)
-        return sum_over(context.ranks, context.kernels.linear(applied(inner), weights.down))
+        return sum_over(context.ranks, context.kernels.linear(Normed(inner), weights.down))
 
     def _inner(self, context: BlockContext, x: Normed, gate_up: LinearWeight) -> Tensor:
         kernels = context.kernels

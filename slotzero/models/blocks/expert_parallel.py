@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds whole experts, and tokens travel to the ranks that hold theirs.
+"""Expert parallelism: each rank holds whole experts, and tokens travel to their experts.
 
 Every rank routes its share of the tokens and sends each rank, in one all-to-all of fixed size, the
 rows that need an expert there and zeros for the others; the results come back the same way. Every
@@ -43,7 +43,7 @@ def run_expert_parallel(
     pad, first = share * among.size - num, among.rank * share
     rows = torch.stack((kernels.apply_norm(x), kernels.apply_norm(by)))
     rows = F.pad(rows, (0, 0, 0, pad))[:, first : first + share]
-    mine, by_mine = (Normed(part, None, 0.0) for part in rows)
+    mine, by_mine = (Normed(part) for part in rows)
     slots = share_of(F.pad(slots, (0, pad)), share, among.rank)
     routed = kernels.route(mine, slots, weights, shape, by_mine)
     wanted, weight, local = _address(routed, shape, ranks)

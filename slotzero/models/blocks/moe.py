@@ -40,6 +40,9 @@ class MoeNames(NamedTuple):
     """Rows of gates and of values alternate."""
 
 
+MOE_NAMES = MoeNames()
+
+
 class MoeInputs(NamedTuple):
     """A step as experts see it."""
 
@@ -51,7 +54,7 @@ class MoeInputs(NamedTuple):
 class MoeMlp(Block):
     hidden_size: int
     experts: Experts
-    names: MoeNames = MoeNames()
+    names: MoeNames = MOE_NAMES
     has_bias: bool = False
     down_scale: float = 1.0
 
@@ -154,6 +157,10 @@ class MoeMlp(Block):
                 ranks, kernels, x, by or x, slots, weights, self.experts, starts
             )
         if ranks.dp_attention:
-            x, by, slots = context.gather_rows(x), by and context.gather_rows(by), ranks.gather(slots)
+            x, by, slots = (
+                context.gather_rows(x),
+                by and context.gather_rows(by),
+                ranks.gather(slots),
+            )
         routed = kernels.route(x, slots, weights, self.experts, by)
         return sum_over(ranks, kernels.experts(routed, weights, self.experts, starts))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
 from slotzero.kernels.types import ExpertWeights, LinearWeight, Normed, ResidualNorms
-from slotzero.models.blocks.block import Block, BlockContext, applied
+from slotzero.models.blocks.block import Block, BlockContext
 from slotzero.models.blocks.dense_mlp import DenseMlp, DenseMlpWeights
 from slotzero.models.blocks.moe import MoeInputs, MoeMlp
 from slotzero.models.param import Param, Params, Source, linear, norm
@@ -50,7 +50,7 @@ class MoeWithSharedMlp(Block):
         norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
         kernels = context.kernels
-        x = applied(kernels.apply_norm(x))  # once, for all that read it
+        x = Normed(kernels.apply_norm(x))  # once, for all that read it
         shared = self.shared.apply(context, x, weights.shared)
         if weights.shared_gate is not None:
             gate = kernels.linear(x, weights.shared_gate)

@@ -1,4 +1,4 @@
-"""Attention and a recurrent mixer side by side, as in Falcon-H1: both read the same normed input."""
+"""Attention and a recurrent mixer side by side, as in Falcon-H1: both read the same input."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self

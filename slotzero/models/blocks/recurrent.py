@@ -24,6 +24,9 @@ class RecurrentScales(NamedTuple):
     out: float = 1.0
 
 
+NO_SCALES = RecurrentScales()
+
+
 class RecurrentWeights(NamedTuple):
     in_proj: LinearWeight  # [gates, channels, then dt, or a and b, hidden]
     conv: Tensor  # [channels, conv_width]
@@ -46,7 +49,7 @@ class RecurrentMixer(Block):
     in_bias: bool = False
     conv_bias: bool = False
     out_bias: bool = False
-    scales: RecurrentScales = RecurrentScales()
+    scales: RecurrentScales = NO_SCALES
 
     name = "recurrent"
     weights_type = RecurrentWeights
@@ -167,5 +170,3 @@ def _delta_sources(prefix: str, scan: Scan) -> Sequence[Source]:
     joined = [Source(f"{prefix}.in_proj_qkvz", whole, rows(*firsts[n], turn)) for n in "zqkv"]
     ba = f"{prefix}.in_proj_ba", 2 * num_groups * each
     return [*joined, *(Source(*ba, rows(first, each, 2 * each)) for first in (each, 0))]
-
-

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models.config import ModelConfig
 from slotzero.models import fields
+from slotzero.models.config import ModelConfig
 from slotzero.models.rope import refuse_two_ropes
 
 Config = Mapping[str, Any]  # config.json
@@ -91,11 +91,16 @@ def _packaged() -> Mapping[str, Family]:
     return {family.architecture: family for family in found}
 
 
+def architecture_of(model_type: str) -> str:
+    """Return the architecture of a model_type; one that is not known, as it is."""
+    known = {family.model_type: family.architecture for family in families().values()}
+    return known.get(model_type, model_type)
+
+
 def family_of(config: Config) -> Family:
     """Return the family that a config.json names."""
     known = families()
-    by_type = {family.model_type: family.architecture for family in known.values()}
-    named = by_type.get(str(config.get("model_type")), str(config.get("model_type")))
+    named = architecture_of(str(config.get("model_type")))
     architecture = (config.get("architectures") or [named])[0]
     family = known.get(architecture)
     if family is None:
@@ -119,7 +124,7 @@ def parse_config(config: Config) -> ModelConfig:
 
 def _refuse_unimplemented(config: Config, family: Family) -> None:
     method = quantization_of(config)
-    readable = {name for known in families().values() for name in known.quantization}
+    readable = readable_quantization()
     if method in readable - family.quantization:
         raise UnsupportedModelError(
             f"{family.model_type} quantised by {method} is not implemented; use the unquantised "
@@ -136,6 +141,11 @@ def _refuse_unimplemented(config: Config, family: Family) -> None:
             f"only {', '.join(sorted(readable, reverse=True))} is implemented"
         )
     refuse_two_ropes(config)
+
+
+def readable_quantization() -> frozenset[str]:
+    """Return every quant_method that some family can read."""
+    return frozenset(name for family in families().values() for name in family.quantization)
 
 
 def quantization_of(config: Config) -> str | None:

@@ -40,9 +40,7 @@ def parse(config: Config) -> ModelConfig:
     bias = bool(config.get("attention_bias", False))
     groups = kv_groups(config, names, attention_heads(config), thetas=(150000.0, 150000.0))
     mixers = {
-        name: Attention(
-            group, config["hidden_size"], qkv_bias=bias, out_bias=bias, sinks="sinks"
-        )
+        name: Attention(group, config["hidden_size"], qkv_bias=bias, out_bias=bias, sinks="sinks")
         for name, group in groups.items()
     }
     shape = experts(

@@ -26,9 +26,7 @@ def parse(config: Config) -> ModelConfig:
     heads = attention_heads(config, norms_whole=True)
     groups = kv_groups(config, names, heads, thetas=(5e5, 5e5), scales_full_only=True)
     mixers = {
-        name: Attention(
-            group, config["hidden_size"], qkv_bias=bias, out_bias=bias, qk_norm="whole"
-        )
+        name: Attention(group, config["hidden_size"], qkv_bias=bias, out_bias=bias, qk_norm="whole")
         for name, group in groups.items()
     }
     norms = pre_norms(

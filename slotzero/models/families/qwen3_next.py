@@ -54,9 +54,7 @@ def parse(config: Config) -> ModelConfig:
     ]
     num_mtp = config.get("num_nextn_predict_layers", 1) or 0
     mtp = MtpConfig(num_mtp, DecoderLayer(norms, attention, mlps[-1]), MTP_NAMES)
-    return model(
-        config, layers, norm_offset=1.0, mtp=mtp if num_mtp else None, ignored=("mtp.",)
-    )
+    return model(config, layers, norm_offset=1.0, mtp=mtp if num_mtp else None, ignored=("mtp.",))
 
 
 def _attention(config: Config, kinds: list[str]) -> Attention:

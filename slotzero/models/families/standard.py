@@ -229,7 +229,7 @@ def sigmoid_experts(config: Config, num_shared: int = 0, **more: Any) -> Experts
     )
 
 
-def expert_groups(config: Config, judged_by: int) -> dict[str, int]:
+def expert_groups(config: Config, judged_by: int) -> dict[str, Any]:
     num = config.get("n_group") or 1
     top = (config.get("topk_group") or 1) if num > 1 else 1
     routed, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")

@@ -14,9 +14,9 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.attention import decode, verify
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.types import Rows, Tokens
-from slotzero.models.config import parse_config
-from slotzero.models.decoder import Batch, Decoder, KvPages
+from slotzero.kernels.types import PagedKv, Rows, Tokens
+from slotzero.models.decoder import Decoder, DecoderBatch
+from slotzero.models.families.family import parse_config
 from slotzero.models.rope import frequencies
 from slotzero.models.weights import load_weights
 from slotzero.speculative.assistant import fit_assistant, load_assistant
@@ -113,7 +113,7 @@ class Gemma4:
         table, self.kv = self.ints([[0, 0, 0], [3, 1, 2]]), {}
         for group in model.groups:
             shape = len(group.layers), 4, 16, group.heads.num_kv_heads, group.heads.row_size
-            self.kv[group.name] = KvPages(torch.randn(shape).to(self.device), table)
+            self.kv[group.name] = PagedKv(torch.randn(shape).to(self.device), table)
         self.ids = torch.randint(256, (2, 48), dtype=torch.int32).to(self.device)
         self.begin = torch.randn(2, config.model.hidden_size).to(self.device)
         self.no_prompt = self.ints([0, 0])
@@ -124,7 +124,7 @@ class Gemma4:
     def forward(self, slots, positions, rows=None, span=0):
         tokens = Tokens(self.ints(slots), self.ints(positions))
         its_rows = rows and Rows(*(self.ints([value]) for value in rows), span=span)
-        batch = Batch(tokens, self.ids, self.no_prompt, its_rows)
+        batch = DecoderBatch(tokens, self.ids, self.no_prompt, its_rows)
         return self.target.forward(batch, self.kv, PlainPieces()).x[tokens.slots > 0].cpu()
 
     def guess(self, slots, length):
