@@ -12,12 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Piece = Tensor | None | tuple["Piece", ...]
+
+
+def leaves_of(args: tuple[Piece, ...]) -> list[Tensor | None]:
+    """Return the leaves of nested tuples, in order."""
+    leaves: list[Tensor | None] = []
+    for arg in args:
+        if isinstance(arg, tuple):
+            leaves += leaves_of(arg)
+        else:
+            leaves.append(arg)
+    return leaves
+
 
 class Pieces(ABC):
-    """Calls a pure function of tensors, as the backend sees fit."""
+    """Calls a pure function of tensors and nested tuples of them, as the backend sees fit."""
 
     @abstractmethod
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any: ...
+    def __call__(self, function: Callable[..., Any], *args: Piece) -> Any: ...
 
 
 StepFunction = Callable[[Pieces], None]
@@ -55,8 +68,8 @@ class Backend(ABC):
 
 
 class PlainPieces(Pieces):
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        return function(*tensors)
+    def __call__(self, function: Callable[..., Any], *args: Piece) -> Any:
+        return function(*args)
 
 
 class OncePieces(Pieces):
@@ -66,10 +79,11 @@ class OncePieces(Pieces):
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], Any] = {}
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        piece = (function, *(None if t is None else (t.shape, t.dtype) for t in tensors))
+    def __call__(self, function: Callable[..., Any], *args: Piece) -> Any:
+        leaves = leaves_of(args)
+        piece = (function, *(None if t is None else (t.shape, t.dtype) for t in leaves))
         if piece not in self._results:
-            self._results[piece] = function(*tensors)
+            self._results[piece] = function(*args)
         return self._results[piece]
 
 

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph.backend import Backend, Pieces, Recording, StepFunction, TraceLine
+from slotzero.graph.backend import (
+    Backend,
+    Piece,
+    Pieces,
+    Recording,
+    StepFunction,
+    TraceLine,
+    leaves_of,
+)
 from slotzero.system.cache_dir import cache_dir, writable
 
 Compiled = Callable[..., Any]
@@ -31,12 +40,13 @@ class RecordingPieces(Pieces):
         self.calls: list[tuple[Callable[..., Any], Compiled]] = []
         self._compiled: dict[tuple[Any, ...], Compiled] = {}  # by function and looks of its tensors
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        key = _looks_of(function, tensors)
+    def __call__(self, function: Callable[..., Any], *args: Piece) -> Any:
+        leaves = leaves_of(args)
+        key = _looks_of(function, leaves)
         if key not in self._compiled:
-            self._compiled[key] = compile_piece(function, tensors)
+            self._compiled[key] = compile_piece(function, args)
         self.calls.append((function, self._compiled[key]))
-        return self._compiled[key](*tensors)
+        return self._compiled[key](*leaves)
 
 
 class TracingPieces(Pieces):
@@ -46,17 +56,18 @@ class TracingPieces(Pieces):
         self.lines: list[TraceLine] = []
         self._seen: set[tuple[Any, ...]] = set()
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-        key = _looks_of(function, tensors)
+    def __call__(self, function: Callable[..., Any], *args: Piece) -> Any:
+        leaves = leaves_of(args)
+        key = _looks_of(function, leaves)
         if key not in self._seen:
             self._seen.add(key)
-            module = trace_piece(function, tensors)
+            module = trace_piece(function, args)
             self.lines += [TraceLine(line) for line in module.code.strip().splitlines()]
             for name, constant in module.named_buffers():  # baked in: memory that nobody declared
                 self.lines.append(
                     TraceLine(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),))
                 )
-        return function(*tensors)
+        return function(*args)
 
 
 class ReplayingPieces(Pieces):
@@ -65,11 +76,11 @@ class ReplayingPieces(Pieces):
     def __init__(self, calls: list[tuple[Callable[..., Any], Compiled]]) -> None:
         self._calls = iter(calls)
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Piece) -> Any:
         recorded, compiled = next(self._calls, (None, None))
         if recorded != function or compiled is None:
             raise ContractError(f"piece {function} is not the one that was recorded: {recorded}")
-        return compiled(*tensors)
+        return compiled(*leaves_of(args))
 
 
 class CpuRecording(Recording):
@@ -107,33 +118,32 @@ class CpuBackend(Backend):
         return pieces.lines
 
 
-def _looks_of(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def _looks_of(function: Callable[..., Any], tensors: list[Tensor | None]) -> tuple[Any, ...]:
     looks = ((t.shape, t.stride(), t.dtype) if t is not None else None for t in tensors)
     return function, *looks
 
 
-def trace_piece(
-    function: Callable[..., Any], tensors: tuple[Tensor | None, ...]
-) -> torch.fx.GraphModule:
+def trace_piece(function: Callable[..., Any], args: tuple[Piece, ...]) -> torch.fx.GraphModule:
     """Of the tensors that are there; the others are None for good."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def of_present(*given: Tensor) -> Any:
         rest = iter(given)
-        return function(*(None if t is None else next(rest) for t in tensors))
+        return function(*tree_map_only(Tensor, lambda _: next(rest), args))
 
     with torch.no_grad():
         module: torch.fx.GraphModule = make_fx(of_present, tracing_mode="fake")(
-            *(t for t in tensors if t is not None)
+            *(t for t in leaves_of(args) if t is not None)
         )
     return module
 
 
-def compile_piece(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) -> Compiled:
+def compile_piece(function: Callable[..., Any], args: tuple[Piece, ...]) -> Compiled:
     from torch._inductor import standalone_compile
 
+    tensors = leaves_of(args)
     present = [t for t in tensors if t is not None]
-    graph = trace_piece(function, tensors)
+    graph = trace_piece(function, args)
     with torch.no_grad():
         artifact = standalone_compile(
             graph, [*present], dynamic_shapes="from_example_inputs", options=_PATCHES

@@ -148,7 +148,7 @@ class EagleDrafter(LogitsDrafter):
         )
         given = Given(hidden, normed.x, normed.squares, tokens.slots, None, self._expert_starts)
         given = given.attending(*angles, self._kv.pages[layer], self._kv.page_table)
-        hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, *plan)
+        hidden, *parts = pieces(self._kind.run, *given, *weights.layer, weights.norm, plan)
         return hidden, Normed(parts[0], parts[1], eps)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -61,11 +61,11 @@ class _Damaging(Pieces):
         self._pieces, self._damage = pieces, damage
         self.is_done = False
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         if not self.is_done:
             self._damage()
             self.is_done = True
-        return self._pieces(function, *tensors)
+        return self._pieces(function, *args)
 
 
 @contextmanager
@@ -323,11 +323,9 @@ class _Unpadded(Pieces):
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
 
-    def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         at = Given._fields.index("slots")
-        slots = tensors[at]
-        assert slots is not None
-        return self._pieces(function, *tensors[:at], slots.clamp_min(1), *tensors[at + 1 :])
+        return self._pieces(function, *args[:at], args[at].clamp_min(1), *args[at + 1 :])
 
 
 @dataclass(frozen=True)
