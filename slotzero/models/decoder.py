@@ -6,13 +6,14 @@ sampling, and allocates nothing that outlives a step.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slotzero.distributed.ranks import ALONE, Ranks, norm_over
 from slotzero.graph import Pieces
+from slotzero.kernels.attention_plans import AttentionPlan
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import (
     Angles,
@@ -21,8 +22,10 @@ from slotzero.kernels.types import (
     ExpertWeights,
     Heads,
     LinearWeight,
+    MlaWeights,
     Normed,
-    Plan,
+    PagedKv,
+    QkNorms,
     ResidualNorms,
     Rows,
     Tokens,
@@ -95,18 +98,18 @@ class Kind:
     recurrent: Recurrent | None = None
     has_mlp: bool = True
 
-    def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def run(self, *given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """What `Given` holds, a layer's weights, the next one's norm, and the plan of attention ->
         the residual, and it under the next layer's norm."""
         inputs = Given._make(given[:NUM_GIVEN])
-        weights, (next_norm, *plan) = given[NUM_GIVEN:NUM_TENSORS], given[NUM_TENSORS:]
+        weights, (next_norm, plan) = given[NUM_GIVEN:NUM_TENSORS], given[NUM_TENSORS:]
         layer = LayerWeights(None, *weights)
         eps, residual, ranks = self.config.norm_eps, inputs.residual, self.ranks.attention
         normed = Normed(inputs.x, inputs.squares, eps)
         last = next_norm if layer.scale is None else None
         mixed = []
         if self.group is not None:
-            attended = self._attend(normed, inputs, layer, self.group, tuple(plan))
+            attended = self._attend(normed, inputs, layer, self.group, plan)
             mixed.append((attended, layer.out, layer.out_bias))
         if self.recurrent is not None:
             scanned = mix(self.kernels, ranks, normed, inputs, layer, self.recurrent)
@@ -129,13 +132,19 @@ class Kind:
         return residual, normed.x, normed.squares
 
     def _attend(
-        self, normed: Normed, inputs: Given, layer: LayerWeights, group: KvGroup, plan: Plan
+        self,
+        normed: Normed,
+        inputs: Given,
+        layer: LayerWeights,
+        group: KvGroup,
+        plan: AttentionPlan,
     ) -> Tensor:
         kernels, config = self.kernels, self.config
         heads = group.reader_heads if self.reads else group.heads
         kv_pages, page_table = inputs.kv_pages, inputs.page_table
         assert inputs.cos is not None and inputs.sin is not None and layer.qkv is not None
         assert kv_pages is not None and page_table is not None
+        kv = PagedKv(kv_pages, page_table)
         sizes, angles = heads.sizes, Angles(inputs.cos, inputs.sin)
         q_norm, k_norm, up_k, up_v = layer.q_norm, layer.k_norm, layer.up_k, layer.up_v
         if layer.q_up is not None:
@@ -145,9 +154,9 @@ class Kind:
         if heads.norms_whole and self.ranks.attention.is_distributed:
             joined = self._norm_whole(joined, q_norm, k_norm, heads)
             heads, q_norm, k_norm = replace(heads, norms_whole=False), None, None
-        if up_k is None or up_v is None or k_norm is None or heads.latent is None:
+        if up_k is None or up_v is None or k_norm is None or heads.mla is None:
             attended = kernels.attention(
-                joined, q_norm, k_norm, layer.sinks, angles, kv_pages, page_table, plan, heads
+                joined, QkNorms(q_norm, k_norm), layer.sinks, angles, kv, plan, heads
             )
             if layer.out_gate is None:
                 return attended
@@ -159,10 +168,8 @@ class Kind:
             short = kernels.norm(q, q_norm, heads.norm_eps)
             q = kernels.linear(short, LinearWeight(layer.q_up, None, heads.sizes[0]))
         shape = heads.num_heads, -1, heads.value_dim
-        return kernels.attention_latent(
-            q, k, k_norm, up_k.view(shape), up_v.view(shape),
-            angles, kv_pages, page_table, plan, heads,
-        )  # fmt: skip
+        weights = MlaWeights(k_norm, up_k.view(shape), up_v.view(shape))
+        return kernels.mla_attention(q, k, weights, angles, kv, plan, heads)
 
     def _change(
         self,
@@ -407,7 +414,7 @@ class Decoder:
                 inputs[i],
                 self._expert_starts,
             )
-            plan: Plan = ()
+            plan = None
             if kind.group is not None:
                 name = kind.group.name
                 of_group, plan = memory.kv[name], plans[name]
@@ -416,7 +423,7 @@ class Decoder:
             if kind.recurrent is not None:
                 index = kind.recurrent.index_of(i)
                 given = given.recurring(batch.tokens, batch.rows, *memory.of_layer(index))
-            residual, *parts = pieces(kind.run, *given, *layer, *plan)
+            residual, *parts = pieces(kind.run, *given, *layer, plan)
             normed = Normed(parts[0], parts[1], config.norm_eps)
         if len(self._layers) in taps:
             taps[len(self._layers)].copy_(kernels.apply_norm(normed))

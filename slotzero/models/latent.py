@@ -1,11 +1,11 @@
-"""What a config says of latent heads: see kernels/types.py, Latent."""
+"""What a config says of latent heads: see kernels/types.py, MlaShape."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.kernels.types import Heads, Latent
+from slotzero.kernels.types import Heads, MlaShape
 from slotzero.models.fields import positive
 from slotzero.models.rope import RopeConfig, correction, parse_rope
 
@@ -40,6 +40,6 @@ def latent_heads(config: Mapping[str, Any], max_position: int) -> tuple[Heads, R
         value_dim=rank,
         norm_eps=NORM_EPS,
         scale=(plain + turned) ** -0.5 * correction(config, rope) ** 2,
-        latent=Latent(plain, turned, positive(config, "v_head_dim")),
+        mla=MlaShape(plain, turned, positive(config, "v_head_dim")),
     )
     return heads, rope

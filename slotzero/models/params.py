@@ -150,7 +150,7 @@ def _layer_ends(params: LayerParams, config: ModelConfig) -> None:
 
 def _attention(config: ModelConfig, group: KvGroup, reads: bool = False) -> list[Param]:
     """Of layers that own KV, or of those that read it."""
-    if group.heads.latent is not None:
+    if group.heads.mla is not None:
         return _latent_attention(config, group)
     hidden, heads = config.hidden_size, group.reader_heads if reads else group.heads
     suffix = "" if group is config.groups[0] else f"_{group.name}"
@@ -210,7 +210,7 @@ def _with_gates(q: Source, order: Sequence[int] | None, heads: Heads) -> tuple[S
 
 
 def _latent_attention(config: ModelConfig, group: KvGroup) -> list[Param]:
-    heads, latent, hidden = group.heads, group.heads.latent, config.hidden_size
+    heads, latent, hidden = group.heads, group.heads.mla, config.hidden_size
     assert latent is not None
     plain, turned, rank = latent.nope_dim, latent.rope_dim, heads.value_dim
     params, (q_size, k_size, _) = LayerParams(group.layers), heads.sizes

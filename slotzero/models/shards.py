@@ -86,7 +86,7 @@ def _part_of_group(group: KvGroup, size: int) -> KvGroup:
 
 def _part_of_heads(heads: Heads, size: int) -> Heads:
     kv = heads.num_kv_heads
-    if heads.latent is None and kv % size and size % kv:
+    if heads.mla is None and kv % size and size % kv:
         raise ConfigError(
             f"{FLAG}={size}: {kv} KV heads can be neither split over the ranks nor shared by "
             "equally many; choose a divisor or a multiple"
