@@ -237,7 +237,7 @@ def spent(
     products = product(head, own_rows)
     products += product(mlps, load.tokens) + product(others, own_tokens)
     products += _expert_seconds(mine, machine, ranks, load.tokens, n)
-    num_latent = sum(len(g.layers) for g in mine.groups if g.heads.latent)
+    num_latent = sum(len(g.layers) for g in mine.groups if g.heads.mla)
     fixed = model.num_layers * machine.layer + num_latent * machine.latent_layer
     fixed += len(model.sparse_layers) * machine.expert_layer
     exchange = sum(call_seconds(machine, c, ranks.size) for c in calls(model, ranks, load, n))
@@ -277,7 +277,7 @@ def _attention_seconds(
 ) -> float:
     total = 0.0
     for group in mine.groups:
-        heads, latent = group.heads, group.heads.latent
+        heads, latent = group.heads, group.heads.mla
         seen = _seen(heads.window, load.context)
         if load.is_prompt:
             size = heads.head_dim + heads.value_dim

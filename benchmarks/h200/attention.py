@@ -17,7 +17,7 @@ from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
 from slotzero.kernels.triton.attention import decode, decode_stream_k
 from slotzero.kernels.triton.launch import compiling_ahead
-from slotzero.kernels.types import Angles, Heads
+from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
@@ -76,7 +76,7 @@ class Case:
         self.joined = torch.randn(rows, sum(self.heads.sizes), device=DEVICE, dtype=DTYPE)
         angle = torch.rand(rows, 1, dim // 2, device=DEVICE) * 6
         self.angles = Angles(angle.cos(), angle.sin())
-        self.norms = tuple(torch.rand(2, dim, device=DEVICE, dtype=DTYPE) + 0.5)
+        self.norms = QkNorms(*(torch.rand(2, dim, device=DEVICE, dtype=DTYPE) + 0.5))
         self.pages_shape = used + 1, PAGE, kv_heads, 2 * dim
         self.num_bytes = int((lengths - 1).sum()) * kv_heads * 2 * dim * 2
         self.expected: torch.Tensor | None = None
@@ -93,7 +93,13 @@ class Case:
         def attend() -> torch.Tensor:
             for kv in pages:
                 out = module.attend(
-                    self.joined, *self.norms, None, self.angles, kv, self.table, plan, self.heads
+                    self.joined,
+                    self.norms,
+                    None,
+                    self.angles,
+                    PagedKv(kv, self.table),
+                    plan,
+                    self.heads,
                 )
             return out
 

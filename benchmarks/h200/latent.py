@@ -9,7 +9,7 @@ and of the vocabulary, what one of eight cards would have. The limit is to read 
 KV once. `kv_of_limit` is of the KV alone: how much longer the step takes than with an almost empty
 context.
 
-Prefill is `attention_latent` of one layer over one row: tokens, and behind a + what is stored of it
+Prefill is `mla_attention` of one layer over one row: tokens, and behind a + what is stored of it
 before. Each form is timed over the same numbers, its products included; its TFLOP/s are of its own
 arithmetic, and `differ` is how far the two results are apart. Prints a line each, then one of JSON.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from slotzero.bench.clock import device_seconds
 from slotzero.kernels.triton.attention import mla_prefill
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.types import Heads, Latent, Rows, Tokens
+from slotzero.kernels.types import Heads, MlaShape, MlaWeights, PagedKv, Rows, Tokens
 
 LAYERS, REPEATS, SHORT = 4, 7, 16
 CONFIG = {
@@ -153,17 +153,18 @@ class Chunk:
 
     def __init__(self, num_heads: int, tokens: int, before: int) -> None:
         size, self.tokens, self.before = TURNED + LATENT, tokens, before
-        shape = Latent(PLAIN, TURNED, RESULT)
-        self.heads = Heads(num_heads, 1, size, LATENT, 1e-6, (PLAIN + TURNED) ** -0.5, latent=shape)
+        shape = MlaShape(PLAIN, TURNED, RESULT)
+        self.heads = Heads(num_heads, 1, size, LATENT, 1e-6, (PLAIN + TURNED) ** -0.5, mla=shape)
         pages = -(-(before + tokens) // PAGE)
         table = torch.zeros(2, pages, dtype=torch.int32, device=DEVICE)
         table[1] = torch.randperm(pages, device=DEVICE) + 1
-        self.weights = [
-            noise(tokens, num_heads * (PLAIN + TURNED)), noise(tokens, size), noise(LATENT),
+        self.q, self.k = noise(tokens, num_heads * (PLAIN + TURNED)), noise(tokens, size)
+        self.weights = MlaWeights(
+            noise(LATENT),
             noise(num_heads, PLAIN, LATENT) * LATENT**-0.5,
             noise(num_heads, RESULT, LATENT) * LATENT**-0.5,
-        ]  # fmt: skip
-        self.pages = noise(pages + 1, PAGE, 1, size), table
+        )
+        self.kv = PagedKv(noise(pages + 1, PAGE, 1, size), table)
         columns = torch.zeros(4, ROWS, dtype=torch.int32, device=DEVICE)
         columns[:, 0] = torch.tensor([1, before, tokens, tokens], device=DEVICE)
         columns[3] = tokens
@@ -177,7 +178,9 @@ class Chunk:
         plan = kernels.plan(self.places, self.rows, self.heads)
 
         def call() -> Tensor:
-            return kernels.attention_latent(*self.weights, angles, *self.pages, plan, self.heads)
+            return kernels.mla_attention(
+                self.q, self.k, self.weights, angles, self.kv, plan, self.heads
+            )
 
         out = call().float()
         return device_seconds(call, lambda: None, REPEATS, DEVICE, lead=0.05), out

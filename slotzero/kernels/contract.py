@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import AttentionPlan
 from slotzero.kernels.contract_recurrent import RecurrentKernels
 from slotzero.kernels.contract_speculation import SpeculationKernels
 from slotzero.kernels.types import (
@@ -25,9 +26,11 @@ from slotzero.kernels.types import (
     ExpertWeights,
     Heads,
     LinearWeight,
+    MlaWeights,
     Normed,
+    PagedKv,
     PairNorms,
-    Plan,
+    QkNorms,
     ResidualNorms,
     Routed,
     Rows,
@@ -76,7 +79,7 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         rows: Rows | None,
         heads: Heads,
         branches: Branches | None = None,
-    ) -> Plan:
+    ) -> AttentionPlan:
         """What `attention` needs to know of a step, once for all layers.
 
         Without rows, every token is a row of its own: a decode step, which has no branches.
@@ -180,15 +183,12 @@ class Kernels(SpeculationKernels, RecurrentKernels):
     @abstractmethod
     def attention(
         self,
-        joined: Tensor,  # [T, sum(heads.sizes)]: q, k and v of each token
-        q_norm: Tensor | None,  # [head_dim], or of all heads
-        k_norm: Tensor | None,
-        sinks: Tensor
-        | None,  # [heads]: a score that takes its share of the softmax and adds nothing
+        qkv: Tensor,  # [T, sum(heads.sizes)]: q, k and v of each token
+        norms: QkNorms,
+        sinks: Tensor | None,  # [heads]: scores that take part in the softmax and add no value
         angles: Angles,
-        kv_pages: Tensor,  # [pages, page_size, kv_heads, row_size]: a key, its value
-        page_table: Tensor,  # [slots + 1, pages_per_slot]
-        plan: Plan,
+        kv: PagedKv,
+        plan: AttentionPlan,
         heads: Heads,
     ) -> Tensor:
         """Norms and rotates q and k, stores k and v at each token's position, and attends to the
@@ -197,17 +197,14 @@ class Kernels(SpeculationKernels, RecurrentKernels):
         alone, and find their own position stored."""
 
     @abstractmethod
-    def attention_latent(
+    def mla_attention(
         self,
-        q: Tensor,  # [T, heads * (plain + turned)]
-        k: Tensor,  # [T, turned + latent], before norm and turn
-        k_norm: Tensor,  # [latent]
-        up_k: Tensor,  # [heads, plain, latent]
-        up_v: Tensor,  # [heads, result, latent]
+        q: Tensor,  # [T, heads * (nope_dim + rope_dim)]
+        k: Tensor,  # [T, rope_dim + latent], before norm and rope
+        weights: MlaWeights,
         angles: Angles,  # of rope_dim
-        kv_pages: Tensor,  # [pages, page_size, 1, row_size]
-        page_table: Tensor,
-        plan: Plan,
+        kv: PagedKv,
+        plan: AttentionPlan,
         heads: Heads,
     ) -> Tensor:
         """`attention` of latent heads: norms the latent, turns what is turned, stores the row and

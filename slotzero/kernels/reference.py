@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.kernels.attention_plans import TorchPlan
 from slotzero.kernels.torch_ops import TorchKernels
-from slotzero.kernels.types import Branches, Heads, LinearWeight
+from slotzero.kernels.types import Heads, LinearWeight, PagedKv, Tokens
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 from slotzero.tree_shape import MAX_PLACES
@@ -43,28 +44,24 @@ class ReferenceKernels(TorchKernels):
         self,
         k: Tensor,
         v: Tensor,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        kv: PagedKv,
+        tokens: Tokens,
     ) -> None:
-        page_size = kv_pages.shape[1]
+        (slots, positions), page_size = tokens, kv.pages.shape[1]
         real = slots > 0  # a data-dependent shape: this reference is for eager use only
         slots, positions = slots[real], positions[real]
-        pages = page_table[slots, positions // page_size]
-        kv_pages[pages, positions % page_size] = torch.cat((k, v), dim=-1)[real]
+        pages = kv.page_table[slots, positions // page_size]
+        kv.pages[pages, positions % page_size] = torch.cat((k, v), dim=-1)[real]
 
     def attend(
         self,
         q: Tensor,
         sinks: Tensor | None,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        kv: PagedKv,
+        plan: TorchPlan,
         heads: Heads,
-        branches: Branches | None = None,
     ) -> Tensor:
+        (slots, positions), branches = plan
         # One token at a time keeps memory small; the host read is why this is for eager use only.
         parts = [q.new_zeros(heads.num_heads, heads.value_dim)] * len(q)
         for t, position in enumerate(positions.tolist()):
@@ -74,22 +71,21 @@ class ReferenceKernels(TorchKernels):
                 else:
                     base, bits, stands = (int(part[t]) for part in branches)
                     seen = _branch(position, base, bits, stands, heads)
-                pages = page_table[slots[t]]
-                parts[t] = self._attend_one(q[t], sinks, kv_pages, pages, seen.to(q.device), heads)
+                stored = PagedKv(kv.pages, kv.page_table[slots[t]])
+                parts[t] = self._attend_one(q[t], sinks, stored, seen.to(q.device), heads)
         return torch.stack(parts)
 
     def _attend_one(
         self,
         q: Tensor,
         sinks: Tensor | None,
-        kv_pages: Tensor,
-        pages: Tensor,
+        kv: PagedKv,
         seen: Tensor,
         heads: Heads,
     ) -> Tensor:
         """q [heads, head_dim] over these positions of the slot with these pages"""
-        page_size = kv_pages.shape[1]
-        stored = kv_pages[pages[seen // page_size], seen % page_size]
+        page_size = kv.pages.shape[1]
+        stored = kv.pages[kv.page_table[seen // page_size], seen % page_size]
         stored = stored.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
         k, v = stored[..., : heads.head_dim], stored[..., -heads.value_dim :]  # [context, heads, .]
         scores = torch.einsum("hd,chd->hc", q, k).float() * heads.scale

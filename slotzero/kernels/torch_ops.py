@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.kernels.attention_plans import AttentionPlan, TorchPlan
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.torch_recurrent import TorchRecurrent
 from slotzero.kernels.torch_speculation import TorchSpeculation
 from slotzero.kernels.types import (
-    NO_BRANCHES,
     Activation,
     Angles,
     Branches,
@@ -24,9 +24,11 @@ from slotzero.kernels.types import (
     ExpertWeights,
     Heads,
     LinearWeight,
+    MlaWeights,
     Normed,
+    PagedKv,
     PairNorms,
-    Plan,
+    QkNorms,
     ResidualNorms,
     Routed,
     Rows,
@@ -82,10 +84,8 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         self,
         k: Tensor,  # [T, kv_heads, head_dim]
         v: Tensor,  # [T, kv_heads, value_dim]
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,  # [T]
-        positions: Tensor,  # [T]
+        kv: PagedKv,
+        tokens: Tokens,
     ) -> None:
         """Writes k and v of every token at its position; tokens of slot 0 write nothing."""
 
@@ -94,12 +94,9 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         self,
         q: Tensor,  # [T, heads, head_dim]
         sinks: Tensor | None,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        kv: PagedKv,
+        plan: TorchPlan,
         heads: Heads,
-        branches: Branches | None = None,
     ) -> Tensor:
         """-> [T, heads, value_dim]; each token attends to its own position and those before it, the
         last `window` of them, or those of its branch; slot 0 gets zeros."""
@@ -126,10 +123,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         rows: Rows | None,
         heads: Heads,
         branches: Branches | None = None,
-    ) -> Plan:
+    ) -> AttentionPlan:
         if branches is not None:
             branches.check(tokens, rows)
-        return *tokens, *(branches or NO_BRANCHES)
+        return TorchPlan(tokens, branches)
 
     def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         angle = (tokens.positions[:, None].float() * frequency)[:, None]
@@ -219,28 +216,24 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
 
     def attention(
         self,
-        joined: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
+        qkv: Tensor,
+        norms: QkNorms,
         sinks: Tensor | None,
         angles: Angles,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        plan: Plan,
+        kv: PagedKv,
+        plan: AttentionPlan,
         heads: Heads,
     ) -> Tensor:
-        slots, positions, branches = _planned(plan)
-        q, k, v = torch.split(joined, [*heads.sizes], dim=-1)
-        q = self._rotated(q, q_norm, angles, heads)
+        assert isinstance(plan, TorchPlan)
+        q, k, v = torch.split(qkv, [*heads.sizes], dim=-1)
+        q = self._rotated(q, norms.q, angles, heads)
         if heads.stores:
-            k = self._rotated(k, k_norm, angles, heads)
-            v = v.contiguous().view(len(joined), -1, heads.value_dim)
+            k = self._rotated(k, norms.k, angles, heads)
+            v = v.contiguous().view(len(qkv), -1, heads.value_dim)
             if heads.norms_values:
                 v = self.rms_norm(v, None, heads.norm_eps)
-            self.store_kv(k, v, kv_pages, page_table, slots, positions)
-        return self.attend(
-            q, sinks, kv_pages, page_table, slots, positions, heads, branches
-        ).flatten(1)
+            self.store_kv(k, v, kv, plan.tokens)
+        return self.attend(q, sinks, kv, plan, heads).flatten(1)
 
     def _rotated(self, x: Tensor, norm: Tensor | None, angles: Angles, heads: Heads) -> Tensor:
         """Queries or keys, [T, size] -> [T, heads, head_dim], under their norm and rotated"""
@@ -291,32 +284,28 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
             by_expert = by_expert / (ordered_sum(by_expert, 1)[:, None] + 1e-20)
         return by_expert * shape.factor, chosen
 
-    def attention_latent(
+    def mla_attention(
         self,
         q: Tensor,
         k: Tensor,
-        k_norm: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
+        weights: MlaWeights,
         angles: Angles,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        plan: Plan,
+        kv: PagedKv,
+        plan: AttentionPlan,
         heads: Heads,
     ) -> Tensor:
-        assert heads.latent is not None
-        slots, positions, branches = _planned(plan)
-        plain, turned = heads.latent.nope_dim, heads.latent.rope_dim
-        queries = q.view(len(q), -1, plain + turned)
-        straight, turning = queries[..., :plain], queries[..., plain:]
-        key, latent = k[:, None, :turned], k[:, None, turned:]
-        latent = self.rms_norm(latent, k_norm, heads.norm_eps)
-        row = torch.cat((rotate(key, *angles), latent), dim=-1)
-        self.store_kv(row, row[..., :0], kv_pages, page_table, slots, positions)
-        brought = self.per_head_product(straight, up_k, transposed=False)
-        q = torch.cat((rotate(turning, *angles), brought), dim=-1)
-        seen = self.attend(q, None, kv_pages, page_table, slots, positions, heads, branches)
-        return self.per_head_product(seen, up_v, transposed=True).flatten(1)
+        assert heads.mla is not None and isinstance(plan, TorchPlan)
+        nope_dim, rope_dim = heads.mla.nope_dim, heads.mla.rope_dim
+        q = q.view(len(q), -1, nope_dim + rope_dim)
+        q_nope, q_rope = q[..., :nope_dim], q[..., nope_dim:]
+        k_rope, latent = k[:, None, :rope_dim], k[:, None, rope_dim:]
+        latent = self.rms_norm(latent, weights.k_norm, heads.norm_eps)
+        row = torch.cat((rotate(k_rope, *angles), latent), dim=-1)
+        self.store_kv(row, row[..., :0], kv, plan.tokens)
+        absorbed = self.per_head_product(q_nope, weights.up_k, transposed=False)
+        q = torch.cat((rotate(q_rope, *angles), absorbed), dim=-1)
+        latents = self.attend(q, None, kv, plan, heads)
+        return self.per_head_product(latents, weights.up_v, transposed=True).flatten(1)
 
     def advance(
         self,
@@ -333,14 +322,6 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kept = tokens[slots, new_length]
         tokens.index_put_((slots, new_length), torch.where(samples, sampled, kept))
         length.index_put_((slots,), new_length)
-
-
-def _planned(plan: Plan) -> tuple[Tensor, Tensor, Branches | None]:
-    slots, positions, bases, seen, stands = plan
-    assert slots is not None and positions is not None
-    if bases is None or seen is None or stands is None:
-        return slots, positions, None
-    return slots, positions, Branches(bases, seen, stands)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -75,19 +75,16 @@ class Angles(NamedTuple):
     sin: Tensor
 
 
-Plan = tuple[Tensor | None, ...]
-
-
 @dataclass(frozen=True)
-class Latent:
-    """Of heads whose keys and values are all made from one short row of a token.
+class MlaShape:
+    """The shape of multi-head latent attention (MLA), in which all heads share one row of a token.
 
-    The row is what is stored, as one KV head: `rope_dim` numbers under rope, then the latent. It
-    is the key of every head, once its query has been brought there, and its latent is the value; a
-    result is brought back.
+    The row is stored as one KV head: `rope_dim` numbers under rope, then the latent. It is the key
+    of every head, once the head's query has been multiplied by up_k, and the latent is the value;
+    a head's result is multiplied by up_v.
     """
 
-    nope_dim: int  # of a head's query that is not turned
+    nope_dim: int  # of a head's query, not rotated
     rope_dim: int
     v_head_dim: int  # of a head
 
@@ -98,7 +95,7 @@ class Heads:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys; of latent ones as they are stored
+    head_dim: int  # of queries and keys; with MLA, of a stored row
     value_dim: int
     norm_eps: float
     scale: float
@@ -112,28 +109,48 @@ class Heads:
     """Values are under an RMSNorm too, head by head and without a weight."""
     stores: bool = True
     """Else a token brings a query alone, and attends to what another layer has stored of it."""
-    latent: Latent | None = None
+    mla: MlaShape | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of q, k and v in a joined row; of latent ones k is what is stored, and there is no v."""
+        """Sizes of q, k and v in a qkv row; with MLA, k is the stored row, and v is empty."""
         if not self.stores:
             return self.num_heads * self.head_dim, 0, 0
-        if self.latent is not None:
-            q = self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
+        if self.mla is not None:
+            q = self.num_heads * (self.mla.nope_dim + self.mla.rope_dim)
             return q, self.head_dim, 0
         kv = self.num_kv_heads
         return self.num_heads * self.head_dim, kv * self.head_dim, kv * self.value_dim
 
     @property
     def out_size(self) -> int:
-        each = self.value_dim if self.latent is None else self.latent.v_head_dim
+        each = self.value_dim if self.mla is None else self.mla.v_head_dim
         return self.num_heads * each
 
     @property
     def row_size(self) -> int:
         """Of what one KV head stores of a token: a key and its value, which ends the row."""
-        return self.head_dim if self.latent is not None else self.head_dim + self.value_dim
+        return self.head_dim if self.mla is not None else self.head_dim + self.value_dim
+
+
+class PagedKv(NamedTuple):
+    """The KV cache of one layer."""
+
+    pages: Tensor  # [pages, page_size, kv_heads, row_size]: each key followed by its value
+    page_table: Tensor  # [slots + 1, pages_per_slot]
+
+
+class QkNorms(NamedTuple):
+    """RMSNorm weights of queries and keys, [head_dim], or of all heads; None: no norm."""
+
+    q: Tensor | None
+    k: Tensor | None
+
+
+class MlaWeights(NamedTuple):
+    k_norm: Tensor  # [latent]
+    up_k: Tensor  # [heads, nope_dim, latent]
+    up_v: Tensor  # [heads, v_head_dim, latent]
 
 
 class Branches(NamedTuple):

@@ -89,9 +89,9 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
 def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
     """A head in the target's own shape, for models whose weights are random too."""
     heads = replace(target.groups[0].heads, window=None, softcap=None, norms_whole=False)
-    if heads.latent is not None:
-        size = heads.latent.nope_dim + heads.latent.rope_dim
-        heads = replace(heads, num_kv_heads=heads.num_heads, head_dim=size, latent=None)
+    if heads.mla is not None:
+        size = heads.mla.nope_dim + heads.mla.rope_dim
+        heads = replace(heads, num_kv_heads=heads.num_heads, head_dim=size, mla=None)
     heads = replace(heads, value_dim=heads.head_dim, scale=heads.head_dim**-0.5, norms_values=False)
     rope = parse_rope({"rope_theta": 10000.0}, heads.head_dim, target.max_position)
     num = target.num_layers

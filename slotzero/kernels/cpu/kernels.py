@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.kernels.attention_plans import TorchPlan
 from slotzero.kernels.cpu import build
 from slotzero.kernels.torch_ops import TorchKernels
 from slotzero.kernels.types import (
     NO_BRANCHES,
     Activation,
     Angles,
-    Branches,
     Heads,
     LinearWeight,
     Normed,
+    PagedKv,
     ResidualNorms,
     Rows,
     Tokens,
@@ -104,28 +105,23 @@ class CpuKernels(TorchKernels):
         self,
         k: Tensor,
         v: Tensor,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        kv: PagedKv,
+        tokens: Tokens,
     ) -> None:
-        torch.ops.slotzero.store_kv.default(k, v, kv_pages, page_table, slots, positions)
+        torch.ops.slotzero.store_kv.default(k, v, *kv, *tokens)
 
     def attend(
         self,
         q: Tensor,
         sinks: Tensor | None,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        slots: Tensor,
-        positions: Tensor,
+        kv: PagedKv,
+        plan: TorchPlan,
         heads: Heads,
-        branches: Branches | None = None,
     ) -> Tensor:
         out = q.new_empty(q.shape[0], heads.num_heads, heads.value_dim)
         torch.ops.slotzero.attend.default(
-            q, sinks, kv_pages, page_table, slots, positions,
-            *(branches or NO_BRANCHES),
+            q, sinks, *kv, *plan.tokens,
+            *(plan.branches or NO_BRANCHES),
             heads.scale, heads.window, heads.softcap, out,
         )  # fmt: skip
         return out

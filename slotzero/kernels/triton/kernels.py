@@ -5,12 +5,20 @@ Nothing here reads device memory from the host, so a whole step can be captured.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.attention_plans import (
+    AttentionPlan,
+    DecodePlan,
+    MlaPlan,
+    PrefillPlan,
+    StreamKPlan,
+    VerifyPlan,
+)
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.triton import embed
 from slotzero.kernels.triton.attention import (
@@ -42,7 +50,6 @@ from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.sampling.sample import sample
 from slotzero.kernels.triton.write_back import advance
 from slotzero.kernels.types import (
-    NO_BRANCHES,
     Activation,
     Angles,
     Branches,
@@ -50,9 +57,11 @@ from slotzero.kernels.types import (
     ExpertWeights,
     Heads,
     LinearWeight,
+    MlaWeights,
     Normed,
+    PagedKv,
     PairNorms,
-    Plan,
+    QkNorms,
     ResidualNorms,
     Routed,
     Rows,
@@ -62,10 +71,7 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
-DECODE, LINE = len(decode.Shares._fields), len(decode_stream_k.Line._fields)
-VERIFY, PREFILL = verify.PLANNED, 3 + len(Branches._fields)
-"""Tensors of a plan: a layer is given no more than them, so their number says whose it is."""
-assert len({DECODE, LINE, VERIFY, PREFILL}) == 4
+NO_NORMS = QkNorms(None, None)
 T = TypeVar("T")
 
 
@@ -83,8 +89,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             ("value_dim", heads.value_dim, MAX_DIM),
             ("query heads for each KV head", group, MAX_LARGE_GROUP if is_large else MAX_GROUP),
         )
-        if heads.latent is not None:
-            limits = mla.limits(heads.value_dim, heads.latent)
+        if heads.mla is not None:
+            limits = mla.limits(heads.value_dim, heads.mla)
             for name, given in (("window", heads.window), ("softcap", heads.softcap)):
                 if given is not None:
                     raise UnsupportedModelError(
@@ -122,10 +128,10 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         rows: Rows | None,
         heads: Heads,
         branches: Branches | None = None,
-    ) -> Plan:
+    ) -> AttentionPlan:
         if branches is not None:
             branches.check(tokens, rows)
-        if heads.latent is not None:
+        if heads.mla is not None:
             return mla_plan.plan(tokens, rows, heads, branches)
         if rows is None and decode_stream_k.takes(len(tokens.slots), heads):
             return decode_stream_k.plan(*tokens, heads)
@@ -134,10 +140,8 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         if verify.takes(rows.span, heads):
             return verify.plan(tokens.slots, rows, heads, branches)
         group = heads.num_heads // heads.num_kv_heads
-        (blocks,) = prefill.plan(
-            rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
-        )
-        return *tokens, blocks, *(branches or NO_BRANCHES)
+        blocks = prefill.cut_rows(rows, len(tokens.slots), group)
+        return PrefillPlan(tokens, blocks, branches)
 
     def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
         return embed.rope_angles(tokens.positions, frequency, factor)
@@ -258,56 +262,38 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
 
     def attention(
         self,
-        joined: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
+        qkv: Tensor,
+        norms: QkNorms,
         sinks: Tensor | None,
         angles: Angles,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        plan: Plan,
+        kv: PagedKv,
+        plan: AttentionPlan,
         heads: Heads,
     ) -> Tensor:
         if heads.norms_whole:
-            joined = elementwise.norm_heads(joined, q_norm, k_norm, heads)
-            q_norm = k_norm = None
-        if len(plan) == DECODE:
-            shares = decode.Shares(*cast("tuple[Tensor, ...]", plan))
-            return decode.attend(
-                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, shares, heads
-            )
-        if len(plan) == LINE:
-            whole = decode_stream_k.Line(*cast("tuple[Tensor, ...]", plan))
-            return decode_stream_k.attend(
-                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, whole, heads
-            )
-        if len(plan) == VERIFY:
-            return verify.attend(
-                joined, q_norm, k_norm, sinks, angles, kv_pages, page_table, plan, heads
-            )
-        slots, positions, blocks, *tree = plan
-        assert slots is not None and positions is not None and blocks is not None
-        q = prefill.rope_store(
-            joined, q_norm, k_norm, angles, kv_pages, page_table, slots, positions, heads
-        )
-        attended = prefill.attend(q, sinks, kv_pages, page_table, slots, blocks, heads, tree)
-        return attended.flatten(1)
+            qkv, norms = elementwise.norm_heads(qkv, norms, heads), NO_NORMS
+        if isinstance(plan, DecodePlan):
+            return decode.attend(qkv, norms, sinks, angles, kv, plan, heads)
+        if isinstance(plan, StreamKPlan):
+            return decode_stream_k.attend(qkv, norms, sinks, angles, kv, plan, heads)
+        if isinstance(plan, VerifyPlan):
+            return verify.attend(qkv, norms, sinks, angles, kv, plan, heads)
+        assert isinstance(plan, PrefillPlan)
+        q = prefill.rope_store(qkv, norms, angles, kv, plan.tokens, heads)
+        return prefill.attend(q, sinks, kv, plan, heads).flatten(1)
 
-    def attention_latent(
+    def mla_attention(
         self,
         q: Tensor,
         k: Tensor,
-        k_norm: Tensor,
-        up_k: Tensor,
-        up_v: Tensor,
+        weights: MlaWeights,
         angles: Angles,
-        kv_pages: Tensor,
-        page_table: Tensor,
-        plan: Plan,
+        kv: PagedKv,
+        plan: AttentionPlan,
         heads: Heads,
     ) -> Tensor:
-        work = mla_plan.Work(*cast("tuple[Tensor, ...]", plan))
-        return mla.attention(q, k, k_norm, up_k, up_v, angles, kv_pages, page_table, work, heads)
+        assert isinstance(plan, MlaPlan)
+        return mla.attention(q, k, weights, angles, kv, plan, heads)
 
     def sample(
         self,

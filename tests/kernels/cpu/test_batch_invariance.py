@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import TorchPlan
 from slotzero.kernels.cpu import build
 from slotzero.kernels.cpu.kernels import ACTIVATIONS, CpuKernels
 from slotzero.kernels.types import (
@@ -24,6 +25,7 @@ from slotzero.kernels.types import (
     Heads,
     LinearWeight,
     Normed,
+    PagedKv,
     ResidualNorms,
     Tokens,
 )
@@ -161,7 +163,9 @@ def test_attention(kernels, size, softcap):
 
     def attend(rows: Tensor) -> Tensor:
         slots, positions = (rows + 1).int(), (rows * 7 % (page * pages)).int()
-        return kernels.attend(q[rows], None, kv, table, slots, positions, heads)
+        return kernels.attend(
+            q[rows], None, PagedKv(kv, table), TorchPlan(Tokens(slots, positions), None), heads
+        )
 
     require_invariant(attend, torch.arange(ROWS))
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from slotzero.errors import ContractError
+from slotzero.kernels.attention_plans import TorchPlan
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.torch_ops import TorchKernels
@@ -30,6 +31,8 @@ from slotzero.kernels.types import (
     Heads,
     LinearWeight,
     Normed,
+    PagedKv,
+    QkNorms,
     ResidualNorms,
     Rows,
     Tokens,
@@ -117,7 +120,8 @@ def attendings(draw: Callable) -> Attending:
 def attend_both(case: Attending) -> None:
     kv, table = case.pages()
     slots, positions = case.tokens()
-    args = (case.queries(len(slots)), case.sinks, kv, table, slots, positions, case.heads)
+    plan = TorchPlan(Tokens(slots, positions), None)
+    args = (case.queries(len(slots)), case.sinks, PagedKv(kv, table), plan, case.heads)
     out = CpuKernels().attend(*args)
     torch.testing.assert_close(out, REFERENCE.attend(*args), atol=5e-6, rtol=1e-5)
     assert out[slots == 0].abs().max() == 0
@@ -155,7 +159,13 @@ def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut)
 
     def attend(rows: slice | Tensor) -> Tensor:
         batch = q[rows].contiguous(), slots[rows].contiguous(), positions[rows].contiguous()
-        return kernels.attend(batch[0], case.sinks, kv, table, *batch[1:], case.heads)
+        return kernels.attend(
+            batch[0],
+            case.sinks,
+            PagedKv(kv, table),
+            TorchPlan(Tokens(*batch[1:]), None),
+            case.heads,
+        )
 
     together = attend(slice(None))
     for size in (1, cut):  # token by token, and cut without regard to slots
@@ -274,9 +284,12 @@ def test_a_token_of_a_tree_sees_its_branch(case, size):
     def attend(kernels: TorchKernels, rows: slice) -> Tensor:
         parts = [x[rows].contiguous() for x in (q, slots, places, *branches)]
         return kernels.attend(
-            parts[0], case.attending.sinks, kv, table, *parts[1:3], case.attending.heads,
-            Branches(*parts[3:]),
-        )  # fmt: skip
+            parts[0],
+            case.attending.sinks,
+            PagedKv(kv, table),
+            TorchPlan(Tokens(*parts[1:3]), Branches(*parts[3:])),
+            case.attending.heads,
+        )
 
     expected = case.by_the_book(q, kv, table)
     for kernels in (CpuKernels(), REFERENCE):
@@ -294,12 +307,16 @@ def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
     heads = dataclasses.replace(case.heads, window=None)
     kv, table = case._replace(heads=heads).pages()
     slots, positions = case.tokens()
-    args = (case.queries(len(slots)), case.sinks, kv, table, slots, positions, heads)
+    tokens, given = Tokens(slots, positions), (case.queries(len(slots)), case.sinks)
     bases = (positions - back).clamp_min(0)
     seen = (2 << (positions - bases).long()) - 1
     for kernels in (CpuKernels(), REFERENCE):
         branches = Branches(bases, seen, positions)
-        assert torch.equal(kernels.attend(*args, branches), kernels.attend(*args))
+        tree, prompt = (
+            kernels.attend(*given, PagedKv(kv, table), TorchPlan(tokens, how), heads)
+            for how in (branches, None)
+        )
+        assert torch.equal(tree, prompt)
 
 
 @pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
@@ -319,8 +336,8 @@ def test_a_branch_is_what_it_would_be_alone(kind):
             rows = Rows(ints([1]), ints([begin]), ints([end - begin]), ints([end - begin]))
             angle = torch.tensor([*range(5), *depths])[begin:end, None, None] * frequency
             out = kernels.attention(
-                joined[[*range(5), *which]][begin:end], None, None, None,
-                Angles(angle.cos(), angle.sin()), kv, table,
+                joined[[*range(5), *which]][begin:end], QkNorms(None, None), None,
+                Angles(angle.cos(), angle.sin()), PagedKv(kv, table),
                 kernels.plan(tokens, rows, heads, how), heads,
             )  # fmt: skip
         return out
@@ -338,7 +355,7 @@ def test_branches_are_refused_where_nobody_could_see_them(kernels):
     tokens = Tokens(ints([1, 1]), ints([3, 4]))
     rows = Rows(ints([1]), ints([3]), ints([2]), ints([2]))
     good = Branches(ints([3, 3]), torch.tensor([1, 3]), ints([3, 4]))
-    assert len(kernels.plan(tokens, rows, heads_of(4, 2, 8), good)) == 5
+    assert kernels.plan(tokens, rows, heads_of(4, 2, 8), good) == TorchPlan(tokens, good)
     with pytest.raises(ContractError, match="give its rows"):
         kernels.plan(tokens, None, heads_of(4, 2, 8), good)
     for bad, name in (
@@ -350,9 +367,12 @@ def test_branches_are_refused_where_nobody_could_see_them(kernels):
             kernels.plan(tokens, rows, heads_of(4, 2, 8), bad)
         with pytest.raises(RuntimeError, match="attend: of a tree's tensors each token has one"):
             kernels.attend(
-                torch.randn(2, 4, 8), None, torch.randn(2, 8, 2, 16), ints([0, 1]).view(2, 1),
-                *tokens, heads_of(4, 2, 8), bad,
-            )  # fmt: skip
+                torch.randn(2, 4, 8),
+                None,
+                PagedKv(torch.randn(2, 8, 2, 16), ints([0, 1]).view(2, 1)),
+                TorchPlan(tokens, bad),
+                heads_of(4, 2, 8),
+            )
 
 
 @settings(max_examples=40, deadline=None)
@@ -363,8 +383,8 @@ def test_store_writes_each_token_once_and_drops_slot_0(case):
     k = torch.randn(len(slots), case.heads.num_kv_heads, case.heads.head_dim)
     v = torch.randn(len(slots), case.heads.num_kv_heads, case.heads.value_dim)
     before, expected = kv.clone(), kv.clone()
-    REFERENCE.store_kv(k, v, expected, table, slots, positions)
-    CpuKernels().store_kv(k, v, kv, table, slots, positions)
+    REFERENCE.store_kv(k, v, PagedKv(expected, table), Tokens(slots, positions))
+    CpuKernels().store_kv(k, v, PagedKv(kv, table), Tokens(slots, positions))
     assert torch.equal(kv.nan_to_num(nan=-1e9), expected.nan_to_num(nan=-1e9))
     assert kv[0].isnan().all(), "page 0 was written"
     written = (kv.nan_to_num(nan=-1e9) != before.nan_to_num(nan=-1e9)).any(-1).any(-1)
@@ -374,14 +394,16 @@ def test_store_writes_each_token_once_and_drops_slot_0(case):
 def test_attention_refuses_pages_of_another_shape(kernels):
     heads, table, one = heads_of(4, 2, 8), torch.zeros(2, 1, dtype=torch.int32), ints([1])
     q, k = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
+    tokens = Tokens(one, one)
+    plan = TorchPlan(tokens, None)
     with pytest.raises(RuntimeError, match="attend: kv_pages do not fit"):
-        kernels.attend(q, None, torch.randn(2, 4, 2, 15), table, one, one, heads)
+        kernels.attend(q, None, PagedKv(torch.randn(2, 4, 2, 15), table), plan, heads)
     with pytest.raises(RuntimeError, match=r"attend: .* must be contiguous"):
-        kernels.attend(q, None, torch.randn(2, 2, 4, 16).mT, table, one, one, heads)
+        kernels.attend(q, None, PagedKv(torch.randn(2, 2, 4, 16).mT, table), plan, heads)
     with pytest.raises(RuntimeError, match="attend: sinks"):
-        kernels.attend(q, torch.randn(3), torch.randn(2, 4, 2, 16), table, one, one, heads)
+        kernels.attend(q, torch.randn(3), PagedKv(torch.randn(2, 4, 2, 16), table), plan, heads)
     with pytest.raises(RuntimeError, match="store_kv: kv_pages do not fit"):
-        kernels.store_kv(k, k, torch.randn(2, 4, 4, 16), table, one, one)
+        kernels.store_kv(k, k, PagedKv(torch.randn(2, 4, 4, 16), table), tokens)
 
 
 @settings(max_examples=40, deadline=None)
@@ -693,8 +715,8 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
         angle = tokens.positions[:, None, None] * frequency
         outs.append(
             kernels.attention(
-                joined[slice(*span)], q_norm, k_norm, sinks, Angles(angle.cos(), angle.sin()),
-                kv, table, plan, heads,
+                joined[slice(*span)], QkNorms(q_norm, k_norm), sinks,
+                Angles(angle.cos(), angle.sin()), PagedKv(kv, table), plan, heads,
             )
         )  # fmt: skip
     q, k, v = joined.double().split(heads.sizes, -1)
@@ -720,7 +742,7 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
     tokens = Tokens(ints([1] * 7 + [0] * 2), ints([*range(7), 0, 0]))
     angle = tokens.positions[:, None, None] * frequency
     read = kernels.attention(
-        queries, q_norm, None, sinks, Angles(angle.cos(), angle.sin()), kv, table,
+        queries, QkNorms(q_norm, None), sinks, Angles(angle.cos(), angle.sin()), PagedKv(kv, table),
         kernels.plan(tokens, None, readers), readers,
     )  # fmt: skip
     torch.testing.assert_close(read[:7].double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
@@ -739,11 +761,14 @@ def test_a_compiler_can_trace_every_op(kernels):
     with FakeTensorMode():
         k, v, kv = torch.empty(3, 2, 8), torch.empty(3, 2, 6), torch.empty(5, 4, 2, 14)
         table, slots = (torch.empty(size, dtype=torch.int32) for size in ((3, 2), (3,)))
-        kernels.store_kv(k, v, kv, table, slots, slots)
+        stored, tokens = PagedKv(kv, table), Tokens(slots, slots)
+        kernels.store_kv(k, v, stored, tokens)
         sinks, q = torch.empty(4), torch.empty(3, 4, 8)
-        assert kernels.attend(q, sinks, kv, table, slots, slots, heads).shape == (3, 4, 6)
+        plan = TorchPlan(tokens, None)
+        assert kernels.attend(q, sinks, stored, plan, heads).shape == (3, 4, 6)
         tree = Branches(slots, torch.empty(3, dtype=torch.int64), slots)
-        assert kernels.attend(q, None, kv, table, slots, slots, heads, tree).shape == (3, 4, 6)
+        plan = TorchPlan(tokens, tree)
+        assert kernels.attend(q, None, stored, plan, heads).shape == (3, 4, 6)
         x, starts = torch.empty(3, 24), torch.empty(6, dtype=torch.int32)
         weights = torch.empty(5, *kernels.packed_shape(20, 24))
         assert kernels.product(x, LinearWeight(weights[0], None, 20)).shape == (3, 20)

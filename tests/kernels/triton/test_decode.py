@@ -6,10 +6,11 @@ import pytest
 import torch
 from shapes import SHAPES as ODD
 
+from slotzero.kernels.attention_plans import DecodePlan, StreamKPlan
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.attention import decode, decode_stream_k
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.types import Angles, Heads, Tokens
+from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms, Tokens
 
 REFERENCE = ReferenceKernels()
 SHAPES = [*ODD, (4, 1, 256, 16), (32, 1, 32, 16)]
@@ -58,27 +59,29 @@ class Case:
         constants = (*self.norms, self.sinks)
         constants = [None if c is None else c.to(self.dtype).float() for c in constants]
         plan = REFERENCE.plan(self.tokens, None, self.heads)
-        out = REFERENCE.attention(
-            joined, *constants, self.angles, pages, self.table, plan, self.heads
-        )
+        *norms, sinks = constants
+        kv = PagedKv(pages, self.table)
+        out = REFERENCE.attention(joined, QkNorms(*norms), sinks, self.angles, kv, plan, self.heads)
         return out, pages
 
     def run(self, num_layers=1, kind=decode):
         """Of the last of some equal layers, which share one plan."""
         joined = self.joined.to(self.device, self.dtype)
         constants = (*self.norms, self.sinks)
-        constants = [None if c is None else c.to(self.device, self.dtype) for c in constants]
+        *norms, sinks = (None if c is None else c.to(self.device, self.dtype) for c in constants)
         slots, positions = (t.to(self.device) for t in self.tokens)
-        shares = kind.plan(slots, positions, self.heads)
+        plan = kind.plan(slots, positions, self.heads)
         angles, table = (
             Angles(*(t.to(self.device) for t in self.angles)),
             self.table.to(self.device),
         )
         for _ in range(num_layers):
             pages = self.kv.to(self.device, self.dtype, copy=True)
-            out = kind.attend(joined, *constants, angles, pages, table, shares, self.heads)
+            out = kind.attend(
+                joined, QkNorms(*norms), sinks, angles, PagedKv(pages, table), plan, self.heads
+            )
             last = out.to("cpu", torch.float32, copy=True)
-            assert shares.done.abs().max() == 0, "a layer leaves its counts to the next"
+            assert plan.done.abs().max() == 0, "a layer leaves its counts to the next"
         return last, pages.cpu().float()
 
     def check(self, num_layers=1, kind=decode):
@@ -265,11 +268,11 @@ def test_the_set_takes_a_line_where_there_are_rows_for_it(device, few_shares, mo
     for num in (2, 5):
         tokens = Tokens(*(t[:num].to(device) for t in case.tokens))
         plan = kernels.plan(tokens, None, case.heads)
-        assert len(plan) == len((decode_stream_k.Line if num == 5 else decode.Shares)._fields)
+        assert isinstance(plan, StreamKPlan if num == 5 else DecodePlan)
         out = kernels.attention(
-            case.joined[:num].to(device), *(norm.to(device) for norm in case.norms), None,
-            Angles(*(t[:num].to(device) for t in case.angles)), case.kv.to(device, copy=True),
-            case.table.to(device), plan, case.heads,
+            case.joined[:num].to(device), QkNorms(*(norm.to(device) for norm in case.norms)), None,
+            Angles(*(t[:num].to(device) for t in case.angles)),
+            PagedKv(case.kv.to(device, copy=True), case.table.to(device)), plan, case.heads,
         )  # fmt: skip
         assert torch.allclose(out.cpu(), case.expected()[0][:num], atol=1e-5)
     assert not decode_stream_k.takes(64, Heads(64, 2, 16, 16, 1e-6, 1.0))

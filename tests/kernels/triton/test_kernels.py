@@ -20,7 +20,9 @@ from slotzero.kernels.types import (
     Heads,
     LinearWeight,
     Normed,
+    PagedKv,
     PairNorms,
+    QkNorms,
     ResidualNorms,
     Rows,
     Tokens,
@@ -185,7 +187,9 @@ def test_norms_over_all_heads(device, is_decode):
     for kernels in (TritonKernels(), REFERENCE):
         stored = pages.clone()
         plan = kernels.plan(tokens, rows, heads)
-        out = kernels.attention(joined, *norms, None, angles, stored, table, plan, heads)
+        out = kernels.attention(
+            joined, QkNorms(*norms), None, angles, PagedKv(stored, table), plan, heads
+        )
         outs.append((out, stored))
     for got, want in zip(*outs, strict=True):
         assert torch.allclose(got, want, atol=1e-5)
@@ -215,7 +219,9 @@ def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
     for kernels in (TritonKernels(), REFERENCE):
         stored = pages.clone()
         plan = kernels.plan(tokens, rows, heads, branches)
-        out = kernels.attention(joined, None, None, None, angles, stored, table, plan, heads)
+        out = kernels.attention(
+            joined, QkNorms(None, None), None, angles, PagedKv(stored, table), plan, heads
+        )
         outs.append((out, stored))
     for got, want in zip(*outs, strict=True):
         assert torch.allclose(got, want, atol=1e-5, equal_nan=True)

@@ -6,11 +6,20 @@ import pytest
 import torch
 
 from slotzero.errors import UnsupportedModelError
+from slotzero.kernels.attention_plans import MlaPlan
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.attention import mla, mla_plan, mla_prefill, per_head, prefill
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.types import Angles, Branches, Heads, Latent, Rows, Tokens
+from slotzero.kernels.types import (
+    Angles,
+    Branches,
+    Heads,
+    MlaShape,
+    MlaWeights,
+    PagedKv,
+    Rows,
+    Tokens,
+)
 
 REFERENCE = ReferenceKernels()
 SHAPES = [  # heads, latent, turned, plain, result, page size
@@ -40,7 +49,7 @@ class Case:
         num_heads, size, turned, plain, result, page = shape
         self.heads = Heads(
             num_heads, 1, turned + size, size, 1e-6, (plain + turned) ** -0.5,
-            latent=Latent(plain, turned, result),
+            mla=MlaShape(plain, turned, result),
         )  # fmt: skip
         self.device, self.dtype, self.decode, self.span = device, dtype, decode, span
         self.owners = [(i, *row) for i, row in enumerate(rows, start=1) if row[0] is not None]
@@ -103,12 +112,18 @@ class Case:
         branches = Branches(*(t.to(device) for t in self.branches)) if self.trees else None
         plan = its_kernels.plan(tokens, rows, self.heads, branches)
         given = (self.q, self.k, self.k_norm, self.up_k, self.up_v)
-        given = [t.to(self.dtype).to(device, dtype) for t in given]
+        q, k, *weights = (t.to(self.dtype).to(device, dtype) for t in given)
         angles = Angles(*(t.to(device) for t in self.angles))
         for _ in range(num_layers):
             pages = self.pages.to(self.dtype).to(device, dtype, copy=True)
-            out = its_kernels.attention_latent(
-                *given, angles, pages, self.table.to(device), plan, self.heads
+            out = its_kernels.mla_attention(
+                q,
+                k,
+                MlaWeights(*weights),
+                angles,
+                PagedKv(pages, self.table.to(device)),
+                plan,
+                self.heads,
             )
         return out.cpu(), pages.cpu()
 
@@ -244,7 +259,7 @@ def test_where_a_row_stands_changes_no_bit(device, expanded):
 def test_the_form_depends_on_sizes_alone():
     def pays(num_tokens, num_rows, plain=128, result=128):
         rows = Rows(*torch.zeros(4, num_rows, dtype=torch.int32))
-        return mla_prefill.pays(num_tokens, rows, Latent(plain, 64, result))
+        return mla_prefill.pays(num_tokens, rows, MlaShape(plain, 64, result))
 
     assert pays(264, 8) and pays(512, 256)
     assert not pays(263, 8) and not pays(384, 256)
@@ -343,7 +358,7 @@ def test_rows_are_rounded_as_the_reference_rounds(device, half):
 def test_the_plan_covers_every_key_once(device, monkeypatch, span):
     """And no two chunks that are to be merged share their place."""
     monkeypatch.undo()
-    heads = Heads(16, 1, 40, 32, 1e-6, 1.0, latent=Latent(8, 8, 8))
+    heads = Heads(16, 1, 40, 32, 1e-6, 1.0, mla=MlaShape(8, 8, 8))
     for lengths in ([1], [9000], [3, 0, 500, 77, 32, 33], [40] * 200, [8000] + [1] * 63):
         slots = torch.tensor([r + 1 if n else 0 for r, n in enumerate(lengths)], dtype=torch.int32)
         starts = torch.tensor([max(n - 1, 0) for n in lengths], dtype=torch.int32)
@@ -373,7 +388,7 @@ def test_rows_that_begin_before_the_text(device):
 def test_what_is_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
     """Or there would be more of them than the grid holds."""
     monkeypatch.undo()
-    heads = Heads(16, 1, 40, 32, 1e-6, 1.0, latent=Latent(8, 8, 8))
+    heads = Heads(16, 1, 40, 32, 1e-6, 1.0, mla=MlaShape(8, 8, 8))
     spare, smallest = mla_plan.cut_for(11, 16 * heads.num_heads)
     length = (spare + 3) * smallest
     slots, starts = torch.arange(1, 12).int().to(device), [-15] * 10 + [length]
@@ -437,17 +452,17 @@ def test_a_card_with_less_memory_takes_fewer_columns(monkeypatch):
 def test_the_plan_of_latent_heads_is_its_own(device):
     case = Case(SMALL, [(3, 1)], device, span=1, decode=True)
     plan = TritonKernels().plan(Tokens(*(t.to(device) for t in case.tokens)), None, case.heads)
-    assert len(plan) not in (kernels.DECODE, kernels.VERIFY, kernels.PREFILL)
+    assert isinstance(plan, MlaPlan)
 
 
 def test_what_no_kernel_holds_is_refused():
-    shape = Latent(128, 64, 128)
-    TritonKernels().refuse(Heads(128, 1, 576, 512, 1e-6, 1.0, latent=shape))
+    shape = MlaShape(128, 64, 128)
+    TritonKernels().refuse(Heads(128, 1, 576, 512, 1e-6, 1.0, mla=shape))
     for heads, name in (
-        (Heads(16, 1, 1088, 1024, 1e-6, 1.0, latent=shape), "latent: 1024"),
-        (Heads(16, 1, 640, 512, 1e-6, 1.0, latent=Latent(8, 128, 8)), "rope_dim: 128"),
-        (Heads(16, 1, 576, 512, 1e-6, 1.0, window=9, latent=shape), "window: 9"),
-        (Heads(16, 1, 576, 512, 1e-6, 1.0, softcap=5.0, latent=shape), "softcap: 5.0"),
+        (Heads(16, 1, 1088, 1024, 1e-6, 1.0, mla=shape), "latent: 1024"),
+        (Heads(16, 1, 640, 512, 1e-6, 1.0, mla=MlaShape(8, 128, 8)), "rope_dim: 128"),
+        (Heads(16, 1, 576, 512, 1e-6, 1.0, window=9, mla=shape), "window: 9"),
+        (Heads(16, 1, 576, 512, 1e-6, 1.0, softcap=5.0, mla=shape), "softcap: 5.0"),
     ):
         with pytest.raises(UnsupportedModelError, match=f"{name}.*--backend cpu"):
             TritonKernels().refuse(heads)

@@ -7,11 +7,12 @@ import torch
 from shapes import SHAPES as ODD
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import PrefillPlan, TorchPlan
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.torch_ops import rotate
 from slotzero.kernels.triton.attention import prefill
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.types import Angles, Branches, Heads
+from slotzero.kernels.types import Angles, Branches, Heads, PagedKv, QkNorms, Rows, Tokens
 
 REFERENCE = ReferenceKernels()
 EPS = 1e-6
@@ -112,9 +113,9 @@ class Step:
             v = REFERENCE.rms_norm(v, None, EPS)
         angles = [part[: self.real] for part in self.angles]
         kv = self.kv.to(self.dtype)
-        slots, positions = self.token_slots[: self.real], self.positions[: self.real]
+        tokens = Tokens(self.token_slots[: self.real], self.positions[: self.real])
         if self.heads.stores:
-            REFERENCE.store_kv(rotate(k, *angles), v, kv, self.table, slots, positions)
+            REFERENCE.store_kv(rotate(k, *angles), v, PagedKv(kv, self.table), tokens)
         padding = q.new_full((self.num_tokens - self.real, *q.shape[1:]), torch.nan)
         return torch.cat((rotate(q, *angles), padding)), kv
 
@@ -128,33 +129,35 @@ class Step:
             None if w is None else w.to(device, self.dtype) for w in (self.q_norm, self.k_norm)
         ]
         q = prefill.rope_store(
-            joined, *norms, Angles(*(part.to(device) for part in self.angles)), kv,
-            self.table.to(device), self.token_slots.to(device), self.positions.to(device),
+            joined, QkNorms(*norms), Angles(*(part.to(device) for part in self.angles)),
+            PagedKv(kv, self.table.to(device)),
+            Tokens(self.token_slots.to(device), self.positions.to(device)),
             self.heads,
         )  # fmt: skip
         return q, kv
 
     def plan(self, device, group: int) -> Tensor:
-        rows = (x.to(device) for x in (self.slots, self.counts, self.ends, self.starts))
-        (blocks,) = prefill.plan(*rows, self.num_tokens, group)
-        return blocks
+        rows = (x.to(device) for x in (self.slots, self.starts, self.counts, self.ends))
+        return prefill.cut_rows(Rows(*rows), self.num_tokens, group)
 
     def attend(self, q: Tensor, kv: Tensor) -> Tensor:
         blocks = self.plan(q.device, self.heads.num_heads // self.heads.num_kv_heads)
         sinks = None if self.sinks is None else self.sinks.to(q.device, q.dtype)
-        branches = (None, None, None)
+        branches = None
         if self.branches is not None:
             branches = Branches(*(x.to(q.device) for x in self.branches))
-        table, slots = self.table.to(q.device), self.token_slots.to(q.device)
-        return prefill.attend(q, sinks, kv, table, slots, blocks, self.heads, branches)
+        tokens = Tokens(self.token_slots.to(q.device), self.positions.to(q.device))
+        stored = PagedKv(kv, self.table.to(q.device))
+        plan = PrefillPlan(tokens, blocks, branches)
+        return prefill.attend(q, sinks, stored, plan, self.heads)
 
     def attend_slowly(self, q: Tensor, kv: Tensor) -> Tensor:
         """In float32, of the real tokens"""
-        slots, positions = self.token_slots[: self.real], self.positions[: self.real]
+        tokens = Tokens(self.token_slots[: self.real], self.positions[: self.real])
         q, kv = q[: self.real].float(), kv.float()
         branches = self.branches and Branches(*(x[: self.real] for x in self.branches))
         return REFERENCE.attend(
-            q, self.sinks, kv, self.table, slots, positions, self.heads, branches
+            q, self.sinks, PagedKv(kv, self.table), TorchPlan(tokens, branches), self.heads
         )
 
     def check(self, device, noise: float) -> None:
@@ -432,8 +435,9 @@ def test_rows_that_end_in_padding(device):
     q = torch.randn(len(slots), 4, 32, device=device)
     ends = torch.arange(1, 5, dtype=torch.int32, device=device) * width
     widths = torch.full_like(ends, width)
-    (blocks,) = prefill.plan(row_slots, widths, ends, starts, len(slots), 2)
-    got = prefill.attend(q, None, kv, table, slots, blocks, heads)
+    blocks = prefill.cut_rows(Rows(row_slots, starts, widths, ends), len(slots), 2)
+    plan = PrefillPlan(Tokens(slots, slots), blocks, None)
+    got = prefill.attend(q, None, PagedKv(kv, table), plan, heads)
     for t, slot in enumerate(slots.tolist()):
         if slot == 0:
             assert (got[t] == 0).all()

@@ -5,12 +5,12 @@ from random import Random
 import pytest
 import torch
 
+from slotzero.kernels.attention_plans import DecodePlan, PrefillPlan, VerifyPlan
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.attention import prefill, verify
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.types import Angles, Branches, Heads, Rows, Tokens
+from slotzero.kernels.types import Angles, Branches, Heads, PagedKv, QkNorms, Rows, Tokens
 
 STARTS = [0, 3, 200, 63, 64, 17, 130]
 GROUPS = [(2, 2, 16, 4), (6, 2, 24, 16), (8, 1, 64, 32)]  # heads, KV heads, head size, page size
@@ -158,7 +158,9 @@ class Case:
         ends = torch.arange(1, len(owners) + 1) * self.span
         rows = (t.to(self.device, torch.int32) for t in (owners, starts, counts, ends))
         pages = self.kv.to(self.device, self.dtype, copy=True)
-        taken = *one, angles, pages, self.table.to(self.device)
+        joined, q_norm, k_norm, sinks = one
+        kv = PagedKv(pages, self.table.to(self.device))
+        taken = joined, QkNorms(q_norm, k_norm), sinks, angles, kv
         return taken, tokens, Rows(*rows, span=self.span)
 
     def constants(self):
@@ -171,21 +173,18 @@ class Case:
         for _ in range(num_layers):
             taken, _, _ = self.given()
             out = verify.attend(*taken, plan, self.heads)
-            assert plan[8].abs().max() == 0, "a layer leaves its counts to the next"
-        return out.cpu().float(), taken[5].cpu().float()
+            assert plan.chunks.done.abs().max() == 0, "a layer leaves its counts to the next"
+        return out.cpu().float(), taken[4].pages.cpu().float()
 
     def run_prefill(self):
         taken, tokens, rows = self.given()
-        joined, q_norm, k_norm, sinks, angles, pages, table = taken
+        joined, norms, sinks, angles, kv = taken
         heads = self.heads
-        (blocks,) = prefill.plan(
-            rows.slots, rows.counts, rows.ends, rows.starts, len(joined),
-            heads.num_heads // heads.num_kv_heads,
-        )  # fmt: skip
-        q = prefill.rope_store(joined, q_norm, k_norm, angles, pages, table, *tokens, heads)
-        tree = self.branches() or (None, None, None)
-        out = prefill.attend(q, sinks, pages, table, tokens.slots, blocks, heads, tree)
-        return out.flatten(1).cpu(), pages.cpu()
+        blocks = prefill.cut_rows(rows, len(joined), heads.num_heads // heads.num_kv_heads)
+        q = prefill.rope_store(joined, norms, angles, kv, tokens, heads)
+        plan = PrefillPlan(tokens, blocks, self.branches())
+        out = prefill.attend(q, sinks, kv, plan, heads)
+        return out.flatten(1).cpu(), kv.pages.cpu()
 
     def check(self, num_layers=1):
         got, expected = self.run(num_layers), self.expected()
@@ -366,7 +365,9 @@ def test_trees_of_both_forms_equal_the_reference(device, steps, kind):
     for its_kernels in (TritonKernels(), ReferenceKernels()):
         taken, tokens, rows = case.given()
         plan = its_kernels.plan(tokens, rows, case.heads, case.branches())
-        results.append((its_kernels.attention(*taken, plan, case.heads).cpu(), taken[5].cpu()))
+        results.append(
+            (its_kernels.attention(*taken, plan, case.heads).cpu(), taken[4].pages.cpu())
+        )
     (out, pages), (expected, expected_pages) = results
     assert torch.allclose(out, expected, atol=1e-5)
     same_pages(pages, expected_pages, 1e-5)
@@ -417,12 +418,12 @@ def test_uniform_rows_take_this_path(device, monkeypatch, norms_whole):
     case = Case((4, 2, 16, 8), 3, [3, 0, 2], device, norms_whole=norms_whole, norm=not norms_whole)
     taken, tokens, rows = case.given()
     plan = TritonKernels().plan(tokens, rows, case.heads)
-    assert len(plan) == kernels.VERIFY
+    assert isinstance(plan, VerifyPlan)
     monkeypatch.setattr(prefill, "attend", None)
     out = TritonKernels().attention(*taken, plan, case.heads)
     expected, pages = case.expected()
     assert torch.allclose(out.cpu(), expected, atol=1e-5)
-    same_pages(taken[5].cpu(), pages, 1e-5)
+    same_pages(taken[4].pages.cpu(), pages, 1e-5)
 
 
 def test_other_rows_do_not(device):
@@ -431,14 +432,14 @@ def test_other_rows_do_not(device):
     branches = Branches(tokens.positions, tokens.positions.long(), tokens.positions)
     wide = Heads(130, 1, 16, 16, 1e-6, 1.0)
     for its_rows, heads, its_branches, expected in (
-        (rows._replace(span=0), case.heads, None, kernels.PREFILL),
-        (rows, wide, None, kernels.PREFILL),
-        (rows, wide, branches, kernels.PREFILL),
-        (rows, case.heads, branches, kernels.VERIFY),
-        (None, case.heads, None, kernels.DECODE),
+        (rows._replace(span=0), case.heads, None, PrefillPlan),
+        (rows, wide, None, PrefillPlan),
+        (rows, wide, branches, PrefillPlan),
+        (rows, case.heads, branches, VerifyPlan),
+        (None, case.heads, None, DecodePlan),
     ):
         plan = TritonKernels().plan(tokens, its_rows, heads, its_branches)
-        assert len(plan) == expected
+        assert type(plan) is expected
 
 
 def test_a_card_with_less_memory_takes_fewer_pairs(monkeypatch):

@@ -13,31 +13,15 @@ Pages hold of the positions before what earlier steps wrote, so they are read be
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import DecodePlan
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
-from slotzero.kernels.types import Angles, Heads
-
-
-class Shares(NamedTuple):
-    """The plan: chunk i of the grid, [num_chunks] each, and what is needed to merge them."""
-
-    row: Tensor  # -1: nobody's
-    slot: Tensor
-    begin: Tensor  # its first position
-    end: Tensor  # one past its last position
-    first: Tensor  # the first chunk of its row
-    num: Tensor  # chunks of its row
-    done: Tensor  # [rows, kv_heads] programs that finished; 0 between layers
-    partial: Tensor  # [num_chunks, heads, value_dim] float32
-    peak: Tensor  # [num_chunks, heads] float32
-    total: Tensor
+from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
 
 
 @triton.jit(do_not_specialize=["rows", "num_done", "num_chunks", "spare", "smallest"])
@@ -348,7 +332,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
+def plan(slots: Tensor, positions: Tensor, heads: Heads) -> DecodePlan:
     rows, kv_heads = len(slots), heads.num_kv_heads
     programs, smallest = cut_for(rows)
     spare = max(rows, triton.cdiv(programs, kv_heads) - rows)
@@ -359,40 +343,38 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Shares:
     done = slots.new_empty(rows, kv_heads)
     peak, total = floats.unbind()
     row, slot, begin, end, first, num = ints.unbind()
-    shares = Shares(row, slot, begin, end, first, num, done, partial, peak, total)
+    planned = DecodePlan(row, slot, begin, end, first, num, done, partial, peak, total)
     launch(
-        plan_kernel, (1,), slots, positions, positions, rows, *shares[:7], rows * kv_heads,
+        plan_kernel, (1,), slots, positions, positions, rows, *planned[:7], rows * kv_heads,
         num_chunks, spare, smallest, WINDOW=heads.window, SPAN=1, APART=False,
         BEFORE=False, ROWS=max(256, triton.next_power_of_2(rows)), BLOCK=1024,
     )  # fmt: skip
-    return shares
+    return planned
 
 
 def attend(
-    joined: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    qkv: Tensor,
+    norms: QkNorms,
     sinks: Tensor | None,
     angles: Angles,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    shares: Shares,
+    kv: PagedKv,
+    plan: DecodePlan,
     heads: Heads,
 ) -> Tensor:
     dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
-    out = joined.new_empty(len(joined), heads.out_size)
+    out = qkv.new_empty(len(qkv), heads.out_size)
     group = triton.next_power_of_2(heads.num_heads // kv_heads)
     half = max(16, triton.next_power_of_2(dim // 2))
     width = max(32, triton.next_power_of_2(value_dim))
-    keys, warps, stages, early = shape_for(len(joined), joined.dtype.itemsize, dim + value_dim)
+    keys, warps, stages, early = shape_for(len(qkv), qkv.dtype.itemsize, dim + value_dim)
     launch(
-        _decode_kernel, (kv_heads, len(shares.row)),
-        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *shares,
-        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        _decode_kernel, (kv_heads, len(plan.row)),
+        qkv, *norms, sinks, *angles, *kv, out, *plan,
+        qkv.stride(0), dim, kv.page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], GROUP=max(16, group), MERGED=group,
+        SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1], GROUP=max(16, group), MERGED=group,
         BATCH=max(1, min(16, 2048 * warps // (group * width))), HALF=half, WIDTH=width, KEYS=keys,
-        STAGES=stages, EARLY=early, NORM=q_norm is not None,
+        STAGES=stages, EARLY=early, NORM=norms.q is not None,
         NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
         num_warps=warps, **overlap(),
     )  # fmt: skip

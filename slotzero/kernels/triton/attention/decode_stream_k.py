@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import StreamKPlan
 from slotzero.kernels.triton.attention.decode import (
     attend_keys,
     attend_own,
@@ -35,7 +36,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import LOG2E
-from slotzero.kernels.types import Angles, Heads
+from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
 
 FEWEST_ROWS = 17  # below, every row is cut, and decode.py cuts finer
 MOST_SIZE, MOST_GROUP = 512, 16  # of a key and its value; query heads of a KV head
@@ -52,22 +53,6 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     row_cost: int  # of a row's beginning, in tiles
-
-
-class Line(NamedTuple):
-    """The plan. Part (row, share) of a row is at row + share of what is to be merged."""
-
-    row: Tensor  # [shares] of its first tile
-    begin: Tensor  # [shares] the first key of that
-    tile: Tensor  # [shares + 1] its first tile, in the line; the last one: all tiles
-    slot: Tensor  # [rows + 1] like the next three: the loop looks a row ahead, of what it uses
-    newest: Tensor  # the newest position: its keys before are in the pages
-    first: Tensor  # the first of its parts
-    num: Tensor  # its parts
-    done: Tensor  # [rows, kv_heads] parts that are stored; 0 between layers
-    partial: Tensor  # [rows + shares, heads, value_dim] float32
-    peak: Tensor  # [rows + shares, heads] float32
-    total: Tensor
 
 
 @triton.jit
@@ -338,7 +323,7 @@ def takes(rows: int, heads: Heads) -> bool:
     return rows >= FEWEST_ROWS and size <= MOST_SIZE and group <= MOST_GROUP
 
 
-def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
+def plan(slots: Tensor, positions: Tensor, heads: Heads) -> StreamKPlan:
     rows, kv_heads = len(slots), heads.num_kv_heads
     shape = shape_for(heads)
     most = min(shape.programs * num_processors() // kv_heads, MOST_SHARES)
@@ -348,7 +333,9 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
     done, parts = slots.new_empty(rows, kv_heads), rows + shares
     partial = torch.empty(parts, heads.num_heads, heads.value_dim, device=slots.device)
     peak, total = torch.empty(2, parts, heads.num_heads, device=slots.device).unbind()
-    line = Line(row[:-1], begin[:-1], tile, slot, newest, first, num, done, partial, peak, total)
+    line = StreamKPlan(
+        row[:-1], begin[:-1], tile, slot, newest, first, num, done, partial, peak, total
+    )
     launch(
         _plan_kernel, (1,), slots, positions, rows, *line[:8], rows * kv_heads, shares, SMALLEST,
         WINDOW=heads.window, KEYS=shape.keys, COST=shape.row_cost,
@@ -358,31 +345,29 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> Line:
 
 
 def attend(
-    joined: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    qkv: Tensor,
+    norms: QkNorms,
     sinks: Tensor | None,
     angles: Angles,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    line: Line,
+    kv: PagedKv,
+    plan: StreamKPlan,
     heads: Heads,
 ) -> Tensor:
     dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
-    out = joined.new_empty(len(joined), heads.out_size)
+    out = qkv.new_empty(len(qkv), heads.out_size)
     group = triton.next_power_of_2(heads.num_heads // kv_heads)
     width = max(32, triton.next_power_of_2(value_dim))
     shape = shape_for(heads)
-    warps = min(8, shape.warps * (4 if joined.dtype.itemsize > 2 else 1))
+    warps = min(8, shape.warps * (4 if qkv.dtype.itemsize > 2 else 1))
     launch(
-        _line_kernel, (kv_heads, len(line.row)),
-        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *line,
-        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        _line_kernel, (kv_heads, len(plan.row)),
+        qkv, *norms, sinks, *angles, *kv, out, *plan,
+        qkv.stride(0), dim, kv.page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], GROUP=max(16, group),
+        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1], GROUP=max(16, group),
         MERGED=group, BATCH=max(1, min(16, 2048 * warps // (group * width))),
         HALF=max(16, triton.next_power_of_2(dim // 2)), WIDTH=width, KEYS=shape.keys,
-        NORM=q_norm is not None, NORM_VALUES=heads.norms_values and heads.stores,
+        NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
     return out

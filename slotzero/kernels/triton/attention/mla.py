@@ -29,8 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import MlaPlan
 from slotzero.kernels.triton.attention import mla_prefill
-from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS, Work
+from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
 from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
@@ -43,7 +44,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import LOG2E
-from slotzero.kernels.types import Angles, Heads, Latent
+from slotzero.kernels.types import Angles, Heads, MlaShape, MlaWeights, PagedKv, Tokens
 
 MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
 MOST_PAGES = tl.constexpr(8)  # of a tile, whose numbers every thread may have for itself
@@ -279,7 +280,7 @@ def _merge_kernel(
     wait_for_writer(PDL)  # who had no tile
 
 
-def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
+def limits(latent: int, shape: MlaShape) -> tuple[tuple[str, int, int], ...]:
     """-> the name of a size, its value and the most that it may be"""
     return ("latent", latent, MAX_LATENT), ("rope_dim", shape.rope_dim, MAX_TURNED)
 
@@ -287,59 +288,55 @@ def limits(latent: int, shape: Latent) -> tuple[tuple[str, int, int], ...]:
 def attention(
     q: Tensor,  # [T, heads * (plain + turned)]
     k: Tensor,  # [T, turned + latent]
-    k_norm: Tensor,
-    up_k: Tensor,  # [heads, plain, latent]
-    up_v: Tensor,  # [heads, result, latent]
+    weights: MlaWeights,
     angles: Angles,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    work: Work,
+    kv: PagedKv,
+    plan: MlaPlan,
     heads: Heads,
 ) -> Tensor:
     """-> [T, out_size]"""
-    assert heads.latent is not None
+    assert heads.mla is not None
     num, num_heads = len(q), heads.num_heads
     query = q.new_empty(num, num_heads, heads.head_dim)
-    own = None if work.own is None else k.new_empty(num, heads.head_dim)
-    store(q, k, k_norm, up_k, angles, kv_pages, page_table, *work[:2], query, own, heads)
-    seen, sums = attend(query, kv_pages, page_table, work, heads)
-    out = q.new_empty(num, num_heads, heads.latent.v_head_dim)
-    per_head(seen, up_v.transpose(1, 2), out)
-    if own is not None and sums is not None and work.own is not None:
-        mla_prefill.attend(q, query, own, up_k, up_v, work.own, sums, out, heads)
+    own = None if plan.own is None else k.new_empty(num, heads.head_dim)
+    store(q, k, weights, angles, kv, Tokens(plan.slots, plan.positions), query, own, heads)
+    seen, sums = attend(query, kv, plan, heads)
+    out = q.new_empty(num, num_heads, heads.mla.v_head_dim)
+    per_head(seen, weights.up_v.transpose(1, 2), out)
+    if own is not None and sums is not None and plan.own is not None:
+        mla_prefill.attend(q, query, own, weights, plan.own, sums, out, heads)
     return out.flatten(1)
 
 
 def attend(
     query: Tensor,  # [T, heads, turned + latent]
-    kv_pages: Tensor,
-    page_table: Tensor,
-    work: Work,
+    kv: PagedKv,
+    plan: MlaPlan,
     heads: Heads,
 ) -> tuple[Tensor, Tensor | None]:
     """-> [T, heads, latent]: what each pair gets of the latents that it sees in pages; and where
     that is not all, [T, heads]: log2 of its softmax's sum, -inf of nothing, which is not written"""
-    num_heads, latent, page = heads.num_heads, heads.value_dim, kv_pages.shape[1]
+    num_heads, latent, page = heads.num_heads, heads.value_dim, kv.pages.shape[1]
     turned = heads.head_dim - latent
     turn, width = padded_rows(turned, 16), padded_rows(latent, 32)
-    pairs, num_chunks = work.peak.shape[1], len(work.row)
+    pairs, num_chunks = plan.peak.shape[1], len(plan.row)
     tile = tile_for(pairs, turn + width, query.dtype.itemsize)
     parts, groups = triton.cdiv(pairs, tile.pairs), triton.cdiv(pairs, MERGED_PAIRS)
     seen, sums = query.new_empty(len(query), num_heads, latent), None
-    if work.own is not None:
+    if plan.own is not None:
         sums = torch.empty(len(query), num_heads, device=query.device)
     launch(
         _attend_kernel, (num_chunks * parts,),
-        query, kv_pages, page_table, seen, work.slots, *work[2:-1], sums,
-        page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
+        query, *kv, seen, plan.slots, *plan[2:-1], sums,
+        kv.page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
         HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
         KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), AHEAD=tile.ahead,
         num_warps=tile.warps, **overlap(),
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
-        seen, work.slots, work.firsts, work.sizes, work.row, work.first, work.num,
-        work.partial, work.peak, work.total, sums, pairs // num_heads, groups,
+        seen, plan.slots, plan.firsts, plan.sizes, plan.row, plan.first, plan.num,
+        plan.partial, plan.peak, plan.total, sums, pairs // num_heads, groups,
         HEADS=num_heads, LATENT=latent, WIDTH=width, PAIRS=MERGED_PAIRS, TILE=MERGED_TILE,
         BATCH=MERGED_CHUNKS, num_warps=4, **overlap(),
     )  # fmt: skip

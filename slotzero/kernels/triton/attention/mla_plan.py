@@ -1,11 +1,10 @@
 """Which programs see which of the latent rows: once a step, for all its layers."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import MlaPlan
 from slotzero.kernels.triton.attention import mla_prefill, prefill
 from slotzero.kernels.triton.attention.decode import plan_kernel
 from slotzero.kernels.triton.attention.verify import padded_rows
@@ -17,31 +16,11 @@ BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer 
 MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
 
 
-class Work(NamedTuple):
-    """The plan. Its rows are those of the step, or blocks of ragged ones."""
-
-    slots: Tensor  # [T]
-    positions: Tensor
-    starts: Tensor  # [rows]: the last position that the first token sees in pages
-    firsts: Tensor | None  # of blocks: the first token, and how many
-    sizes: Tensor | None
-    row: Tensor  # [num_chunks], like the next five: as in decode's Shares
-    slot: Tensor
-    begin: Tensor
-    end: Tensor  # of a row's last chunk: past its first token's key
-    first: Tensor
-    num: Tensor
-    partial: Tensor  # [2 * spare, pairs of a row, latent] float32
-    peak: Tensor  # [2 * spare, pairs of a row] float32
-    total: Tensor
-    bases: Tensor | None  # of branches
-    seen: Tensor | None
-    own: Tensor | None  # blocks of mla_prefill.py; None: all is seen in pages
-
-
-def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None) -> Work:
+def plan(
+    tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+) -> MlaPlan:
     """What all layers of a step share, for rows of any kind."""
-    assert heads.latent is not None
+    assert heads.mla is not None
     firsts = sizes = own = None
     if rows is None:
         slots, starts, span = *tokens, 1
@@ -49,13 +28,11 @@ def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | N
         slots, starts, span = rows.slots, rows.starts, rows.span
     else:
         group = min(heads.num_heads, BLOCK_HEADS)
-        (blocks,) = prefill.plan(
-            rows.slots, rows.counts, rows.ends, rows.starts, len(tokens.slots), group
-        )
+        blocks = prefill.cut_rows(rows, len(tokens.slots), group)
         slots, firsts, sizes, starts, befores = _columns(blocks)
         span = prefill.block_tokens(group)
-        if branches is None and mla_prefill.pays(len(tokens.slots), rows, heads.latent):
-            starts, own = befores - 1, mla_prefill.plan(len(tokens.slots), rows)
+        if branches is None and mla_prefill.pays(len(tokens.slots), rows, heads.mla):
+            starts, own = befores - 1, prefill.cut_rows(rows, len(tokens.slots), group=1)
     num_rows, pairs = len(slots), span * heads.num_heads
     spare, smallest = cut_for(num_rows, pairs)
     num_chunks = num_rows + spare
@@ -70,7 +47,7 @@ def plan(tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | N
         WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=padded_rows(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     bases, seen, _ = branches or NO_BRANCHES
-    return Work(
+    return MlaPlan(
         *tokens, starts, firsts, sizes, row, slot, begin, end, first, num, partial, peak, total,
         bases, seen, own,
     )  # fmt: skip

@@ -31,7 +31,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import LOG2E
-from slotzero.kernels.types import Heads, Latent, Rows
+from slotzero.kernels.types import Heads, MlaShape, MlaWeights, Rows
 
 LEAST = 256  # tokens of the longest row that a step could have
 MAX_DIM = 128  # of what the tiles hold; larger heads are seen in pages alone
@@ -138,34 +138,27 @@ def _products(one, other, inside):
     return tl.sum(one * tl.load(other, mask=inside, other=0.0).to(tl.float32), axis=0)
 
 
-def pays(num_tokens: int, rows: Rows, shape: Latent) -> bool:
+def pays(num_tokens: int, rows: Rows, shape: MlaShape) -> bool:
     """Whether ragged rows of so many tokens, padding included, are seen in this form."""
     if max(shape.nope_dim, shape.v_head_dim) > MAX_DIM:
         return False
     return num_tokens - len(rows.slots) >= LEAST
 
 
-def plan(num_tokens: int, rows: Rows) -> Tensor:
-    """-> [blocks, 5] int32, of prefill's plan"""
-    (blocks,) = prefill.plan(rows.slots, rows.counts, rows.ends, rows.starts, num_tokens, group=1)
-    return blocks
-
-
 def attend(
     q: Tensor,  # [T, heads * (plain + turned)], of which what is plain is read
     query: Tensor,  # [T, heads, turned + latent], of which what is turned is read
     own: Tensor,  # [T, turned + latent]: the step's rows
-    up_k: Tensor,  # [heads, plain, latent]
-    up_v: Tensor,  # [heads, result, latent]
-    blocks: Tensor,  # from plan
+    weights: MlaWeights,
+    blocks: Tensor,  # from prefill.cut_rows
     sums: Tensor,  # [T, heads]: of what was seen before, log2 of its softmax's sum; -inf: nothing
     out: Tensor,  # [T, heads, result]: what came of that
     heads: Heads,
 ) -> None:
     """Into `out`: what comes of it and the step's own rows together."""
-    assert heads.latent is not None
-    shape, latents = heads.latent, own[:, heads.latent.rope_dim :]
-    keys, values = (torch.mm(latents, up.flatten(0, 1).t()) for up in (up_k, up_v))
+    assert heads.mla is not None
+    shape, latents = heads.mla, own[:, heads.mla.rope_dim :]
+    keys, values = (torch.mm(latents, up.flatten(0, 1).t()) for up in weights[1:])
     dims = padded_dim(shape.nope_dim), padded_dim(shape.rope_dim), padded_dim(shape.v_head_dim)
     tile = tile_for(dims[0] + dims[1], dims[2], q.dtype)
     parts = triton.cdiv(prefill.block_tokens(1), tile.rows)

@@ -16,7 +16,7 @@ from slotzero.kernels.triton.attention.per_head import cut_for, multiply_head, p
 from slotzero.kernels.triton.attention.verify import load_angles, load_halves
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.elementwise import norm_part
-from slotzero.kernels.types import Angles, Heads
+from slotzero.kernels.types import Angles, Heads, MlaWeights, PagedKv, Tokens
 
 HEADS_PER_PROGRAM = 16  # of queries
 
@@ -86,24 +86,21 @@ def _store_halves(target, a, b, half, DIM: tl.constexpr):
 def store(
     q: Tensor,  # [T, heads * (plain + turned)]
     k: Tensor,  # [T, turned + latent]
-    k_norm: Tensor,
-    up_k: Tensor,  # [heads, plain, latent]
+    weights: MlaWeights,
     angles: Angles,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,  # [T]
-    positions: Tensor,  # [T]
+    kv: PagedKv,
+    tokens: Tokens,
     query: Tensor,  # [T, heads, turned + latent]
     own: Tensor | None,  # [T, turned + latent]
     heads: Heads,
 ) -> None:
     """The rows into their pages, and into `own` if it is given; the queries into `query`."""
-    assert heads.latent is not None
-    shape, latent, num, num_heads = heads.latent, heads.value_dim, len(q), heads.num_heads
+    assert heads.mla is not None
+    shape, latent, num, num_heads = heads.mla, heads.value_dim, len(q), heads.num_heads
     cut, products, column_blocks = cut_for(num, shape.nope_dim, latent, q.dtype), 0, 1
     if cut is None:
         straight = q.view(num, num_heads, -1)[:, :, : shape.nope_dim]
-        per_head(straight, up_k, query[:, :, shape.rope_dim :])
+        per_head(straight, weights.up_k, query[:, :, shape.rope_dim :])
     else:
         column_blocks, row_blocks = cut.blocks(num, latent)
         products = num_heads * column_blocks * row_blocks
@@ -111,11 +108,11 @@ def store(
     depth, columns, rows = cut or (0, 0, 0)
     launch(
         _store_kernel, (products + num * parts,),
-        q, k, k_norm, up_k, *angles, kv_pages, page_table, slots, positions, query, own,
-        q.stride(0), k.stride(0), *up_k.stride(), page_table.stride(0), heads.norm_eps,
+        q, k, weights.k_norm, weights.up_k, *angles, *kv, *tokens, query, own,
+        q.stride(0), k.stride(0), *weights.up_k.stride(), kv.page_table.stride(0), heads.norm_eps,
         num, products, column_blocks,
         HEADS=num_heads, PLAIN=shape.nope_dim, TURNED=shape.rope_dim, LATENT=latent,
-        PAGE=kv_pages.shape[1], SOME=HEADS_PER_PROGRAM,
+        PAGE=kv.pages.shape[1], SOME=HEADS_PER_PROGRAM,
         HALF=triton.next_power_of_2(shape.rope_dim // 2), WIDTH=triton.next_power_of_2(latent),
         PARTS=parts, DEPTH=depth, BLOCK=columns, ROWS=rows, num_warps=4, **overlap(),
     )  # fmt: skip

@@ -19,7 +19,6 @@ block's tokens. With branches, no key is read that no real token of the block se
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import PrefillPlan
 from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
 from slotzero.kernels.triton.launch import (
     launch,
@@ -36,7 +36,7 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
-from slotzero.kernels.types import NO_BRANCHES, Angles, Heads
+from slotzero.kernels.types import NO_BRANCHES, Angles, Heads, PagedKv, QkNorms, Rows, Tokens
 
 BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
 HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
@@ -333,30 +333,25 @@ def _attend_kernel(
 
 
 def rope_store(
-    joined: Tensor,  # [T, sum(heads.sizes)]
-    q_norm: Tensor | None,  # [head_dim]
-    k_norm: Tensor | None,
+    qkv: Tensor,  # [T, sum(heads.sizes)]
+    norms: QkNorms,
     angles: Angles,
-    kv_pages: Tensor,  # [pages, page_size, kv_heads, head_dim + value_dim]
-    page_table: Tensor,  # [slots + 1, pages_per_slot]
-    slots: Tensor,  # [T]
-    positions: Tensor,  # [T]
+    kv: PagedKv,
+    tokens: Tokens,
     heads: Heads,
 ) -> Tensor:
     """-> q [T, heads, head_dim], normed and rotated; K (likewise) and V are in their pages, if
     these heads store any."""
-    num_tokens, kv_heads, half = len(joined), heads.num_kv_heads, heads.head_dim // 2
-    q = torch.empty(
-        num_tokens, heads.num_heads, heads.head_dim, dtype=joined.dtype, device=joined.device
-    )
+    num_tokens, kv_heads, half = len(qkv), heads.num_kv_heads, heads.head_dim // 2
+    q = torch.empty(num_tokens, heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
     num_each = heads.num_heads + 2 * kv_heads * heads.stores
     parts = triton.cdiv(num_each, HEADS_PER_PROGRAM)
     launch(
         _rope_store_kernel, (num_tokens * parts,),
-        joined, q_norm, k_norm, heads.norm_eps, *angles, kv_pages, page_table, slots, positions, q,
-        joined.stride(0), page_table.stride(0),
+        qkv, *norms, heads.norm_eps, *angles, *kv, *tokens, q,
+        qkv.stride(0), kv.page_table.stride(0),
         HEADS=heads.num_heads, KV_HEADS=kv_heads, HALF=half, VALUE_DIM=heads.value_dim,
-        PAGE=kv_pages.shape[1], NORM=q_norm is not None,
+        PAGE=kv.pages.shape[1], NORM=norms.q is not None,
         NORM_VALUES=heads.norms_values and heads.stores, STORES=heads.stores,
         HEAD_BLOCK=HEADS_PER_PROGRAM,
         HALF_BLOCK=triton.next_power_of_2(max(half, (heads.value_dim + 1) // 2)), **overlap(),
@@ -364,39 +359,32 @@ def rope_store(
     return q
 
 
-def plan(
-    slots: Tensor,  # [R], like the next three
-    counts: Tensor,
-    ends: Tensor,
-    starts: Tensor,
-    num_tokens: int,
-    group: int,  # heads per KV head
-) -> tuple[Tensor]:
+def cut_rows(rows: Rows, num_tokens: int, group: int) -> Tensor:
     """-> [blocks, 5] int32: of each block its slot, first token, number of tokens and first
     position, and the first position of its row.
 
     Rows need at most ceil(T / size) + R blocks, and what they leave is enough for the padding.
     """
     size = block_tokens(group)
-    num_blocks = triton.cdiv(num_tokens, size) + len(slots)
-    blocks = torch.empty(num_blocks, BLOCK_FIELDS.value, dtype=torch.int32, device=slots.device)
+    num_blocks = triton.cdiv(num_tokens, size) + len(rows.slots)
+    blocks = torch.empty(
+        num_blocks, BLOCK_FIELDS.value, dtype=torch.int32, device=rows.slots.device
+    )
     launch(
         _plan_kernel, (triton.cdiv(num_blocks, PLAN_BLOCKS),),
-        slots, counts, ends, starts, blocks, len(slots), num_tokens, num_blocks,
+        rows.slots, rows.counts, rows.ends, rows.starts, blocks,
+        len(rows.slots), num_tokens, num_blocks,
         TOKENS=size, BLOCKS=PLAN_BLOCKS, ROWS=PLAN_ROWS, **overlap(),
     )  # fmt: skip
-    return (blocks,)
+    return blocks
 
 
 def attend(
     q: Tensor,  # [T, heads, head_dim]
     sinks: Tensor | None,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    slots: Tensor,  # [T]
-    blocks: Tensor,  # from plan
+    kv: PagedKv,
+    plan: PrefillPlan,
     heads: Heads,
-    branches: Sequence[Tensor | None] = NO_BRANCHES,
 ) -> Tensor:
     """Each token attends to the positions of its slot up to its own, the last `window` of them, or
     those of its branch; padding gets zeros -> [T, heads, value_dim]"""
@@ -409,11 +397,11 @@ def attend(
     out = torch.empty(len(q), num_heads, value_dim, dtype=q.dtype, device=q.device)
     unit = LOG2E.value if heads.softcap is None else 1 / heads.softcap
     launch(
-        _attend_kernel, (kv_heads * parts, len(blocks)),
-        q, sinks, kv_pages, page_table, blocks, slots, *branches, out,
-        heads.scale * unit, page_table.stride(0),
+        _attend_kernel, (kv_heads * parts, len(plan.blocks)),
+        q, sinks, *kv, plan.blocks, plan.tokens.slots, *(plan.branches or NO_BRANCHES), out,
+        heads.scale * unit, kv.page_table.stride(0),
         HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1],
+        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1],
         TOKENS=chosen.rows // group, PARTS=parts, ROWS=chosen.rows,
         DIM_BLOCK=padded_dim(dim), VALUE_BLOCK=padded_dim(value_dim), KEYS=chosen.keys,
         PRECISION="ieee" if q.dtype == torch.float32 else None,

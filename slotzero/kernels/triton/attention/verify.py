@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slotzero.kernels.attention_plans import DecodePlan, VerifyPlan
 from slotzero.kernels.triton.attention.decode import (
-    Shares,
     apply_softcap,
     load_norm,
     load_pages,
@@ -41,14 +41,13 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import LOG2E
-from slotzero.kernels.types import NO_BRANCHES, Angles, Branches, Heads, Plan, Rows
+from slotzero.kernels.types import NO_BRANCHES, Angles, Branches, Heads, PagedKv, QkNorms, Rows
 
 MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head: what a tile holds
 LARGE_PAIRS = 32  # of heads above 256, whose sums would fill all registers
 MAX_PARTS = 4  # tiles of a row: each of them reads its context
 FEW_ROWS = 8  # whose own keys are a chunk apart: a program more, but each of them is done sooner
 MERGED_PAIRS = 16  # at a time
-PLANNED = 2 + len(Shares._fields) + len(Branches._fields)  # what a plan has
 
 
 @triton.jit
@@ -325,9 +324,7 @@ def plan(
     rows: Rows,
     heads: Heads,
     branches: Branches | None = None,
-) -> Plan:
-    """-> rows.starts, token_slots and Shares, whose partial results are of all pairs:
-    [num_chunks, kv_heads, pairs, value_dim]; their peaks and totals likewise. And the branches."""
+) -> VerifyPlan:
     num_rows, kv_heads, pairs = len(rows.slots), heads.num_kv_heads, _pairs(rows.span, heads)
     parts, tokens = _cut(rows.span, heads)
     spare, smallest, apart = cut_for(num_rows, kv_heads * parts, _pairs(tokens, heads))
@@ -338,47 +335,44 @@ def plan(
     floats = torch.empty(2, num_chunks, kv_heads, pairs, device=done.device)
     partial = torch.empty(num_chunks, kv_heads, pairs, heads.value_dim, device=done.device)
     row, slot, begin, end, first, num = ints.unbind()
-    shares = Shares(row, slot, begin, end, first, num, done, partial, *floats.unbind())
+    chunks = DecodePlan(row, slot, begin, end, first, num, done, partial, *floats.unbind())
     stands, far = (rows.starts, 1) if branches is None else (branches.positions, rows.span)
     launch(
-        plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *shares[:7],
+        plan_kernel, (1,), rows.slots, rows.starts, stands, num_rows, *chunks[:7],
         done.numel(), num_chunks, spare, smallest,
         WINDOW=heads.window, SPAN=far, APART=apart, BEFORE=False, ROWS=padded_rows(num_rows, 256),
         BLOCK=1024,
     )  # fmt: skip
-    return rows.starts, token_slots, *shares, *(branches or NO_BRANCHES)
+    return VerifyPlan(rows.starts, token_slots, chunks, branches)
 
 
 def attend(
-    joined: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
+    qkv: Tensor,
+    norms: QkNorms,
     sinks: Tensor | None,
     angles: Angles,
-    kv_pages: Tensor,
-    page_table: Tensor,
-    plan: Plan,
+    kv: PagedKv,
+    plan: VerifyPlan,
     heads: Heads,
 ) -> Tensor:
-    starts, _, row, *_, stands = plan
-    assert starts is not None and row is not None
-    span, num_chunks = len(joined) // len(starts), len(row)
+    span, num_chunks = len(qkv) // len(plan.starts), len(plan.chunks.row)
     parts, tokens = _cut(span, heads)
     dim, value_dim, kv_heads = heads.head_dim, heads.value_dim, heads.num_kv_heads
-    out = joined.new_empty(len(joined), heads.out_size)
+    out = qkv.new_empty(len(qkv), heads.out_size)
     pairs, width = padded_rows(_pairs(tokens, heads), 16), padded_rows(value_dim, 32)
-    keys, warps, stages, early = shape_for(pairs, joined.dtype.itemsize, dim + value_dim)
+    keys, warps, stages, early = shape_for(pairs, qkv.dtype.itemsize, dim + value_dim)
     launch(
         _verify_kernel, (kv_heads * parts, num_chunks),
-        joined, q_norm, k_norm, sinks, *angles, kv_pages, page_table, out, *plan,
-        joined.stride(0), dim, page_table.stride(0), heads.norm_eps, heads.scale,
+        qkv, *norms, sinks, *angles, *kv, out, plan.starts, plan.token_slots,
+        *plan.chunks, *(plan.branches or NO_BRANCHES),
+        qkv.stride(0), dim, kv.page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
-        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv_pages.shape[1], SPAN=span,
+        WINDOW=heads.window, SOFTCAP=heads.softcap, PAGE=kv.pages.shape[1], SPAN=span,
         PARTS=parts, TOKENS=tokens, PAIRS=pairs, OWN=padded_rows(span, 16), MERGED=MERGED_PAIRS,
         BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
         HALF=padded_rows(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
-        EARLY=early and stands is None,  # what a tree sees is known too late
-        NORM=q_norm is not None, NORM_VALUES=heads.norms_values and heads.stores,
+        EARLY=early and plan.branches is None,  # what a tree sees is known too late
+        NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, **overlap(),
     )  # fmt: skip
     return out

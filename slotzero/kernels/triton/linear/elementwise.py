@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import activate, tanh
-from slotzero.kernels.types import Activation, Heads, Normed, ResidualNorms
+from slotzero.kernels.types import Activation, Heads, Normed, QkNorms, ResidualNorms
 
 GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
 
@@ -198,16 +198,14 @@ def cap(x: Tensor, softcap: float) -> None:
     launch(_cap_kernel, grid, x, size, x.stride(0), softcap, BLOCK=CAPPED_BLOCK, **overlap())
 
 
-def norm_heads(
-    joined: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: Heads
-) -> Tensor:
+def norm_heads(qkv: Tensor, norms: QkNorms, heads: Heads) -> Tensor:
     """Each token's queries under one RMSNorm and its keys under another, its values as they are"""
     sizes = heads.sizes
-    out = joined.new_empty(len(joined), sum(sizes))
+    out = qkv.new_empty(len(qkv), sum(sizes))
     q_block, k_block, v_block = (triton.next_power_of_2(size) for size in sizes)
     launch(
-        _norm_heads_kernel, (len(joined), 3),
-        joined, q_norm, k_norm, out, joined.stride(0), heads.norm_eps,
+        _norm_heads_kernel, (len(qkv), 3),
+        qkv, *norms, out, qkv.stride(0), heads.norm_eps,
         Q_SIZE=sizes[0], K_SIZE=sizes[1], V_SIZE=sizes[2],
         Q_BLOCK=q_block, K_BLOCK=k_block, V_BLOCK=v_block,
         num_warps=num_warps(q_block), **overlap(),

@@ -1,0 +1,96 @@
+"""Attention plans: what the attention kernels derive from a step, once for all layers.
+
+Each plan is the input of one kernel, which is chosen by the plan's type. `Kernels.plan` makes them;
+nothing else looks inside.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from slotzero.kernels.types import Branches, Tokens
+
+
+class TorchPlan(NamedTuple):
+    """The plan of the kernel sets that attend token by token."""
+
+    tokens: Tokens
+    branches: Branches | None
+
+
+class DecodePlan(NamedTuple):
+    """Contexts cut into chunks of one common size, [num_chunks] each, and scratch to merge them."""
+
+    row: Tensor  # -1: unused
+    slot: Tensor
+    begin: Tensor  # its first position
+    end: Tensor  # one past its last position
+    first: Tensor  # the first chunk of its row
+    num: Tensor  # chunks of its row
+    done: Tensor  # [rows, kv_heads]: programs that have finished; 0 between layers
+    partial: Tensor  # [num_chunks, heads, value_dim] float32
+    peak: Tensor  # [num_chunks, heads] float32
+    total: Tensor
+
+
+class StreamKPlan(NamedTuple):
+    """All contexts end to end, cut into equal shares; scratch of part (row, share) is at
+    row + share."""
+
+    row: Tensor  # [shares]: the row of its first tile
+    begin: Tensor  # [shares]: the first key of that tile
+    tile: Tensor  # [shares + 1]: its first tile, counted over all rows; the last one: all tiles
+    slot: Tensor  # [rows + 1], like the next three: the loop reads one row ahead
+    newest: Tensor  # the newest position; the keys before it are in the pages
+    first: Tensor  # the first of the row's parts
+    num: Tensor  # the row's parts
+    done: Tensor  # [rows, kv_heads]: parts that are stored; 0 between layers
+    partial: Tensor  # [rows + shares, heads, value_dim] float32
+    peak: Tensor  # [rows + shares, heads] float32
+    total: Tensor
+
+
+class VerifyPlan(NamedTuple):
+    """Uniform rows of a few new tokens each behind a stored context.
+
+    `chunks` cut the contexts; its scratch is for all (token, head of the group) pairs of a row:
+    [num_chunks, kv_heads, pairs, value_dim], and without value_dim for peak and total.
+    """
+
+    starts: Tensor  # [rows]
+    token_slots: Tensor  # [T]
+    chunks: DecodePlan
+    branches: Branches | None
+
+
+class PrefillPlan(NamedTuple):
+    """Ragged rows, cut into blocks of tokens."""
+
+    tokens: Tokens
+    blocks: Tensor  # [blocks, 5] int32: slot, first token, number of tokens, position, row start
+    branches: Branches | None
+
+
+class MlaPlan(NamedTuple):
+    """MLA rows, or blocks of ragged ones, whose contexts are cut into chunks."""
+
+    slots: Tensor  # [T]
+    positions: Tensor
+    starts: Tensor  # [rows]: the last position that the first token reads from the pages
+    firsts: Tensor | None  # of blocks: the first token, and the number of tokens
+    sizes: Tensor | None
+    row: Tensor  # [num_chunks], like the next five: as in DecodePlan
+    slot: Tensor
+    begin: Tensor
+    end: Tensor  # of a row's last chunk: one past the position of the row's first token
+    first: Tensor
+    num: Tensor
+    partial: Tensor  # [2 * spare, pairs of a row, latent] float32
+    peak: Tensor  # [2 * spare, pairs of a row] float32
+    total: Tensor
+    bases: Tensor | None  # of branches
+    seen: Tensor | None
+    own: Tensor | None  # blocks of mla_prefill.py; None: all keys are read from the pages
+
+
+AttentionPlan = TorchPlan | DecodePlan | StreamKPlan | VerifyPlan | PrefillPlan | MlaPlan
