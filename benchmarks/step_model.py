@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slotzero.models.params import Param, params_of
-
 from slotzero.distributed.ranks import ALONE, Ranks
+from slotzero.models.blocks.moe import MoeMlp
 from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import parse_config
+from slotzero.models.stacks import StackedParam, model_params
 
 HERE = Path(__file__).parent
 DATA: dict[str, Any] = json.loads((HERE / "scaling.json").read_text())
 MODELS = {name: parse_config(config) for name, config in DATA["models"].items()}
 NODE = 8  # GPUs that NVLink joins
 CHOICE_BYTES, SLOT_BYTES = 4, 4
-MLP = ("gate_up", "down", "router", "dense_gate_up", "dense_down")
+MLP = ("mlp", "moe")  # how the names of their weights begin
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,14 @@ class Spent(NamedTuple):
 # --- what a rank has
 
 
-def elements(param: Param) -> int:
-    return param.out_features * (param.columns or 1) * (param.experts or 1) * _layers(param)
+def elements(stacked: StackedParam) -> int:
+    param, num_layers = stacked.param, len(stacked.prefixes or (0,))
+    return param.out_features * (param.columns or 1) * (param.experts or 1) * num_layers
 
 
 @functools.cache
-def held(model: ModelConfig, ranks: Ranks) -> tuple[Param, ...]:
-    return tuple(cut(params_of(model), params_of(model.shard(ranks)), ranks))
+def held(model: ModelConfig, ranks: Ranks) -> tuple[StackedParam, ...]:
+    return tuple(model_params(model, ranks))
 
 
 def weight_bytes(model: ModelConfig, ranks: Ranks, numbers: Numbers = OURS) -> float:
@@ -145,10 +146,6 @@ def room(model: ModelConfig, machine: Machine, ranks: Ranks, context: float, n: 
     return max(0, int(free / kv_bytes(model, ranks, context, n))) * ranks.num_lanes
 
 
-def _layers(param: Param) -> int:
-    return 1 if param.layers is None else len(param.layers)
-
-
 def _seen(window: int | None, context: float) -> float:
     return context if window is None else min(window, context)
 
@@ -165,14 +162,14 @@ def calls(model: ModelConfig, ranks: Ranks, load: Load, n: Numbers = OURS) -> It
     apart = ranks.dp_attention
     if not apart:
         yield Call("all_reduce", all_rows)  # embedding
-    for layer in range(model.num_layers):
-        heads = model.group_of(layer).heads
-        is_sparse = layer in model.sparse_layers
+    for layer in model.layers:
+        assert layer.group is not None
+        heads, is_sparse = layer.group.heads, layer.moe is not None
         if not apart:
             if heads.norms_whole:
                 yield from [Call("all_reduce", load.tokens * 4.0)] * 2
             yield Call("all_reduce", all_rows)
-        if not is_sparse or model.shared_mlp:
+        if not isinstance(layer.mlp, MoeMlp):
             yield from _mlp_calls(apart, all_rows, own_rows)
         if is_sparse and ranks.expert_parallel:
             yield from _expert_calls(model, ranks, share, n)
@@ -239,7 +236,7 @@ def spent(
     products += _expert_seconds(mine, machine, ranks, load.tokens, n)
     num_latent = sum(len(g.layers) for g in mine.groups if g.heads.mla)
     fixed = model.num_layers * machine.layer + num_latent * machine.latent_layer
-    fixed += len(model.sparse_layers) * machine.expert_layer
+    fixed += _num_sparse(model) * machine.expert_layer
     exchange = sum(call_seconds(machine, c, ranks.size) for c in calls(model, ranks, load, n))
     attention = _attention_seconds(mine, machine, load, own_rows, n)
     return Spent(fixed, products, attention, exchange, n.overlaps)
@@ -249,10 +246,14 @@ def spent(
 def _read(model: ModelConfig, ranks: Ranks) -> tuple[int, int, int]:
     """Numbers of the head, of MLPs, and of all else that every step reads"""
     params = held(model, ranks)
-    head = next((p for p in params if p.field == "head"), params[0])  # or tied: the embedding
-    layers = [p for p in params if p.layers is not None and p.experts is None]
-    mlps = sum(elements(p) for p in layers if p.field in MLP)
+    head = next((p for p in params if p.name == "head"), params[0])  # or tied: the embedding
+    layers = [p for p in params if p.prefixes is not None and p.param.experts is None]
+    mlps = sum(elements(p) for p in layers if p.name.startswith(MLP))
     return elements(head), mlps, sum(map(elements, layers)) - mlps
+
+
+def _num_sparse(model: ModelConfig) -> int:
+    return sum(layer.moe is not None for layer in model.layers)
 
 
 def _expert_seconds(
@@ -269,7 +270,7 @@ def _expert_seconds(
     flops = 2 * tokens * (shape.top_k + shape.num_shared) / spread * each
     reading = read / (machine.bandwidth * machine.expert_reach)
     layer = math.hypot(reading, flops / (machine.expert_rate * n.speed))
-    return len(mine.sparse_layers) * layer
+    return _num_sparse(mine) * layer
 
 
 def _attention_seconds(

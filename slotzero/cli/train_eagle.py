@@ -159,7 +159,6 @@ def _folder(name: str) -> Path:
 def train(llm: "LLM", args: argparse.Namespace, out: Path) -> "list[Report]":
     import torch
 
-    from slotzero.kernels.types import LinearWeight
     from slotzero.training import data, loop
     from slotzero.training.collect import Collector
     from slotzero.training.head import EagleHead

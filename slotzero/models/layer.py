@@ -166,7 +166,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class LayerForward:
-    """A layer bound to kernels and ranks: what is compiled once for all layers that compare equal."""
+    """A layer bound to kernels and ranks. Layers that compare equal are compiled once."""
 
     layer: DecoderLayer
     context: BlockContext

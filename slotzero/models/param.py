@@ -146,7 +146,7 @@ def linear(
     biases: Sequence[Source] = (),
     summed_over: Literal["attention", "mlp"] | None = None,
 ) -> LinearParam:
-    """Return the parameters of a linear layer; `biases` are the sources of its bias, if it has one."""
+    """Return the parameters of a linear layer; `biases`: the sources of its bias, if it has one."""
     weight = Param(tuple(source.ending(".weight") for source in sources), columns)
     if not biases:
         return LinearParam(weight, None)

@@ -58,7 +58,7 @@ class Stack:
 
 
 def layer_stacks(layers: Mapping[int, tuple[DecoderLayer, str]]) -> dict[tuple[str, Block], Stack]:
-    """Stack layers, given with their prefixes in a checkpoint; by field of LayerWeights and block."""
+    """Stack layers, given with their prefixes, by field of LayerWeights and block."""
     shared: dict[tuple[str, Block], list[int]] = {}
     for index, (layer, _) in layers.items():
         for field, block in layer.blocks().items():

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.errors import ConfigError
+from slotzero.kernels.attention_plans import AttentionPlan
 from slotzero.kernels.types import (
     Angles,
-    AttentionPlan,
     Heads,
     LinearWeight,
     Normed,

@@ -68,7 +68,7 @@ class BlockContext:
 
 
 def sum_over(ranks: Ranks, part: Tensor) -> Tensor:
-    """Sum over ranks. With DP attention, `part` has the rows of all ranks; the rank's own return."""
+    """Sum over ranks. With DP attention `part` has the rows of all ranks; return this rank's."""
     return ranks.scatter_sum(part) if ranks.dp_attention else ranks.sum(part)
 
 

@@ -52,9 +52,10 @@ def parse(config: Config) -> ModelConfig:
     config = _with_per_layer_config(config, names)
     groups = {name: _kv_group(config, name, names) for name in dict.fromkeys(names)}
     norms, embedding = sandwich_norms(config), _layer_embedding(config)
-    input_mixer = embedding and LayerInputMixer(
-        hidden, embedding.input_size, activation(config), eps(config)
-    )
+    input_mixer = None
+    if embedding is not None:
+        size = embedding.input_size
+        input_mixer = LayerInputMixer(hidden, size, activation(config), eps(config))
     layers = []
     for layer, (name, is_sparse) in enumerate(zip(names, _sparse(config), strict=True)):
         reads = layer in groups[name].readers
