@@ -9,6 +9,7 @@ from torch import Tensor
 from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import LinearWeight, Normed
+from slotzero.kernels.types_recurrent import RecurrentStep, ScanWeights
 from slotzero.models.given import Given
 from slotzero.models.recurrent import Recurrent
 from slotzero.models.weights import LayerWeights
@@ -30,14 +31,13 @@ def mix(
     sizes = [shape.inner_size, shape.channels, *[shape.num_heads] * (2 if is_delta else 1)]
     joined = kernels.linear(normed, LinearWeight(layer.in_proj, layer.in_bias, sum(sizes)))
     gates, mixed, *steps = torch.split(joined, sizes, dim=-1)
-    tokens, rows, states, trail = given.tokens, given.rows, given.states, given.trail
+    step = RecurrentStep(given.tokens, given.rows, given.states, given.trail)
     if given.kept_rows is None:
         shape = shape.every(0)
-    mixed = kernels.convolve(mixed, layer.conv, layer.conv_bias, tokens, rows, states, trail, shape)
-    out = kernels.scan(
-        mixed, steps[0], steps[1] if is_delta else None, layer.a_log, layer.dt_bias, layer.d,
-        tokens, rows, states, trail, shape,
-    )  # fmt: skip
+    mixed = kernels.convolve(mixed, layer.conv, layer.conv_bias, step, shape)
+    weights = ScanWeights(layer.a_log, layer.dt_bias, layer.d)
+    beta = steps[1] if is_delta else None
+    out = kernels.scan(mixed, steps[0], beta, weights, step, shape)
     return _gated(kernels, ranks, out, gates, layer.gate_norm, recurrent)
 
 
