@@ -30,7 +30,7 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
 SHAPES = {
     "Falcon-H1-1.5B": Scan("mamba", 48, 64, 1, 256, 4),
@@ -130,11 +130,10 @@ class Mixer:
     ) -> Tensor:  # fmt: skip
         shape, (closing, x, gates, beta), (a_log, dt_bias, d) = self.shape, inputs, self.heads
         is_delta = shape.kind == "delta"
-        mixed = kernels.convolve(x, self.weight, self.bias, tokens, rows, states, trail, shape)
-        y = kernels.scan(
-            mixed, gates, beta if is_delta else None, a_log, dt_bias, None if is_delta else d,
-            tokens, rows, states, trail, shape,
-        )  # fmt: skip
+        step = RecurrentStep(tokens, rows, states, trail)
+        mixed = kernels.convolve(x, self.weight, self.bias, step, shape)
+        weights = ScanWeights(a_log, dt_bias, None if is_delta else d)
+        y = kernels.scan(mixed, gates, beta if is_delta else None, weights, step, shape)
         group = shape.head_dim if is_delta else shape.inner_size
         return kernels.gate_norm(y, closing, self.norm[:group], EPS, group, not is_delta)
 

@@ -9,8 +9,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
 
 class RecurrentKernels(ABC):
@@ -25,10 +24,7 @@ class RecurrentKernels(ABC):
         x: Tensor,  # [T, channels]
         weight: Tensor,  # [channels, conv_width], of the newest input last
         bias: Tensor | None,  # [channels]
-        tokens: Tokens,
-        rows: Rows | None,
-        states: States,
-        trail: Trail | None,
+        step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
         """Each channel over a token's input and those before it in its text, and silu of that ->
@@ -40,13 +36,8 @@ class RecurrentKernels(ABC):
         mixed: Tensor,  # [T, channels], after `convolve`
         gates: Tensor,  # [T, heads]: dt of mamba, a of a delta rule, before dt_bias and softplus
         beta: Tensor | None,  # [T, heads], of a delta rule, before its sigmoid
-        a_log: Tensor,  # [heads] float32
-        dt_bias: Tensor,  # [heads] float32
-        d: Tensor | None,  # [heads] float32, of mamba
-        tokens: Tokens,
-        rows: Rows | None,
-        states: States,
-        trail: Trail | None,
+        weights: ScanWeights,
+        step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
         """Each token changes its head's state h [head_dim, state_size] and reads it ->

@@ -4,7 +4,15 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from slotzero.kernels.types import Aims, Branches, Front, Guesses, Rows, Tokens
+from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
+from slotzero.kernels.types_speculation import (
+    DraftRows,
+    DraftTables,
+    DraftTargets,
+    Guesses,
+    TreeFront,
+    TreeStep,
+)
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
@@ -17,10 +25,7 @@ class SpeculationKernels(ABC):
     def locate_drafts(
         self,
         slots: Tensor,
-        length: Tensor,
-        limit: Tensor,  # tokens that a slot may have
-        num_drafts: Tensor,
-        drafted_at: Tensor,  # the length for which they are good
+        tables: DraftTables,
         tokens: Tokens,
         num_tried: Tensor,  # [R]
     ) -> tuple[Rows, Tensor]:
@@ -41,8 +46,7 @@ class SpeculationKernels(ABC):
         slots: Tensor,
         num_tried: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: what follows each token
-        tokens: Tensor,
-        length: Tensor,
+        tables: DraftTables,
         num_verified: Tensor,  # [R]
     ) -> None:
         """A draft is right if it is what was sampled in its place, and so were all before it. What
@@ -75,23 +79,12 @@ class SpeculationKernels(ABC):
         """table [slots + 1, W, size] -> [R * W, size]"""
 
     @abstractmethod
-    def draft_budget(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        paged: Tensor,  # positions that have pages
-        speculates: Tensor,
-        target: Tensor,
-        most: int,
-    ) -> tuple[Tensor, Tensor]:
+    def draft_budget(self, slots: Tensor, tables: DraftTables, most: int) -> DraftRows:
         """-> [R]: the length of each slot, and how many drafts it gets: none if it wants none or is
         not sampled yet, and no more than can be verified."""
 
     @abstractmethod
-    def draft_targets(
-        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int
-    ) -> Aims:
+    def draft_targets(self, rows: DraftRows, steps: int, behind: int) -> DraftTargets:
         """The first `num` [R] of so many guesses of each slot. Who computes from the newest token
         is not behind; who computes from pairs is behind by 1. All are of lengths [R]."""
 
@@ -101,23 +94,14 @@ class SpeculationKernels(ABC):
 
     @abstractmethod
     def propose_ngrams(
-        self,
-        slots: Tensor,
-        length: Tensor,  # [R]
-        num: Tensor,
-        tokens: Tensor,
-        steps: int,
-        shortest: int,
-        longest: int,
+        self, rows: DraftRows, tokens: Tensor, steps: int, shortest: int, longest: int
     ) -> Tensor:
         """Writes `num` [R] <= steps guesses behind the newest token of each slot: what followed
         where its newest tokens stood before, `longest` of them or fewer; the longest match wins,
         and of equals the latest -> [R]: num, or 0 where no match is `shortest`."""
 
     @abstractmethod
-    def close_draft(
-        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
-    ) -> None:
+    def close_draft(self, rows: DraftRows, tables: DraftTables) -> None:
         """Each slot has `num` [R] drafts that are good at `length` [R]."""
 
     @abstractmethod
@@ -141,8 +125,7 @@ class SpeculationKernels(ABC):
         sampled: Tensor,  # [R, W]: what follows each node
         parents: Tensor,
         branches: Branches,
-        tokens: Tensor,
-        length: Tensor,
+        tables: DraftTables,
         num_verified: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:
@@ -156,25 +139,20 @@ class SpeculationKernels(ABC):
         length: Tensor,  # after accept_tree
         num_verified: Tensor,
         path: Tensor,
-        kv_pages: Tensor,  # [layers, pages, page_size, kv_heads, size]
-        page_table: Tensor,
+        kv: PagedKv,  # stacked: [layers, pages, ...]
     ) -> None:
         """What was stored for the nodes of a path goes where their tokens now stand."""
 
     @abstractmethod
     def grow_tree(
         self,
-        slots: Tensor,  # [R]; 0: without a tree
-        length: Tensor,  # [R]
-        room: Tensor,  # [R]: places behind the newest token
-        drawn: Sampled,  # of each row's newest token, or of its front
-        front: Front | None,
+        rows: DraftRows,
+        drawn: Sampled,  # for the newest token of each row, or for its front
+        front: TreeFront | None,
         guesses: Guesses,
-        step: int,
-        topk: int,
-        behind: int,  # as in `aim`
+        at: TreeStep,
         tables: SamplingTables,
-    ) -> Front:
+    ) -> TreeFront:
         """Takes `topk` guesses after each token of the front: what was drawn, which counts like the
         likeliest, and the likeliest others. Of a request with penalties only the first, since what
         they count are tokens one after another. The best `topk` of this step are the next front:
@@ -183,14 +161,7 @@ class SpeculationKernels(ABC):
 
     @abstractmethod
     def select(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        room: Tensor,
-        guesses: Guesses,
-        most: int,
-        tokens: Tensor,
-        parents: Tensor,
+        self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
         """The best guesses of each row become its tree: their tokens and parents are written, in
         the order in which they were made -> [R]: how many, as `most` and room allow. Of equals the

@@ -6,6 +6,7 @@ drafts and alone. No value is read by the host.
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch.nn import functional as F
 
 from slotzero.kernels.contract_recurrent import RecurrentKernels
 from slotzero.kernels.torch_speculation import put, up_to
-from slotzero.kernels.types import Activation, Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types import Activation
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
 L2_EPS = 1e-6  # of keys and queries of a delta rule
 Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -35,10 +36,7 @@ class TorchRecurrent(RecurrentKernels):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tokens: Tokens,
-        rows: Rows | None,
-        states: States,
-        trail: Trail | None,
+        step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
         def advance(inputs: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,28 +46,26 @@ class TorchRecurrent(RecurrentKernels):
                 summed = summed + bias.float()
             return seen[:, :, 1:], F.silu(summed)
 
-        kept, into = (states.conv_kept, None if trail is None else trail.conv)
-        out = _through(advance, tokens, rows, states.conv, kept, states.rows, into, shape)
-        return out.to(x.dtype)
+        states, trail = step.states, step.trail
+        into = None if trail is None else trail.conv
+        tables = _Tables(states.conv, states.conv_kept, states.rows, into)
+        return _scan_tokens(advance, step, tables, shape).to(x.dtype)
 
     def scan(
         self,
         mixed: Tensor,
         gates: Tensor,
         beta: Tensor | None,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        d: Tensor | None,
-        tokens: Tokens,
-        rows: Rows | None,
-        states: States,
-        trail: Trail | None,
+        weights: ScanWeights,
+        step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
-        step = F.softplus(gates.float() + dt_bias.float())
+        dt = F.softplus(gates.float() + weights.dt_bias.float())
         if shape.kind == "mamba":
-            step = step.clamp(*shape.dt_limit)
-        decay = torch.exp(-torch.exp(a_log.float()) * step)[:, :, None, None]  # [T, heads, 1, 1]
+            dt = dt.clamp(*shape.dt_limit)
+        decay = torch.exp(-torch.exp(weights.a_log.float()) * dt)[
+            :, :, None, None
+        ]  # [T, heads, 1, 1]
         first, second, third = torch.split(mixed.float(), [*shape.sizes], dim=-1)
 
         def of_heads(keys: Tensor) -> Tensor:
@@ -77,10 +73,14 @@ class TorchRecurrent(RecurrentKernels):
             return keys.repeat_interleave(shape.num_heads // shape.num_groups, dim=1)
 
         if shape.kind == "mamba":
-            assert d is not None
+            assert weights.d is not None
             values, keys, queries = first.view(-1, *shape.scan_shape[:2]), second, third
-            keys, queries, skip = of_heads(keys), of_heads(queries), d.float()[:, None] * values
-            added = (step[:, :, None] * values)[..., None] * keys[:, :, None]
+            keys, queries, skip = (
+                of_heads(keys),
+                of_heads(queries),
+                weights.d.float()[:, None] * values,
+            )
+            added = (dt[:, :, None] * values)[..., None] * keys[:, :, None]
 
             def advance(h: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
                 h = h * decay[at] + added[at]
@@ -96,8 +96,10 @@ class TorchRecurrent(RecurrentKernels):
                 h = h + missing[..., None] * key
                 return h, (h * queries[at][:, :, None]).sum(-1)
 
-        kept, into = states.scan_kept, None if trail is None else trail.scan
-        out = _through(advance, tokens, rows, states.scan, kept, states.rows, into, shape)
+        states, trail = step.states, step.trail
+        into = None if trail is None else trail.scan
+        tables = _Tables(states.scan, states.scan_kept, states.rows, into)
+        out = _scan_tokens(advance, step, tables, shape)
         return out.flatten(1).to(mixed.dtype)
 
     def gate_norm(
@@ -141,19 +143,25 @@ class TorchRecurrent(RecurrentKernels):
                 put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
 
 
-def begin(
-    table: Tensor,  # [slots + 1, ...]
-    kept: Tensor | None,
-    rows: Tensor | None,
-    slots: Tensor,  # [R]
-    starts: Tensor,  # [R]
-    shape: Scan,
-) -> Tensor:
-    """What rows begin with, [R, ...] in float32. A text begins with zeros; a row that starts where
-    a snapshot stands, with that; any other goes on from its slot's own."""
+class _Tables(NamedTuple):
+    """The convolution's or the scan's part of States and Trail."""
+
+    states: Tensor  # [slots + 1, ...]
+    kept: Tensor | None  # [snapshots + 1, ...]
+    kept_rows: Tensor | None
+    trail: Tensor | None  # [R, W, ...]
+
+
+def begin(tables: _Tables, slots: Tensor, starts: Tensor, shape: Scan) -> Tensor:
+    """Return the states that rows begin with, [R, ...] in float32.
+
+    A text begins with zeros, a row that starts at a snapshot with the snapshot, and any other row
+    with the state of its slot.
+    """
+    table, kept, kept_rows, _ = tables
     first = table[slots].float()
-    if kept is not None and rows is not None:
-        found = snapshot_row(rows, slots, starts - 1, shape, starts > 0)
+    if kept is not None and kept_rows is not None:
+        found = snapshot_row(kept_rows, slots, starts - 1, shape, starts > 0)
         first = torch.where(_wide(found > 0, first), kept[found].float(), first)
     return torch.where(_wide((starts > 0) & (slots > 0), first), first, 0.0)
 
@@ -168,25 +176,16 @@ def snapshot_row(
     return rows[slots * is_there, column.clamp(0, rows.shape[1] - 1)] * is_there
 
 
-def _through(
-    advance: Advance,
-    tokens: Tokens,
-    rows: Rows | None,
-    table: Tensor,
-    kept: Tensor | None,
-    kept_rows: Tensor | None,
-    trail: Tensor | None,
-    shape: Scan,
-) -> Tensor:
-    """Every token in its turn -> what each brings out, [T, ...]; zeros for slot 0."""
-    slots, positions = tokens
+def _scan_tokens(advance: Advance, step: RecurrentStep, tables: _Tables, shape: Scan) -> Tensor:
+    """Advance the states token by token and return their outputs, [T, ...]; zeros for slot 0."""
+    (slots, positions), rows, trail = step.tokens, step.rows, tables.trail
     if rows is None:
-        state = begin(table, kept, kept_rows, slots, positions, shape)
+        state = begin(tables, slots, positions, shape)
         state, out = advance(state, torch.arange(len(slots), device=slots.device))
-        _keep(kept, kept_rows, slots, positions, state, shape)
-        put(table, (slots,), state, slots > 0)
+        _keep(tables, slots, positions, state, shape)
+        put(tables.states, (slots,), state, slots > 0)
         return torch.where(_wide(slots > 0, out), out, 0.0)
-    state = begin(table, kept, kept_rows, rows.slots, rows.starts, shape)
+    state = begin(tables, rows.slots, rows.starts, shape)
     place = up_to(len(slots), slots)
     owner = torch.searchsorted(rows.ends, place, right=True).clamp_max(len(rows.ends) - 1)
     outs = []
@@ -196,26 +195,19 @@ def _through(
         put(state, (row,), new, slot > 0)
         outs.append(torch.where(_wide(slot > 0, out), out, 0.0))
         if trail is None:
-            _keep(kept, kept_rows, slot, positions[t : t + 1], new, shape)
+            _keep(tables, slot, positions[t : t + 1], new, shape)
         else:
             offset = at - (rows.ends - rows.counts)[row]
             trail[row, offset] = torch.where(_wide(slot > 0, new), new, 0.0).to(trail.dtype)
     if trail is None:
-        put(table, (rows.slots,), state, (rows.slots > 0) & (rows.counts > 0))
+        put(tables.states, (rows.slots,), state, (rows.slots > 0) & (rows.counts > 0))
     return torch.cat(outs)
 
 
-def _keep(
-    kept: Tensor | None,
-    rows: Tensor | None,
-    slots: Tensor,
-    positions: Tensor,
-    state: Tensor,
-    shape: Scan,
-) -> None:
-    if kept is not None and rows is not None:
-        target = snapshot_row(rows, slots, positions, shape, slots > 0)
-        put(kept, (target,), state, target > 0)
+def _keep(tables: _Tables, slots: Tensor, positions: Tensor, state: Tensor, shape: Scan) -> None:
+    if tables.kept is not None and tables.kept_rows is not None:
+        target = snapshot_row(tables.kept_rows, slots, positions, shape, slots > 0)
+        put(tables.kept, (target,), state, target > 0)
 
 
 def _wide(mask: Tensor, like: Tensor) -> Tensor:

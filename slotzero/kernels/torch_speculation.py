@@ -4,7 +4,15 @@ import torch
 from torch import Tensor
 
 from slotzero.kernels.contract_speculation import SpeculationKernels
-from slotzero.kernels.types import Aims, Branches, Front, Guesses, Rows, Tokens
+from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
+from slotzero.kernels.types_speculation import (
+    DraftRows,
+    DraftTables,
+    DraftTargets,
+    Guesses,
+    TreeFront,
+    TreeStep,
+)
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 
@@ -12,16 +20,14 @@ class TorchSpeculation(SpeculationKernels):
     def locate_drafts(
         self,
         slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        num_drafts: Tensor,
-        drafted_at: Tensor,
+        tables: DraftTables,
         tokens: Tokens,
-        num_tried: Tensor,
+        num_tried: Tensor,  # [R]
     ) -> tuple[Rows, Tensor]:
-        width, start = len(tokens.slots) // len(slots), length[slots]
-        room = limit[slots] - start - 1  # tokens that may still come
-        num_good = torch.minimum(num_drafts[slots] * (drafted_at[slots] == start), room - 1)
+        width, start = len(tokens.slots) // len(slots), tables.length[slots]
+        room = tables.limit[slots] - start - 1  # tokens that may still come
+        num_good = tables.num_drafts[slots] * (tables.drafted_at[slots] == start)
+        num_good = torch.minimum(num_good, room - 1)
         num_tried.copy_(torch.where(room > 0, num_good.clamp(0, width - 1) + 1, 0))
         rows = lay_out(slots, start, num_tried, tokens)
         return rows, tokens.positions + (tokens.slots > 0)
@@ -38,12 +44,12 @@ class TorchSpeculation(SpeculationKernels):
     def accept(
         self,
         slots: Tensor,
-        num_tried: Tensor,
-        sampled: Tensor,
-        tokens: Tensor,
-        length: Tensor,
-        num_verified: Tensor,
+        num_tried: Tensor,  # [R], from locate_drafts
+        sampled: Tensor,  # [R, W]: what follows each token
+        tables: DraftTables,
+        num_verified: Tensor,  # [R]
     ) -> None:
+        tokens, length = tables.tokens, tables.length
         start, place = length[slots], up_to(sampled.shape[1], slots)
         at = (start[:, None] + 1 + place) * (place < num_tried[:, None])  # where each would stand
         is_draft = place < num_tried[:, None] - 1
@@ -82,42 +88,26 @@ class TorchSpeculation(SpeculationKernels):
     def load_features(self, slots: Tensor, table: Tensor) -> Tensor:
         return table[slots].flatten(0, 1)
 
-    def draft_budget(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        limit: Tensor,
-        paged: Tensor,
-        speculates: Tensor,
-        target: Tensor,
-        most: int,
-    ) -> tuple[Tensor, Tensor]:
-        length = length[slots]
-        room = torch.minimum(limit[slots] - length - 2, paged[slots] - length - 1)
-        is_wanted = (speculates[slots] > 0) & (length >= target[slots])
-        return length, torch.where(is_wanted, room.clamp(0, most), 0)
+    def draft_budget(self, slots: Tensor, tables: DraftTables, most: int) -> DraftRows:
+        length = tables.length[slots]
+        room = torch.minimum(tables.limit[slots] - length - 2, tables.paged[slots] - length - 1)
+        is_wanted = (tables.speculates[slots] > 0) & (length >= tables.target[slots])
+        num = torch.where(is_wanted, room.clamp(0, most), 0)
+        return DraftRows(slots, length, num)
 
-    def draft_targets(
-        self, slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int
-    ) -> Aims:
-        step = up_to(steps, slots)[:, None]
-        wanted = torch.where(step < num, slots, 0)
-        newest = length + step
-        return Aims(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
+    def draft_targets(self, rows: DraftRows, steps: int, behind: int) -> DraftTargets:
+        step = up_to(steps, rows.slots)[:, None]
+        wanted = torch.where(step < rows.num, rows.slots, 0)
+        newest = rows.length + step
+        return DraftTargets(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
 
     def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
         put(tokens, (slots, positions * (slots > 0)), ids, slots > 0)
 
     def propose_ngrams(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        num: Tensor,
-        tokens: Tensor,
-        steps: int,
-        shortest: int,
-        longest: int,
+        self, rows: DraftRows, tokens: Tensor, steps: int, shortest: int, longest: int
     ) -> Tensor:
+        slots, length, num = rows
         known = tokens[slots]  # [R, max_len + 1]
         place = up_to(known.shape[1], slots)
         match = (place < length[:, None]).expand_as(known)  # ends here, before the newest token
@@ -136,11 +126,9 @@ class TorchSpeculation(SpeculationKernels):
             self.record_ngrams(wanted, length + 1 + i, ids, tokens)
         return num
 
-    def close_draft(
-        self, slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
-    ) -> None:
-        put(num_drafts, (slots,), num, slots > 0)
-        put(drafted_at, (slots,), length, slots > 0)
+    def close_draft(self, rows: DraftRows, tables: DraftTables) -> None:
+        put(tables.num_drafts, (rows.slots,), rows.num, rows.slots > 0)
+        put(tables.drafted_at, (rows.slots,), rows.length, rows.slots > 0)
 
     def expand_draft_vocab(self, logits: Tensor, draft_of: Tensor) -> Tensor:
         return logits[:, draft_of.clamp_min(0)].masked_fill(draft_of < 0, -torch.inf)
@@ -161,15 +149,14 @@ class TorchSpeculation(SpeculationKernels):
         self,
         slots: Tensor,
         num_tried: Tensor,
-        sampled: Tensor,
+        sampled: Tensor,  # [R, W]: what follows each node
         parents: Tensor,
         branches: Branches,
-        tokens: Tensor,
-        length: Tensor,
+        tables: DraftTables,
         num_verified: Tensor,
-        path: Tensor,
+        path: Tensor,  # [R, W]
     ) -> None:
-        width = sampled.shape[1]
+        width, tokens, length = sampled.shape[1], tables.tokens, tables.length
         start, place = length[slots], up_to(width, slots)
         is_tried = place < num_tried[:, None]
         drafts = tokens[slots[:, None], (start[:, None] + place) * is_tried]
@@ -189,37 +176,33 @@ class TorchSpeculation(SpeculationKernels):
     def move_kv(
         self,
         slots: Tensor,
-        length: Tensor,
+        length: Tensor,  # after accept_tree
         num_verified: Tensor,
         path: Tensor,
-        kv_pages: Tensor,
-        page_table: Tensor,
+        kv: PagedKv,  # stacked: [layers, pages, ...]
     ) -> None:
-        place, page_size = up_to(path.shape[1], slots), kv_pages.shape[2]
+        place, page_size = up_to(path.shape[1], slots), kv.pages.shape[2]
         is_moved = (place < num_verified[:, None]) & (path != place)
         owners = torch.where(is_moved, slots[:, None], 0)
         start = (length[slots] - num_verified)[:, None]
 
         def stored(places: Tensor) -> tuple[Tensor, Tensor]:
             at = (start + places) * is_moved
-            return page_table[owners, at // page_size], at % page_size
+            return kv.page_table[owners, at // page_size], at % page_size
 
-        by_place = kv_pages.movedim(0, 2)  # [pages, page_size, layers, kv_heads, size]
+        by_place = kv.pages.movedim(0, 2)  # [pages, page_size, layers, kv_heads, size]
         put(by_place, stored(place), by_place[stored(path)], is_moved)
 
     def grow_tree(
         self,
-        slots: Tensor,
-        length: Tensor,
-        room: Tensor,
-        drawn: Sampled,
-        front: Front | None,
+        rows: DraftRows,
+        drawn: Sampled,  # for the newest token of each row, or for its front
+        front: TreeFront | None,
         guesses: Guesses,
-        step: int,
-        topk: int,
-        behind: int,
+        at: TreeStep,
         tables: SamplingTables,
-    ) -> Front:
+    ) -> TreeFront:
+        (slots, length, room), (step, topk, behind) = rows, at
         num_rows, owners = len(slots), slots if front is None else front.tokens.slots
         ids, scores = _candidates(drawn, owners, topk, tables)
         nodes = torch.full_like(slots, -1) if front is None else front.nodes
@@ -240,16 +223,16 @@ class TorchSpeculation(SpeculationKernels):
         start = (length + 1 - behind)[:, None]  # of the tree
         bases = (start * is_real).flatten()
         positions = bases + (step * is_real.int()).flatten()
-        rows = Rows(
+        front_rows = Rows(
             where[:, 0],
             (start[:, 0] + step * topk) * is_real[:, 0],
             torch.full_like(slots, topk),
             (up_to(num_rows, slots) + 1) * topk,
             span=topk,
         )
-        return Front(
+        return TreeFront(
             Tokens(where.flatten(), bases + (number * is_real).flatten()),
-            rows,
+            front_rows,
             Branches(bases, (seen[origins] | 1 << number.long()).flatten(), positions),
             (positions + 1 + behind) * (where.flatten() > 0),
             origins.flatten(),
@@ -258,15 +241,9 @@ class TorchSpeculation(SpeculationKernels):
         )
 
     def select(
-        self,
-        slots: Tensor,
-        length: Tensor,
-        room: Tensor,
-        guesses: Guesses,
-        most: int,
-        tokens: Tensor,
-        parents: Tensor,
+        self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
+        slots, length, room = rows
         num = guesses.scores.isfinite().sum(1, dtype=torch.int32)
         num = torch.minimum(num, room.clamp_max(most)) * (slots > 0)
         _, order = _best_first(guesses.scores)

@@ -238,31 +238,3 @@ class Routed(NamedTuple):
     rows: Tensor  # [T, hidden]
     weights: Tensor  # [T, num_chosen]: the routing weight of each chosen expert
     experts: Tensor  # [T, num_chosen] int32 or int64: its index; one past the last for none
-
-
-class Aims(NamedTuple):
-    """Guesses that are to be made, one after another, [steps, R] each; zeros where none is."""
-
-    slots: Tensor
-    places: Tensor  # of the token that is computed for it, or of its pair
-    after: Tensor  # the index of the token that is guessed
-
-
-class Guesses(NamedTuple):
-    """All that were made for trees, step after step, [R, M] each."""
-
-    ids: Tensor
-    scores: Tensor  # float32: log probabilities of a branch, added up; -inf: there is no such guess
-    parents: Tensor  # which of these it follows; -1: the newest token
-
-
-class Front(NamedTuple):
-    """Guesses from which trees grow on, K of each row; those that are none are slot 0."""
-
-    tokens: Tokens  # where they, or their pairs, are computed
-    rows: Rows
-    branches: Branches
-    after: Tensor  # [T]: the index of the token that is guessed next
-    origins: Tensor  # [T]: which row of the logits that they were chosen from
-    nodes: Tensor  # [T]: which of the guesses
-    scores: Tensor  # [T]

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from slotzero.kernels.types import Rows, Tokens
+
 
 @dataclass(frozen=True)
 class Scan:
@@ -77,3 +79,24 @@ class Trail(NamedTuple):
 
     conv: Tensor  # [R, W, channels, conv_width - 1]
     scan: Tensor  # [R, W, heads, head_dim, state_size]
+
+
+class RecurrentStep(NamedTuple):
+    """The tokens of a step and the states that they read and write.
+
+    Without rows every token is a row of its own. With a trail, the rows have W tokens each, states
+    and snapshots are left alone, and `commit_trail` updates them afterwards.
+    """
+
+    tokens: Tokens
+    rows: Rows | None
+    states: States
+    trail: Trail | None = None
+
+
+class ScanWeights(NamedTuple):
+    """Weights of a scan, [heads] float32 each."""
+
+    a_log: Tensor
+    dt_bias: Tensor
+    d: Tensor | None  # of mamba

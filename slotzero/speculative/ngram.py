@@ -6,6 +6,7 @@ It has no weights and no KV. The longest match wins, and of equals the latest.
 from torch import Tensor
 
 from slotzero.graph import Pieces
+from slotzero.kernels.types_speculation import DraftRows
 from slotzero.speculative.drafter import Drafter
 
 SHORTEST, LONGEST = 2, 4  # tokens that must stand together
@@ -18,4 +19,6 @@ class NgramDrafter(Drafter):
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
     ) -> Tensor:
         tokens = self.tables["tokens"]
-        return self.kernels.propose_ngrams(slots, length, num, tokens, steps, SHORTEST, LONGEST)
+        return self.kernels.propose_ngrams(
+            DraftRows(slots, length, num), tokens, steps, SHORTEST, LONGEST
+        )

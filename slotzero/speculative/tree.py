@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from slotzero.graph import Pieces, Registry
-from slotzero.kernels.types import Guesses, Tokens
+from slotzero.kernels.types import Tokens
+from slotzero.kernels.types_speculation import DraftRows, Guesses, TreeStep
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import LogitsDrafter
 from slotzero.tree_shape import TreeShape
@@ -37,8 +38,9 @@ class Trees:
         """`room` [R]: places behind the newest token -> how many guesses each slot's tree has"""
         drafter, shape, tables = self._drafter, self.shape, self._tables
         kernels, behind = drafter.kernels, drafter.behind
-        aims = kernels.draft_targets(slots, length, room, 1, behind)
+        aims = kernels.draft_targets(DraftRows(slots, length, room), 1, behind)
         owners, place, after = (part[0] for part in aims)
+        rows = DraftRows(owners, length, room)
         guesses = self._empty(len(slots), length)
         state, logits = drafter.first(Tokens(owners, place), pieces)
         drawn, front = drafter.sample(logits, owners, after, tables), None
@@ -51,10 +53,10 @@ class Trees:
                 )
                 drawn = drafter.sample(logits, front.tokens.slots, front.after, tables)
             front = kernels.grow_tree(
-                owners, length, room, drawn, front, guesses, step, shape.topk, behind, tables
+                rows, drawn, front, guesses, TreeStep(step, shape.topk, behind), tables
             )
         most = shape.num_nodes - 1
-        return kernels.select(owners, length, room, guesses, most, tables.tokens, self.parents)
+        return kernels.select(rows, guesses, most, tables.tokens, self.parents)
 
     def _empty(self, num_rows: int, like: Tensor) -> Guesses:
         size = num_rows, self.shape.num_guesses

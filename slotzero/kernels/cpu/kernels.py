@@ -22,10 +22,9 @@ from slotzero.kernels.types import (
     Normed,
     PagedKv,
     ResidualNorms,
-    Rows,
     Tokens,
 )
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu")
@@ -131,15 +130,12 @@ class CpuKernels(TorchKernels):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        tokens: Tokens,
-        rows: Rows | None,
-        states: States,
-        trail: Trail | None,
+        step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
-        out = torch.empty_like(x)
+        out, states, trail = torch.empty_like(x), step.states, step.trail
         torch.ops.slotzero.convolve.default(
-            x, weight, bias, *tokens, *(rows[:4] if rows else NO_ROWS),
+            x, weight, bias, *step.tokens, *(step.rows[:4] if step.rows else NO_ROWS),
             states.conv, states.conv_kept, states.rows, None if trail is None else trail.conv,
             shape.interval, out,
         )  # fmt: skip
@@ -150,18 +146,14 @@ class CpuKernels(TorchKernels):
         mixed: Tensor,
         gates: Tensor,
         beta: Tensor | None,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        d: Tensor | None,
-        tokens: Tokens,
-        rows: Rows | None,
-        states: States,
-        trail: Trail | None,
+        weights: ScanWeights,
+        step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
-        out = mixed.new_empty(len(mixed), shape.inner_size)
+        out, states, trail = mixed.new_empty(len(mixed), shape.inner_size), step.states, step.trail
         torch.ops.slotzero.scan.default(
-            mixed, gates, beta, a_log, dt_bias, d, *tokens, *(rows[:4] if rows else NO_ROWS),
+            mixed, gates, beta, *weights, *step.tokens,
+            *(step.rows[:4] if step.rows else NO_ROWS),
             states.scan, states.scan_kept, states.rows, None if trail is None else trail.scan,
             shape.num_groups, *shape.dt_limit, shape.interval, out,
         )  # fmt: skip

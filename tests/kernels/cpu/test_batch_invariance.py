@@ -29,7 +29,7 @@ from slotzero.kernels.types import (
     ResidualNorms,
     Tokens,
 )
-from slotzero.kernels.types_recurrent import Scan, States
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
 
@@ -184,10 +184,10 @@ def test_recurrent_layers(kernels, shape):
     def mix(rows: Tensor) -> Tensor:
         tokens = Tokens((rows + 1).int(), torch.full_like(rows, 3).int())
         states = States(conv.clone(), scan.clone())
-        mixed = kernels.convolve(x[rows], weight, bias, tokens, None, states, None, shape)
-        out = kernels.scan(
-            mixed, gates[rows], beta[rows], a_log, dt_bias, d, tokens, None, states, None, shape
-        )
+        step = RecurrentStep(tokens, None, states)
+        mixed = kernels.convolve(x[rows], weight, bias, step, shape)
+        weights = ScanWeights(a_log, dt_bias, d)
+        out = kernels.scan(mixed, gates[rows], beta[rows], weights, step, shape)
         norm = out.new_ones(out.shape[1])
         gated = kernels.gate_norm(out, out.flip(1), norm, EPS, out.shape[1] // 2, True)
         return stacked(out, gated, states.conv[rows + 1], states.scan[rows + 1])

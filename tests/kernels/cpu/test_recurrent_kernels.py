@@ -10,7 +10,7 @@ from torch import Tensor
 from slotzero.kernels.contract import Kernels, kernels_for
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
 SLOTS, SNAPSHOTS, LENGTH, INTERVAL = 3, 6, 24, 8
 SHAPES = (
@@ -58,14 +58,11 @@ class Mixer(NamedTuple):
         shape, (a_log, dt_bias, d) = self.shape, self.heads
         size = [shape.channels, shape.num_heads, shape.num_heads]
         mixed, gates, beta = x.split(size, dim=1)
-        mixed = self.kernels.convolve(
-            mixed, self.weight, self.bias, tokens, rows, self.states, trail, shape
-        )
+        step = RecurrentStep(tokens, rows, self.states, trail)
+        mixed = self.kernels.convolve(mixed, self.weight, self.bias, step, shape)
         of_kind = (beta, None) if shape.kind == "delta" else (None, d)
-        return self.kernels.scan(
-            mixed, gates, of_kind[0], a_log, dt_bias, of_kind[1],
-            tokens, rows, self.states, trail, shape,
-        )  # fmt: skip
+        weights = ScanWeights(a_log, dt_bias, of_kind[1])
+        return self.kernels.scan(mixed, gates, of_kind[0], weights, step, shape)
 
     def prefill(self, x: Tensor, slot: int, start: int, pad: int = 0) -> Tensor:
         num = len(x)

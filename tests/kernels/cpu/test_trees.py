@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.types import Front, Guesses, Rows, Tokens
+from slotzero.kernels.types import PagedKv, Rows, Tokens
+from slotzero.kernels.types_speculation import DraftRows, DraftTables, Guesses, TreeFront, TreeStep
 from slotzero.sampling.params import MAX_LOGPROBS, SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
 from slotzero.tree_shape import TreeShape
@@ -99,10 +100,10 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
     path = torch.full((len(slots), width), 7).int()
     tree = KERNELS.branch(rows, located, parents)
     KERNELS.accept_tree(
-        ints(*slots), ints(*counts), sampled, parents, tree, tokens, length,
-        num_verified, path,
+        ints(*slots), ints(*counts), sampled, parents, tree,
+        DraftTables(tokens, length, *[torch.zeros_like(length)] * 6), num_verified, path,
     )  # fmt: skip
-    KERNELS.move_kv(ints(*slots), length, num_verified, path, kv, table)
+    KERNELS.move_kv(ints(*slots), length, num_verified, path, PagedKv(kv, table))
     KERNELS.store_features(ints(*slots), num_verified, features, kept, path)
 
     old_tokens, old_length, old_kv, old_kept = before
@@ -173,10 +174,10 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
     tables = sampling_tables([SamplingParams(presence_penalty=0.5 * is_penalised)])
     slot, start = 1, 40
     slots = ints(0, slot if room else 0, 0)
-    length, rooms = ints(0, start, 0), ints(0, room, 0)
+    draft_rows = DraftRows(slots, ints(0, start, 0), ints(0, room, 0))
     size = 3, shape.num_guesses
     guesses = Guesses(torch.zeros(size).int(), torch.zeros(size), torch.zeros(size).int())
-    front: Front | None = None
+    front: TreeFront | None = None
     book: list[list[Node]] = []  # by step
     frontier: list[Node] = [((), 0.0)] if room else []
     for step in range(steps):
@@ -200,7 +201,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
                     new.append(((*way, token), score + gain))
         book.append(new)
         front = KERNELS.grow_tree(
-            slots, length, rooms, drawn, front, guesses, step, topk, behind, tables
+            draft_rows, drawn, front, guesses, TreeStep(step, topk, behind), tables
         )
         places = room - step * topk
         frontier = sorted(new, key=lambda node: -node[1])[: max(0, min(topk, places))]
@@ -218,7 +219,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
             assert front.after[at] == start + 2 + step
             assert front.scores[at] == torch.tensor(score)
     parents = torch.full((2, shape.num_nodes), 55, dtype=torch.int32)
-    num = KERNELS.select(slots, length, rooms, guesses, shape.num_nodes - 1, tables.tokens, parents)
+    num = KERNELS.select(draft_rows, guesses, shape.num_nodes - 1, tables.tokens, parents)
     every = [node for new in book for node in new]
     chosen = sorted(every, key=lambda node: -node[1])[: min(room, shape.num_nodes - 1)]
     assert num.tolist() == [0, len(chosen), 0]

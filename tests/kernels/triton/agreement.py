@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
+from slotzero.kernels.types_speculation import DraftTables
 
 NAN = float("nan")
 
@@ -46,6 +47,12 @@ def slots_for(rows: int) -> Tensor:
 def table_of(values: Tensor, neutral: int = 0) -> Tensor:
     values[0] = neutral
     return values
+
+
+def draft_tables(like: Tensor, **tables: Tensor) -> DraftTables:
+    """Tables of which those that are not given hold zeros, one for each entry of `like`."""
+    zeros = dict.fromkeys(DraftTables._fields, torch.zeros_like(like))
+    return DraftTables(**{name: tables.get(name, zero.clone()) for name, zero in zeros.items()})
 
 
 def spoilt(*shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
 SLOTS, SNAPSHOTS, LENGTH, LAYERS = 5, 12, 512, 2
 KINDS = [Scan("mamba", 2, 12, 1, 12, 4, (0.01, 0.5)), Scan("delta", 2, 20, 1, 12, 3)]
@@ -96,14 +96,11 @@ class Mixer:
         """-> what is convolved, and what comes out"""
         shape, (a_log, dt_bias, d) = self.shape, self.heads
         mixed, gates, beta = x.split([shape.channels, shape.num_heads, shape.num_heads], dim=1)
-        mixed = self.kernels.convolve(
-            mixed, self.weight, self.bias, tokens, rows, self.states, trail, shape
-        )
+        step = RecurrentStep(tokens, rows, self.states, trail)
+        mixed = self.kernels.convolve(mixed, self.weight, self.bias, step, shape)
         is_delta = shape.kind == "delta"
-        out = self.kernels.scan(
-            mixed, gates, beta if is_delta else None, a_log, dt_bias, None if is_delta else d,
-            tokens, rows, self.states, trail, shape,
-        )  # fmt: skip
+        weights = ScanWeights(a_log, dt_bias, None if is_delta else d)
+        out = self.kernels.scan(mixed, gates, beta if is_delta else None, weights, step, shape)
         return mixed, out
 
     def run(self, step: Step, trail: Trail | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from agreement import NAN, agree, ints, slots_for, spoilt, table_of
+from agreement import NAN, agree, draft_tables, ints, slots_for, spoilt, table_of
 from torch import Tensor
 
 from slotzero import LLM, SamplingParams
@@ -15,6 +15,7 @@ from slotzero.kernels.contract import Kernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation.speculation import SEARCHED_BLOCK
 from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_speculation import DraftRows
 
 MAX_LEN, SPARE = 60, 3
 SIZES = [(1, 5), (7, 2), (33, 16), (150, 3)]  # rows, width
@@ -52,13 +53,13 @@ def test_drafts_are_located(device, rows, width):
     stale = torch.rand(rows + 2) < 0.3
     drafted_at = table_of(length - stale.int(), -1)
 
-    def call(kernels: Kernels, slots, length, limit, num_drafts, drafted_at, tokens, tried):
-        tokens = head(tokens, rows, width)
-        return kernels.locate_drafts(
-            slots, length, limit, num_drafts, drafted_at, tokens, tried[:rows]
-        )
+    def call(kernels: Kernels, slots, tables, tokens, tried):
+        return kernels.locate_drafts(slots, tables, head(tokens, rows, width), tried[:rows])
 
-    given = (slots, length, limit, num_drafts, drafted_at, places(rows, width), spoilt(rows + 2))
+    tables = draft_tables(
+        length, length=length, limit=limit, num_drafts=num_drafts, drafted_at=drafted_at
+    )
+    given = (slots, tables, places(rows, width), spoilt(rows + 2))
     *_, tried = agree(device, call, *given)
     assert tried[:rows][slots == 0].count_nonzero() == 0
     if rows > 30:
@@ -93,10 +94,11 @@ def test_drafts_are_right_up_to_the_first_that_is_not(device, rows, width, right
             tokens[slot, begin : begin + num] = (sampled[row, :num] + change) % 3
         sampled[row, num:] = -7
 
-    def call(kernels: Kernels, slots, tried, sampled, tokens, length, verified):
-        kernels.accept(slots, tried, sampled, tokens, length, verified[:rows])
+    def call(kernels: Kernels, slots, tried, sampled, tables, verified):
+        kernels.accept(slots, tried, sampled, tables, verified[:rows])
 
-    given = (slots, tried, sampled, tokens, length, spoilt(rows + 2))
+    tables = draft_tables(length, tokens=tokens, length=length)
+    given = (slots, tried, sampled, tables, spoilt(rows + 2))
     *_, verified = agree(device, call, *given)
     wanted = {"all": tried, "none": tried.clamp_max(1)}.get(right, verified[:rows])
     assert torch.equal(verified[:rows], wanted)
@@ -215,7 +217,15 @@ def test_drafts_are_allotted(device, rows, width):
     def call(kernels: Kernels, *given):
         return kernels.draft_budget(*given, width - 1)
 
-    agree(device, call, slots, length, limit + 2, paged, table_of(speculates), target)
+    tables = draft_tables(
+        length,
+        length=length,
+        limit=limit + 2,
+        paged=paged,
+        speculates=table_of(speculates),
+        target=target,
+    )
+    agree(device, call, slots, tables)
 
 
 @pytest.mark.parametrize("behind", [0, 1])
@@ -225,14 +235,14 @@ def test_guesses_are_aimed(device, rows, width, behind):
     num = ints(0, width, rows) * (slots > 0)
 
     def call(kernels: Kernels, *given):
-        return kernels.draft_targets(*given, width - 1, behind)
+        return kernels.draft_targets(DraftRows(*given), width - 1, behind)
 
     agree(device, call, slots, length[slots], num)
 
 
 def test_one_compiled_kernel_serves_every_aim(device):
     ones = torch.ones(3, dtype=torch.int32, device=device)
-    aims = TritonKernels().draft_targets(ones, ones, ones, 2, 0)
+    aims = TritonKernels().draft_targets(DraftRows(ones, ones, ones), 2, 0)
     assert all(aim.data_ptr() % 16 == 0 for tensor in aims for aim in tensor)
 
 
@@ -249,7 +259,8 @@ def test_a_guess_is_noted(device, rows):
 @pytest.mark.parametrize("rows", [1, 7, 150])
 def test_a_draft_is_closed(device, rows):
     slots, length, _, _ = World.of(rows, 3)
-    given = (slots, ints(0, 99, rows), ints(0, 5, rows), spoilt(rows + 2), length)
+    tables = draft_tables(length, num_drafts=spoilt(rows + 2), drafted_at=length)
+    given = (DraftRows(slots, ints(0, 99, rows), ints(0, 5, rows)), tables)
     agree(device, lambda kernels, *given: kernels.close_draft(*given), *given)
 
 
@@ -276,7 +287,8 @@ def test_what_followed_is_recalled(device, steps):
     tokens[0] = 0
 
     def call(kernels: Kernels, *given):
-        return kernels.propose_ngrams(*given, steps, 2, 4)
+        *rows, tokens = given
+        return kernels.propose_ngrams(DraftRows(*rows), tokens, steps, 2, 4)
 
     *_, known = agree(device, call, slots, length, num, tokens)
     assert torch.equal(known[11, 701 : 701 + steps], known[11, 103 : 103 + steps])

@@ -6,14 +6,15 @@ What nobody may look at is spoilt.
 
 import pytest
 import torch
-from agreement import NAN, agree, ints, slots_for, spoilt, table_of
+from agreement import NAN, agree, draft_tables, ints, slots_for, spoilt, table_of
 from torch import Tensor
 
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation import trees
-from slotzero.kernels.types import Front, Guesses, Rows, Tokens
+from slotzero.kernels.types import PagedKv, Rows, Tokens
+from slotzero.kernels.types_speculation import DraftRows, Guesses, TreeFront, TreeStep
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -108,14 +109,14 @@ def test_nodes_are_right_along_one_path(device, rows, width, right):
     branches = ReferenceKernels().branch(width_of(its_rows, tokens), tokens, forest.parents)
 
     def call(kernels: Kernels, slots, tried, sampled, parents, branches, *rest):
-        *tables, verified, path = rest
+        tables, verified, path = rest
         kernels.accept_tree(
-            slots, tried, sampled, parents, branches, *tables, verified[:rows], path[:, :width]
+            slots, tried, sampled, parents, branches, tables, verified[:rows], path[:, :width]
         )
 
     *_, verified, _ = agree(
         device, call, forest.slots, forest.tried, sampled, forest.parents,
-        branches, forest.tokens, forest.length,
+        branches, draft_tables(forest.length, tokens=forest.tokens, length=forest.length),
         spoilt(rows + 2), spoilt(rows, width + 2),
     )  # fmt: skip
     assert torch.equal(verified[:rows] > 0, forest.tried > 0)
@@ -150,7 +151,7 @@ def test_kv_moves_to_where_tokens_stand(device, half, is_half, shape, page, widt
         pages[:, table[slot, places // page].long(), places % page] = stored
 
     def call(kernels: Kernels, slots, length, num, path, pages, table):
-        kernels.move_kv(slots, length, num, path[:, :width], pages, table)
+        kernels.move_kv(slots, length, num, path[:, :width], PagedKv(pages, table))
 
     pages = pages.to(half if is_half else torch.float32)
     *_, moved, _ = agree(device, call, slots, length, num, path, pages, table)
@@ -209,14 +210,15 @@ def test_a_tree_grows(device, rows, topk, steps, behind):
     most = min(62, size)
 
     def call(kernels: Kernels, slots, length, room, drawn, guesses, tables, parents):
-        fronts: list[Front | None] = [None]
+        rows = DraftRows(slots, length, room)
+        fronts: list[TreeFront | None] = [None]
         for step, its in enumerate(drawn):
             fronts.append(
                 kernels.grow_tree(
-                    slots, length, room, its, fronts[-1], guesses, step, topk, behind, tables
+                    rows, its, fronts[-1], guesses, TreeStep(step, topk, behind), tables
                 )
             )
-        num = kernels.select(slots, length, room, guesses, most, tables.tokens, parents)
+        num = kernels.select(rows, guesses, most, tables.tokens, parents)
         return fronts, num
 
     given = (slots, length, room, drawn, guesses_of(rows, size), tables_of(tokens))
@@ -240,7 +242,7 @@ def test_the_best_guesses_are_selected(device, rows, size, most):
     tokens = table_of(ints(0, 3, rows + 2, MAX_LEN))
 
     def call(kernels: Kernels, slots, length, room, guesses, tokens, parents):
-        return kernels.select(slots, length, room, guesses, most, tokens, parents)
+        return kernels.select(DraftRows(slots, length, room), guesses, most, tokens, parents)
 
     given = (slots, length, ints(0, most + 4, rows), guesses, tokens, spoilt(rows + 2, 64))
     agree(device, call, *given)

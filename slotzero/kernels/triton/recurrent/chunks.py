@@ -172,7 +172,7 @@ def precision(dtype: torch.dtype) -> str | None:
     return "ieee" if dtype is torch.float32 else None
 
 
-def scan(
+def scan_chunks(
     mixed: Tensor,
     d: Tensor | None,
     chunks: Chunks,

@@ -15,8 +15,7 @@ from torch import Tensor
 from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.recurrent.rows import load_begin, num_real, snapshot_row
-from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan
 
 TOKENS, CHANNELS = 16, 512  # of a program
 MAX_WIDTH = 4
@@ -188,12 +187,10 @@ def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    tokens: Tokens,
-    rows: Rows | None,
-    states: States,
-    trail: Trail | None,
+    step: RecurrentStep,
     shape: Scan,
 ) -> Tensor:
+    tokens, rows, states, trail = step
     if not 2 <= shape.conv_width <= MAX_WIDTH:
         raise UnsupportedModelError(
             f"a convolution over {shape.conv_width} tokens: the kernels for CUDA reach over 2 to "

@@ -27,7 +27,7 @@ from slotzero.kernels.triton.recurrent.chunks import Chunks, cut_for, padded, pr
 from slotzero.kernels.triton.recurrent.rows import chunk_tokens, falling, find_chunk, softplus
 from slotzero.kernels.triton.recurrent.step import constants
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan
+from slotzero.kernels.types_recurrent import Scan, ScanWeights
 
 EPS = tl.constexpr(L2_EPS)
 
@@ -122,8 +122,7 @@ def relate(
     mixed: Tensor,
     gates: Tensor,
     beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
+    weights: ScanWeights,
     tokens: Tokens,
     rows: Rows,
     shape: Scan,
@@ -135,7 +134,7 @@ def relate(
     removed = mixed.new_empty(num_tokens, heads, shape.state_size)
     launch(
         _relate_kernel, (heads, cut.num_chunks(num_tokens, rows)),
-        mixed, gates, beta, a_log, dt_bias, tokens.slots, *rows[:4],
+        mixed, gates, beta, weights.a_log, weights.dt_bias, tokens.slots, *rows[:4],
         pairs, scales, changes, removed,
         num_tokens, len(rows.slots), mixed.stride(0), gates.stride(0), beta.stride(0),
         **constants(shape), SIZE=cut.size, LANES=cut.lanes, PADDED=rows.span > 0,

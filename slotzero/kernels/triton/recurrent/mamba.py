@@ -19,7 +19,7 @@ from slotzero.kernels.triton.recurrent.chunks import Chunks, cut_for, precision
 from slotzero.kernels.triton.recurrent.rows import chunk_tokens, falling, find_chunk, softplus
 from slotzero.kernels.triton.recurrent.step import constants
 from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan
+from slotzero.kernels.types_recurrent import Scan, ScanWeights
 
 MAX_HEADS = 8  # of a program
 
@@ -69,8 +69,7 @@ def _relate_kernel(
 def relate(
     mixed: Tensor,
     gates: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
+    weights: ScanWeights,
     tokens: Tokens,
     rows: Rows,
     shape: Scan,
@@ -82,7 +81,7 @@ def relate(
     mine = max(m for m in range(1, MAX_HEADS + 1) if of_group % m == 0)
     launch(
         _relate_kernel, (num_heads // mine, cut.num_chunks(num_tokens, rows)),
-        mixed, gates, a_log, dt_bias, tokens.slots, *rows[:4], pairs, scales,
+        mixed, gates, weights.a_log, weights.dt_bias, tokens.slots, *rows[:4], pairs, scales,
         num_tokens, len(rows.slots), mixed.stride(0), gates.stride(0), *shape.dt_limit,
         **constants(shape), SIZE=cut.size, LANES=cut.lanes, PADDED=rows.span > 0,
         MINE=mine, STATES=cut.states, PRECISION=precision(mixed.dtype), **overlap(),

@@ -13,8 +13,7 @@ from torch import Tensor
 from slotzero.kernels.torch_recurrent import L2_EPS
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.recurrent.rows import load_begin, snapshot_row, softplus
-from slotzero.kernels.types import Rows, Tokens
-from slotzero.kernels.types_recurrent import Scan, States, Trail
+from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
 
 TILE = 4096  # numbers of a state: each thread of 4 warps moves 8 times 16 bytes of float32
 EPS = tl.constexpr(L2_EPS)
@@ -77,7 +76,8 @@ def _step_kernel(
         target = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(target, y.to(out.dtype.element_ty), mask=is_dim)
         if trail is not None:
-            target = trail + row * trail_stride + i * trail_step + offset
+            # of 64 bits, since a trail may have more numbers than 32 bits count
+            target = trail + row * trail_stride + (token - first) * trail_step + offset
             left = tl.where(real, h, 0.0).to(trail.dtype.element_ty)
             tl.store(target, left, mask=inside)
     if trail is None and slot > 0:
@@ -88,22 +88,18 @@ def _step_kernel(
                 tl.store(kept + into * held + offset, h.to(kept.dtype.element_ty), mask=inside)
 
 
-def scan(
+def scan_in_turn(
     mixed: Tensor,
     gates: Tensor,
     beta: Tensor | None,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    d: Tensor | None,
-    tokens: Tokens,
-    rows: Rows | None,
-    states: States,
-    trail: Trail | None,
+    weights: ScanWeights,
+    step: RecurrentStep,
     shape: Scan,
     out: Tensor,
 ) -> None:
     """Of rows of as many tokens as the trail has. Without one, of rows of one token: all that are
     given, or, without rows, each token"""
+    tokens, rows, states, trail = step
     left = None if trail is None else trail.scan
     span, strides = (1, (0, 0)) if left is None else (left.shape[1], left.stride()[:2])
     state_block = triton.next_power_of_2(shape.state_size)
@@ -112,7 +108,7 @@ def scan(
     given = (None, None) if rows is None or trail is not None else (rows.counts, rows.ends)
     launch(
         _step_kernel, (triton.cdiv(shape.head_dim, dim_block) * shape.num_heads, num_rows),
-        mixed, gates, beta, a_log, dt_bias, d, *tokens, *given,
+        mixed, gates, beta, *weights, *tokens, *given,
         states.scan, states.scan_kept, states.rows, left, out,
         mixed.stride(0), gates.stride(0), 0 if beta is None else beta.stride(0),
         0 if states.rows is None else states.rows.stride(0), *strides, *shape.dt_limit,

@@ -30,7 +30,7 @@ def _commit_kernel(
     slot, num = tl.load(slots + row).to(tl.int64), tl.load(num_right + row)
     if (slot == 0) | (num == 0):
         return
-    last = tl.load(left + (num - 1) * (LAYERS * SIZE), mask=inside)
+    last = tl.load(left + (num.to(tl.int64) - 1) * (LAYERS * SIZE), mask=inside)
     target = table + (layer * num_slots + slot) * SIZE + at
     tl.store(target, last.to(table.dtype.element_ty), mask=inside)
     if INTERVAL > 0:
@@ -38,7 +38,7 @@ def _commit_kernel(
         for i in range(num):
             into = snapshot_row(rows, slot, after + i, rows_stride, INTERVAL)
             if into > 0:
-                value = tl.load(left + i * (LAYERS * SIZE), mask=inside)
+                value = tl.load(left + tl.cast(i, tl.int64) * (LAYERS * SIZE), mask=inside)
                 target = kept + (layer * num_kept + into) * SIZE + at
                 tl.store(target, value.to(kept.dtype.element_ty), mask=inside)
 

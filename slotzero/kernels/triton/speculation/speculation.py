@@ -14,7 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
-from slotzero.kernels.types import Aims, Rows, Tokens
+from slotzero.kernels.types import Rows, Tokens
+from slotzero.kernels.types_speculation import (
+    DraftRows,
+    DraftTables,
+    DraftTargets,
+)
 
 ITEMS = 128  # rows or tokens of a program with one warp
 ACCEPTED_ROWS = 16
@@ -88,19 +93,17 @@ def _locate_new_kernel(
 
 def locate_drafts(
     slots: Tensor,
-    length: Tensor,
-    limit: Tensor,
-    num_drafts: Tensor,
-    drafted_at: Tensor,
+    tables: DraftTables,
     tokens: Tokens,
-    num_tried: Tensor,
+    num_tried: Tensor,  # [R]
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
     after, rows = torch.empty_like(tokens.positions), new_rows(slots, width)
     launch(
         _locate_drafts_kernel, (triton.cdiv(num, ITEMS),),
-        slots, length, limit, num_drafts, drafted_at, *tokens, num_tried, after,
-        rows.slots, rows.starts, rows.counts, rows.ends, num, width, BLOCK=ITEMS, num_warps=1,
+        slots, tables.length, tables.limit, tables.num_drafts, tables.drafted_at,
+        *tokens, num_tried, after, rows.slots, rows.starts, rows.counts, rows.ends, num, width,
+        BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
     return rows, after
 
@@ -236,17 +239,16 @@ def _fetch_kernel(
 
 def accept(
     slots: Tensor,
-    num_tried: Tensor,
-    sampled: Tensor,  # [R, W]
-    tokens: Tensor,
-    length: Tensor,
-    num_verified: Tensor,
+    num_tried: Tensor,  # [R], from locate_drafts
+    sampled: Tensor,  # [R, W]: what follows each token
+    tables: DraftTables,
+    num_verified: Tensor,  # [R]
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_kernel, (triton.cdiv(num_rows, ACCEPTED_ROWS),),
-        slots, num_tried, sampled, tokens, length, num_verified,
-        num_rows, sampled.stride(0), tokens.stride(0),
+        slots, num_tried, sampled, tables.tokens, tables.length, num_verified,
+        num_rows, sampled.stride(0), tables.tokens.stride(0),
         ROWS=ACCEPTED_ROWS, WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip
 
@@ -420,30 +422,22 @@ def _spread_kernel(
     tl.store(out + row * vocab + token, value, mask=token < vocab)
 
 
-def draft_budget(
-    slots: Tensor,
-    length: Tensor,
-    limit: Tensor,
-    paged: Tensor,
-    speculates: Tensor,
-    target: Tensor,
-    most: int,
-) -> tuple[Tensor, Tensor]:
+def draft_budget(slots: Tensor, tables: DraftTables, most: int) -> DraftRows:
     num_rows, (its_length, num) = len(slots), aligned(2, len(slots), slots).unbind()
     launch(
         _allot_kernel, (triton.cdiv(num_rows, ITEMS),),
-        slots, length, limit, paged, speculates, target, its_length, num, num_rows, most,
-        BLOCK=ITEMS, num_warps=1,
+        slots, tables.length, tables.limit, tables.paged, tables.speculates, tables.target,
+        its_length, num, num_rows, most, BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
-    return its_length, num
+    return DraftRows(slots, its_length, num)
 
 
-def draft_targets(slots: Tensor, length: Tensor, num: Tensor, steps: int, behind: int) -> Aims:
-    num_rows, num_aims = len(slots), steps * len(slots)
-    aims = Aims(*aligned(3 * steps, num_rows, slots).view(3, steps, num_rows).unbind())
+def draft_targets(rows: DraftRows, steps: int, behind: int) -> DraftTargets:
+    num_rows, num_aims = len(rows.slots), steps * len(rows.slots)
+    aims = DraftTargets(*aligned(3 * steps, num_rows, rows.slots).view(3, steps, num_rows).unbind())
     launch(
         _aim_kernel, (triton.cdiv(num_aims, ITEMS),),
-        slots, length, num, *aims, num_rows, num_aims, aims.slots.stride(0), behind,
+        *rows, *aims, num_rows, num_aims, aims.slots.stride(0), behind,
         BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
     return aims
@@ -459,30 +453,22 @@ def record_ngrams(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor)
 
 
 def propose_ngrams(
-    slots: Tensor,
-    length: Tensor,
-    num: Tensor,
-    tokens: Tensor,
-    steps: int,
-    shortest: int,
-    longest: int,
+    rows: DraftRows, tokens: Tensor, steps: int, shortest: int, longest: int
 ) -> Tensor:
-    num_found = torch.empty_like(num)
+    num_found = torch.empty_like(rows.num)
     launch(
-        _recall_kernel, (len(slots),), slots, length, num, tokens, num_found, tokens.stride(0),
+        _recall_kernel, (len(rows.slots),), *rows, tokens, num_found, tokens.stride(0),
         STEPS=triton.next_power_of_2(steps), SHORTEST=shortest, LONGEST=longest,
         BLOCK=SEARCHED_BLOCK,
     )  # fmt: skip
     return num_found
 
 
-def close_draft(
-    slots: Tensor, length: Tensor, num: Tensor, num_drafts: Tensor, drafted_at: Tensor
-) -> None:
-    num_rows = len(slots)
+def close_draft(rows: DraftRows, tables: DraftTables) -> None:
+    num_rows = len(rows.slots)
     launch(
         _close_draft_kernel, (triton.cdiv(num_rows, ITEMS),),
-        slots, length, num, num_drafts, drafted_at, num_rows,
+        *rows, tables.num_drafts, tables.drafted_at, num_rows,
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.sampling.packed import INF, is_finite, pack
 from slotzero.kernels.triton.speculation.speculation import aligned, new_rows
-from slotzero.kernels.types import Branches, Front, Guesses, Rows, Tokens
+from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
+from slotzero.kernels.types_speculation import (
+    DraftRows,
+    DraftTables,
+    Guesses,
+    TreeFront,
+    TreeStep,
+)
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 MOVED_PLACES, MOVED_BLOCK = 8, 1024  # of a path, and of what is stored in a place
@@ -138,38 +145,37 @@ def branch(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
 def accept_tree(
     slots: Tensor,
     num_tried: Tensor,
-    sampled: Tensor,  # [R, W]
+    sampled: Tensor,  # [R, W]: what follows each node
     parents: Tensor,
     branches: Branches,
-    tokens: Tensor,
-    length: Tensor,
+    tables: DraftTables,
     num_verified: Tensor,
-    path: Tensor,
+    path: Tensor,  # [R, W]
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_tree_kernel, (num_rows,),
-        slots, num_tried, sampled, parents, branches.seen, tokens, length, num_verified,
-        path, width, sampled.stride(0), parents.stride(0), tokens.stride(0), path.stride(0),
+        slots, num_tried, sampled, parents, branches.seen, tables.tokens, tables.length,
+        num_verified, path,
+        width, sampled.stride(0), parents.stride(0), tables.tokens.stride(0), path.stride(0),
         WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip
 
 
 def move_kv(
     slots: Tensor,
-    length: Tensor,
+    length: Tensor,  # after accept_tree
     num_verified: Tensor,
     path: Tensor,
-    kv_pages: Tensor,  # [layers, pages, page_size, kv_heads, size]
-    page_table: Tensor,
+    kv: PagedKv,  # stacked: [layers, pages, ...]
 ) -> None:
-    num_layers, _, page_size, *shape = kv_pages.shape
+    num_layers, _, page_size, *shape = kv.pages.shape
     size = shape[0] * shape[1]
     block = min(MOVED_BLOCK, triton.next_power_of_2(size))
     launch(
         _move_kv_kernel, (len(slots), num_layers, triton.cdiv(size, block)),
-        slots, length, num_verified, path, kv_pages, page_table,
-        path.stride(0), page_table.stride(0), size, *kv_pages.stride()[:3],
+        slots, length, num_verified, path, *kv,
+        path.stride(0), kv.page_table.stride(0), size, *kv.pages.stride()[:3],
         PAGE=page_size, PLACES=MOVED_PLACES, BLOCK=block, **overlap(),
     )  # fmt: skip
 
@@ -291,23 +297,20 @@ def _select_kernel(
 
 
 def grow_tree(
-    slots: Tensor,
-    length: Tensor,
-    room: Tensor,
-    drawn: Sampled,
-    front: Front | None,
+    rows: DraftRows,
+    drawn: Sampled,  # for the newest token of each row, or for its front
+    front: TreeFront | None,
     guesses: Guesses,
-    step: int,
-    topk: int,
-    behind: int,
+    at: TreeStep,
     tables: SamplingTables,
-) -> Front:
-    out, num_parents = _new_front(slots, topk), 1 if front is None else topk
+) -> TreeFront:
+    topk = at.topk
+    out, num_parents = _new_front(rows.slots, topk), 1 if front is None else topk
     size = triton.next_power_of_2(num_parents * topk)
     launch(
-        _sprout_kernel, (len(slots),),
-        slots, length, room, drawn, front, guesses, out, tables,
-        step, min(step, 1) * topk + max(step - 1, 0) * topk**2, behind,
+        _sprout_kernel, (len(rows.slots),),
+        *rows, drawn, front, guesses, out, tables,
+        at.step, min(at.step, 1) * topk + max(at.step - 1, 0) * topk**2, at.behind,
         drawn.top_ids.stride(0), drawn.top_logprobs.stride(0), guesses.ids.stride(0),
         tables.tokens.stride(0),
         K=topk, FRONT=num_parents, SIZE=size, num_warps=1 if size <= 16 else 4,
@@ -315,20 +318,12 @@ def grow_tree(
     return out
 
 
-def select(
-    slots: Tensor,
-    length: Tensor,
-    room: Tensor,
-    guesses: Guesses,
-    most: int,
-    tokens: Tensor,
-    parents: Tensor,
-) -> Tensor:
+def select(rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor) -> Tensor:
     num_rows, size = guesses.scores.shape
-    num = torch.empty_like(slots)
+    num = torch.empty_like(rows.slots)
     launch(
         _select_kernel, (num_rows,),
-        slots, length, room, guesses, tokens, parents, num,
+        *rows, guesses, tokens, parents, num,
         size, most, guesses.ids.stride(0), tokens.stride(0), parents.stride(0),
         SIZE=triton.next_power_of_2(size), BLOCK=COMPARED, num_warps=8 if size > 128 else 4,
         **overlap(),
@@ -336,10 +331,10 @@ def select(
     return num
 
 
-def _new_front(slots: Tensor, topk: int) -> Front:
+def _new_front(slots: Tensor, topk: int) -> TreeFront:
     num = len(slots) * topk
     token_slots, positions, after, nodes = aligned(4, num, slots).unbind()
-    return Front(
+    return TreeFront(
         Tokens(token_slots, positions),
         new_rows(slots, topk),
         _new_branches(num, slots),
