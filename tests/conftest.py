@@ -68,7 +68,6 @@ LONGEST = (
     "tests/test_bad_input.py",
     "tests/server/test_fleet_http.py",
 )
-SINGLY = "tests/kernels/test_triton.py", "tests/kernels/triton/", "tests/gpu/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,15 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file is one process's, so that what its tests share is made once. Tests of the kernels and
-    of a card share little, and may be anybody's. Marks of groups would say the same, but from
-    pytest 9.2 on xdist 3.8 does not see them, and shares out single tests."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return nodeid if file.startswith(SINGLY) else file
+    from by_file import ByFile
 
     return ByFile(config, log)
 

@@ -1,6 +1,5 @@
 """Several ranks compute one model: what one rank alone would, and what transformers does."""
 
-import functools
 import json
 import os
 import signal
@@ -173,10 +172,12 @@ def num_tokens(job):
     return 24 if "preempted" in job else 12
 
 
-@functools.cache
-def right_answers(oracle, num):
+def right_answers(oracle, num, guesses):
     prompts = prompts_of(LENGTHS, oracle.vocab_size)
-    return [oracle.generate(prompt["prompt_token_ids"], num) for prompt in prompts]
+    return [
+        oracle.generate(prompt["prompt_token_ids"], num, guess)
+        for prompt, guess in zip(prompts, guesses, strict=True)
+    ]
 
 
 def check_apart(folder, size, oracle, job):
@@ -185,7 +186,10 @@ def check_apart(folder, size, oracle, job):
     assert "failure" not in kept, kept["failure"]
     assert kept["lanes"] == list(range(size))
     for (expected, logits), tokens, top in zip(
-        right_answers(oracle, num_tokens(job)), kept["tokens"], kept["top"], strict=True
+        right_answers(oracle, num_tokens(job), kept["tokens"]),
+        kept["tokens"],
+        kept["top"],
+        strict=True,
     ):
         assert tokens == expected
         right = logits.log_softmax(-1)
@@ -202,7 +206,10 @@ def check(folder, size, oracle, job):
     assert "failure" not in kept, kept["failure"]
     assert all(kept["tokens"] == other["tokens"] for other in others)
     for (expected, right), tokens, logits in zip(
-        right_answers(oracle, num_tokens(job)), kept["tokens"], kept["logits"], strict=True
+        right_answers(oracle, num_tokens(job), kept["tokens"]),
+        kept["tokens"],
+        kept["logits"],
+        strict=True,
     ):
         assert tokens == expected
         assert (logits - right).abs().max() < 1e-4

@@ -46,17 +46,9 @@ ARCHITECTURES = [
 
 
 def expect_every_batch(traced: Traced, oracle, batches=range(1, 18), num_tokens=64) -> None:
-    """Each prompt's right answer is computed once."""
     prompts = prompts_of(LENGTHS, oracle.vocab_size)
-    expected = [oracle.generate(prompt["prompt_token_ids"], num_tokens) for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for rows in batches:
-        tokens = traced.generate(prompts[:rows], params)
-        for got, request_id, (right, logits) in zip(
-            tokens, traced.request_ids, expected, strict=False
-        ):
-            assert got == right
-            assert (torch.stack(traced.logits[request_id]) - logits).abs().max() < 1e-4
+        expect_equal(traced, oracle, prompts[:rows], num_tokens)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

@@ -30,16 +30,8 @@ def test_batches_from_1_to_9(oracles, family):
     oracle = oracles(family)
     traced = Traced(oracle.path, backend="eager", max_num_seqs=9)
     prompts = prompts_of(LENGTHS, oracle.vocab_size)
-    expected = [oracle.generate(prompt["prompt_token_ids"], 24) for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     for rows in (1, 2, 3, 5, 9):
-        tokens = traced.generate(prompts[:rows], params)
-        traced.engine.check()
-        for got, request_id, (right, logits) in zip(
-            tokens, traced.request_ids, expected, strict=False
-        ):
-            assert got == right
-            assert (torch.stack(traced.logits[request_id]) - logits).abs().max() < 1e-4
+        expect_equal(traced, oracle, prompts[:rows], num_tokens=24)
 
 
 @pytest.mark.parametrize(

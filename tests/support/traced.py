@@ -54,7 +54,7 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     tokens = traced.generate(prompts, params)
     for prompt, got, request_id in zip(prompts, tokens, traced.request_ids, strict=True):
-        expected, logits = oracle.generate(prompt["prompt_token_ids"], num_tokens)
+        expected, logits = oracle.generate(prompt["prompt_token_ids"], num_tokens, guess=got)
         assert got == expected
         # a preempted request samples nothing twice, so there is one row for each token
         rows = torch.stack(traced.logits[request_id][:num_tokens])
