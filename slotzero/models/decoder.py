@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.graph import Pieces
-from slotzero.kernels.contract import Kernels
 from slotzero.kernels.attention_plans import AttentionPlan
+from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import (
     Angles,
     Branches,

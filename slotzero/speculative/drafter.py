@@ -17,6 +17,7 @@ from torch import Tensor
 from slotzero.graph import Pieces
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, Rows, Tokens
+from slotzero.kernels.types_speculation import DraftRows
 from slotzero.models.blocks.attention import KvGroup
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
@@ -114,7 +115,7 @@ class LogitsDrafter(Drafter):
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
     ) -> Tensor:
-        aims = self.kernels.draft_targets(slots, length, num, steps, self.behind)
+        aims = self.kernels.draft_targets(DraftRows(slots, length, num), steps, self.behind)
         state = None
         for i, (wanted, place, after) in enumerate(zip(*aims, strict=True)):
             tokens = Tokens(wanted, place)

@@ -22,6 +22,7 @@ from torch import Tensor
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types import Branches, Normed, PagedKv, Rows, Tokens, standing
+from slotzero.kernels.types_speculation import DraftRows
 from slotzero.models.blocks.attention import AttentionInputs
 from slotzero.models.blocks.moe import MoeInputs
 from slotzero.models.layer import LayerForward, LayerStep
@@ -89,7 +90,7 @@ class EagleDrafter(LogitsDrafter):
     ) -> Tensor:
         if len(self._layers) == 1:
             return super().draft(slots, length, num, steps, pieces)
-        aims = self.kernels.draft_targets(slots, length, num, steps, self.behind)
+        aims = self.kernels.draft_targets(DraftRows(slots, length, num), steps, self.behind)
         state, logits = self.first(Tokens(aims.slots[0], aims.places[0]), pieces)
         assert state is not None
         for layer, (wanted, after) in enumerate(zip(aims.slots, aims.after, strict=True)):

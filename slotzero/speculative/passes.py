@@ -22,6 +22,7 @@ from torch import Tensor
 from slotzero.graph import GraphKey, Ladder, Pieces, Registry, RunnerSpec
 from slotzero.kernels.types import PagedKv, Tokens
 from slotzero.kernels.types_recurrent import States, Trail
+from slotzero.kernels.types_speculation import DraftTables
 from slotzero.models.decoder import Decoder, DecoderBatch
 from slotzero.pools.states import SNAPSHOTS, STATES, TRAILS
 from slotzero.runners.passes import LOGITS, SLOTS, DrafterInputs, views_of
@@ -65,6 +66,8 @@ class SpeculativePasses:
         self._states, self._trail = states, trail
         self._decoder, self._drafter, self._kv, self._trees = decoder, drafter, kv, trees
         self._kernels, self._tables = drafter.kernels, drafter.tables
+        names = "tokens", "length", "target", LIMIT, PAGED, SPECULATES, NUM_DRAFTS, DRAFTED_AT
+        self._draft_tables = DraftTables(*(self._tables[name] for name in names))
         self._groups = [group.name for group in decoder.config.groups]
         self._slots = registry[SLOTS]
         max_rows = len(self._slots)
@@ -127,9 +130,7 @@ class SpeculativePasses:
         mine = self._slots, self._num_tried, self._num_verified
         slots, num_tried, num_verified = (tensor[: key.rows] for tensor in mine)
         tokens, length = self._tokens(key), tables["length"]
-        rows, after = kernels.locate_drafts(
-            slots, length, tables[LIMIT], tables[NUM_DRAFTS], tables[DRAFTED_AT], tokens, num_tried
-        )
+        rows, after = kernels.locate_drafts(slots, self._draft_tables, tokens, num_tried)
         branches = None
         if self._trees is not None:
             branches = kernels.branch(rows, tokens, self._trees.parents)
@@ -145,16 +146,16 @@ class SpeculativePasses:
         kernels.sample(logits, tokens.slots, after, tables.sampling, out)
         sampled, path = out.tokens.view(key.rows, key.width), None
         if self._trees is None:
-            kernels.accept(slots, num_tried, sampled, tables["tokens"], length, num_verified)
+            kernels.accept(slots, num_tried, sampled, self._draft_tables, num_verified)
         else:
             assert self._path is not None and branches is not None
             path = self._path[: key.rows]
             kernels.accept_tree(
                 slots, num_tried, sampled, self._trees.parents, branches,
-                tables["tokens"], length, num_verified, path,
+                self._draft_tables, num_verified, path,
             )  # fmt: skip
             for name in self._groups:
-                kernels.move_kv(slots, length, num_verified, path, *self._kv[name])
+                kernels.move_kv(slots, length, num_verified, path, PagedKv(*self._kv[name]))
         kernels.store_features(slots, num_verified, features, self._drafter.pending, path)
         if self._states is not None and trail is not None:
             shape = self._decoder.scan_of(self._states)
@@ -168,16 +169,13 @@ class SpeculativePasses:
         self._drafter.extend(DrafterInputs(tokens, rows, states, last), pieces)
 
     def _draft(self, key: GraphKey, pieces: Pieces) -> None:
-        tables, slots, most = self._tables, self._slots[: key.rows], self._ahead(key.width)
-        length, num = self._kernels.draft_budget(
-            slots, tables["length"], tables[LIMIT], tables[PAGED], tables[SPECULATES],
-            tables["target"], most,
-        )  # fmt: skip
+        slots, most = self._slots[: key.rows], self._ahead(key.width)
+        rows = self._kernels.draft_budget(slots, self._draft_tables, most)
         if self._trees is None:
-            num = self._drafter.draft(slots, length, num, most, pieces)
+            num = self._drafter.draft(*rows, most, pieces)
         else:
-            num = self._trees.draft(slots, length, num, pieces)
-        self._kernels.close_draft(slots, length, num, tables[NUM_DRAFTS], tables[DRAFTED_AT])
+            num = self._trees.draft(*rows, pieces)
+        self._kernels.close_draft(rows._replace(num=num), self._draft_tables)
 
     def _trail_of(self, key: GraphKey) -> Trail | None:
         """Of rows of so many tokens each"""
