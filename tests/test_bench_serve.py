@@ -254,8 +254,8 @@ def test_what_is_no_such_server(capsys: Stderr, reply: bytes, says: str) -> None
         (["--url", "https://127.0.0.1:1"], "give http://HOST:PORT"),
         (["--url", "http://127.0.0.1:1/elsewhere"], "give http://HOST:PORT"),
         (["--url", "http://127.0.0.1:x"], "its port is not a number"),
-        (["tiny:llama"], "a model is for `slotzero serve`"),
-        (["--page-size", "16"], "--page-size is for `slotzero serve`"),
+        (["tiny:llama"], "a model: bench serve measures a running server"),
+        (["--page-size", "16"], "--page-size: bench serve measures a running server"),
     ],
 )
 def test_flags_that_make_no_sense(capsys: Stderr, words: list[str], says: str) -> None:

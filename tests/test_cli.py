@@ -432,7 +432,7 @@ def test_when_all_are_bad_no_model_is_loaded(run: Run) -> None:
         ([*TINY, "--prompt", "x", "--raw", "--system", "y"], 2, "--system"),
         ([*TINY, "--prompt", "x", "--prompt-file", "y"], 2, "--prompt-file"),
         ([*TINY, "--prompt-file", "no/such/file"], 2, "no/such/file"),
-        ([*TINY, "-"], 2, "holds no prompt"),  # standard input is empty
+        ([*TINY, "-"], 2, "contains no prompt"),  # standard input is empty
     ],
 )
 def test_what_cannot_be_done_is_one_line(run: Run, words: list[str], code: int, names: str) -> None:
