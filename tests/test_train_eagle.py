@@ -482,7 +482,7 @@ def test_a_broken_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="nowhere"):
         load_head(tmp_path / "nowhere")
     head = make_head()
-    with pytest.raises(ConfigError, match="dtype is one of float16"):
+    with pytest.raises(ConfigError, match="dtype must be one of float16"):
         save_head(head, tmp_path, "int8")
     save_head(head, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -583,7 +583,7 @@ def test_answers_follow_their_prompts_at_their_temperatures(
     [
         (torch.tensor([0, VOCAB]), f"token id {VOCAB + 1} is not in the vocabulary of {VOCAB}"),
         (torch.tensor([-1, 0]), "token id -1 is not in the vocabulary"),
-        (torch.tensor([3, 2]), "one token id twice"),
+        (torch.tensor([3, 2]), "two draft indices to one token id"),
         (torch.tensor([0.0, 1.0]), r"d2t is int64 \[2\], got torch.float32"),
     ],
 )
@@ -614,7 +614,7 @@ GOOD = make_sample(6, 2)
             r"samples\[0\].features is \[6, 72\], got \[6, 71\]",
         ),
         ([GOOD], [GOOD._replace(final=GOOD.final[1:])], r"held_out\[0\].final is \[6, 24\]"),
-        ([GOOD._replace(first=6)], [GOOD], r"samples\[0\].first is from 1 to 5, got 6"),
+        ([GOOD._replace(first=6)], [GOOD], r"samples\[0\].first must be 1 to 5, got 6"),
         ([GOOD], [GOOD._replace(first=5)], "held_out: no answer has two tokens"),
     ],
 )
@@ -628,11 +628,11 @@ def test_bad_samples_are_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "no budget"),
-        ({"max_steps": 0}, "max_steps is above 0"),
+        ({}, "no limit of training"),
+        ({"max_steps": 0}, "max_steps must be above 0"),
         ({"max_minutes": -1.0}, "max_minutes is above 0"),
-        ({"max_steps": 1, "max_len": 2}, "max_len is at least 3"),
-        ({"max_steps": 1, "num_passes": 0}, "num_passes is at least 1, got 0"),
+        ({"max_steps": 1, "max_len": 2}, "max_len must be at least 3"),
+        ({"max_steps": 1, "num_passes": 0}, "num_passes must be at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, float], message: str) -> None:
