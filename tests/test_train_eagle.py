@@ -548,7 +548,7 @@ def test_a_template_may_end_a_turn_in_plain_text(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert data._user_turn(tokenizer) == ([256, *b"[INST] "], [], "[/INST]")
     monkeypatch.setattr(tokenizer, "chat_template", "{{ bos_token }}hello")
-    with pytest.raises(UnsupportedModelError, match="where a user's turn begins"):
+    with pytest.raises(UnsupportedModelError, match="the beginning of a user's turn"):
         self_prompts(llm, 1, show_progress=False)
 
 
@@ -630,7 +630,7 @@ def test_bad_samples_are_refused(
     [
         ({}, "no limit of training"),
         ({"max_steps": 0}, "max_steps must be above 0"),
-        ({"max_minutes": -1.0}, "max_minutes is above 0"),
+        ({"max_minutes": -1.0}, "max_minutes must be above 0"),
         ({"max_steps": 1, "max_len": 2}, "max_len must be at least 3"),
         ({"max_steps": 1, "num_passes": 0}, "num_passes must be at least 1, got 0"),
     ],
@@ -759,12 +759,12 @@ def test_default_layers_differ(num_layers: int) -> None:
             ["--steps", "1", "--enable-prefix-caching"],
             "--enable-prefix-caching: there are no hidden states",
         ),
-        (["--steps", "1", "--no-lazy-recording"], "--no-lazy-recording: states"),
+        (["--steps", "1", "--no-lazy-recording"], "--no-lazy-recording: hidden states"),
         (
             ["--steps", "1", "--speculative", "ngram"],
             "--speculative: training uses the model without a drafter",
         ),
-        (["--steps", "1", "--text", "no/such/text"], "--text no/such/text: name a file in a"),
+        (["--steps", "1", "--text", "no/such/text"], "--text no/such/text: give a file in an"),
         (["--steps", "1", "--text", "/"], "--text /: give a file in an existing folder"),
     ],
 )
@@ -796,7 +796,10 @@ def test_a_folder_for_the_head_is_needed(
             ["--out", str(tmp_path / "file")],
             "file: the folder cannot be created (File exists), choose another",
         ),
-        (["--out", str(tmp_path / "file" / "head")], "head: no folder (Not a directory)"),
+        (
+            ["--out", str(tmp_path / "file" / "head")],
+            "head: the folder cannot be created (Not a directory)",
+        ),
         (["--out", str(tmp_path / "made")], "made: the folder already has a head, choose another"),
     ):
         assert command([*TINY, *words, *SHORT]) == 2
@@ -810,8 +813,8 @@ def test_a_folder_for_the_head_is_needed(
     [
         ([], "no answer to train on"),
         ([line([1, 2, 3], 1)], "no answer to evaluate on has at most 511 tokens"),
-        ([line([1, 2, 3], 1), "{"], "line 2: no answer: JSONDecodeError"),
-        ([line([1, 2, 3], 1), '{"tokens": [1, 2]}'], "line 2: no answer: KeyError('first')"),
+        ([line([1, 2, 3], 1), "{"], "line 2: not an answer: JSONDecodeError"),
+        ([line([1, 2, 3], 1), '{"tokens": [1, 2]}'], "line 2: not an answer: KeyError('first')"),
         ([line([1, 2, 3], 3)], "line 1: first is 3 of 3 tokens"),
         ([line([1, 2, 3], 0)], "line 1: first is 0 of 3 tokens"),
         ([line([1, 2, 259], 1)], "line 1: token id 259 is not in the vocabulary of 259"),
@@ -827,4 +830,4 @@ def test_text_that_is_no_text_is_refused_by_name(
     assert str(file) in told and message in told
     file.write_bytes(b"\xff\xfe\x00")
     assert command([*TINY, *words]) == 2
-    assert "line 1: no answer: " in capsys.readouterr().err
+    assert "line 1: not an answer: " in capsys.readouterr().err

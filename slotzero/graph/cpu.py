@@ -1,8 +1,8 @@
-"""Compiled graphs on the CPU: each piece of a step is compiled by Inductor, once per size.
+"""Compiled graphs on the CPU: Inductor compiles each piece of a step, once per size.
 
-Pieces are traced straight into an FX graph and handed to `torch.compile`'s own back half; the front
-half (bytecode tracing and guards) is not needed, because the registry's fingerprints are the
-guards, and it would cost 0.1 ms a call. Compiled code is cached on disk between processes.
+Pieces are traced directly into an FX graph and compiled by Inductor, the back end of
+`torch.compile`. Its front end (bytecode tracing and guards) is not needed, because the registry's
+fingerprints are the guards, and it would cost 0.1 ms per call. Compiled code is cached on disk.
 """
 
 import os
@@ -18,14 +18,14 @@ from slotzero.system.cache_dir import cache_dir, writable
 
 Compiled = Callable[..., Any]
 
-# The registry's fingerprints have checked what these would check again at every call.
+# The registry's fingerprints already cover what these would check at every call.
 _PATCHES = {
     "config_patches": {"size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
 }
 
 
 class RecordingPieces(Pieces):
-    """Compiles on first sight and writes down the order: thirty equal layers are compiled once."""
+    """Compiles each new piece and records the order; thirty equal layers are compiled once."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Callable[..., Any], Compiled]] = []
@@ -60,7 +60,7 @@ class TracingPieces(Pieces):
 
 
 class ReplayingPieces(Pieces):
-    """Calls what was compiled, in the order in which it was recorded."""
+    """Calls the compiled pieces in the recorded order."""
 
     def __init__(self, calls: list[tuple[Callable[..., Any], Compiled]]) -> None:
         self._calls = iter(calls)
@@ -68,12 +68,12 @@ class ReplayingPieces(Pieces):
     def __call__(self, function: Callable[..., Any], *tensors: Tensor | None) -> Any:
         recorded, compiled = next(self._calls, (None, None))
         if recorded != function or compiled is None:
-            raise ContractError(f"piece {function} is not the one that was recorded: {recorded}")
+            raise ContractError(f"piece {function} differs from the recorded one: {recorded}")
         return compiled(*tensors)
 
 
 class CpuRecording(Recording):
-    num_bytes = 0  # intermediates come from the allocator and go back to it
+    num_bytes = 0  # intermediates are allocated and freed in every replay
 
     def __init__(
         self, function: StepFunction, calls: list[tuple[Callable[..., Any], Compiled]]
@@ -101,7 +101,7 @@ class CpuBackend(Backend):
         return CpuRecording(function, pieces.calls)
 
     def transcript(self, function: StepFunction) -> list[TraceLine]:
-        """The compiled pieces; what lies between them runs in Python at every replay."""
+        """Trace the compiled pieces; the code between them runs in Python at every replay."""
         pieces = TracingPieces()
         function(pieces)
         return pieces.lines
@@ -115,7 +115,7 @@ def _looks_of(function: Callable[..., Any], tensors: tuple[Tensor | None, ...]) 
 def trace_piece(
     function: Callable[..., Any], tensors: tuple[Tensor | None, ...]
 ) -> torch.fx.GraphModule:
-    """Of the tensors that are there; the others are None for good."""
+    """Trace a piece as a function of the tensors that are present; the others are always None."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def of_present(*given: Tensor) -> Any:
