@@ -1,4 +1,4 @@
-"""From a checkpoint, or at random, to the weights of an EAGLE head.
+"""The weights of an EAGLE head, from a checkpoint or random.
 
 A missing or an unexpected tensor is an error.
 """
@@ -23,11 +23,11 @@ class HeadWeights(NamedTuple):
     layer: list[Tensor | None]  # as Kind.run takes them
     embed_norm: Tensor | None
     hidden_norm: Tensor | None
-    first_norm: Tensor | None  # of what `fc` made of a pair
+    first_norm: Tensor | None  # after `fc` has joined a pair
     norm: Tensor | None  # before the vocabulary head
     vocabulary: Vocabulary  # the target's
     head: Tensor | None  # None: the target's
-    draft_of: Tensor | None  # [vocab] int32: the head's id of each of the target's; -1: it has none
+    draft_of: Tensor | None  # [vocab] int32: draft index of each target token; -1: none
 
 
 def load_head(
@@ -77,13 +77,13 @@ def load_head(
         head=head,
         draft_of=draft_of,
     )
-    # a head's embedding is a copy of the target's, and t2d says what d2t does
+    # a head's embedding is a copy of the target's, and t2d is redundant with d2t
     read.refuse_rest(frozenset({"embed_tokens.weight", "t2d"}))
     return weights
 
 
 class _Reader:
-    """Weights of a head, from a checkpoint or at random, into registered constants."""
+    """Reads or draws the weights of a head into registered constants."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Reader:
         return name in self._stored
 
     def matrix(self, name: str, columns: int, **sources: int) -> Tensor:
-        """Of so many rows of each source, in order."""
+        """Return a packed matrix of the rows of all sources in order; `sources`: rows by name."""
         parts = [self._tensor(source, (rows, columns)) for source, rows in sources.items()]
         return self._keep(name, self._kernels.pack(torch.cat(parts)))
 
@@ -113,7 +113,7 @@ class _Reader:
         return self._keep(name, self._tensor(source, (size,)))
 
     def ids(self, size: int, vocab: int) -> Tensor:
-        """[size]: the target's id of each of the head's; `d2t` is what is to be added."""
+        """Return [size]: the target's token id of each draft index, which is the index plus d2t."""
         assert self._checkpoint is not None
         stored = self._checkpoint.read(self._take("d2t")).long()
         ids = stored + torch.arange(len(stored))
@@ -124,7 +124,7 @@ class _Reader:
         return ids
 
     def draft_of(self, ids: Tensor, vocab: int) -> Tensor:
-        """The inverse of `ids`"""
+        """Return the inverse of `ids`."""
         drafts = torch.full((vocab,), -1, dtype=torch.int32)
         drafts[ids] = torch.arange(len(ids), dtype=torch.int32)
         return self._keep("draft_of", drafts.to(self._registry.device))
@@ -133,8 +133,8 @@ class _Reader:
         rest = sorted(self._stored.keys() - self._read - ignored)
         if rest and self._checkpoint is not None:
             raise UnsupportedModelError(
-                f"{self._checkpoint.name}: tensor {rest[0]} is not part of an EAGLE head as we "
-                f"know it ({len(rest)} such)"
+                f"{self._checkpoint.name}: tensor {rest[0]} is not part of a supported EAGLE head "
+                f"({len(rest)} such tensors)"
             )
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:

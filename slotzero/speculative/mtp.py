@@ -1,8 +1,8 @@
-"""Layers that a model brings to guess its own next tokens, stored behind its last: DeepSeek's MTP.
+"""MTP (multi-token prediction) layers of a model, stored after its last layer, as in DeepSeek.
 
-Each joins the embedding of a token with a hidden state, both under norms, and is a layer like the
-others. The embedding and the vocabulary head are the model's; copies that a checkpoint holds of
-them are not read.
+Each joins the normalised embedding of a token with a normalised hidden state, and is otherwise a
+layer like the others. The embedding and the vocabulary head are the model's; copies of them in a
+checkpoint are not read.
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ def load_mtp(
                 if stored.name not in names:
                     raise CorruptCheckpointError(
                         f"{checkpoint.name}: tensor {stored.name} is missing: the checkpoint was "
-                        "saved without the layers that guess ahead, drop --speculative mtp"
+                        "saved without its MTP layers, drop --speculative mtp"
                     )
         read = load_params(params, checkpoint, registry, kernels, dtype, f"{GROUP}.{index}.")
         own = {field: tensor[0] for field, tensor in read.items()}
