@@ -75,6 +75,6 @@ def _check_lookups(given: Mapping[str, Any], name: str) -> None:
         raise argparse.ArgumentTypeError(f"{lookups[0]} applies to ngram, not to {name}: drop it")
     from slotzero.speculative.ngram import LONGEST, SHORTEST
 
-    for key, ours in zip(LOOKUPS, (SHORTEST, LONGEST), strict=True):
-        if given.get(key, ours) != ours:
-            raise argparse.ArgumentTypeError(f"{key} is always {ours}, got {given[key]}: drop it")
+    for key, fixed in zip(LOOKUPS, (SHORTEST, LONGEST), strict=True):
+        if given.get(key, fixed) != fixed:
+            raise argparse.ArgumentTypeError(f"{key} is always {fixed}, got {given[key]}: drop it")

@@ -52,7 +52,7 @@ class TracingPieces(Pieces):
             self._seen.add(key)
             module = trace_piece(function, tensors)
             self.lines += [TraceLine(line) for line in module.code.strip().splitlines()]
-            for name, constant in module.named_buffers():  # baked in: memory that nobody declared
+            for name, constant in module.named_buffers():  # baked in: undeclared memory
                 self.lines.append(
                     TraceLine(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),))
                 )
