@@ -28,110 +28,114 @@ GENERATION_CONFIGS = ("auto", "none")
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     model: str = DEFAULT_MODEL
-    """A folder, a .gguf file, a hub id, tiny:FAMILY, or smollm2 (embedded)."""
+    """A folder, a .gguf file, a Hugging Face hub id, tiny:FAMILY for a tiny random model, or the
+    embedded smollm2."""
     load_format: str = "auto"
-    """auto, or dummy for random weights from config.json alone."""
+    """auto loads the checkpoint's weights; dummy makes random weights from config.json alone."""
     generation_config: str = "auto"
-    """What requests to a server, and calls without parameters, leave out of temperature, top_k,
-    top_p, min_p and repetition_penalty: auto is what the model's generation_config.json has. The
-    commands chat and generate have values of their own."""
+    """Default temperature, top_k, top_p, min_p and repetition_penalty of requests to a server and
+    of calls without parameters: auto takes them from the model's generation_config.json, none uses
+    the engine's defaults. The commands chat and generate have their own defaults."""
     dtype: str = "auto"
-    """Of weights and KV: auto is the checkpoint's on a GPU (float16 if quantised and large), else
-    float32."""
+    """Data type of weights and KV cache: auto is the checkpoint's on a GPU (float16 if it is
+    quantised and large), and float32 on a CPU."""
     backend: str = "auto"
-    """How repeated passes run: cuda, cpu, eager, or auto for the best this machine has."""
+    """How recorded steps run: cuda (CUDA graphs), cpu (compiled code), eager (not recorded), or
+    auto for the best that this machine supports."""
     enforce_eager: bool = False
     """The same as --backend eager."""
     max_model_len: int | None = None
-    """Longest prompt plus answer, in tokens; default: what model and memory allow."""
+    """Longest prompt plus answer, in tokens; default: what the model and memory allow."""
     max_num_seqs: int | None = None
-    """Most requests that run at once; default 256 on a GPU, 16 on a CPU."""
+    """Most requests that run at once; default: 256 on a GPU, 16 on a CPU."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; longer prompts are prefilled in chunks."""
+    """Most tokens per step; longer prompts are processed in chunks (chunked prefill)."""
     kv_cache_memory: int | None = None
-    """Bytes for KV pages (suffixes K, M, G); default: from free memory."""
+    """Bytes for the KV cache (suffixes K, M, G); default: derived from free memory."""
     sliding_kv_memory: int | None = None
-    """Of those, bytes for sliding-window layers; default: such that they and the other layers run
-    out at the same number of requests of --expected-len."""
+    """Bytes of the KV cache for sliding-window layers; default: such that they and the other layers
+    hold the same number of requests of --expected-len tokens."""
     expected_len: int = 8192
-    """Tokens of a usual request, prompt and answer, by which KV memory is split between kinds of
-    layers."""
+    """Typical length of a request, prompt plus answer, by which the KV cache is split between
+    sliding-window and other layers."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that the engine may use in all."""
+    """Fraction of the GPU's memory that the engine may use in total."""
     page_size: int = 16
-    """Tokens in a KV page: a power of two."""
+    """Tokens per page of the KV cache, a power of two."""
     tensor_parallel_size: int = 1
-    """Devices that share every layer of the model: each has some of its heads, and a part of its
-    MLPs."""
+    """Number of devices that share every layer of the model: each holds some of its attention heads
+    and a slice of its MLPs."""
     enable_expert_parallel: bool = False
-    """Of several devices each has some experts whole, rather than a part of every expert."""
+    """Expert parallelism: each device holds whole experts instead of a slice of every expert."""
     enable_dp_attention: bool = False
-    """Of the devices of tensor_parallel_size each has requests and attention of its own, up to
-    max_num_seqs; only MLPs and experts are shared."""
+    """DP attention: each of the tensor_parallel_size devices has its own requests, up to
+    max_num_seqs, and computes their attention alone; only MLPs and experts are shared."""
     rank_timeout: float = 60.0
-    """Seconds that one of several devices waits for another before the engine gives up."""
+    """Seconds that one device waits for another before the engine fails."""
     nnodes: int = 1
-    """Machines that have as many of those devices each. All run the same command, with the same
-    secret in SLOTZERO_KEY and each with its node rank."""
+    """Number of machines over which the devices are divided evenly. All machines run the same
+    command, with the same secret in SLOTZERO_KEY and each with its own --node-rank."""
     node_rank: int = 0
-    """Which of the machines this is. The first, 0, has the server; the others only compute."""
+    """Index of this machine. Machine 0 runs the server; the others only compute."""
     master_addr: str = "127.0.0.1"
-    """The first machine's address, as the others reach it."""
+    """Address of machine 0, as the other machines reach it."""
     master_port: int = 29500
-    """Its port for them."""
+    """Port of machine 0 for the other machines."""
     node_timeout: float = 300.0
-    """Seconds that machines wait for one another to come."""
+    """Seconds that machines wait for each other to start."""
     executor: str = "local"
-    """Who starts the processes of engines: local is this machine, ray the cluster at RAY_ADDRESS,
-    or the one that runs here."""
+    """Where engine processes run: local is this machine, ray is the Ray cluster at RAY_ADDRESS or
+    on this machine."""
     enable_prefix_caching: bool = True
-    """Keep the KV of prompts and answers, and reuse it where another prompt begins alike."""
+    """Keep the KV cache of prompts and answers, and reuse it for prompts with the same prefix."""
     snapshot_interval: int = 256
-    """Of models with recurrent layers: tokens after which a state is kept for that, a multiple of
-    the page size."""
+    """For models with recurrent layers: tokens between two snapshots of the state for the prefix
+    cache, a multiple of the page size."""
     speculative: str | None = None
-    """Guess tokens ahead and verify many at once, which changes no answer: eagle and eagle3 (a
-    head), mtp (layers of the model itself, or its assistant), draft (a small model), ngram (what
-    followed before)."""
+    """Speculative decoding, which never changes an answer. The drafter: eagle or eagle3 (a draft
+    head), mtp (the model's own MTP layers, or its assistant), draft (a small model), ngram
+    (matches in the text so far)."""
     speculative_model: str | None = None
-    """The head, the draft model or the assistant; of eagle3, smollm2 is an embedded head, the
-    default for that model."""
+    """The draft head, draft model or assistant; smollm2 is an embedded eagle3 head, the default for
+    that model."""
     speculative_steps: int = 4
-    """Guesses in a row, at most."""
+    """Most draft tokens in sequence."""
     speculative_topk: int = 1
-    """Guesses side by side after each token; above 1 they form a tree, of which the best are
+    """Alternatives after each draft token; above 1 the drafts form a tree, of which the best are
     verified."""
     speculative_num_draft_tokens: int | None = None
-    """Of a tree: tokens that are verified at once, the newest one among them; default: 1 + steps *
-    topk, at most 63."""
+    """Tokens of a draft tree that are verified at once, including the newest token; default: 1 +
+    steps * topk, at most 63."""
     speculative_adaptive: bool = True
-    """Guess fewer, or none, while that is faster: by what was right lately and by how many run."""
+    """Draft fewer tokens, or none, while that is faster, judged by recent acceptance and the number
+    of running requests."""
     grammar_timeout: float = 5.0
-    """Seconds in which the grammar of a structured output must be compiled; the request is refused
-    otherwise. Other requests run meanwhile."""
+    """Seconds to compile the grammar of a structured output; after that the request is refused.
+    Other requests run meanwhile."""
     grammar_memory: int = 256 << 20
-    """Bytes that one grammar may take, on the host (suffixes K, M, G). Compiled grammars that no
-    request uses are kept up to as much in all."""
+    """Most host memory in bytes for one grammar (suffixes K, M, G). Compiled grammars that no
+    request uses are cached up to the same total."""
     lazy_recording: bool = False
-    """Record a size when it is first needed rather than at start."""
+    """Record a size when it is first needed instead of at startup."""
     sanitize: str = "off"
-    """Run steps twice, eagerly and over spoilt memory, compute answers again from their tokens
-    alone, recount the owners of pages, and compare: sample is one in many, full is all of them."""
+    """Check live traffic: run steps twice, eagerly and with unowned memory overwritten, recompute
+    answers from their tokens alone, recount the owners of pages, and compare. sample checks some
+    steps, full checks all."""
     sanitize_every: int = 1000
-    """With --sanitize sample: one step in so many, and one answer after each such step."""
+    """With --sanitize sample: check one step in N, and one answer after each such step."""
     sanitize_action: str = "log"
-    """What a violation leads to: log reports it and goes on, raise stops the engine before a token
-    leaves it, fallback runs eagerly from then on; after a wrong answer, without drafts and prefix
-    cache."""
+    """What to do about a violation: log reports it and continues, raise stops the engine before a
+    token leaves it, fallback runs eagerly from then on (after a wrong answer also without drafts
+    and prefix cache)."""
     seed: int | None = None
-    """Seed of the generator that draws a seed for each request that brings none, and of dummy
-    weights; default: requests are sampled differently in every run, and dummy weights use 0."""
+    """Seed for the requests that have none, and for dummy weights; default: requests are sampled
+    differently in every run, and dummy weights use 0."""
     chat_template: str | None = None
     """Chat template to use in place of the model's own: a file, or the Jinja text itself."""
     skip_tokenizer_init: bool = False
-    """Token ids in, token ids out."""
+    """Do not load the tokenizer: token ids in, token ids out."""
     show_progress: bool = True
-    """Progress bars while loading and recording."""
+    """Show progress bars while loading and recording."""
 
     def __post_init__(self) -> None:
         for name in ("model", "chat_template"):

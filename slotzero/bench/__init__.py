@@ -1,1 +1,1 @@
-"""Measuring: workloads of token ids, a timeline of every token, and a report that ends in JSON."""
+"""Benchmarks: workloads of token ids, a timeline of every token, and reports that end in JSON."""

@@ -1,7 +1,7 @@
-"""How long a call takes: by the host's clock, and by the device's where it has one.
+"""Timing of calls, by the host's clock and by the device's if it has one.
 
-It does not know what is called. The rule: `before` runs ahead of every call and is not timed; of
-all the times the median counts.
+This module does not know what is called. The rule: `before` runs before every call and is not
+timed, and the result is the median.
 """
 
 import time
@@ -11,13 +11,13 @@ from statistics import median
 import torch
 
 WARM_UPS = 2
-_CYCLES_PER_SECOND = 2e9  # more than any GPU's clock has, so a wait is never too short
+_CYCLES_PER_SECOND = 2e9  # above any GPU's clock rate, so that a wait is never too short
 
 Call = Callable[[], object]
 
 
 def host_seconds(call: Call, before: Call, repeats: int) -> float:
-    """Until the call returns, whatever it has set going."""
+    """Return the time until the call returns, even if the device is still busy."""
     seconds = []
     for _ in range(WARM_UPS + repeats):
         before()
@@ -30,10 +30,10 @@ def host_seconds(call: Call, before: Call, repeats: int) -> float:
 def device_seconds(
     call: Call, before: Call, repeats: int, device: torch.device, lead: float = 0.0
 ) -> float:
-    """Until what the call has set going is done.
+    """Return the time until the work that the call has launched is done.
 
-    `lead` are seconds by which the host runs ahead of the device. With as many as the host needs
-    for all calls, the device never waits for it, and its time alone is measured.
+    `lead`: seconds by which the host runs ahead of the device. If that is as long as the host needs
+    for all calls, the device never waits, and only its own time is measured.
     """
     if device.type != "cuda":
         return host_seconds(call, before, repeats)
@@ -56,7 +56,7 @@ def device_seconds(
 
 
 def train_seconds(call: Call, before: Call, repeats: int, device: torch.device) -> float:
-    """Of one call among `repeats`, issued without waiting, as steps are."""
+    """Return the time of one call among `repeats` that are issued without waiting, like steps."""
     wait(device)
     start = time.perf_counter()
     for _ in range(repeats):

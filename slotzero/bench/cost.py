@@ -1,7 +1,7 @@
-"""What a decode step costs, against the batch and against the context, beside what it must cost.
+"""Cost of a decode step by batch size and by context length, beside the bandwidth limit.
 
-The bandwidth model says: all weights once, and the KV of every row, at the measured bandwidth. It
-does not know kernels, so what lies between the two is ours to win.
+The bandwidth model reads all weights once and the KV cache of every row at the measured bandwidth.
+The difference to the measured time is what better kernels could gain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,8 @@ def run_cost(model: str, settings: Mapping[str, Any], context: int, repeats: int
     refuse_ranks(settings, "bench cost")
     session = BenchSession(model, settings)
     limits = session.engine.limits
-    contexts = [c for c in CONTEXTS if c + 2 <= limits.max_model_len]  # the next token, and a last
+    # room for the next token and a last one
+    contexts = [c for c in CONTEXTS if c + 2 <= limits.max_model_len]
     places = {
         "against_batch": [(rows, context) for rows in BATCHES if rows <= limits.max_num_seqs],
         "against_context": [
@@ -93,7 +94,7 @@ def _refusal(session: BenchSession, rows: int, context: int) -> NoCaptureSize | 
 
 
 def _measure(session: BenchSession, rows: int, context: int, repeats: int) -> Mapping[str, Any]:
-    """Every power of two below max_num_seqs is a size, so no row is padding."""
+    """Measure one point. Every power of two below max_num_seqs is a size, so no row is padding."""
     engine = session.engine
     decode = engine.worker.decode
     key = decode.pick(rows, rows)

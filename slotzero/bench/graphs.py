@@ -1,8 +1,8 @@
-"""What each recording costs and brings: the time and memory to make it, and a step replayed, eager,
-and as the host issues it.
+"""Cost and benefit of each recording: time and memory to make it, and the time of a step replayed,
+eager, and as the host issues it.
 
-It measures one size at a time, full of real rows that stand still. The rule: all three times are of
-the same function over the same rows.
+One size is measured at a time, full of real rows whose length stays fixed. The rule: all three
+times are of the same function over the same rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from slotzero.executor.worker import Worker
 from slotzero.graph import GraphKey, NoCaptureSize, Runner
 from slotzero.pools.budget import show
 
-DECODE_SIZES = (1, 8, 64, 256)  # of these, those that are recorded
+DECODE_SIZES = (1, 8, 64, 256)  # measured if they are recorded
 PREFILL_SIZES = (64, 512, 2048)
 ROUNDS = 5
 
@@ -51,7 +51,8 @@ def run_graphs(
 def choose_keys(
     worker: Worker, sizes: Sequence[int] = (), all_sizes: bool = False
 ) -> list[Recorded]:
-    """Decode before prefill, small before large; without a choice, a few of each."""
+    """Return the sizes to measure, decode before prefill, small before large; by default a few of
+    each."""
     every = sorted(
         worker.recorded_keys,
         key=lambda pair: (pair[0] is not worker.decode, pair[1].tokens, pair[1].rows),
@@ -72,12 +73,12 @@ def choose_keys(
 
 
 def host_and_replay(session: BenchSession, rows: StandingRows, repeats: int) -> tuple[float, float]:
-    """Seconds of the host to issue one step, and of the device to replay it."""
+    """Return the seconds that the host takes to issue a step, and the device to replay it."""
     device = session.engine.worker.registry.device
 
     def settle() -> None:
         rows.rewind()
-        wait(device)  # so that no call finds the device's queue full
+        wait(device)  # so that no call waits for a full queue
 
     host = host_seconds(rows.issue, settle, repeats)
     lead = 2 * repeats * host
@@ -85,8 +86,8 @@ def host_and_replay(session: BenchSession, rows: StandingRows, repeats: int) -> 
 
 
 def checks_cost(rows: StandingRows, repeats: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of the host for what is checked at every replay, and by how much a step is longer for
-    it: steps with and without, turn by turn."""
+    """Return the host's seconds for the checks of every replay, and by how much they lengthen a
+    step, measured by alternating steps with and without them."""
     host = host_seconds(rows.check, lambda: None, repeats)
     checked, unchecked = [], []
     for _ in range(ROUNDS):
@@ -126,7 +127,7 @@ def _why_not(decode: Runner, size: int) -> str:
     picked = decode.spec.ladder.pick(size)
     if isinstance(picked, NoCaptureSize):
         return f"{picked.reason}: raise --max-num-seqs"
-    return f"decode is not recorded at it, {size} rows run in size {picked}: choose that"
+    return f"decode is not recorded at this size, {size} rows run at {picked}: choose that"
 
 
 def _measure(

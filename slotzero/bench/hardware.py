@@ -1,6 +1,6 @@
-"""This machine: its names, and how fast it reads.
+"""This machine's hardware and software, and its memory bandwidth.
 
-It does not know models. What a machine does not tell is None, never a guess.
+This module does not know models. Unknown facts are None, never guessed.
 """
 
 import platform
@@ -17,7 +17,7 @@ import torch
 
 from slotzero.bench.clock import wait
 
-# Vector units that decide how fast the CPU kernels are.
+# Vector extensions that determine the speed of the CPU kernels.
 CPU_FEATURES = (
     "avx2",
     "fma",
@@ -31,8 +31,8 @@ CPU_FEATURES = (
     "sve2",
 )
 _GPU_READ_BYTES = 1 << 30
-_GPU_READS = 20  # at once: one takes less time than to launch it and to wait for it
-_CPU_READ_BYTES = 512 << 20  # well beyond any cache
+_GPU_READS = 20  # in a row: a single one is shorter than its launch and the wait for it
+_CPU_READ_BYTES = 512 << 20  # larger than any cache
 _ROUNDS = 5
 
 
@@ -64,7 +64,7 @@ def describe(device: torch.device) -> str:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading one large tensor: the ceiling of anything that decodes."""
+    """Return the bytes per second of reading one large tensor, the upper limit of decoding."""
     is_gpu = device.type == "cuda"
     num_bytes = _GPU_READ_BYTES if is_gpu else _CPU_READ_BYTES
     num_reads = _GPU_READS if is_gpu else 1
@@ -112,7 +112,7 @@ def _cpuinfo() -> str:
 
 
 def _first(text: str, field: str) -> str | None:
-    """The value of the first line `field : value`."""
+    """Return the value of the first line `field : value`."""
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == field:

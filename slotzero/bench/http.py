@@ -1,8 +1,8 @@
-"""A small HTTP client for load: connections are kept alive, answers are read line by line.
+"""A small HTTP client for load tests: it keeps connections alive and reads replies line by line.
 
-It has no dependencies, speaks to the server that is measured and to nothing else; what it costs is
-not the server's. The rule: a connection carries one request at a time, and is used again only once
-its answer was read to the end, as other clients do.
+It has no dependencies and connects only to the measured server; its own cost is small. The rule: a
+connection carries one request at a time, and is reused only after its reply was read to the end, as
+other clients do.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class HttpError(ConfigError):
-    """An answer that is a refusal."""
+    """A reply with an error status."""
 
     def __init__(self, name: str, status: int, body: str) -> None:
-        super().__init__(f"{name} answers {status}: {_reason(body)}")
+        super().__init__(f"{name} answered {status}: {_reason(body)}")
         self.status = status
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the server is, and what it asks of everyone. Whatever goes wrong is a ConfigError.
+    """The server's address, and headers for all requests. Every failure is a ConfigError.
 
-    It belongs to one event loop, and is closed there."""
+    A site belongs to one event loop, and must be closed there."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class Site:
         try:
             port = parts.port or 80
         except ValueError:
-            raise ConfigError(f"--url {url}: its port is not a number") from None
+            raise ConfigError(f"--url {url}: the port is not a number") from None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         return cls(parts.hostname, port, headers)
 
@@ -65,8 +65,8 @@ class Site:
         return "\n".join([line async for line in self._exchange("GET", path, b"")])
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
-        """Server-sent events, each a JSON value; the last, [DONE], is not one of them. Closing it
-        leaves the server."""
+        """Yield server-sent events as JSON values, without the final [DONE]. Closing the generator
+        disconnects."""
         async with aclosing(self._exchange("POST", path, json.dumps(body).encode())) as lines:
             async for line in lines:
                 if line.startswith("data: ") and line != "data: [DONE]":
@@ -109,8 +109,8 @@ class Site:
         return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
     async def _ask(self, request: bytes) -> tuple["_HttpAnswer", Connection]:
-        """Send the request; return the head of the answer. A server may close an idle connection
-        just as it is used again: then the request is sent over a new one."""
+        """Send the request and return the head of the reply. If the server closes an idle
+        connection just as it is reused, the request is sent over a new one."""
         while True:
             idle = self._take_idle()
             connection = idle or await self._connect()
@@ -141,12 +141,12 @@ class Site:
             ) from error
 
     def _odd(self, error: BaseException) -> ConfigError:
-        return ConfigError(f"{self.name} does not answer as HTTP does ({error})")
+        return ConfigError(f"{self.name} does not answer with valid HTTP ({error})")
 
 
 @dataclass(frozen=True)
 class _HttpAnswer:
-    """The head of an answer."""
+    """The head of a reply."""
 
     status: int
     is_chunked: bool
@@ -176,7 +176,7 @@ async def _head(connection: Connection, request: bytes) -> _HttpAnswer:
 
 
 def _reason(body: str) -> str:
-    """Of an error in OpenAI's shape, its message."""
+    """Return the message of an error in OpenAI's shape."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

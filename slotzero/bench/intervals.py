@@ -1,7 +1,7 @@
-"""How much of a stretch of time is covered by intervals that may overlap.
+"""The total time covered by intervals that may overlap.
 
-With graphs and dependent launches one kernel starts before the last has ended, and copies run
-beside both: their times do not add up, their union does.
+With CUDA graphs and dependent launches, a kernel starts before the previous one has ended, and
+copies run in parallel: busy time is the union of their intervals, not the sum.
 """
 
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ Interval = tuple[int, int]  # [start, end)
 
 
 def busy_and_gaps(intervals: Iterable[Interval]) -> tuple[int, list[Interval]]:
-    """The time covered by at least one interval, and the gaps between them, in order.
+    """Return the time covered by at least one interval, and the gaps between them in order.
 
     Busy time and gaps together are the span from the first start to the last end.
     """
     busy, gaps = 0, []
-    covered: int | None = None  # all up to here is counted
+    covered: int | None = None  # everything up to here is counted
     for start, end in sorted(intervals):
         if covered is None:
             covered = start

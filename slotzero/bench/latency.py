@@ -1,4 +1,4 @@
-"""How long one request takes (or a batch of equal ones), over and over."""
+"""Latency of one request, or of a batch of equal ones, measured repeatedly."""
 
 from collections.abc import Mapping
 from typing import Any

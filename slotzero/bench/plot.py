@@ -1,6 +1,6 @@
-"""A plot without a plotting library: points and lines on two logarithmic axes, as SVG text.
+"""An SVG plot without a plotting library: points and lines on two logarithmic axes.
 
-It knows numbers and names. It does not know what was measured.
+This module does not know what was measured.
 """
 
 import math
@@ -61,13 +61,13 @@ def _panel(panel: Panel, y_ticks: Sequence[float]) -> list[str]:
 
 
 def _scale(ticks: Sequence[float], start: float, end: float) -> Callable[[float], float]:
-    """The first tick lies at `start`, the last at `end`, and what is between by its logarithm."""
+    """Return a logarithmic scale that maps the first tick to `start` and the last to `end`."""
     span = math.log(ticks[-1] / ticks[0]) or 1.0
     return lambda value: round(start + math.log(value / ticks[0]) / span * (end - start), 1)
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """1, 2, 5, 10, ... from at most the least to at least the greatest."""
+    """Return ticks 1, 2, 5, 10, ... that enclose all values."""
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
     every = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
     first = max(i for i, tick in enumerate(every) if tick <= min(values))

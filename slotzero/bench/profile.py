@@ -1,9 +1,9 @@
-"""A short stretch of decoding under torch's profiler: how long the device waits between steps, and
-which kernels it spends its time in.
+"""Decode steps under torch's profiler: the device's idle time between steps, and its most expensive
+kernels.
 
-It reads device events alone, from the trace that the profiler writes. The rule: every row of the
-batch decodes in every step of the stretch, so nothing of prefill or of a dwindling batch is in it.
-Tracing costs time itself: compare `step_ms` with what was measured without it.
+Only device events are read, from the trace that the profiler writes. The rule: every row of the
+batch decodes in every traced step, so that neither prefill nor a shrinking batch is measured.
+Tracing itself takes time: compare `step_ms` with the time without it.
 """
 
 import json
@@ -25,15 +25,15 @@ from slotzero.sampling.params import SamplingParams
 
 NUM_STEPS = 64
 NUM_COSTLIEST = 10
-_SETTLING_STEPS = 8  # traced before the stretch and dropped, while tracer and pipeline start
-_MARK = "spin_kernel"  # what torch.cuda._sleep launches; nothing else here does
+_SETTLING_STEPS = 8  # traced first and dropped, while tracer and pipeline start up
+_MARK = "spin_kernel"  # launched only by torch.cuda._sleep
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, detokenize=False)
 
 
 @dataclass(frozen=True)
 class DeviceEvent:
-    """A kernel or a copy, on any stream; nanoseconds."""
+    """A kernel or a copy on any stream; times in nanoseconds."""
 
     name: str
     start: int
@@ -41,19 +41,19 @@ class DeviceEvent:
 
 
 def profile_decode(engine: Engine, workload: Workload) -> Report:
-    """Of the first requests of the workload, as many as run at once."""
+    """Profile decoding of the workload's first requests, as many as run at once."""
     prompts = workload.prompts[: engine.limits.max_num_seqs]
     try:
         with decoding(engine, prompts):
             events = after_mark(_traced(engine))
         return {"steps": NUM_STEPS, "rows": len(prompts), **summarize(events, NUM_STEPS)}
-    except CapacityError as error:  # what was measured before is worth keeping
+    except CapacityError as error:  # keep the results measured before
         return {"failure": str(error)}
 
 
 def summarize(events: Sequence[DeviceEvent], num_steps: int) -> Report:
     if not events:
-        raise CapacityError("the profiler saw no kernels: is another one attached?")
+        raise CapacityError("the profiler recorded no kernels: is another profiler attached?")
     busy, gaps = busy_and_gaps((event.start, event.end) for event in events)
     idle = sum(end - start for start, end in gaps)
     times: defaultdict[str, list[int]] = defaultdict(list)
@@ -98,7 +98,7 @@ def profile_rows(profile: Report | None) -> list[tuple[str, str]]:
 
 @contextmanager
 def decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[None]:
-    """Inside, every prompt is a row that decodes; afterwards, all are gone."""
+    """Context in which every prompt is a decoding row; all are cancelled afterwards."""
     names = [f"profile-{i}" for i in range(len(prompts))]
     try:
         for name, prompt in zip(names, prompts, strict=True):
@@ -121,7 +121,7 @@ def decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[None]
 
 
 def read_trace(path: Path) -> list[DeviceEvent]:
-    """The device's part of a trace in Chrome's format, which counts in microseconds."""
+    """Return the device events of a trace in Chrome's format, which counts in microseconds."""
     return [
         DeviceEvent(
             e["name"], round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])
@@ -137,9 +137,9 @@ def after_mark(events: Sequence[DeviceEvent]) -> list[DeviceEvent]:
 
 
 def _traced(engine: Engine) -> list[DeviceEvent]:
-    """One session, never two: after an empty or short one CUPTI has been seen to record nothing.
+    """Trace all in one session: after an empty or short one, CUPTI may record nothing.
 
-    The mark goes the way of all steps, through the stream, so nobody waits for it.
+    The mark goes through the stream like a step, so that the host does not wait for it.
     """
     from torch.profiler import ProfilerActivity, profile
 

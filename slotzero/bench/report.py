@@ -1,7 +1,7 @@
-"""Results as a table to read and as one JSON line to keep.
+"""Results as a table and as one line of JSON.
 
-It does not measure. The rule: the last line of standard output is the JSON, and the table shows
-nothing that is not in it.
+This module does not measure. The rule: the last line of standard output is the JSON, and it
+contains everything that the table shows.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from slotzero.pools.budget import show
 def make_report(
     benchmark: str, name: str, session: BenchSession, workload: Workload, runs: Sequence[Timeline]
 ) -> Report:
-    """`runs` are passes over the same workload."""
+    """Return the report of one or more runs of the same workload."""
     counts = session.counts()
     seconds = sum(run.seconds for run in runs)
     num_tokens = sum(run.num_tokens for run in runs)
@@ -49,7 +49,7 @@ def make_report(
 
 
 def setting(benchmark: str, session: BenchSession) -> Report:
-    """What every report begins with: who was measured, and where."""
+    """Return the fields that begin every report: what was measured, and on which machine."""
     limits = session.engine.limits
     return {
         "benchmark": benchmark,
@@ -71,7 +71,7 @@ def setting(benchmark: str, session: BenchSession) -> Report:
 
 
 def summary(seconds: Sequence[float]) -> Mapping[str, float | None]:
-    """In milliseconds; all None where there is nothing to sum up."""
+    """Return a summary in milliseconds; all values are None if there are no times."""
     import numpy as np
 
     if not seconds:

@@ -1,7 +1,7 @@
-"""Rows that stand still: one step's worth of real requests, run again and again at one length.
+"""Rows of fixed length: the requests of one step, which is run repeatedly at the same length.
 
-They are stand-ins, and their KV is noise. It does not know time. The rule: a run moves every row
-on, so `rewind` comes before the next one.
+They are dummy requests, and their KV is noise. This module does not measure time. The rule: a run
+advances every row, so `rewind` must come before the next run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,34 +28,34 @@ class StandingRows:
         self._worker, self._runner, self._key = worker, runner, key
         worker.tables.apply()
         self._length = worker.tables["length"].clone()
-        self.issue()  # from here on the step is published, so `replay` and `eager` may follow
+        self.issue()  # publishes the step, so that `replay` and `eager` may follow
 
     def issue(self) -> None:
-        """The whole of a step as the engine launches it, not waited for."""
+        """Launch a whole step as the engine does, without waiting for it."""
         self._worker.run(self.step)
 
     def replay(self) -> None:
         self._runner.run(self._key, self.step.num_tokens)
 
     def unchecked(self) -> None:
-        """A replay without what is checked at every one."""
+        """Replay without the checks that every replay makes."""
         self._runner.replay(self._key)
 
     def check(self) -> None:
         self._runner.check(self._key, self.step.num_tokens)
 
     def eager(self) -> None:
-        """The same function over the same published rows, kernel by kernel."""
+        """Run the same function over the same published rows eagerly."""
         self._runner.eager(self._key)
 
     def rewind(self) -> None:
-        """On the device and in stream order: it waits for nothing and allocates nothing."""
+        """Reset the rows' lengths on the device in stream order, without waiting or allocating."""
         self._worker.tables["length"].copy_(self._length)
 
 
 @contextmanager
 def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Iterator[StandingRows]:
-    """As many rows as fill the key, each with `context` tokens stored and the next ones known."""
+    """Set up as many rows as fill the size, each with `context` tokens in its KV cache."""
     reason = refusal(engine, key, context)
     if reason is not None:
         raise CapacityError(reason.reason)
@@ -75,14 +75,14 @@ def standing(engine: Engine, runner: Runner, key: GraphKey, context: int) -> Ite
 
 
 def refusal(engine: Engine, key: GraphKey, context: int) -> NoCaptureSize | None:
-    """Why rows of this key cannot stand at this context, if they cannot."""
+    """Return why rows of this size cannot be set up at this context, or None."""
     if engine.has_work:
-        raise ContractError("rows stand only in an engine without requests: let it finish first")
+        raise ContractError("rows need an idle engine: wait until all its requests have finished")
     lens, limit = _prompt_lens(engine, key, context), engine.limits.max_model_len
     if max(lens) >= limit:
         return NoCaptureSize(
-            f"{key} at a context of {context} needs {max(lens) + 1} tokens a row and the context "
-            f"holds {limit}: lower --context"
+            f"{key} with --context {context} needs {max(lens) + 1} tokens per row, and the "
+            f"model's context is {limit}: lower --context"
             + (" or raise --max-model-len" if limit < engine.worker.model.max_position else "")
         )
     ledger, page_size = engine.lanes[0].ledger, engine.limits.page_size
@@ -93,28 +93,28 @@ def refusal(engine: Engine, key: GraphKey, context: int) -> NoCaptureSize | None
         num_pages = sum(-(-length // page_size) - first for length in lens)
         if num_pages > available:
             return NoCaptureSize(
-                f"{key} at a context of {context} needs {num_pages} KV pages of {name} layers and "
+                f"{key} with --context {context} needs {num_pages} KV pages of {name} layers, and "
                 f"there are {available}: lower --context or raise --kv-cache-memory"
             )
     return None
 
 
 def _counts(key: GraphKey) -> list[int]:
-    """Tokens of each row: as even as can be, none of them padding."""
+    """Return the tokens of each row, evenly distributed, without padding."""
     num_rows = min(key.rows, key.tokens)
     each, more = divmod(key.tokens, num_rows)
     return [each + (i < more) for i in range(num_rows)]
 
 
 def _prompt_lens(engine: Engine, key: GraphKey, context: int) -> list[int]:
-    """Decode computes the last token of a prompt, prefill a chunk that is not the last: it is then
-    prefill even where every row has one token."""
+    """Return the prompt lengths. Decode computes the last token of a prompt, prefill a chunk that
+    is not the last, so that it stays prefill even if every row has one token."""
     more = key.runner != engine.worker.decode.spec.name
     return [context + count + more for count in _counts(key)]
 
 
 def _fill_with_noise(kv: Tensor, pages: Sequence[int]) -> None:
-    """One page of noise, everywhere: memory that holds zeros is faster than it will be."""
+    """Fill pages with noise, since reading zeros is faster than reading real data."""
     index = torch.tensor(pages, device=kv.device)
     noise = torch.randn_like(kv[0, :1])  # [1, page_size, ...]
     for layer in kv:

@@ -1,7 +1,8 @@
-"""A running server under load: requests arrive at random moments, whether it keeps up or not.
+"""Load test of a running server with requests that arrive at random times.
 
-Open loop: arrivals are a Poisson process of a given rate, so a server that falls behind is seen to.
-Lengths are drawn before the first request is sent. It knows the server by its API alone.
+The load is open-loop: arrivals are a Poisson process of a given rate, whether the server keeps up
+or not, so that a server that falls behind shows it. Lengths are drawn before the first request is
+sent. The server is used only through its API.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from slotzero.bench.report import summary
 from slotzero.bench.sheets import Report, Sheet, rounded
 from slotzero.errors import ConfigError
 
-SHAREGPT = (5.0, 1.1, 5.0, 1.0)  # mean and spread of log length: of prompts, then of answers
+SHAREGPT = (5.0, 1.1, 5.0, 1.0)  # mean and deviation of log length: of prompts, then of answers
 LONGEST = 1024
 _FIRST_ID = 10
 
@@ -27,7 +28,7 @@ Seen = Callable[[int], None]
 
 @dataclass(frozen=True)
 class RequestLoad:
-    """What is sent: a rate, and the lengths of every request."""
+    """A request rate, and the lengths of every request."""
 
     rate: float  # requests per second; inf: all at once
     shapes: Sequence[tuple[int, int]]  # tokens in, tokens out
@@ -36,7 +37,7 @@ class RequestLoad:
 
 @dataclass(frozen=True)
 class Goal:
-    """A request is good if it keeps both, in seconds."""
+    """Time limits in seconds; a request is good if it meets both."""
 
     first_token: float
     per_token: float
@@ -44,12 +45,12 @@ class Goal:
 
 @dataclass
 class Fate:
-    """One request; moments are seconds since the load began."""
+    """Result of one request; times are seconds since the load began."""
 
     arrival: float
-    """When it was due, so that what we are late with counts too."""
+    """When it was due, so that a delay of the load test itself counts too."""
     chunks: list[float] = field(default_factory=list)
-    """When each came; one can hold many tokens."""
+    """When each event arrived; one can contain many tokens."""
     num_tokens: int = 0
     error: str = ""
 
@@ -71,8 +72,8 @@ class Fate:
 
 
 def sharegpt(num: int, seed: int, longest: int) -> list[tuple[int, int]]:
-    """Lengths like those of people who talk with a model: many short ones, a few long. In and out
-    together are at most `longest`."""
+    """Return lengths like those of ShareGPT's conversations: many short, a few long. Prompt and
+    answer together have at most `longest` tokens."""
     rng = random.Random(seed)
     in_mean, in_spread, out_mean, out_spread = SHAREGPT
     most = min(LONGEST, longest // 2)
@@ -84,7 +85,7 @@ def sharegpt(num: int, seed: int, longest: int) -> list[tuple[int, int]]:
 
 
 def arrivals(load: RequestLoad) -> list[float]:
-    """When each request is sent, in seconds from the first."""
+    """Return when each request is sent, in seconds after the first."""
     rng = random.Random(load.seed)
     gaps = (rng.expovariate(load.rate) if load.rate != float("inf") else 0.0 for _ in load.shapes)
     return list(itertools.accumulate(gaps, initial=0.0))[: len(load.shapes)]
@@ -96,7 +97,7 @@ async def run_loads(
     goal: Goal,
     seen: Seen,
 ) -> Report:
-    """One rate after the other; `make` is given what the server says of itself."""
+    """Run one load after the other; `make` gets the server's /server_info."""
     async with aclosing(site):
         info = await site.get("/server_info")
         if info["state"] != "ready":

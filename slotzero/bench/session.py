@@ -1,7 +1,7 @@
-"""An engine made for measuring: how long it took to start, what its runners did since, and how many
-bytes its steps must read.
+"""An engine for benchmarks: its start-up time, its runners' counts, and the bytes that its steps
+must read.
 
-It does not know how results are shown.
+This module does not know how results are shown.
 """
 
 import time
@@ -20,8 +20,8 @@ from slotzero.executor.limits import choose_backend
 from slotzero.graph.runner import Counts
 from slotzero.system.progress import prompts_bar
 
-WARMUP_LEN = 16  # tokens of each answer: every prompt's shape is met, at little cost
-_SEEN_EVERY = 0.5  # seconds between two looks at the progress bar, so that it is not measured
+WARMUP_LEN = 16  # tokens per answer: meets every prompt's shape at little cost
+_SEEN_EVERY = 0.5  # seconds between progress updates, so that they are not measured
 
 
 class BenchSession:
@@ -44,13 +44,13 @@ class BenchSession:
         limit = self.engine.limits.max_model_len
         if workload.longest > limit:
             raise ConfigError(
-                f"workload {spec.name} needs a context of {workload.longest} tokens and this one "
-                f"holds {limit}: choose another with --input-len and --output-len"
+                f"workload {spec.name} needs a context of {workload.longest} tokens, and the "
+                f"engine's is {limit}: choose shorter --input-len and --output-len"
             )
         return workload
 
     def warm_up(self, workload: Workload) -> None:
-        """Afterwards, the counts start at zero."""
+        """Warm up, and reset the counts."""
         self.measure(workload.clipped(WARMUP_LEN))
         self._before = self._counts()
         self._preemptions_before = self.engine.lanes.num_preemptions
@@ -64,12 +64,12 @@ class BenchSession:
         return self.engine.lanes.num_preemptions - self._preemptions_before
 
     def counts(self) -> Mapping[str, Counts]:
-        """By runner, since the warm-up."""
+        """Counts by runner since the warm-up."""
         return {name: _since(now, self._before[name]) for name, now in self._counts().items()}
 
     def bytes_read(self, workload: Workload, num_steps: int) -> int:
-        """What no implementation can avoid moving: the weights once a step, and for every token
-        after the first the KV of those before it that it sees, and its recurrent state."""
+        """Bytes that every implementation must move: the weights once per step, and for every
+        token after the first the KV of the earlier tokens that it sees and its recurrent state."""
         kv_bytes = sum(
             each * _sum_of_range(len(prompt) + 1, len(prompt) + output_len, window)
             for prompt, output_len in zip(workload.prompts, workload.output_lens, strict=True)
@@ -80,7 +80,7 @@ class BenchSession:
         return weight_bytes + kv_bytes + num_tokens * self._state_bytes()
 
     def least_seconds(self, contexts: Iterable[int]) -> float:
-        """Of one step that reads the weights once, and the KV of rows with so many tokens each, and
+        """Return the time of one step that reads the weights once and the KV of these rows, and
         moves their recurrent states, at the measured bandwidth."""
         contexts = list(contexts)
         of_rows = sum(
@@ -91,13 +91,14 @@ class BenchSession:
         return (self._weight_bytes(len(contexts)) + of_rows) / self.read_bandwidth
 
     def _state_bytes(self) -> int:
-        """Of one row: its states are read and written."""
+        """Bytes of one row's recurrent states, which are read and written."""
         states = self.engine.worker.states
         return 0 if states is None else 2 * (states.conv[:, 0].nbytes + states.scan[:, 0].nbytes)
 
     def _weight_bytes(self, rows: float) -> int:
-        """Without embeddings that are not also the head: of those, a step reads a few rows. Nor
-        experts that so many rows would not choose, if they chose at random."""
+        """Return the bytes of the weights that a step reads: without an embedding that is not also
+        the head, of which it reads a few rows, and without experts that this number of rows would
+        not choose at random."""
         worker = self.engine.worker
         sizes = {
             e.name: e.tensor.numel() * e.tensor.dtype.itemsize for e in worker.registry.entries()
@@ -111,7 +112,7 @@ class BenchSession:
         return worker.weight_bytes - unread
 
     def _kv_bytes_per_token(self) -> list[tuple[int, int]]:
-        """Of each group of layers, and how many tokens it sees at most."""
+        """Return, for each group of layers, the KV bytes per token and the most tokens it sees."""
         limits, registry = self.engine.limits, self.engine.worker.registry
         found = []
         for name, window in limits.windows.items():
@@ -133,13 +134,13 @@ def _since(now: Counts, before: Counts) -> Counts:
 
 
 def _sum_of_range(start: int, end: int, most: int) -> int:
-    """start + ... + (end - 1), of each at most so much"""
+    """Return start + ... + (end - 1), with each term limited."""
     bend = min(max(start, most), end)
     return (bend - start) * (start + bend - 1) // 2 + (end - bend) * most
 
 
 def _now_and_then(update: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """Collects progress and passes it on twice a second."""
+    """Collect progress and pass it on twice a second."""
     finished, made, last = 0, 0, time.perf_counter()
 
     def seen(num_finished: int, num_tokens: int) -> None:

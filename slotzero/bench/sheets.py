@@ -1,6 +1,6 @@
-"""Tables to read, and then the one line of JSON that holds all they show and more.
+"""Tables, followed by one line of JSON with at least the same content.
 
-It knows words and columns. It does not know what they mean.
+This module knows words and columns, not their meaning.
 """
 
 import json
@@ -14,7 +14,7 @@ WIDEST = 1000  # characters
 
 @dataclass(frozen=True)
 class Sheet:
-    """One table; without a header, its first column names the lines."""
+    """One table; without a header, its first column contains labels."""
 
     title: str
     lines: Sequence[Sequence[str]]
@@ -35,7 +35,7 @@ def print_sheets(report: Report, sheets: Sequence[Sheet]) -> None:
             table.add_column(overflow="fold")
         for line in sheet.lines:
             table.add_row(*line)
-        if sheet.header:  # a number that is cut says nothing
+        if sheet.header:  # a truncated number is useless
             needed = console.measure(table, options=console.options.update(max_width=WIDEST))
             console.width = max(console.width, needed.maximum)
         console.print(table)
@@ -43,5 +43,5 @@ def print_sheets(report: Report, sheets: Sequence[Sheet]) -> None:
 
 
 def rounded(value: float) -> float:
-    """To five digits: more were never measured."""
+    """Round to five digits, the precision of measurements."""
     return float(f"{value:.5g}")

@@ -1,6 +1,6 @@
-"""How many tokens a second, when all requests of a workload arrive at once.
+"""Tokens per second when all requests of a workload arrive at once.
 
-So the time to the first token includes waiting for a place in the batch.
+The time to the first token therefore includes waiting for a slot.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def run_throughput(
 ) -> Report:
     device, _ = choose_backend(EngineConfig(model=model, **settings))
     if profile and device.type != "cuda":
-        raise ConfigError(f"--profile traces a GPU and this runs on {device}: drop it")
+        raise ConfigError(f"--profile needs a GPU, and this runs on {device}: drop it")
     session = BenchSession(model, settings)
     workload = session.draw(spec)
     session.warm_up(workload)

@@ -1,8 +1,8 @@
-"""One pass over a workload, with the moment at which each token became known.
+"""One run of a workload, with the time at which each token became known.
 
-It drives the engine step by step, as a server would, and looks at nothing inside. The rule: only
-useful tokens count. Padding, and tokens that are computed again after a preemption, cost time and
-are not output.
+It drives the engine step by step, like a server, and does not look inside. The rule: only useful
+tokens count; padding and tokens that are recomputed after a preemption cost time, but are not
+output.
 """
 
 import time
@@ -19,7 +19,7 @@ Seen = Callable[[int, int], None]  # answers finished, tokens made
 
 @dataclass(frozen=True)
 class Timeline:
-    """Seconds are from the arrival of the requests, which all arrive together."""
+    """Times of all tokens, in seconds after the requests arrived, all at once."""
 
     seconds: float
     num_steps: int
@@ -36,7 +36,7 @@ class Timeline:
         return [times[-1] for times in self.token_times]
 
     def gaps(self) -> list[float]:
-        """From each token to the next of the same request."""
+        """Times between consecutive tokens of the same request."""
         return [b - a for times in self.token_times for a, b in pairwise(times)]
 
 

@@ -1,7 +1,8 @@
-"""What is measured: requests of token ids, drawn from a fixed seed.
+"""Workloads: requests of random token ids, drawn from a fixed seed.
 
-It does not know engines or tokenizers: other engines are given the very same ids, so their numbers
-compare. The rule: the order of the random draws is part of a workload. Do not tidy it.
+This module does not know engines or tokenizers: other engines get the same ids, so that their
+numbers are comparable. The rule: the order of the random draws is part of a workload and must not
+change.
 """
 
 import random
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-VOCAB_SIZE = 32000  # drawn from, or the model's where that is smaller
+VOCAB_SIZE = 32000  # or the model's vocabulary size if that is smaller
 _FIRST_ID = 10  # below are the special tokens of most models
 
 
@@ -22,7 +23,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the request that needs the most context."""
+        """Tokens of the longest request, prompt plus answer."""
         pairs = zip(self.prompts, self.output_lens, strict=True)
         return max(len(prompt) + output_len for prompt, output_len in pairs)
 
@@ -58,7 +59,7 @@ def mixed(
     vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
 ) -> Workload:
-    """Input and output lengths uniform in [shortest, longest]: the workload of nano-vllm."""
+    """Return the workload of nano-vllm: lengths are uniform in [shortest, longest]."""
     rng = random.Random(seed)
     prompts = []
     for _ in range(num_requests):

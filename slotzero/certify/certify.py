@@ -44,7 +44,7 @@ def certify(
                 for cell in _size(runner, key, make_scenario, bounds, constants, planned):
                     certificate.cells.append(cell)
                     seen(cell)
-            except RequestError as error:  # the context is too short for so many tokens a row
+            except RequestError as error:  # the context is too short for this many tokens per row
                 certificate.uncertified[str(key)] = f"no scenario could be set up: {error}"
     certificate.cells += [
         Cell(key.runner, str(key), check, 0.0, left_out=why)

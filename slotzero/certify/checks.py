@@ -242,8 +242,8 @@ class Examination:
         first = len(outcome.slots)
         for entry in self._entries:
             if entry.kind is Kind.OUTPUT:
-                ours, theirs = (padding_of(entry, of) for of in (outcome, self.plain))
-                found = first_difference(ours, theirs, 0.0)
+                got, wanted = (padding_of(entry, of) for of in (outcome, self.plain))
+                found = first_difference(got, wanted, 0.0)
                 if found:
                     yield Mismatch(entry.name, first + found[0], *found[1:])
 

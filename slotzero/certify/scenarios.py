@@ -40,7 +40,7 @@ largest value of a row, which is several times the typical one. float32 allows f
 
 
 class Mask(NamedTuple):
-    """What a step reads and writes in one table, as booleans with slots or owned rows first."""
+    """Masks of what a step reads and writes in one table, with slots or owned rows first."""
 
     known: Tensor
     written: Tensor

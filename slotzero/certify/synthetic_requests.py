@@ -46,7 +46,7 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 class Access(NamedTuple):
-    """What a step accesses in one row: columns of a table, or positions in the KV cache."""
+    """Accesses of a step to one row: columns of a table, or positions in the KV cache."""
 
     known: int
     """The step may read [0, known)."""

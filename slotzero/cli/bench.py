@@ -1,4 +1,4 @@
-"""`slotzero bench`: measures this machine. What is measured and how is in slotzero/bench/."""
+"""`slotzero bench`: runs the benchmarks of slotzero/bench/."""
 
 import argparse
 from pathlib import Path
@@ -11,12 +11,16 @@ if TYPE_CHECKING:
     from slotzero.bench.workloads import WorkloadSpec
 
 DESCRIPTION = """\
-Measure throughput (a workload of many requests), latency (one request, again and again), graphs
-(every recording by itself), cost (a decode step against batch and context) or serve (a running
-server, under requests that arrive at random).
+Measure one of:
+
+  throughput  a workload of many requests
+  latency     one request, repeatedly
+  graphs      every recording by itself
+  cost        a decode step, by batch size and context length
+  serve       a running server, with requests that arrive at random times
 
 Prompts are random token ids, sampling is greedy, answers have a fixed length, and prefix caching is
-off. A table is printed, and then one line of JSON.
+off. Prints a table, and then one line of JSON.
 
   slotzero bench throughput --workload b8
   slotzero bench throughput path/to/model --load-format dummy --num-prompts 32
@@ -38,7 +42,7 @@ FLAGS = {
     "serve": ("url", "api_key", "rate", "goal", "num_prompts", "input_len", "output_len"),
 }
 URL = "http://127.0.0.1:8000"
-GOAL = (0.5, 0.05)  # seconds to the first token, and of each after it
+GOAL = (0.5, 0.05)  # seconds to the first token, and per further token
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,59 +53,73 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--workload",
         choices=WORKLOAD_NAMES,
-        help="throughput: bN is N requests of 128 tokens in and 512 out, mixed is 256 of 100 to "
-        "1024 in and out (default: b8)",
+        help="throughput: bN is N requests with 128 prompt and 512 output tokens, mixed is 256 "
+        "requests with 100 to 1024 each (default: b8)",
     )
     group.add_argument(
         "--num-prompts",
         type=_positive,
         metavar="N",
-        help="throughput: requests; serve: at each rate (100)",
+        help="throughput: number of requests (default: 8); serve: requests at each rate "
+        "(default: 100)",
     )
-    group.add_argument("--batch-size", type=_positive, metavar="N", help="latency: requests (1)")
-    group.add_argument("--input-len", type=_positive, metavar="N", help="tokens of a prompt (128)")
+    group.add_argument(
+        "--batch-size", type=_positive, metavar="N", help="latency: number of requests (default: 1)"
+    )
+    group.add_argument(
+        "--input-len", type=_positive, metavar="N", help="tokens per prompt (default: 128)"
+    )
     group.add_argument(
         "--output-len",
         type=_positive,
         metavar="N",
-        help="tokens of an answer (throughput: 512, latency: 128); serve draws both lengths like "
-        "those of ShareGPT's conversations, unless given",
+        help="tokens per answer (default: 512 for throughput, 128 for latency); unless one of the "
+        "two is given, serve draws lengths from ShareGPT's distribution",
     )
     group.add_argument(
         "--repeats",
         type=_positive,
         metavar="N",
-        help=f"how often (latency: {NUM_REPEATS}, graphs and cost: {NUM_REPLAYS})",
+        help=f"number of repetitions (default: {NUM_REPEATS} for latency, {NUM_REPLAYS} for graphs "
+        "and cost)",
     )
     group.add_argument(
         "--profile",
         action="store_true",
         default=None,
-        help="throughput: then trace 64 decode steps: idle time of the GPU, costliest kernels",
+        help="throughput: also trace 64 decode steps, and show the GPU's idle time and the most "
+        "expensive kernels",
     )
     group.add_argument(
-        "--sizes", type=_sizes, metavar="N,N", help="graphs: decode at these sizes and no others"
+        "--sizes", type=_sizes, metavar="N,N", help="graphs: measure decode at these sizes only"
     )
     group.add_argument(
-        "--all-sizes", action="store_true", default=None, help="graphs: every recorded size"
+        "--all-sizes",
+        action="store_true",
+        default=None,
+        help="graphs: measure every recorded size",
     )
     group.add_argument(
         "--context",
         type=_positive,
         metavar="N",
-        help=f"graphs and cost: tokens stored in each row ({CONTEXT})",
+        help=f"graphs and cost: tokens in the KV cache of each row (default: {CONTEXT})",
     )
-    group.add_argument("--plot", metavar="FILE.svg", help="cost: draw it into this file")
-    group.add_argument("--url", help=f"serve: where the server is ({URL})")
-    group.add_argument("--api-key", metavar="KEY", help="serve: if it wants one")
+    group.add_argument("--plot", metavar="FILE.svg", help="cost: write a plot to this file")
+    group.add_argument("--url", help=f"serve: address of the server (default: {URL})")
+    group.add_argument("--api-key", metavar="KEY", help="serve: API key of the server")
     group.add_argument(
-        "--rate", type=_rates, metavar="N,N", help="serve: requests a second, or inf (4)"
+        "--rate",
+        type=_rates,
+        metavar="N,N",
+        help="serve: requests per second, or inf for all at once (default: 4)",
     )
     group.add_argument(
         "--goal",
         type=_goal,
         metavar="MS,MS",
-        help="serve: a request is good within so many ms to its first token and per token (500,50)",
+        help="serve: limits in ms, to the first token and per further token, that a good request "
+        "meets (default: 500,50)",
     )
     flags.add_engine_flags(made, enable_prefix_caching=False)
     return made
@@ -111,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     for name in dict.fromkeys(name for names in FLAGS.values() for name in names):
         if getattr(args, name) is not None and name not in FLAGS[args.what]:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is not a flag of `bench {args.what}`: drop it")
+            raise ConfigError(f"{flag} does not apply to `bench {args.what}`: drop it")
     model, settings = flags.chosen_model(args), flags.engine_settings(args)
     measure = {
         "throughput": _throughput,
@@ -157,7 +175,7 @@ def _graphs(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> N
 def _cost(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
     plot = Path(args.plot) if args.plot else None
     if plot is not None and (plot.suffix != ".svg" or not plot.absolute().parent.is_dir()):
-        raise ConfigError(f"--plot {plot}: give a file that ends in .svg, in a folder that exists")
+        raise ConfigError(f"--plot {plot}: give a file name ending in .svg in an existing folder")
     from slotzero.bench.cost import run_cost, sheets, write_plot
     from slotzero.bench.sheets import print_sheets
 
@@ -171,7 +189,9 @@ def _serve(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> No
     given = [name for name in settings if name not in ("enable_prefix_caching", "show_progress")]
     if given or args.model or args.model_flag:
         what = "a model" if not given else "--" + given[0].replace("_", "-")
-        raise ConfigError(f"{what} is for `slotzero serve`: bench serve measures one that runs")
+        raise ConfigError(
+            f"{what}: bench serve measures a running server, give it to `slotzero serve` instead"
+        )
     import asyncio
     from collections.abc import Mapping, Sequence
 
@@ -203,7 +223,7 @@ def _throughput_spec(args: argparse.Namespace) -> "WorkloadSpec":
         return WORKLOADS[args.workload or "b8"]
     if args.workload:
         raise ConfigError(
-            f"--workload {args.workload} says how many and how long: "
+            f"--workload {args.workload} already defines number and lengths of requests: "
             "drop it, or --num-prompts, --input-len and --output-len"
         )
     num, inp, out = (a or b for a, b in zip(custom, THROUGHPUT_SHAPE, strict=True))
@@ -226,12 +246,12 @@ def _positive(text: str) -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """'8,1' -> (1, 8)"""
+    """Return sorted sizes: '8,1' -> (1, 8)"""
     return tuple(sorted({_positive(word) for word in text.split(",")}))
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    """'2,8,inf' -> requests a second"""
+    """Return rates in requests per second: '2,8,inf' -> (2.0, 8.0, inf)"""
     try:
         rates = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -242,7 +262,7 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def _goal(text: str) -> tuple[float, float]:
-    """'500,50' -> seconds"""
+    """Return time limits in seconds: '500,50' -> (0.5, 0.05)"""
     try:
         first, each = (float(word) / 1000 for word in text.split(","))
     except ValueError:

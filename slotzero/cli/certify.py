@@ -1,7 +1,7 @@
-"""`slotzero certify`: runs the checks over the sizes of every runner, and shows what was found.
+"""`slotzero certify`: runs the checks at the sizes of every runner, and shows the results.
 
-It does not know what a check does: that is in slotzero/certify/. The rule: the exit code is 0
-only if nothing was found and, with --mutate, every fault that was put in was.
+The checks are in slotzero/certify/. The rule: the exit code is 0 only if no check failed and, with
+--mutate, every injected fault was caught.
 """
 
 import argparse
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from slotzero.certify.report import Certificate
 
 DESCRIPTION = """\
-Prove that no padded row can hurt: for every runner and every size that is recorded, run the checks;
-a runner that is not recorded is tried at three sizes. A size is recorded when its turn comes. A
-table is printed, and for each failure the runner, size, check, tensor, first differing row and
-value, and the rule that was broken; the exit code is then 1.
+Check that padding, history and neighbours cannot change a result, at every recorded size of every
+runner; a runner that is not recorded is checked at three sizes. Sizes are recorded as they are
+checked. Prints a table and, for each failure, the runner, size, check, tensor, first differing row
+and value, and the violated rule. The exit code is 1 if a check fails.
 
   slotzero certify --quick
   slotzero certify path/to/model --html report.html
   slotzero certify tiny:llama --json -
   slotzero certify --mutate"""
-KV_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # it holds the rows; every trial copies all of it
+KV_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}  # enough for the rows; every trial copies all of it
 FEW_KV_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
-WIDE = 160  # columns, where the reader is a file
-FAULTS_ACROSS = 10  # of a table that fits a terminal
+WIDE = 160  # columns if standard output is not a terminal
+FAULTS_ACROSS = 10  # columns of a table that fits a terminal
 STDOUT = "-"
 
 
@@ -43,17 +43,18 @@ def parser() -> argparse.ArgumentParser:
     flags.add_model(made)
     group = made.add_argument_group("certification")
     group.add_argument(
-        "--quick", action="store_true", help="a few sizes of every runner rather than all"
+        "--quick", action="store_true", help="check a few sizes of every runner instead of all"
     )
     group.add_argument(
         "--mutate",
         action="store_true",
-        help="after a quick look, put in one fault after another: is it noticed, is it named?",
+        help="check like --quick, then inject one fault at a time and show whether a check catches "
+        "it and names the tensor",
     )
     group.add_argument(
-        "--json", metavar="FILE", help="write one JSON object; - prints it, and nothing else"
+        "--json", metavar="FILE", help="write the results as JSON; - prints only the JSON"
     )
-    group.add_argument("--html", metavar="FILE", help="write a report with the matrix as a picture")
+    group.add_argument("--html", metavar="FILE", help="write the results as an HTML page")
     flags.add_engine_flags(made, lazy_recording=True)
     return made
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         if file not in (None, STDOUT):
             _try_to_write(flag, Path(file))
     if args.html == STDOUT:
-        raise ConfigError("--html -: a report goes into a file, give its name")
+        raise ConfigError("--html -: the report cannot be printed, give a file name")
     is_quick = args.quick or args.mutate
     config = _config(flags.chosen_model(args), flags.engine_settings(args), is_quick)
     certificate, mutants = _findings(config, is_quick, args.mutate)
@@ -126,11 +127,11 @@ def _writing(flag: str, file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{flag} {file}: it cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{flag} {file}: cannot be written: {error.strerror}") from error
 
 
 def _try_to_write(flag: str, file: Path) -> None:
-    """Now, not after minutes of work; a file that was not there is not left behind."""
+    """Check that the file can be written before minutes of work; a new file is removed again."""
     with _writing(flag, file):
         existed = file.exists()
         file.open("a").close()
@@ -184,7 +185,7 @@ def _print_mutants(mutants: "Sequence[Mutant]") -> None:
     from slotzero.certify.page import NUMBERED, numbered, verdict
 
     faults = list(dict.fromkeys(mutant.fault for mutant in mutants))
-    _print_table("faults", ("", "put in"), [(str(i + 1), f) for i, f in enumerate(faults)])
+    _print_table("faults", ("", "fault"), [(str(i + 1), f) for i, f in enumerate(faults)])
     for runner in dict.fromkeys(mutant.runner for mutant in mutants):
         ours = [mutant for mutant in mutants if mutant.runner == runner]
         for first in range(0, len(faults), FAULTS_ACROSS):
@@ -192,12 +193,12 @@ def _print_mutants(mutants: "Sequence[Mutant]") -> None:
             words = {(m.tensor, faults.index(m.fault)): verdict(m) for m in ours}
             tensors = dict.fromkeys(m.tensor for m in ours if faults.index(m.fault) in some)
             lines = [(name, *(words.get((name, i), "") for i in some)) for name in tensors]
-            title = f"{runner}: the check that caught each fault (? is by another name)"
+            title = f"{runner}: the check that caught each fault (?: it named other tensors)"
             _print_table(title, ("tensor", *(str(i + 1) for i in some)), lines)
-    _print_table("bugs of other engines among them", NUMBERED, numbered(mutants))
+    _print_table("known bugs of other engines among them", NUMBERED, numbered(mutants))
     num_caught = sum(mutant.caught for mutant in mutants)
     num_named = sum(mutant.is_named for mutant in mutants)
-    print(f"{num_caught} of {len(mutants)} mutants were caught, {num_named} by the right name")
+    print(f"{num_caught} of {len(mutants)} mutants were caught, {num_named} with the right tensor")
 
 
 def _print_table(title: str, header: Sequence[str], lines: Iterable[Sequence[str]]) -> None:

@@ -1,10 +1,11 @@
 """`slotzero chat`: a conversation with a model, turn by turn.
 
-At a terminal it edits lines, streams answers and lets Ctrl-C end an answer. Where standard
-input is a file or a pipe, each line is a turn and only answers are printed.
+In a terminal it edits lines, streams answers, and Ctrl-C ends an answer. If standard input is a
+file or a pipe, each line is a turn and only answers are printed.
 
-The rule: the conversation holds only turns that were answered. What could not be answered (too
-long, refused by the template, interrupted before its first word) is said in one line and forgotten.
+The rule: the conversation contains only turns that were answered. A turn that could not be answered
+(too long, refused by the template, interrupted before its first word) gives one line of error and
+is dropped.
 """
 
 import argparse
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from slotzero.llm import LLM, StreamChunk
 
 DESCRIPTION = """\
-Talk with a model. /help in the conversation lists its commands.
+Chat with a model. /help in the conversation lists the commands.
 
-Ctrl-C ends an answer, Ctrl-D the conversation. Where standard input is not a terminal, each line of
-it is a turn."""
+Ctrl-C ends an answer, Ctrl-D ends the conversation. If standard input is not a terminal, each line
+is a turn."""
 HELP = """\
 /reset         forget the conversation
-/system TEXT   set the system message (without TEXT: remove it)
-/help          this list
-/exit          end, as Ctrl-D does; Ctrl-C ends an answer"""
-FULL = "the conversation no longer fits: {used} tokens, and the context holds {limit}; /reset it"
+/system TEXT   set the system message; without TEXT, remove it
+/help          show this list
+/exit          end the conversation, like Ctrl-D; Ctrl-C ends an answer"""
+FULL = "the conversation's {used} tokens do not fit into the context of {limit}: use /reset"
 FIELDS = tuple(name for name in flags.SAMPLING_FIELDS if name not in ("n", "logprobs"))
 
 
@@ -77,7 +78,7 @@ class Conversation:
         self._system = text or None
 
     def ask(self, text: str) -> "Generator[StreamChunk, None, None]":
-        """Streams the answer; leaving the loop keeps what was said so far."""
+        """Stream the answer; if the caller stops early, the answer so far is kept."""
         turns = [*self._turns, {"role": "user", "content": text}]
         chunks = self._llm.stream(self._prompt(turns), self._params)
         answer = ""
@@ -86,7 +87,7 @@ class Conversation:
                 answer += chunk.text
                 yield chunk
         finally:
-            chunks.close()  # cancels the rest, where the loop was left early
+            chunks.close()  # cancels the rest if the caller stopped early
             if answer:
                 self._turns = [*turns, {"role": "assistant", "content": answer}]
 
@@ -101,7 +102,7 @@ class Conversation:
 
 
 def _read_lines(conversation: Conversation) -> int:
-    """-> the exit code of the last turn that failed, or 0"""
+    """Answer each line, and return the exit code of the last turn that failed, or 0."""
     code = 0
     for line in sys.stdin.buffer:
         text = line.decode(errors="replace").strip()
@@ -121,7 +122,7 @@ def _read_lines(conversation: Conversation) -> int:
 
 def _read_terminal(conversation: Conversation) -> int:
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - from now on input() edits lines and knows earlier ones
+        import readline  # noqa: F401 - gives input() line editing and a history
     while True:
         try:
             text = _input("> ").strip()
@@ -129,7 +130,7 @@ def _read_terminal(conversation: Conversation) -> int:
             _say("")
             return 0
         except KeyboardInterrupt:
-            _say("\nCtrl-D or /exit ends the conversation")
+            _say("\nuse Ctrl-D or /exit to end the conversation")
             continue
         if text.startswith("/"):
             if _obey(conversation, text):
@@ -141,7 +142,7 @@ def _read_terminal(conversation: Conversation) -> int:
 def _input(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)  # answers go to a file; the prompt does not
+    print(prompt, end="", file=sys.stderr, flush=True)  # standard output is a file
     return input()
 
 
@@ -154,15 +155,15 @@ def _answer_at_terminal(conversation: Conversation, text: str) -> None:
         except RequestError as error:
             _say(str(error))
             return
-        except KeyboardInterrupt:  # between two steps; what was said so far stays said
+        except KeyboardInterrupt:  # between two steps; the answer so far is kept
             last = None
     print(flush=True)
     if last is not None and last.finish_reason == "length":
-        _say("(cut: --max-tokens or the context is used up)")
+        _say("(the answer was cut off: --max-tokens or the context length was reached)")
 
 
 def _obey(conversation: Conversation, text: str) -> bool:
-    """Runs a command; -> whether to end."""
+    """Run a command, and return whether it ends the conversation."""
     name, _, rest = text.partition(" ")
     match name:
         case "/exit" | "/quit":
@@ -174,7 +175,7 @@ def _obey(conversation: Conversation, text: str) -> bool:
         case "/help":
             _say(HELP)
         case _:
-            _say(f"no command {name}; /help lists them")
+            _say(f"unknown command {name}; /help lists the commands")
     return False
 
 

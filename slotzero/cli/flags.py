@@ -1,10 +1,10 @@
-"""Flags made from dataclasses: the field is the flag, and its docstring is the help.
+"""Command-line flags made from dataclasses: each field is a flag, and its docstring is the help.
 
-It does not know what a setting does. Names are vLLM's; where SGLang has another name for the same
-thing, that works too.
+This module does not know what a setting does. Names are vLLM's; SGLang's names for the same
+settings work too.
 
-The rule: a namespace holds only what was given, or what the command itself prefers; everything else
-is left to the dataclass, so a default is written down once.
+The rule: a namespace holds only the flags that were given, and the command's own defaults;
+everything else is left to the dataclass, so that a default is written once.
 """
 
 import argparse
@@ -70,7 +70,7 @@ SIZES = ("kv_cache_memory", "sliding_kv_memory", "grammar_memory", "max_request_
 ENGINE_FIELDS = tuple(
     field.name
     for field in fields(EngineConfig)
-    # the positional, what commands decide, and what only those with chats take
+    # the positional argument, a setting of commands, and a flag of commands with chats
     if field.name not in ("model", "skip_tokenizer_init", "chat_template")
 )
 SERVER_FIELDS = tuple(field.name for field in fields(ServerSettings))
@@ -92,12 +92,12 @@ SAMPLING_FIELDS = (
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-_GIVEN = "_given"  # of a namespace: the flags that were read, with their values
+_GIVEN = "_given"  # attribute of a namespace: the flags that were given, with their values
 
 
 def _once(kind: Any) -> type[argparse.Action]:
-    """An action for a flag that has one value: another one, under whichever of its names, is
-    refused, where argparse would keep the last."""
+    """Return an action for a flag with one value: a different second value, under any of its names,
+    is refused, where argparse would keep the last."""
 
     class Once(kind):  # type: ignore[misc]
         def __call__(
@@ -111,7 +111,7 @@ def _once(kind: Any) -> type[argparse.Action]:
             given = vars(namespace).setdefault(_GIVEN, {})
             earlier, before = given.setdefault(self.dest, (value, shown))
             if earlier is not value and earlier != value:  # nan, given once, differs from itself
-                parser.error(f"{before} and {shown}: two values for one setting, drop one")
+                parser.error(f"{before} and {shown}: two values for one setting; drop one")
 
     return Once
 
@@ -127,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
             self.register("action", name, _once(self._registry_get("action", name)))
 
     def error(self, message: str) -> NoReturn:
-        """With a flag that was perhaps meant."""
+        """Exit with an error, and suggest a similar flag."""
         what, _, words = message.partition("unrecognized arguments: ")
         if not what and words.split():
             near = difflib.get_close_matches(words.split()[0], self._option_string_actions, 1)
@@ -144,7 +144,7 @@ def command_parser(name: str, usage: str, description: str) -> argparse.Argument
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--traceback", action="store_true", help="on an error, show where it was raised"
+        "--traceback", action="store_true", help="show a traceback if an error occurs"
     )
     return parser
 
@@ -156,8 +156,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_swallowed_model(args: argparse.Namespace) -> None:
-    """--served-model-name takes all words that follow: without a MODEL elsewhere, the last of them
-    may have been meant as one."""
+    """Refuse a model that was read as a name: --served-model-name takes all words that follow, and
+    if no MODEL is given elsewhere, the last of them may be meant as the model."""
     names = vars(args).get("served_model_name", ())
     is_given = args.model is not None or args.model_flag is not None
     if is_given or len(names) < 2 or not _is_like_a_model(names[-1]):
@@ -181,7 +181,7 @@ def chosen_model(args: argparse.Namespace) -> str:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, **preferred: Any) -> None:
-    """`preferred`: what this command would rather have than EngineConfig's defaults."""
+    """Add all engine flags. `preferred`: the command's own defaults in place of EngineConfig's."""
     group = parser.add_argument_group("engine")
     _add_fields(group, EngineConfig, ENGINE_FIELDS, preferred)
     for flag, (name, value) in SWITCHES.items():
@@ -191,7 +191,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, **preferred: Any) -> None:
             action="store_const",
             const=value,
             default=argparse.SUPPRESS,
-            help=f"The same as {_flag(name) if value else _flag('no_' + name)}.",
+            help=f"Same as {_flag(name) if value else _flag('no_' + name)}.",
         )
     group.add_argument(
         "--speculative-config",
@@ -225,9 +225,9 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What EngineConfig and LLM take beside the model."""
-    wanted = (*ENGINE_FIELDS, "chat_template")
-    given = {name: value for name, value in vars(args).items() if name in wanted}
+    """Return the settings for EngineConfig and LLM, without the model."""
+    names = (*ENGINE_FIELDS, "chat_template")
+    given = {name: value for name, value in vars(args).items() if name in names}
     for name, value in vars(args).get("speculative_config", {}).items():
         if given.setdefault(name, value) != value:
             raise ConfigError(
@@ -237,13 +237,14 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """--seed is the seed of the engine and of every request."""
-    wanted = (*SAMPLING_FIELDS, "seed")
-    return SamplingParams(**{name: value for name, value in vars(args).items() if name in wanted})
+    """Return the sampling parameters; --seed is the seed of the engine and of every request."""
+    names = (*SAMPLING_FIELDS, "seed")
+    return SamplingParams(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def fit_rows(settings: dict[str, Any], num_requests: int) -> dict[str, Any]:
-    """No more rows than requests, unless asked for: every size costs a recording."""
+    """Limit max_num_seqs to the number of requests unless it is given, as every size is
+    recorded."""
     if "max_num_seqs" in settings:
         return settings
     from slotzero.executor.limits import choose_backend, default_max_num_seqs
@@ -255,10 +256,11 @@ def fit_rows(settings: dict[str, Any], num_requests: int) -> dict[str, Any]:
 
 @functools.cache
 def field_docs(owner: type) -> Mapping[str, str]:
-    """The strings below fields. Python does not keep them, so they are read from the source."""
+    """Return the docstrings of fields. Python does not keep them, so they are read from the
+    source."""
     try:
         body = ast.parse(inspect.getsource(owner)).body[0]
-    except OSError:  # installed without sources: flags work, help is short
+    except OSError:  # installed without sources: flags work without help texts
         return {}
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -273,7 +275,7 @@ def field_docs(owner: type) -> Mapping[str, str]:
 
 
 def size(text: str) -> int:
-    """'512M' -> bytes"""
+    """Return a size in bytes: '512M' -> 536870912"""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 2G")
@@ -302,7 +304,7 @@ def _add_fields(
 
 
 def _how(field: Field[Any]) -> dict[str, Any]:
-    """What argparse must know to read this field."""
+    """Return argparse's options for this field."""
     if field.type is bool:
         return {"action": _once(argparse.BooleanOptionalAction)}
     if field.name == "served_model_name":
@@ -310,8 +312,8 @@ def _how(field: Field[Any]) -> dict[str, Any]:
     if field.name == "stop" or get_origin(field.type) is tuple:
         return {"action": "append", "metavar": "TEXT"}
     if field.name in CHOICES:
-        as_ours = drafter if field.name == "speculative" else str.lower
-        return {"choices": CHOICES[field.name], "type": as_ours}
+        convert = drafter if field.name == "speculative" else str.lower
+        return {"choices": CHOICES[field.name], "type": convert}
     if field.name == "chat_template":
         return {"metavar": "FILE_OR_TEXT"}
     if field.name in SIZES:

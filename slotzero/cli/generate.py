@@ -1,10 +1,10 @@
-"""`slotzero generate`: answers prompts and ends.
+"""`slotzero generate`: answers prompts and exits.
 
-One prompt streams its answer; many are answered together and printed in order. It does not know how
-prompts are read (prompts.py) or run (LLM).
+The answer to a single prompt is streamed; several prompts are answered together and printed in
+order. prompts.py reads prompts, and LLM runs them.
 
-The rule: every prompt is accounted for. A bad one is one error line that names its place, the
-others are answered all the same, and the exit code says that not all went well.
+The rule: every prompt is accounted for. A bad prompt gives one error line with its place and a
+nonzero exit code, and the others are still answered.
 """
 
 import argparse
@@ -52,17 +52,19 @@ def parser() -> argparse.ArgumentParser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="a prompt; may be given again; - is all of standard input as one prompt",
+        help="a prompt; may be repeated; - reads all of standard input as one prompt",
     )
     group.add_argument(
         "--prompt-file",
         metavar="FILE",
-        help="one prompt a line, - for standard input; in a .jsonl file a line is "
+        help="file with one prompt per line, - for standard input; in a .jsonl file each line is "
         '{"prompt": TEXT} or {"messages": [...]}',
     )
     group.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
-    group.add_argument("--raw", action="store_true", help="plain completion, no chat template")
-    group.add_argument("--json", action="store_true", help="print one JSON object an answer")
+    group.add_argument(
+        "--raw", action="store_true", help="continue the prompt as plain text, no chat template"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object per answer")
     flags.add_sampling_flags(made, temperature=0.0, max_tokens=256)
     flags.add_chat_template(made)
     flags.add_engine_flags(made)
@@ -91,23 +93,23 @@ def run(args: argparse.Namespace) -> int:
 def _params(args: argparse.Namespace) -> SamplingParams:
     params = flags.sampling_params(args)
     if params.logprobs is not None and not args.json:
-        raise ConfigError("--logprobs shows in --json only: add it")
+        raise ConfigError("--logprobs is shown only with --json: add it")
     if args.raw and args.system is not None:
-        raise ConfigError("--system is part of a chat and --raw is none: drop one")
+        raise ConfigError("--system needs the chat template and --raw does not use it: drop one")
     if args.raw and "chat_template" in args:
-        raise ConfigError("--chat-template is for chats and --raw is none: drop one")
+        raise ConfigError("--chat-template has no effect with --raw: drop one")
     return params
 
 
 def _read(args: argparse.Namespace) -> list[PromptInput]:
     wants_stdin = args.source == STDIN
     if args.source is not None and not wants_stdin:
-        raise ConfigError(f"{args.source!r} is no flag: a prompt is given with --prompt TEXT")
+        raise ConfigError(f"unexpected argument {args.source!r}: give a prompt with --prompt TEXT")
     if args.model == STDIN:  # `generate -`: the model was left out
         args.model, wants_stdin = None, True
-    given = (bool(args.prompt), args.prompt_file is not None, wants_stdin)
-    if sum(given) > 1:
-        raise ConfigError("prompts come from one place: --prompt, --prompt-file or standard input")
+    sources = (bool(args.prompt), args.prompt_file is not None, wants_stdin)
+    if sum(sources) > 1:
+        raise ConfigError("give prompts only once: --prompt, --prompt-file or standard input")
     if args.prompt:
         return prompts.from_arguments(args.prompt)
     if args.prompt_file is not None:
@@ -177,7 +179,7 @@ def _answer_all(
 
 
 def _report(inputs: Iterable[PromptInput], as_json: bool) -> int:
-    """-> exit code"""
+    """Print the errors of these inputs, and return the exit code."""
     code = 0
     for prompt_input in inputs:
         print_error(

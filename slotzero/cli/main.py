@@ -1,10 +1,10 @@
-"""The command `slotzero`: finds the command's module, runs it, and turns errors into exit codes.
+"""The command `slotzero`: imports the command's module, runs it, and turns errors into exit codes.
 
-It does not know flags: each command is a module with `parser()` and `run(args)`, imported only when
-it is called, so that `--help` answers at once.
+This module does not know flags: each command is a module with `parser()` and `run(args)`, imported
+only when it is called, so that `--help` is fast.
 
-The rule: what the user can mend is one line on standard error and the exit code of its error; a
-traceback is shown to those who ask with --traceback, and for what is a bug of ours.
+The rule: an error that the user can correct is one line on standard error, and its exit code; a
+traceback is shown only with --traceback, and for bugs.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from slotzero import __version__
 from slotzero.errors import SlotzeroError
 
 COMMANDS = {
-    "serve": "open OpenAI's API on a port",
-    "chat": "talk with a model",
+    "serve": "start an OpenAI-compatible HTTP server",
+    "chat": "chat with a model in the terminal",
     "generate": "answer prompts from an argument, a file or standard input",
-    "bench": "measure throughput, latency, graphs or cost on this machine",
-    "train-eagle": "make a draft head for a model, for --speculative eagle3",
-    "certify": "prove that no padded row can hurt",
-    "doctor": "show what this machine has and what would be used",
+    "bench": "measure throughput, latency, recordings, cost or a running server",
+    "train-eagle": "train an EAGLE-3 draft head for --speculative eagle3",
+    "certify": "check that padding cannot change a result, at every recorded size",
+    "doctor": "show this machine's hardware and software, and what the engine would use",
 }
 INTERRUPTED = 128 + 2  # as a shell reports the signals SIGINT and SIGPIPE
 BROKEN_PIPE = 128 + 13
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _never_fail_on_odd_characters()
     try:
         code: int = command.run(args)
-        sys.stdout.flush()  # here, where a reader that is gone can still be noticed
+        sys.stdout.flush()  # here a closed pipe can still be handled
         return code
     except SlotzeroError as error:
         if args.traceback:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def print_error(message: str) -> None:
     first, *more = message.strip().splitlines() or ["unknown"]
-    hint = " (--traceback shows all of it)" if more else ""
+    hint = " (--traceback shows the whole message)" if more else ""
     print(f"slotzero: error: {first}{hint}", file=sys.stderr, flush=True)
 
 
@@ -73,7 +73,7 @@ def _front_parser() -> argparse.ArgumentParser:
         prog="slotzero",
         usage="slotzero COMMAND [MODEL] [flags]",
         description=f"An LLM inference engine.\n\ncommands:\n{listing}",
-        epilog="`slotzero COMMAND --help` explains a command and its flags.",
+        epilog="`slotzero COMMAND --help` describes a command and its flags.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -83,13 +83,13 @@ def _front_parser() -> argparse.ArgumentParser:
 
 
 def _never_fail_on_odd_characters() -> None:
-    """A terminal that lacks a character shows a question mark."""
+    """Print a question mark for characters that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def _silence_stdout() -> None:
-    """Python flushes standard output once more at exit; the reader is gone, so it goes nowhere."""
+    """Redirect standard output to /dev/null: Python flushes it at exit, and its reader is gone."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

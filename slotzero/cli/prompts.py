@@ -1,7 +1,7 @@
-"""Prompts as a user hands them over: an argument, a file of lines, standard input.
+"""Prompts from command-line arguments, a file of lines, or standard input.
 
-It does not know tokens or models. The rule: one bad prompt does not spoil the others. It becomes an
-`PromptInput` that carries its error and its place, which the caller reports.
+This module does not know tokens or models. The rule: a bad prompt does not affect the others. It
+becomes a `PromptInput` with its error and its place, which the caller reports.
 """
 
 import json
@@ -19,9 +19,9 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class PromptInput:
-    """One prompt: text, or a conversation, or what is wrong with it."""
+    """One prompt: text, a conversation, or an error."""
 
-    place: str  # "questions.txt, line 3"; empty where there is only one
+    place: str  # "questions.txt, line 3"; empty if there is only one
     text: str | None = None
     messages: Sequence[Message] | None = None
     error: str = ""
@@ -38,7 +38,7 @@ def from_arguments(texts: Sequence[str]) -> list[PromptInput]:
 
 
 def from_file(name: str) -> list[PromptInput]:
-    """One prompt a line; in a .jsonl file, one object a line."""
+    """Read one prompt per line; in a .jsonl file, one object per line."""
     if name == STDIN:
         return from_stdin()
     try:
@@ -58,10 +58,10 @@ def _read_stdin() -> bytes:
 
 def _from_lines(data: bytes, *, is_json: bool, name: str) -> Iterator[PromptInput]:
     lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    if lines[-1] == b"":  # the end of the last line, not one more
+    if lines[-1] == b"":  # the end of the last line, not another line
         lines.pop()
     if not lines:
-        raise ConfigError(f"{name} holds no prompt")
+        raise ConfigError(f"{name} contains no prompt")
     for number, line in enumerate(lines, start=1):
         read = _from_json if is_json else _from_text
         yield read(f"{name}, line {number}", line.removesuffix(b"\r"))
@@ -80,23 +80,23 @@ def _from_text(place: str, data: bytes) -> PromptInput:
 def _from_json(place: str, data: bytes) -> PromptInput:
     try:
         entry = json.loads(data)
-    except ValueError as error:  # bytes that are no text included
-        return PromptInput(place, error=f"this is not JSON ({error})")
+    except ValueError as error:  # also bytes that are not text
+        return PromptInput(place, error=f"not valid JSON ({error})")
     if not isinstance(entry, dict) or len(entry) != 1 or not entry.keys() & {"prompt", "messages"}:
-        return PromptInput(place, error='a line is {"prompt": TEXT} or {"messages": [...]}')
+        return PromptInput(place, error='a line must be {"prompt": TEXT} or {"messages": [...]}')
     if "prompt" in entry:
         return _from_json_prompt(place, entry["prompt"])
     messages = entry["messages"]
     if not _is_conversation(messages):
         return PromptInput(
-            place, error="messages is a list of objects, each with a role and a content"
+            place, error="messages must be a list of objects, each with role and content"
         )
     return PromptInput(place, messages=messages)
 
 
 def _from_json_prompt(place: str, prompt: object) -> PromptInput:
     if not isinstance(prompt, str):
-        return PromptInput(place, error=f"prompt is a text, got {json.dumps(prompt)}")
+        return PromptInput(place, error=f"prompt must be a string, got {json.dumps(prompt)}")
     if not prompt.strip():
         return PromptInput(place, text=prompt, error="the prompt is empty")
     return PromptInput(place, text=prompt)

@@ -1,12 +1,12 @@
-"""`slotzero serve`: OpenAI's API on a port, until it is told to end.
+"""`slotzero serve`: the OpenAI-compatible HTTP server, until it is stopped.
 
-It does not know routes: slotzero/server/ does. What can be wrong is said before anything is loaded:
-flags, packages, the port, the model's name.
+The routes are in slotzero/server/. Wrong flags, missing packages, a port in use and an unknown
+model are reported before anything is loaded.
 
-The rule: SIGTERM and Ctrl-C mean the same. Running requests have `--grace` seconds to finish, and
-new ones are answered with 503 meanwhile; then those that still run end with an error, the port is
-closed, and the exit code is 0. A second Ctrl-C does not wait. If no engine can run any more, the
-server ends too, with the first one's exit code: to stay and refuse everything would only hide it.
+The rule: SIGTERM and Ctrl-C do the same. Running requests have `--grace` seconds to finish, while
+new ones are answered with 503; then the remaining requests end with an error, the port is closed,
+and the exit code is 0. A second Ctrl-C does not wait. When all engines have failed for good, the
+server exits with the first one's exit code, since refusing everything would hide the failure.
 """
 
 import argparse
@@ -38,19 +38,20 @@ if TYPE_CHECKING:
     from slotzero.text.tokenizer import Tokenizer
 
 DESCRIPTION = """\
-Open OpenAI's API on a port of this machine.
+Start an OpenAI-compatible HTTP server.
 
   slotzero serve
   slotzero serve path/to/model --port 8080 --api-key SECRET
   slotzero serve org/name --host 0.0.0.0 --served-model-name mine other --request-timeout 120
 
-On several machines, the same on each, with the same secret in SLOTZERO_KEY; 0 has the server:
+On several machines, run the same command on each, with the same secret in SLOTZERO_KEY. Machine 0
+runs the server:
 
   slotzero serve MODEL -tp 4 --nnodes 2 --master-addr ADDRESS-OF-0 --node-rank 0
   slotzero serve MODEL -tp 4 --nnodes 2 --master-addr ADDRESS-OF-0 --node-rank 1"""
 PACKAGES = ("fastapi", "uvicorn", "msgspec", "prometheus_client")
 POLL_SECONDS = 0.1
-FAREWELL_SECONDS = 2  # after the grace time, for clients to read how their requests ended
+FAREWELL_SECONDS = 2  # after the grace time, for clients to read their last replies
 BACKLOG = 2048  # connections that the kernel keeps until they are accepted
 
 
@@ -84,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
         address = _address(settings, listener)
         print(f"{model} at {address}, loading", flush=True)
         if not settings.is_local and not settings.api_key:
-            print("anybody who reaches it is served: --api-key KEY asks for a key", file=sys.stderr)
+            print(
+                "no --api-key given: anyone who can reach this address can use the server",
+                file=sys.stderr,
+            )
         from slotzero.server.app import make_app
         from slotzero.server.connections import Connections
         from slotzero.server.fleet import Fleet
@@ -112,15 +116,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
-    """What this process needs of a model: how its text is read, and what requests leave out."""
+    """Return what this process needs from a model: its tokenizer, and the default sampling
+    parameters."""
     from slotzero.checkpoint.source import open_checkpoint
     from slotzero.text.chat_template import read_template
 
     checkpoint = open_checkpoint(config.model, config.load_format)
     sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
     if sampling:
-        said = ", ".join(f"{name} {value}" for name, value in sampling.items())
-        print(f"requests that do not say have {said}, by generation_config.json", flush=True)
+        shown = ", ".join(f"{name}={value}" for name, value in sampling.items())
+        print(f"default sampling parameters from generation_config.json: {shown}", flush=True)
     tokenizer = checkpoint.tokenizer()
     if config.chat_template is not None:
         tokenizer.set_chat_template(read_template(config.chat_template))
@@ -128,7 +133,8 @@ def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
 
 
 def _stay(args: argparse.Namespace) -> int:
-    """On a machine that is not the first: what was not said here, that one says."""
+    """Run a node agent on a machine other than the first, which decides all settings that were not
+    given here."""
     from slotzero.executor.node_agent import outpost_of
 
     given = flags.engine_settings(args)
@@ -136,7 +142,8 @@ def _stay(args: argparse.Namespace) -> int:
         given["model"] = flags.chosen_model(args)
     with contextlib.suppress(KeyboardInterrupt):
         node = outpost_of(given)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # torch's import would not end so
+        # only now: an exception would not end the import of torch
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         node.stay()
     return 0
 
@@ -148,7 +155,7 @@ def _check_packages() -> None:
 
 
 def _connection_limits(settings: "ServerSettings") -> tuple[int, int]:
-    """How many connections may be open, and how many may be accepted at once."""
+    """Return how many connections may be open, and how many may be accepted at once."""
     from slotzero.server.connections import default_limits
 
     limit, burst = default_limits()
@@ -157,7 +164,7 @@ def _connection_limits(settings: "ServerSettings") -> tuple[int, int]:
     if settings.max_connections > limit:
         raise ConfigError(
             f"max_connections={settings.max_connections}: the limit of open files (`ulimit -n`) "
-            f"allows {limit}; raise it, or ask for fewer"
+            f"allows {limit}; raise that limit, or set fewer"
         )
     return settings.max_connections, burst
 
@@ -190,7 +197,7 @@ def _log_to_stderr() -> None:
 
 
 def _collapse_repeats() -> None:
-    """What clients can make the server say as often as they like, it says now and then."""
+    """Limit repeated log lines that clients can trigger at will."""
     from slotzero.server.repeats import Repeats
 
     for name in ("asyncio", "uvicorn.error", "slotzero.server.connections"):
@@ -198,14 +205,16 @@ def _collapse_repeats() -> None:
 
 
 def _listen(settings: "ServerSettings") -> socket.socket:
-    """Bound, but nobody is let in yet."""
+    """Return a bound socket that does not accept connections yet."""
     where = f"{settings.host}:{settings.port}"
     try:
         kind, _, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"--host {settings.host}: no such address ({error.strerror})") from None
+        raise ConfigError(
+            f"--host {settings.host}: this address cannot be resolved ({error.strerror})"
+        ) from None
     # With protocol 0, asyncio does not see that it is TCP, and leaves TCP_NODELAY unset.
     listener = socket.socket(kind, socket.SOCK_STREAM, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -253,7 +262,7 @@ async def _serve(
     listener: socket.socket,
     address: str,
 ) -> None:
-    # when it has ended, uvicorn raises the signals that ended it again: for us that is all
+    # uvicorn re-raises the signals that stopped it: they have no further effect here
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _nothing)
     watching = asyncio.create_task(_watch(server, app, fleet, settings, listener, address))
@@ -276,8 +285,8 @@ async def _watch(
     listener: socket.socket,
     address: str,
 ) -> None:
-    """Announces the first engine that is ready. When the server is asked to end, lets running
-    requests finish while the port still answers; when all engines have failed, does not wait."""
+    """Announce the first engine that is ready. On shutdown, let running requests finish while the
+    port still answers; when all engines have failed, do not wait."""
     while not server.started:
         await asyncio.sleep(POLL_SECONDS)
     listener.listen(BACKLOG)  # uvicorn's backlog is also how many asyncio accepts at once
@@ -296,7 +305,7 @@ async def _watch(
 
 
 def _on_signals(server: "uvicorn.Server") -> asyncio.Event:
-    """In place of uvicorn's handlers, which would close the port at once."""
+    """Replace uvicorn's signal handlers, which would close the port at once."""
     asked = asyncio.Event()
 
     def end(number: int, frame: Any) -> None:

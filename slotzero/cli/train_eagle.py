@@ -1,6 +1,6 @@
-"""`slotzero train-eagle`: makes an EAGLE-3 head for a model, from text that the model writes.
+"""`slotzero train-eagle`: trains an EAGLE-3 head for a model, on text that the model writes.
 
-It does not know how a head learns: that is in slotzero/speculative/training/.
+The training itself is in slotzero/training/.
 """
 
 import argparse
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from slotzero.training.loop import Report
 
     Text = tuple[list[Answered], list[Answered]]
-    """Answers to learn from, and greedy ones to try on."""
+    """Answers to train on, and greedy answers to evaluate on."""
 
 DESCRIPTION = """\
 Train a draft head (EAGLE-3) for a model.
 
-The model writes user messages and answers them; the head learns to guess the answers ahead. While
-it learns, the mean number of tokens that a verification would bring is shown, over answers that it
-has not seen. No dataset is needed; a GPU makes it a matter of minutes.
+The model writes user messages and answers them; the head is trained to predict these answers.
+During training, the mean number of tokens per verification step (acceptance length) is shown for
+answers that were not trained on. No dataset is needed; on a GPU this takes minutes.
 
   slotzero train-eagle --out head --num-sequences 20000 --minutes 5
   slotzero chat --speculative eagle3 --speculative-model head"""
 HELD_OUT = 256
 KV_MEMORY = 8 << 30
-TEMPERATURES = (0.0, 0.0, 0.8)  # in turn: most answers are wanted greedy
+TEMPERATURES = (0.0, 0.0, 0.8)  # in turn: most answers are sampled greedily in use
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,40 +43,53 @@ def parser() -> argparse.ArgumentParser:
     group = made.add_argument_group("training")
     group.add_argument(
         "--out", metavar="FOLDER", required=True,
-        help="where the head is written, after every report: what was learned is not lost",
+        help="folder for the head, which is saved after every report",
     )  # fmt: skip
     group.add_argument(
         "--text", metavar="FILE",
-        help="answers to learn from, one JSON object a line; made and written there if it is not",
+        help="answers to train on, one JSON object per line; if the file does not exist, "
+        "answers are generated and saved to it",
     )  # fmt: skip
     group.add_argument(
         "--num-sequences", type=int, default=2000, metavar="N",
-        help=f"answers to learn from, and {HELD_OUT} at most to try on (default: 2000)",
+        help=f"answers to train on; up to {HELD_OUT} more are for evaluation (default: 2000)",
     )  # fmt: skip
     group.add_argument(
-        "--max-tokens", type=int, default=384, metavar="N", help="of an answer (default: 384)"
-    )
+        "--max-tokens", type=int, default=384, metavar="N",
+        help="most tokens per answer (default: 384)",
+    )  # fmt: skip
     group.add_argument(
-        "--minutes", type=float, metavar="N", help="of training; text and states come before"
-    )
+        "--minutes", type=float, metavar="N",
+        help="time limit of training, without generating text and collecting hidden states",
+    )  # fmt: skip
     group.add_argument(
-        "--steps", type=int, metavar="N", help="of training; with --minutes, whichever ends first"
-    )
+        "--steps", type=int, metavar="N",
+        help="training steps; with --minutes, whichever limit is reached first",
+    )  # fmt: skip
     group.add_argument(
         "--draft-vocab", type=int, metavar="N",
-        help="guess only the N most frequent tokens of the answers (default: all of them)",
+        help="draft only the N most frequent tokens of the answers (default: all tokens)",
     )  # fmt: skip
     group.add_argument(
         "--layers", type=_layers, metavar="A,B,C",
-        help="three layers whose input the head sees (default: an early, a middle, a late one)",
+        help="three layers whose input the head gets (default: an early, a middle and a late one)",
     )  # fmt: skip
     group.add_argument(
         "--intermediate-size", type=int, metavar="N",
-        help="of the head's one layer (default: as in the model's layers)",
+        help="MLP size of the head's one layer (default: that of the model's layers)",
     )  # fmt: skip
-    group.add_argument("--learning-rate", type=float, default=3e-3, metavar="X")
-    group.add_argument("--batch-tokens", type=int, default=16384, metavar="N")
-    group.add_argument("--report-every", type=int, default=200, metavar="STEPS")
+    group.add_argument(
+        "--learning-rate", type=float, default=3e-3, metavar="X",
+        help="peak learning rate (default: 0.003)",
+    )  # fmt: skip
+    group.add_argument(
+        "--batch-tokens", type=int, default=16384, metavar="N",
+        help="tokens per training step (default: 16384)",
+    )  # fmt: skip
+    group.add_argument(
+        "--report-every", type=int, default=200, metavar="STEPS",
+        help="steps between two evaluations (default: 200)",
+    )  # fmt: skip
     flags.add_engine_flags(made, enable_prefix_caching=False, lazy_recording=True)
     return made
 
@@ -91,15 +104,15 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(flags.chosen_model(args), **settings)
     reports = train(llm, args, out)
     last = reports[-1]
-    print(f"{out}: {last.acceptance_len:.3f} tokens a verification, after {last.step} steps")
+    print(f"{out}: acceptance length {last.acceptance_len:.3f} after {last.step} steps")
     print(json.dumps({"out": str(out), "reports": [report._asdict() for report in reports]}))
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What would be found out late: text and states take longer than training."""
+    """Check flags early: generating text and collecting states takes longer than training."""
     if args.minutes is None and args.steps is None:
-        raise ConfigError("say when to stop: --minutes or --steps")
+        raise ConfigError("no limit of training: give --minutes or --steps")
     for flag, count, least in (
         ("--steps", args.steps, 1),
         ("--num-sequences", args.num_sequences, 2),
@@ -110,18 +123,18 @@ def _check(args: argparse.Namespace) -> None:
         ("--report-every", args.report_every, 1),
     ):
         if count is not None and count < least:
-            raise ConfigError(f"{flag} is at least {least}, got {count}")
+            raise ConfigError(f"{flag} must be at least {least}, got {count}")
     for flag, amount in (("--minutes", args.minutes), ("--learning-rate", args.learning_rate)):
         if amount is not None and not 0 < amount < math.inf:
-            raise ConfigError(f"{flag} is above 0, got {amount}")
+            raise ConfigError(f"{flag} must be above 0, got {amount}")
     text = None if args.text is None else Path(args.text)
     if text is not None and (text.is_dir() or not text.parent.is_dir()):
-        raise ConfigError(f"--text {text}: name a file in a folder that is there")
+        raise ConfigError(f"--text {text}: give a file in an existing folder")
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """On a GPU in bfloat16, unless asked otherwise: a head is a guess, and text is no worse. Most
-    of the memory there is left to hidden states."""
+    """Return the engine's settings. On a GPU the default is bfloat16, which is precise enough for a
+    head and its text; most of the memory is left for hidden states."""
     from slotzero.config import EngineConfig
     from slotzero.executor.limits import choose_backend
 
@@ -130,13 +143,17 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         (
             "--enable-prefix-caching",
             settings["enable_prefix_caching"],
-            "what is found in a cache cannot be learned from",
+            "there are no hidden states for cached tokens",
         ),
-        ("--no-lazy-recording", not settings["lazy_recording"], "states are collected unrecorded"),
-        ("--speculative", "speculative" in settings, "a head is made without one"),
+        (
+            "--no-lazy-recording",
+            not settings["lazy_recording"],
+            "hidden states are collected without recordings",
+        ),
+        ("--speculative", "speculative" in settings, "training uses the model without a drafter"),
     ):
         if is_given:
-            raise ConfigError(f"{flag}: {why}, drop it")
+            raise ConfigError(f"{flag}: {why}; drop it")
     device, _ = choose_backend(EngineConfig(**settings))
     if device.type == "cpu":
         return settings
@@ -146,13 +163,15 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 def _folder(name: str) -> Path:
     out = Path(name)
     if (out / "config.json").exists():
-        raise ConfigError(f"--out {out}: there is a head already, choose another folder")
+        raise ConfigError(f"--out {out}: the folder already has a head, choose another")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {out}: no folder ({error.strerror}), choose another") from None
+        raise ConfigError(
+            f"--out {out}: the folder cannot be created ({error.strerror}), choose another"
+        ) from None
     if not os.access(out, os.W_OK):
-        raise ConfigError(f"--out {out} cannot be written to: choose another folder")
+        raise ConfigError(f"--out {out}: the folder is not writable, choose another")
     return out
 
 
@@ -211,9 +230,9 @@ def _usable(llm: "LLM", text: "Text", source: str) -> "Text":
 
     most = llm.engine.limits.max_model_len - 1  # as a prompt, it leaves room for an answer
     written, greedy = (data.cut(answered, most) for answered in text)
-    for what, answered in (("learn from", written), ("try on", greedy)):
+    for what, answered in (("train on", written), ("evaluate on", greedy)):
         if not answered:
-            raise ConfigError(f"{source}: no answer to {what} within {most} tokens")
+            raise ConfigError(f"{source}: no answer to {what} has at most {most} tokens")
     return written, greedy
 
 
@@ -234,7 +253,7 @@ def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
 
 
 def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.Namespace) -> Any:
-    """In the shape of the model's own layers, unless asked otherwise."""
+    """Return the head's configuration, by default with the shape of the model's own layers."""
     from slotzero.training.head import HeadConfig
 
     model, heads = engine.worker.model, engine.worker.model.groups[0].heads
@@ -256,27 +275,27 @@ def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.
 def _show(report: "Report") -> None:
     accuracy = " ".join(f"{share:.3f}" for share in report.accuracy)
     print(
-        f"step {report.step}, {report.seconds:.0f} s: loss {report.loss:.3f}, right by place "
-        f"{accuracy}, {report.acceptance_len:.3f} tokens a verification",
+        f"step {report.step}, {report.seconds:.0f} s: loss {report.loss:.3f}, accuracy by position "
+        f"{accuracy}, acceptance length {report.acceptance_len:.3f}",
         flush=True,
     )
 
 
 def _chosen_layers(given: tuple[int, int, int] | None, num: int) -> tuple[int, int, int]:
     if num < 3:
-        raise ConfigError(f"the model has {num} layers, and a head sees three: take a deeper one")
+        raise ConfigError(f"the model has {num} layers, and a head needs three: use a deeper model")
     layers = given or _default_layers(num)
     if len(set(layers)) < 3 or not all(0 <= layer < num for layer in layers):
         raise ConfigError(
-            f"--layers {','.join(map(str, layers))}: a head sees three that differ, and the model "
-            f"has {num}, from 0 on"
+            f"--layers {','.join(map(str, layers))}: give three different layers from 0 to "
+            f"{num - 1}"
         )
     return layers
 
 
 def _default_layers(num_layers: int) -> tuple[int, int, int]:
-    """As the field has it: an early, a middle and a late one."""
-    if num_layers < 7:  # those of the field would meet
+    """Return an early, a middle and a late layer, as EAGLE-3 does."""
+    if num_layers < 7:  # EAGLE-3's choice would coincide
         return 0, num_layers // 2, num_layers - 1
     return 2, num_layers // 2, num_layers - 3
 

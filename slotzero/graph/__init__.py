@@ -1,7 +1,7 @@
-"""Recorded functions over registered tensors. It knows tensors, not tokens.
+"""Recording and replay of functions over registered tensors. It knows tensors, not tokens.
 
-A function that runs again and again is recorded once per size and replayed. Whatever a recording
-can see is registered first, as one of five kinds, each with its rule:
+A function that runs repeatedly is recorded once per size (on CUDA as a CUDA graph) and replayed.
+Every tensor that a recording can see is registered first, as one of five kinds with a rule each:
 
     table       rows by slot; row 0 is reserved; host writes are staged, in stream order
     published   written to its full capacity every step, the tail with its pad value

@@ -1,4 +1,4 @@
-"""What it means to record: the contract of a backend, and the one that does not record at all.
+"""The contract of a backend, and the eager backend, which does not record.
 
 A step function is called as `function(pieces)`; it reads and writes registered tensors only. Where
 a piece of it repeats (a layer), it calls `pieces(fn, *arguments)` rather than `fn(*arguments)`, so
@@ -28,10 +28,10 @@ StepFunction = Callable[[Pieces], None]
 
 
 class TraceLine(NamedTuple):
-    """One thing that a recording does, in words: equal in every recording of one function."""
+    """One operation of a recording as text, equal in every recording of the same function."""
 
     text: str
-    addresses: tuple[int, ...] = ()  # device memory that it was given
+    addresses: tuple[int, ...] = ()  # device memory that it uses
     reads_host: bool = False
 
 
@@ -47,14 +47,14 @@ class Backend(ABC):
 
     @abstractmethod
     def record(self, function: StepFunction) -> Recording:
-        """Records one size. It may run the function, so published tensors must hold padding."""
+        """Record one size. It may run the function, so published tensors must hold padding."""
 
     def transcript(self, function: StepFunction) -> list[TraceLine]:
-        """What `record` would record, as far as this backend bakes anything in."""
+        """Return what `record` would record, for backends that bake in values."""
         return []
 
     def memory(self) -> list[tuple[int, int]]:
-        """Where recordings keep what no registered tensor holds: first addresses, and ends."""
+        """Return the memory of recordings besides registered tensors, as [start, end) addresses."""
         return []
 
 
@@ -89,7 +89,7 @@ class EagerRecording(Recording):
 
 
 class EagerBackend(Backend):
-    """Runs the same padded function, kernel by kernel: the oracle of every other backend."""
+    """Runs the same padded function kernel by kernel; every other backend must agree with it."""
 
     name = "eager"
 

@@ -1,8 +1,8 @@
-"""Compiled graphs on the CPU: each piece of a step is compiled by Inductor, once per size.
+"""Compiled graphs on the CPU: Inductor compiles each piece of a step, once per size.
 
-Pieces are traced straight into an FX graph and handed to `torch.compile`'s own back half; the front
-half (bytecode tracing and guards) is not needed, because the registry's fingerprints are the
-guards, and it would cost 0.1 ms a call. Compiled code is cached on disk between processes.
+Pieces are traced directly into an FX graph and compiled by Inductor, the back end of
+`torch.compile`. Its front end (bytecode tracing and guards) is not needed, because the registry's
+fingerprints are the guards, and it would cost 0.1 ms per call. Compiled code is cached on disk.
 """
 
 import os
@@ -19,7 +19,7 @@ from slotzero.system.cache_dir import cache_dir, writable
 
 Compiled = Callable[[Sequence[Tensor]], Any]
 
-# The registry's fingerprints have checked what these would check again at every call.
+# The registry's fingerprints already cover what these would check at every call.
 _PATCHES = {
     "config_patches": {"size_asserts": False, "alignment_asserts": False, "scalar_asserts": False}
 }
@@ -55,7 +55,7 @@ class TracingPieces(Pieces):
             self._seen.add(key)
             module, _ = trace_piece(function, tensors, structure)
             self.lines += [TraceLine(line) for line in module.code.strip().splitlines()]
-            for name, constant in module.named_buffers():  # baked in: memory that nobody declared
+            for name, constant in module.named_buffers():  # baked in: undeclared memory
                 self.lines.append(
                     TraceLine(f"{name} {tuple(constant.shape)}", (constant.data_ptr(),))
                 )
@@ -71,12 +71,12 @@ class ReplayingPieces(Pieces):
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
         recorded, compiled = next(self._calls, (None, None))
         if recorded != function or compiled is None:
-            raise ContractError(f"piece {function} is not the one that was recorded: {recorded}")
+            raise ContractError(f"piece {function} differs from the recorded one: {recorded}")
         return compiled(tensors_of(arguments))
 
 
 class CpuRecording(Recording):
-    num_bytes = 0  # intermediates come from the allocator and go back to it
+    num_bytes = 0  # intermediates are allocated and freed in every replay
 
     def __init__(
         self, function: StepFunction, calls: list[tuple[Callable[..., Any], Compiled]]
@@ -104,7 +104,7 @@ class CpuBackend(Backend):
         return CpuRecording(function, pieces.calls)
 
     def transcript(self, function: StepFunction) -> list[TraceLine]:
-        """The compiled pieces; what lies between them runs in Python at every replay."""
+        """Trace the compiled pieces; the code between them runs in Python at every replay."""
         pieces = TracingPieces()
         function(pieces)
         return pieces.lines

@@ -17,7 +17,7 @@ WARM_UPS = 1  # lazy initialisation (kernel builds, cuBLAS handles) happens befo
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A collection inside a capture may free device memory, which would end it."""
+    """Disable garbage collection, which may free device memory and so invalidate a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -37,11 +37,12 @@ class CudaRecording(Recording):
 
 
 class CudaBackend(Backend):
-    """Sizes never replay at once and keep nothing in the pool, so all of them share it.
+    """Captures all sizes into one memory pool: they never replay at once and keep nothing in it.
 
-    The pool is that of a graph which stays: none can be captured into a pool whose last is gone.
-    cuBLAS takes its workspace for a stream once, at the first product, and another at the first
-    with a bias: in that graph, so that they lie in the pool and not wherever there was room.
+    The pool belongs to an anchor graph that stays alive, as no graph can be captured into a pool
+    whose last graph is gone. cuBLAS allocates its workspace for a stream at the first product, and
+    another at the first product with a bias: both happen in the anchor, so that they lie in the
+    pool.
     """
 
     name = "cuda"
@@ -49,7 +50,7 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._multiply()  # makes the handle, which no capture may do
+        self._multiply()  # creates the cuBLAS handle, which is not allowed during capture
         self._anchor = self._capture(self._multiply, pool=None)
         self._pools = [self._anchor.pool()]
 
@@ -64,8 +65,8 @@ class CudaBackend(Backend):
                 before = torch.cuda.memory_reserved(self._device)
                 graph = self._capture(lambda: function(pieces), self._anchor.pool())
         except torch.OutOfMemoryError:
-            raise  # eagerly it would not fit either
-        except Exception as error:  # kernels are compiled here, and raise whatever they raise
+            raise  # an eager step would not fit either
+        except Exception as error:  # kernels are compiled here, and may raise anything
             self._recover()
             first, *_ = str(error).splitlines() or [type(error).__name__]
             raise RecordingError(first) from error
@@ -74,8 +75,8 @@ class CudaBackend(Backend):
         return CudaRecording(graph, torch.cuda.memory_reserved(self._device) - before)
 
     def transcript(self, function: StepFunction) -> list[TraceLine]:
-        """Node by node. Of a parameter's bytes only whole numbers are compared: what lies between
-        the fields of a struct is anything."""
+        """Capture the function and return its nodes. Only parameters that are whole numbers are
+        compared, as the padding between the fields of a struct is undefined."""
         pieces = PlainPieces()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), _no_collection():
@@ -93,8 +94,9 @@ class CudaBackend(Backend):
         ]
 
     def _recover(self) -> None:
-        """After a capture that failed, torch's allocator takes it to go on for ever, in that pool,
-        and its random generator until a good one ends: a new pool, and a good one, mend both."""
+        """Recover from a failed capture with a successful one into a new pool: torch's allocator
+        assumes that the failed one still uses its pool, and its random generator stays in capture
+        mode until a capture succeeds."""
         self._anchor = self._capture(self._multiply, pool=None)
         self._pools.append(self._anchor.pool())
 
@@ -117,11 +119,11 @@ class CudaBackend(Backend):
 
 
 def _line(node: Node, segments: list[tuple[int, int]]) -> TraceLine:
-    """An address is a word that lies in memory which torch has; any other is a number.
+    """Return a node as a trace line. A word that lies in torch's memory is an address; any other is
+    a number.
 
-    In the structs that torch's own kernels get, some bytes were never written and hold anything,
-    and a struct may be as small as a number. What those kernels are given is known from their
-    operators, which S5 watches.
+    In the structs of torch's own kernels some bytes are undefined, and a struct may be as small as
+    a number. The arguments of those kernels are known from their operators, which S5 records.
     """
     is_plain = TORCH_KERNEL not in node.name
     certain = node._replace(params=tuple(p for p in node.params if is_plain or len(p) <= 8))
@@ -136,7 +138,7 @@ def _line(node: Node, segments: list[tuple[int, int]]) -> TraceLine:
 
 
 def _segments() -> list[dict[str, Any]]:
-    """All device memory that torch's allocator has."""
+    """Return all device memory of torch's allocator."""
     segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return segments
 

@@ -1,8 +1,9 @@
-"""What a captured CUDA graph holds, node by node: every kernel, every copy, every pointer.
+"""The nodes of a captured CUDA graph: every kernel, every copy, every pointer.
 
-It asks the driver through ctypes, so that two captures of one function can be compared and each
-address in them looked up. It does not know which addresses are right, nor which node waits for
-which. Every handle, address and size_t is passed as a 64-bit value: a plain int would lose half.
+It reads them from the driver through ctypes, so that two captures of one function can be compared
+and each address in them looked up. It does not know which addresses are right, nor the dependencies
+of nodes. Every handle, address and size_t is passed as a 64-bit value, as a plain int would be
+truncated.
 """
 
 import ctypes
@@ -72,12 +73,12 @@ class _Memset(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS_v1
 
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[Node]:
-    """Of a graph captured with keep_graph=True, in the order of cuGraphGetNodes."""
+    """Return the nodes of a graph captured with keep_graph=True, in cuGraphGetNodes' order."""
     return list(_walk(graph.raw_cuda_graph()))
 
 
 def pointers_of(node: Node) -> Iterator[int]:
-    """Every 8-byte aligned word of its parameters that could be an address of device memory."""
+    """Yield every 8-byte aligned word of a node's parameters that could be a device address."""
     for param in node.params:
         for (word,) in struct.iter_unpack("<Q", param[: len(param) // 8 * 8]):
             if word in ADDRESSES:
@@ -116,7 +117,7 @@ def _kernel(handle: int) -> Node:
 
 
 def _layout_of(family: str, function: int) -> Iterator[tuple[int, int]]:
-    """Offset and size of each parameter; the driver tells their number only by refusing one."""
+    """Yield offset and size of each parameter; the driver refuses an index past the last."""
     offset, size = c_uint64(), c_uint64()
     for index in count():
         asked = (c_uint64(function), c_uint64(index), byref(offset), byref(size))
@@ -126,7 +127,7 @@ def _layout_of(family: str, function: int) -> Iterator[tuple[int, int]]:
 
 
 def _starts_of(got: _KernelParams, layout: list[tuple[int, int]]) -> list[int]:
-    """Where each parameter lies in host memory, 0 for one that is not there."""
+    """Return the host address of each parameter, 0 if it is missing."""
     if got.kernel_params:
         return [_word_at(got.kernel_params + 8 * index) for index in range(len(layout))]
     settings: dict[int, int] = {}
@@ -150,13 +151,14 @@ def _memcpy(handle: int) -> Node:
 
 
 def _is_host(end: _CopyEnd) -> bool:
-    """The type alone does not tell: one address space holds pinned memory and the device's."""
+    """Return whether a copy's end is host memory. Its type alone is not enough, as pinned and
+    device memory share one address space."""
     if end.memory_type == HOST:
         return True
     memory = c_uint()
     asked = (byref(memory), c_int(MEMORY_TYPE), c_uint64(end.address))
     if _call("cuPointerGetAttribute", *asked, also=INVALID_VALUE) == INVALID_VALUE:
-        return bool(end.memory_type == UNIFIED)  # pageable: the driver has never heard of it
+        return bool(end.memory_type == UNIFIED)  # pageable memory is unknown to the driver
     return memory.value != DEVICE
 
 
@@ -175,7 +177,7 @@ def _filled(name: str, handle: int, out: Any) -> Any:
 
 
 def _call(name: str, *arguments: Any, also: int = 0) -> int:
-    """The driver's result, which is 0 or `also`."""
+    """Call the driver and return its result, which is 0 or `also`."""
     function = getattr(_libcuda(), name, None)
     if function is None:
         raise RecordingError(f"libcuda has no {name}: a driver of CUDA 12.4 or newer is needed")

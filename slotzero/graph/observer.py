@@ -1,4 +1,4 @@
-"""Who may watch replays. Nothing here watches: whoever does attaches itself to a runner."""
+"""The interface of observers, which attach themselves to a runner and wrap its replays."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -10,5 +10,5 @@ if TYPE_CHECKING:
 class Observer(ABC):
     @abstractmethod
     def replay(self, runner: "Runner", key: "GraphKey", num_tokens: int) -> None:
-        """Called in place of `runner.replay(key)`. Afterwards memory is as after one replay; it may
-        raise to keep the step's results from everyone."""
+        """Called in place of `runner.replay(key)`. Afterwards memory must be as after one replay;
+        it may raise to withhold the step's results."""

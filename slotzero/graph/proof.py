@@ -1,8 +1,8 @@
-"""The cheap part of certification, made of every recording before it serves.
+"""The cheap part of certification, run on every recording before it serves.
 
-A step of nobody is replayed over hostile memory: derived tensors must be rewritten over the whole
-size, outputs must be zeros, and no table may change. It costs one replay. What it cannot see, for
-want of real rows, is in `slotzero certify`.
+An empty step is replayed over hostile memory: derived tensors must be rewritten over the whole
+size, outputs must be zero, and no table may change. It costs one replay. `slotzero certify` checks
+what needs real rows.
 """
 
 from typing import TYPE_CHECKING
@@ -15,16 +15,17 @@ from slotzero.graph.registry import Entry, Kind
 if TYPE_CHECKING:
     from slotzero.graph.runner import GraphKey, Runner
 
-HOSTILE = (1, 2)  # indices that every table has: whoever follows one is wrong, and does not crash
+HOSTILE = (1, 2)  # in range for every table: code that uses them is wrong, but does not crash
 
 
 def find_violation(runner: "Runner", key: "GraphKey") -> str:
-    """Replays a step of nobody, which is published already; -> what is wrong, or nothing."""
+    """Replay an empty step, which must be published already, and return what is wrong, or an empty
+    string."""
     entries = runner.entries()
     written = [e for e in entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]
     tables = {e.name: _witness(e).clone() for e in entries if e.kind is Kind.TABLE}
     wrong = _over(HOSTILE[0], runner, key, written)
-    if wrong:  # or it is right by chance: then it is not what was put there this time
+    if wrong:  # a right value may equal the hostile one: try another
         wrong = [entry for entry in _over(HOSTILE[1], runner, key, written) if entry in wrong]
     for entry in written:
         entry.tensor.zero_()
@@ -36,8 +37,8 @@ def find_violation(runner: "Runner", key: "GraphKey") -> str:
 
 
 def _over(hostile: int, runner: "Runner", key: "GraphKey", written: list[Entry]) -> list[Entry]:
-    """Replays over memory full of it; -> derived tensors that still have some of it, and outputs
-    that are not zero."""
+    """Replay over memory filled with `hostile`, and return the derived tensors that still contain
+    it and the outputs that are not zero."""
     for entry in written:
         entry.tensor.fill_(torch.nan if entry.tensor.is_floating_point() else hostile)
     runner.replay(key)
@@ -52,14 +53,15 @@ def _is_wrong(entry: Entry, key: "GraphKey", hostile: int) -> bool:
 
 
 def _witness(entry: Entry) -> Tensor:
-    """All of a table by slot; of one that slots own parts of, row 0, which nobody owns."""
+    """Return what must not change: a table by slot as a whole, or row 0 of a paged table, which no
+    slot owns."""
     return entry.tensor.select(entry.axis, 0) if entry.through else entry.tensor
 
 
 def _rule(entry: Entry) -> str:
     rule = {
         Kind.DERIVED: "is not rewritten over the whole size",
-        Kind.OUTPUT: "is not zero where nobody runs",
-        Kind.TABLE: "changes where nobody runs",
+        Kind.OUTPUT: "is not zero after an empty step",
+        Kind.TABLE: "changes in an empty step",
     }[entry.kind]
     return f"{entry.kind.value} tensor {entry.name!r} {rule}"

@@ -1,7 +1,7 @@
-"""The registry of every tensor that a recorded graph can see, and the rules they keep.
+"""The registry of every tensor that a recorded graph can see, with the rules for each kind.
 
-It allocates, pads, stamps and fingerprints. It does not know what a tensor means. Nothing a graph
-sees is allocated elsewhere; after `freeze` no tensor is added and no address may change.
+It allocates, pads, stamps and fingerprints tensors, and does not know what they mean. Nothing that
+a graph sees is allocated elsewhere; after `freeze` no tensor is added and no address may change.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,17 +34,17 @@ class Entry:
     pad: int | None = None
     reason: str = ""
     axis: int = 0
-    """Of a table: the axis whose index is a slot, or with `through`, what a slot owns."""
+    """For a table: the axis indexed by slot, or with `through`, by what a slot owns."""
     through: str = ""
-    """Of a table that no slot indexes: the table whose row lists what a slot owns of it."""
+    """For a table that is not indexed by slot: the table whose rows list what each slot owns."""
     per: str = "row"
-    """Of a derived or output tensor: whether it has one entry a row, or one a token, or is of the
-    step as a whole, whatever its size."""
+    """For a derived or output tensor: one entry per "row", per "token", or for the "step" as a
+    whole."""
     follows: str = ""
-    """What it was chosen from: where that differs within rounding, this may differ altogether."""
+    """The tensor that it was chosen from: if that differs by rounding, this may differ entirely."""
 
     def extent(self, tokens: int, rows: int) -> int:
-        """How much of a derived or output tensor a step of this size writes."""
+        """Return how many entries of a derived or output tensor a step of this size writes."""
         return {"row": rows, "token": tokens, "step": len(self.tensor)}[self.per]
 
 
@@ -60,14 +60,14 @@ class Registry:
         self._stamps: dict[str, int] = {}
         self._rings: dict[str, UploadRing] = {}
         self._frozen = False
-        self._taken: tuple[int, tuple[Fingerprint, ...]] = -1, ()  # fingerprints, in this step
+        self._taken: tuple[int, tuple[Fingerprint, ...]] = -1, ()  # step, and fingerprints in it
 
-    # One method per kind; there is no sixth.
+    # One method per kind.
 
     def table(
         self, name: str, tensor: Tensor, *, axis: int = 0, through: str = "", follows: str = ""
     ) -> Tensor:
-        """A pool hands its memory in: row 0 belongs to nobody."""
+        """Register a pool's memory as a table; no slot owns row 0."""
         tensor = self._on_device(name, tensor)
         return self._add(
             Entry(name, Kind.TABLE, tensor, axis=axis, through=through, follows=follows)
@@ -115,15 +115,15 @@ class Registry:
         return self._entries.values()
 
     def freeze(self) -> None:
-        """From here on graphs are recorded: what they can see is complete."""
+        """Allow no further tensors, as graphs are recorded from now on."""
         self._frozen = True
 
     def begin_step(self) -> None:
-        """Every published tensor must be published again before the next replay."""
+        """Begin a step: every published tensor must be published again before the next replay."""
         self.step += 1
 
     def publish(self, name: str, values: Sequence[int]) -> None:
-        """Writes values and then the pad value to the end of the buffer, not of the size."""
+        """Write values, then the pad value up to the end of the buffer, not only of the size."""
         entry = self.entry(name)
         if entry.kind is not Kind.PUBLISHED or entry.pad is None:
             raise ContractError(f"{entry.kind.value} tensor {name!r} cannot be published")
@@ -134,14 +134,15 @@ class Registry:
         self._stamps[name] = self.step
 
     def was_published(self, name: str) -> list[int]:
-        """What the device must hold now: the last values, and the pad value to the end."""
+        """Return what the device must hold now: the last values, and the pad value to the end."""
         entry = self.entry(name)
         assert entry.pad is not None
         values = self._rings[name].uploaded
         return [*values, *[entry.pad] * (entry.tensor.shape[0] - len(values))]
 
     def distrust_published(self) -> None:
-        """Others wrote to published tensors: upload them again even where nothing changed."""
+        """Upload all published tensors again even if nothing changed, as other code wrote to
+        them."""
         for ring in self._rings.values():
             ring.forget()
 
@@ -157,7 +158,8 @@ class Registry:
         return tuple([fingerprint(entry.tensor) for entry in self._entries.values()])
 
     def check_fingerprints(self, recorded: tuple[Fingerprint, ...]) -> None:
-        """They are taken once a step, however many recordings it replays."""
+        """Compare fingerprints, which are taken once per step, however many recordings it
+        replays."""
         step, current = self._taken
         if step != self.step:
             current = self.fingerprints()

@@ -1,6 +1,6 @@
-"""The one class that records and replays; six runners are six specs.
+"""The one class that records and replays; each runner is a spec.
 
-It knows keys, sizes and checks. What flows through a pass is in its spec's function.
+It knows keys, sizes and checks. The spec's function computes the step.
 """
 
 import time
@@ -26,12 +26,12 @@ from slotzero.graph.observer import Observer
 from slotzero.graph.proof import find_violation
 from slotzero.graph.registry import Entry, Fingerprint, Kind, Registry
 
-TIMED_REPLAYS = 4  # back to back, as steps are launched: what a launch costs the host is hidden
+TIMED_REPLAYS = 4  # back to back like steps, so that the host's launch time is hidden
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """Which recording: planning picks it and running uses it, so they cannot disagree."""
+    """The key of one recording: planning picks it and running uses it, so they cannot disagree."""
 
     runner: str
     tokens: int
@@ -39,7 +39,7 @@ class GraphKey:
 
     @property
     def width(self) -> int:
-        """Tokens of each row, where all have as many."""
+        """Tokens per row, for runners with a fixed row width."""
         return self.tokens // self.rows
 
     def __str__(self) -> str:
@@ -50,22 +50,22 @@ class GraphKey:
 @dataclass(frozen=True)
 class RunnerSpec:
     name: str
-    ladder: Ladder  # over tokens; over rows where every row has `width` of them
-    rows: Ladder | None  # over rows, where a row may hold any number of tokens
-    published: tuple[str, ...]  # one value a row each; the first says who runs, by slot
+    ladder: Ladder  # of tokens; of rows if every row has `width` tokens
+    rows: Ladder | None  # of rows, if a row may have any number of tokens
+    published: tuple[str, ...]  # one value per row each; the first holds the slots that run
     function: Callable[[GraphKey, Pieces], None]
     writes: tuple[str, ...]
-    """Its derived tensors and outputs; those of other runners are none of its business."""
+    """The derived tensors and outputs that it writes; it must not change any others."""
     width: int = 1
     follows: Mapping[str, str] = field(default_factory=dict)
-    """Of tables, where this runner writes what it has chosen: the tensor that it chose from."""
+    """For tables into which this runner writes a choice: the tensor that it chose from."""
     ahead: int = 0
-    """Places behind the newest token of a slot that it may write."""
+    """Number of places after a slot's newest token that it may write."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """How one size came to be: its time and memory, or why it runs eagerly."""
+    """How one size was recorded: its time and memory, or why it runs eagerly."""
 
     key: GraphKey
     backend: str
@@ -76,9 +76,9 @@ class Record:
 
 @dataclass
 class Counts:
-    """What was run, for the benchmark and the metrics."""
+    """Counts of steps and tokens, for benchmarks and metrics."""
 
-    sizes: Counter[GraphKey] = field(default_factory=Counter)  # replays of each
+    sizes: Counter[GraphKey] = field(default_factory=Counter)  # replays by size
     eager: Counter[str] = field(default_factory=Counter)  # by reason
     real_tokens: int = 0
     padded_tokens: int = 0
@@ -92,13 +92,15 @@ class Runner:
     def __init__(
         self, spec: RunnerSpec, registry: Registry, backend: Backend, eager_reason: str = ""
     ) -> None:
-        """`eager_reason` says why this runner is not recorded, where its backend is eager."""
+        """`eager_reason`: why this runner is not recorded, if its backend is eager."""
         for name in spec.published:
             if registry.entry(name).kind is not Kind.PUBLISHED:
-                raise ContractError(f"runner {spec.name}: tensor {name!r} is not a published one")
+                raise ContractError(f"runner {spec.name}: tensor {name!r} is not published")
         for name in spec.writes:
             if registry.entry(name).kind not in (Kind.DERIVED, Kind.OUTPUT):
-                raise ContractError(f"runner {spec.name}: tensor {name!r} is not one it may write")
+                raise ContractError(
+                    f"runner {spec.name}: tensor {name!r} is neither derived nor an output"
+                )
         self.spec = spec
         self.counts = Counts()
         self.records: dict[GraphKey, Record] = {}
@@ -115,13 +117,14 @@ class Runner:
         return not self._eager_reason
 
     def entries(self) -> list[Entry]:
-        """What it sees: all tables and constants, what is published to it, and what it writes."""
-        mine = {*self.spec.published, *self.spec.writes}
+        """Return what it sees: all tables and constants, its published tensors, and those that it
+        writes."""
+        own = {*self.spec.published, *self.spec.writes}
         shared = (Kind.TABLE, Kind.CONSTANT)
-        return [e for e in self.registry.entries() if e.kind in shared or e.name in mine]
+        return [e for e in self.registry.entries() if e.kind in shared or e.name in own]
 
     def pick(self, num_tokens: int, num_rows: int) -> GraphKey | NoCaptureSize:
-        """`num_tokens` is not asked for where every row has as many."""
+        """Return the smallest size that fits. `num_tokens` is ignored with a fixed row width."""
         if self.spec.rows is None:
             rows = self.spec.ladder.pick(num_rows)
             if isinstance(rows, NoCaptureSize):
@@ -135,12 +138,13 @@ class Runner:
         return GraphKey(self.spec.name, tokens, rows)
 
     def num_tokens(self, num_tokens: int, num_rows: int) -> int:
-        """Of a step; so many as are said, unless every row has as many."""
+        """Return the number of tokens in the step: `num_tokens`, or `num_rows * width` for runners
+        with a fixed row width."""
         return num_tokens if self.spec.rows is not None else num_rows * self.spec.width
 
     def all_keys(self) -> Iterable[GraphKey]:
-        """Every key that `pick` can return, largest first: smaller recordings then fit into the
-        memory of larger ones. A row holds at least one token."""
+        """Yield every key that `pick` can return, largest first, so that smaller recordings fit
+        into the memory of larger ones. A row has at least one token."""
         for size in reversed(self.spec.ladder.sizes):
             if self.spec.rows is None:
                 yield GraphKey(self.spec.name, size * self.spec.width, size)
@@ -152,13 +156,13 @@ class Runner:
                     yield GraphKey(self.spec.name, size, num_rows)
 
     def rehearse(self, key: GraphKey) -> None:
-        """Runs one size over an empty step, but equal layers once, so that whoever prepares for it
-        has seen what it runs."""
+        """Run one size over an empty step, with equal layers only once, so that kernels are built
+        and tuned before recording."""
         self._publish_empty_step()
         self.spec.function(key, OncePieces())
 
     def record(self, key: GraphKey) -> Record:
-        """Records one size over an empty step; one that fails is served eagerly, and says so."""
+        """Record one size over an empty step; if that fails, warn and run it eagerly."""
         self.registry.freeze()
         self._publish_empty_step()
         start = time.perf_counter()
@@ -179,12 +183,12 @@ class Runner:
         return self.records[key]
 
     def prepare(self, key: GraphKey) -> None:
-        """Records a size that was left for later; call it before publishing."""
+        """Record a size if it was not recorded yet; must be called before publishing."""
         if key not in self._recordings:
             self.record(key)
 
     def run(self, key: GraphKey, num_tokens: int) -> None:
-        """Replays over what was published in this step."""
+        """Check and replay a size over what was published in this step."""
         self.check(key, num_tokens)
         if self.observer is None:
             self.replay(key)
@@ -193,7 +197,7 @@ class Runner:
         self._count(self.records[key], num_tokens)
 
     def check(self, key: GraphKey, num_tokens: int) -> None:
-        """What is checked at every replay; raises ContractError."""
+        """Run the checks of every replay; raises ContractError."""
         if key.runner != self.spec.name:
             raise ContractError(f"key {key} was dispatched to runner {self.spec.name}")
         if num_tokens > key.tokens:
@@ -204,12 +208,12 @@ class Runner:
         self.registry.check_fingerprints(self._fingerprints[key])
 
     def replay(self, key: GraphKey) -> None:
-        """Unchecked and uncounted, over whatever the registered tensors hold."""
+        """Replay without checks and counts, over whatever the registered tensors hold."""
         self._recordings[key].replay()
 
     def seconds(self, key: GraphKey) -> float:
-        """Of one replay among others over an empty step, once it is warm. What was published is
-        gone then."""
+        """Return the time of one replay among several over an empty step, after a warm-up. This
+        overwrites what was published."""
         self.prepare(key)
         self._publish_empty_step()
         num = TIMED_REPLAYS if self.registry.device.type == "cuda" else 1
@@ -222,23 +226,23 @@ class Runner:
         return (time.perf_counter() - start) / num
 
     def eager(self, key: GraphKey) -> None:
-        """What `replay` must equal: the same function, kernel by kernel."""
+        """Run the same function eagerly, kernel by kernel: `replay` must give the same result."""
         self.spec.function(key, PlainPieces())
 
     def fall_back(self, keys: Iterable[GraphKey], reason: str) -> None:
-        """From here on these sizes run eagerly."""
+        """Run these sizes eagerly from now on."""
         for key in keys:
             record = self.records[key]
             self.records[key] = replace(record, backend=self._eager.name, failure=reason)
             self._recordings[key] = self._eager.record(partial(self.spec.function, key))
 
     def _prove(self, key: GraphKey) -> None:
-        """A size with a flaw does not serve."""
+        """Check a new recording; if it violates a rule, warn and run the size eagerly."""
         self._publish_empty_step()
         reason = find_violation(self, key)
         if reason:
-            warnings.warn(f"{key} failed its proof and runs eagerly: {reason}", stacklevel=3)
-            self.fall_back([key], f"failed its proof: {reason}")
+            warnings.warn(f"{key} failed its check and runs eagerly: {reason}", stacklevel=3)
+            self.fall_back([key], f"failed its check: {reason}")
 
     def _publish_empty_step(self) -> None:
         self.registry.begin_step()

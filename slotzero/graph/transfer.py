@@ -1,9 +1,8 @@
 """Copies between host and device that never race: rings of pinned buffers guarded by events.
 
-A host buffer is written again only when the copy that read it has finished, so no step can see
-the values of a later one. Between two steps the device has nothing to wait for: a vector that did
-not change is not uploaded again, and results leave on a stream of their own. On the CPU the same
-code copies at once.
+A host buffer is reused only when the copy that read it has finished, so no step can see the values
+of a later one. The device never waits between two steps: a vector that did not change is not
+uploaded again, and results leave on a separate stream. On the CPU the same code copies immediately.
 """
 
 import time
@@ -16,11 +15,11 @@ from torch import Tensor
 from slotzero.errors import ContractError, RankLostError
 
 DEPTH = 4  # copies in flight before the host waits for the oldest
-NAP = 20e-6  # seconds between two looks at what has a deadline
+NAP = 20e-6  # seconds between two polls of an event with a deadline
 
 
 class Arriving(Protocol):
-    """Results on their way to the host; `wait` returns them once they are here."""
+    """Results on their way to the host; `wait` returns them once they have arrived."""
 
     def wait(self) -> list[Tensor]: ...
 
@@ -39,7 +38,7 @@ class UploadRing:
         self._is_there = False
 
     def forget(self) -> None:
-        """The device may hold something else: the next upload is made whatever it is."""
+        """Make the next upload unconditionally, as the device may hold something else."""
         self._is_there = False
 
     def upload(self, values: Sequence[int], pad: int) -> None:
@@ -60,13 +59,13 @@ class UploadRing:
 
 
 class DownloadRing:
-    """Brings the first rows of some device tensors to the host, a few steps at a time.
+    """Copies the first rows of some device tensors to the host, with several copies in flight.
 
-    On a GPU they are set aside first, so the next step may write them while they are on their way.
+    On a GPU they are copied aside on the device first, so that the next step may overwrite them.
     """
 
     def __init__(self, sources: Sequence[Tensor], deadline: float | None = None) -> None:
-        """`deadline`: seconds in which results arrive, where another rank may keep them waiting."""
+        """`deadline`: seconds within which results must arrive, if another rank may delay them."""
         self._sources = sources
         self.deadline = deadline
         self._buffers = [[_host_like(source) for source in sources] for _ in range(DEPTH)]
@@ -78,7 +77,7 @@ class DownloadRing:
             self._events: list[torch.cuda.Event | None] = [None] * DEPTH
 
     def download(self, lengths: Sequence[int]) -> "Download":
-        """Of the first sources, one for each length, the first so many entries."""
+        """Download the first lengths[i] entries of source i."""
         self._count += 1
         i = self._count % DEPTH
         views = _first(lengths, self._buffers[i])
@@ -109,7 +108,7 @@ class DownloadRing:
 
     @property
     def oldest(self) -> int:
-        """The oldest download whose buffers were not used again."""
+        """The oldest download whose buffers were not reused."""
         return self._count - DEPTH + 1
 
 
@@ -127,7 +126,7 @@ class Download:
 
     def wait(self) -> list[Tensor]:
         if self._number < self._ring.oldest:
-            raise ContractError(f"results are kept for {DEPTH} steps: these were read too late")
+            raise ContractError(f"results were read too late: they are kept for {DEPTH} steps")
         if self._event is not None:
             _await(self._event, self._ring.deadline)
         return self._views

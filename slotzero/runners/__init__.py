@@ -1,1 +1,1 @@
-"""What flows in and out of each kind of pass: specs for the one class that runs them."""
+"""The decode and prefill passes, as specs for the one class that runs them."""

@@ -1,9 +1,9 @@
-"""The passes of a decoder that knows its tokens, decode and prefill, and their specs as runners.
+"""The decode and prefill passes of a decoder, and their specs as runners.
 
-A step publishes who runs: `slots`, and for prefill how many tokens of each, `counts`. Where a row
-begins is not published: it is `length[slot]`, the number of tokens whose KV is stored. All else is
-derived below, by the same lines for recording, replay and eager. A drafter, where there is one,
-follows every prefill, and of decoding what was verified.
+A step publishes the slots that run, `slots`, and for prefill the tokens of each row, `counts`. The
+start of a row is not published: it is `length[slot]`, the number of tokens whose KV is stored. All
+else is derived below, by the same code for recording, replay and eager steps. A drafter, if there
+is one, processes the tokens of every prefill, and those that were verified.
 """
 
 from collections.abc import Mapping
@@ -30,33 +30,33 @@ WRITES = (*PLACES, *RESULTS, LOGITS)
 
 
 class DrafterInputs(NamedTuple):
-    """Tokens of a step that are certain: the decoder has computed them, and knows the next of each.
+    """Confirmed tokens of a step: the decoder has computed them, and the token after each is known.
 
-    Row r has those of `rows`; padding, and drafts that were wrong, are slot 0.
+    They are grouped by `rows`; padding and rejected drafts belong to slot 0.
     """
 
     tokens: Tokens
     rows: Rows
     features: Tensor  # [T, taps * hidden]: hidden states of the decoder at its taps
-    last: Tensor  # [R]: which token is the row's newest; anything where it has none
+    last: Tensor  # [R]: index of each row's newest token; undefined if it has none
 
 
 class DrafterHook(Protocol):
-    """Who computes something of its own for every token that is certain."""
+    """Interface of a drafter, which processes every confirmed token."""
 
     taps: tuple[int, ...]
-    """Layers whose input it wants to see; one past the last is what follows the final norm."""
+    """Layers whose input it needs; num_layers means the state after the final norm."""
     writes: tuple[str, ...]
     """Outputs of `extend`."""
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None: ...
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
-        """Of a step with one token a row: it will follow later."""
+        """Store the features of a step with one token per row, to be processed later."""
 
 
 def views_of(features: Tensor, taps: tuple[int, ...]) -> dict[int, Tensor]:
-    """By layer, its part of [T, taps * hidden]"""
+    """Return each layer's part of [T, taps * hidden]."""
     return dict(zip(taps, features.chunk(len(taps), dim=1), strict=True)) if taps else {}
 
 
@@ -95,7 +95,7 @@ class Passes:
             registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, follows=LOGITS),
             registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32, follows=LOGITS),
         )
-        # float16 would round what it computed well; of bfloat16 the rest is coarser than that
+        # float16 logits would lose precision; with bfloat16 everything else is less precise anyway
         wide = torch.float32 if dtype is torch.float16 else dtype
         self._logits = registry.output(LOGITS, (max_rows, decoder.config.vocab_size), wide)
 
@@ -104,12 +104,12 @@ class Passes:
         return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, writes)
 
     def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder) -> RunnerSpec:
-        theirs = () if self.follower is None else self.follower.writes
-        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *theirs)))
+        extra = () if self.follower is None else self.follower.writes
+        writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *extra)))
         return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill, writes)
 
     def _decode(self, key: GraphKey, pieces: Pieces) -> None:
-        """Row r is token r."""
+        """Compute one token per row: row r is token r."""
         derived = (self._token_slots, self._positions, self._new_length)
         rows = [tensor[: key.rows] for tensor in derived]
         self._kernels.decode_positions(self._slots[: key.rows], self._tables["length"], *rows)
@@ -121,7 +121,7 @@ class Passes:
         self._finish(key, normed)
 
     def _prefill(self, key: GraphKey, pieces: Pieces) -> None:
-        """Row r holds tokens [ends[r] - counts[r], ends[r]); later ones are padding."""
+        """Compute tokens [ends[r] - counts[r], ends[r]) of row r; later ones are padding."""
         slots, counts = self._slots[: key.rows], self._counts[: key.rows]
         ends = counts.cumsum(0, dtype=torch.int32)  # [rows]
         token = torch.arange(key.tokens, dtype=torch.int32, device=slots.device)
@@ -155,7 +155,7 @@ class Passes:
         return self._decoder.forward(batch, self._kv, pieces, taps, self._states)
 
     def _finish(self, key: GraphKey, normed: Normed) -> None:
-        """Sampling and write-back of every row that reached its target."""
+        """Sample, and write back every row that reached its target."""
         tables = self._tables
         slots, new_length = self._slots[: key.rows], self._new_length[: key.rows]
         logits = self._logits[: key.rows]

@@ -1,7 +1,7 @@
-"""What the host is sent of a step: outputs by name, of which the last are what was sampled.
+"""The outputs of a step that are sent to the host, of which the last are the sampled tokens.
 
-It does not know who reads them. The rule: an output has one entry a row or one a token, as it is
-registered, and so many are sent.
+The rule: an output has one entry per row or one per token, as registered, and only the entries of
+real rows are sent.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from slotzero.graph import Registry
 from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.sampling.tables import Sampled
 
-NUM_MORE = len(Sampled._fields) - 1  # outputs that are sent only where log probabilities are wanted
+NUM_MORE = len(Sampled._fields) - 1  # outputs that are sent only with log probabilities
 
 
 class ResultRing:
@@ -22,7 +22,7 @@ class ResultRing:
         self._per = [registry.entry(name).per for name in names]
 
     def download(self, num_rows: int, width: int, *, with_logprobs: bool) -> Download:
-        """The first outputs by name, or all of them."""
+        """Download all outputs, or without log probabilities only the first ones."""
         lengths = {"row": num_rows, "token": num_rows * width}
         num = len(self.names) - (0 if with_logprobs else NUM_MORE)
         return self.ring.download([lengths[per] for per in self._per[:num]])

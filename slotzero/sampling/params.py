@@ -24,45 +24,45 @@ MAX_N = 16384
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     n: int = 1
-    """How many answers to one prompt; answer i is sampled with seed + i."""
+    """Number of answers per prompt; answer i is sampled with seed + i."""
     temperature: float = 1.0
-    """0 is greedy; smaller is sharper."""
+    """Divides the logits: 0 is greedy, lower values make the likeliest tokens likelier."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    """Sample from the k most likely tokens; 0 or -1 means all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens with this mass."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one."""
+    """Exclude tokens less likely than this fraction of the most likely one."""
     repetition_penalty: float = 1.0
-    """Divides (or multiplies, when negative) the logit of every token seen in prompt or output."""
+    """Divides (or multiplies, when negative) the logit of every token in the prompt or answer."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token seen in the output."""
+    """Subtracted from the logit of every token in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted once per occurrence in the output."""
+    """Subtracted from the logit of a token once per occurrence in the answer."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     seed: int | None = None
     """The same request with the same seed gives the same tokens, whatever its neighbours."""
     max_tokens: int | None = 16
-    """At most this many new tokens; None: as many as the context holds."""
+    """Most tokens to generate; None: as many as fit into the context."""
     min_tokens: int = 0
-    """End-of-sequence and stop ids cannot be chosen before this many new tokens."""
+    """Fewest tokens to generate before an end-of-sequence or stop token may be chosen."""
     stop: str | Sequence[str] = ()
-    """Strings that end the answer; they are not part of it."""
+    """String that ends the answer and is not part of it; may be repeated."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the answer."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """Go on past the end of the answer, to max_tokens."""
+    """Do not stop at end-of-sequence tokens; generate max_tokens."""
     logprobs: int | None = None
-    """Log probability of each chosen token, and of this many most likely ones beside it."""
+    """Return the log probability of each chosen token and of the N most likely ones."""
     skip_special_tokens: bool = True
     detokenize: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
-    """What the answer must look like. Its end ends the answer, whatever ignore_eos says."""
+    """Constraint on the answer. Its end ends the answer, regardless of ignore_eos."""
 
     speculative: bool = True
-    """Whether tokens may be guessed ahead where the engine does that; no answer depends on it."""
+    """Whether speculative decoding may be used, if the engine has it; no answer depends on it."""
 
     def __post_init__(self) -> None:
         for name in _INTEGERS + _NUMBERS:

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's requests, and the fields that vLLM adds to them.
+"""Request models: OpenAI's requests, and the fields that vLLM adds to them.
 
 This module does not know the engine or the model. It has every field of OpenAI's. A field works, or
 it is in NEUTRAL: accepted if its value requests what happens anyway, else refused by name. An

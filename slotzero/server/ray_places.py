@@ -93,8 +93,8 @@ class RayPlaces:
             self.close()
             raise ConfigError(
                 f"executor=ray: {plan.num_bundles} times {_counted(plan.bundles[0])} did not "
-                f"become free within {config.node_timeout:g} s, only {_counted(free)} is free: use "
-                "fewer ranks, or end other jobs"
+                f"become free within {config.node_timeout:g} s, only {_counted(free)} "
+                "is free: use fewer ranks, or end other jobs"
             )
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class Prompt(ReplyModel):
 
 
 class TokenizerInfo(ReplyModel):
-    """What a client needs besides /tokenize to render prompts itself."""
+    """Information besides /tokenize with which a client can render prompts itself."""
 
     chat_template: str | None
     bos_token: str | None

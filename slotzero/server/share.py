@@ -64,8 +64,8 @@ class Share:
                 f"{num * self.size} GPUs: this machine has {num_gpus}"
             )
         visible = os.environ.get(GPUS, "").split(",") if GPUS in os.environ else range(num_gpus)
-        ours = visible[self.index * num : (self.index + 1) * num]
-        os.environ[GPUS] = ",".join(map(str, ours))
+        own = visible[self.index * num : (self.index + 1) * num]
+        os.environ[GPUS] = ",".join(map(str, own))
         if torch.cuda.device_count() != num:
             raise ConfigError(
                 f"data_parallel_size={self.size}: GPUs cannot be shared out here; start a server "

@@ -1,10 +1,10 @@
-"""An assistant that owns no KV: it looks at what the target has stored, and guesses from there.
+"""A draft model without a KV cache of its own, which reads the target's: Gemma 4's assistant.
 
-Its layers attend to the KV of the target's last owner of their kind, all of it before the newest
-token, and store nothing. So it stands still: every guess of a cycle is made at the position of the
-newest token, and what it has guessed so far it knows from its state alone, which began as the
-target's last hidden state. This is Gemma 4's; its vocabulary head may look at a few clusters of
-tokens only.
+Its layers attend to the KV of the target's last layer of their kind that stores KV, for all
+positions before the newest token, and store nothing. So its position is fixed: every draft token of
+a cycle is predicted at the position of the newest token, and earlier draft tokens are known only
+through its state, which starts as the target's last hidden state. Its vocabulary head may consider
+only a few clusters of tokens.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ class AssistantWeights(NamedTuple):
 
 
 def fit_assistant(checkpoint: Checkpoint, target: ModelConfig) -> AssistantConfig:
-    """Of an assistant that was made for this target."""
+    """Return the config of an assistant, or refuse one that was made for another target."""
     name, config = checkpoint.name, parse_assistant(checkpoint.config, checkpoint.name)
     fits(name, "backbone_hidden_size", config.backbone_size, target.hidden_size)
     fits(name, "vocab_size", config.model.vocab_size, target.vocab_size)
@@ -63,7 +63,8 @@ def fit_assistant(checkpoint: Checkpoint, target: ModelConfig) -> AssistantConfi
 
 
 def _reading(name: str, group: KvGroup, theirs: KvGroup | None) -> KvGroup:
-    """The newest token, which nobody has stored, is in a window and not among its keys."""
+    """Return the group as the assistant reads it. The newest token is not stored, so it is in the
+    window but not among the keys."""
     if theirs is None:
         raise UnsupportedModelError(
             f"{name}: it has {group.name} layers and the target has none: "
@@ -158,7 +159,7 @@ class AssistantDrafter(LogitsDrafter):
         self.kernels.keep_last(inputs.rows.slots, inputs.last, inputs.features, self._hidden)
 
     def stand(self, slots: Tensor) -> Tensor:
-        """Where every guess of a cycle is made: at the newest token, whatever was guessed since."""
+        """Return the position of every draft of a cycle: that of the newest token."""
         return self.tables["length"][slots]
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
@@ -174,7 +175,8 @@ class AssistantDrafter(LogitsDrafter):
         rows: Rows | None = None,
         branches: Branches | None = None,
     ) -> Guess:
-        """Guesses of one row see nothing of each other, so each is a row of its own."""
+        """Predict the next tokens. Draft tokens of one row do not see each other, so each is a row
+        of its own."""
         assert state is not None
         kernels, weights, slots = self.kernels, self._weights, tokens.slots
         model, place = self._config.model, self.stand(slots)

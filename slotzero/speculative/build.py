@@ -1,4 +1,4 @@
-"""From the settings to a drafter: what it loads, and what it needs before it can be made."""
+"""Construction of the drafter that the settings ask for."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -45,13 +45,14 @@ Make = Callable[[SlotTables, Tensor, Mapping[str, PagedKv]], Drafter]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A drafter whose weights are loaded; it is made when its KV and the tables are there."""
+    """A drafter whose weights are loaded; `drafter` builds it once its KV and the tables exist."""
 
     groups: tuple[KvGroup, ...]
     taps: tuple[int, ...]
     make: Make
     shares_prefixes: bool = True
-    """Of layers that take turns, those after the first compute places before a prefix's end too."""
+    """Whether cached prefixes can be shared. Not with several layers that take turns: those after
+    the first also compute positions before the end of a prefix."""
 
     def drafter(
         self,
@@ -68,9 +69,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Target:
-    """What drafts are for."""
+    """The target model, for which tokens are drafted."""
 
-    config: ModelConfig  # of the whole model, whatever this rank has of it
+    config: ModelConfig  # of the whole model, not of this rank's part
     vocabulary: Vocabulary
     routing: Routing | None
     checkpoint: Checkpoint
@@ -202,7 +203,8 @@ def _head_layer(config: EagleConfig) -> DecoderLayer:
 
 
 def _open_head(settings: EngineConfig) -> Checkpoint | None:
-    """None: a random one, of a model that is random too. A name of ours comes before a path."""
+    """Return the head's checkpoint, or None for a random head of a random model. A packaged head's
+    name has precedence over a path."""
     name, wanted = settings.speculative_model, settings.speculative
     if name is None:
         if settings.load_format == "dummy" or settings.model.startswith("tiny:"):
@@ -275,7 +277,8 @@ def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
 def _refuse_short_windows(
     settings: EngineConfig, config: ModelConfig, checkpoint: Checkpoint
 ) -> None:
-    """A window must see all of a branch: what a token sees of it does not depend on the layer."""
+    """Refuse trees that are deeper than a sliding window: what a token sees of its branch does not
+    depend on the layer."""
     for window in (group.heads.window for group in config.groups):
         if settings.tree is not None and window is not None and window <= settings.tree.steps:
             raise UnsupportedModelError(
@@ -286,7 +289,8 @@ def _refuse_short_windows(
 
 
 def _require_same_tokens(config: ModelConfig, checkpoint: Checkpoint, target: Target) -> None:
-    """Where one of the two brings no tokenizer, as many tokens must do."""
+    """Refuse a draft model with another vocabulary. If one of the two has no tokenizer, only the
+    vocabulary sizes are compared."""
     remedy = "a draft model needs the target's tokenizer, choose one of its family"
     if config.vocab_size != target.config.vocab_size:
         raise UnsupportedModelError(

@@ -1,11 +1,10 @@
-"""The contract of a drafter: it guesses what a request's next tokens are, and is never believed.
+"""The contract of a drafter, which predicts a request's next tokens; every draft is verified.
 
-What it knows of a request is by slot: its own KV, and tables. `extend` follows the target over
-tokens that are certain, `defer` leaves that for later; `draft` writes guesses where the tokens
-would be, past the newest one. A guess that is wrong costs time and nothing else, since every one is
-verified. It does not know requests, steps, or how many of its guesses were right.
+Its state is by slot: its own KV cache, and tables. `extend` processes confirmed tokens, `defer`
+postpones that; `draft` writes draft tokens into the places after the newest token. A wrong draft
+costs only time. A drafter does not know requests, steps, or how many of its drafts were accepted.
 
-The rule: where it guesses, it has followed to the newest token.
+The rule: before it drafts, it has processed all tokens up to the newest one.
 """
 
 from abc import ABC, abstractmethod
@@ -29,34 +28,34 @@ LIMIT, PAGED, SPECULATES, DRAFTER_LEN = "limit", "paged", "speculates", "drafter
 NO_DRAFT = -1
 FEATURES = "features"
 MOST_PENDING = 16
-"""Tokens by which a drafter may be behind; they are caught up with at once."""
+"""Most tokens by which a drafter may lag behind; it catches up on all of them at once."""
 
 SPECULATION_TABLES = (
-    TableSpec(LIMIT, 1, "int32", 0),  # tokens that the request may have, prompt and answer
+    TableSpec(LIMIT, 1, "int32", 0),  # most tokens of the request, prompt plus answer
     TableSpec(PAGED, 1, "int32", 0),  # positions that have pages
-    TableSpec(SPECULATES, 1, "int32", 0),  # whether drafts are wanted
+    TableSpec(SPECULATES, 1, "int32", 0),  # whether the request uses speculation
     TableSpec(NUM_DRAFTS, 1, "int32", 0),
-    TableSpec(DRAFTED_AT, 1, "int32", NO_DRAFT),  # drafts are good only at this length
-    TableSpec(DRAFTER_LEN, 1, "int32", 0),  # the drafter has computed all positions before
+    TableSpec(DRAFTED_AT, 1, "int32", NO_DRAFT),  # the length at which the drafts are valid
+    TableSpec(DRAFTER_LEN, 1, "int32", 0),  # the drafter has computed all earlier positions
 )
 
 
 class Drafter(ABC):  # a DrafterHook
     name: str
     groups: tuple[KvGroup, ...] = ()
-    """Of its own layers."""
+    """KV groups of its own layers."""
     taps: tuple[int, ...] = ()
     writes: tuple[str, ...] = ()
     """Outputs of every pass of its layers."""
     states: tuple[str, ...] = ()
-    """Tables by slot, which no host writes: what the next guess is made from."""
+    """Tables by slot that only the device writes: the states from which the next draft is made."""
     num_turns: int = 1
-    """Layers that take turns: each stores one place behind the one before, and goes on from its
-    state."""
+    """Number of layers that take turns: each stores its KV one place behind the layer before, and
+    continues from its state."""
 
     def __init__(self, kernels: Kernels, tables: SlotTables, pending: Tensor) -> None:
-        """pending: [slots + 1, MOST_PENDING or more, taps * hidden], what it wants to know of
-        tokens from where it followed to on"""
+        """pending: [slots + 1, MOST_PENDING or more, taps * hidden], features of the tokens that it
+        has not processed yet"""
         self.kernels, self.tables, self.pending = kernels, tables, pending
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
@@ -71,11 +70,11 @@ class Drafter(ABC):  # a DrafterHook
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
     ) -> Tensor:
-        """Guesses tokens [length + 1, length + 1 + num) of each slot, num <= steps -> how many it
-        has guessed, num or fewer. A slot whose num is 0 is left alone."""
+        """Draft tokens [length + 1, length + 1 + num) of each slot, num <= steps, and return how
+        many were drafted, at most num. A slot whose num is 0 is not changed."""
 
     def writes_of(self, steps: int) -> tuple[str, ...]:
-        """Of a draft of so many steps."""
+        """Return the outputs that a draft of this many steps writes."""
         return self.writes
 
     def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
@@ -83,19 +82,21 @@ class Drafter(ABC):  # a DrafterHook
 
 
 class Guess(NamedTuple):
-    state: Tensor | None  # [T, size]: what the next guess is made from, beside the tokens
+    state: Tensor | None  # [T, size]: state for the next draft token
     logits: Tensor  # [T, vocab]
 
 
 class LogitsDrafter(Drafter):
-    """Who guesses one token after another, from logits, with KV of its own or the target's."""
+    """A drafter that drafts one token after another from logits, with its own KV cache or the
+    target's."""
 
     behind: int
-    """1 if it computes pairs, which stand one place before their token; 0 if it computes tokens."""
+    """1 if it computes (state, next token) pairs, stored one place before the token; 0 if it
+    computes tokens."""
 
     @abstractmethod
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
-        """What follows the newest tokens, or the pairs that they end, [R]."""
+        """Predict what follows the newest tokens, or the pairs that end with them, [R]."""
 
     @abstractmethod
     def next(
@@ -106,10 +107,10 @@ class LogitsDrafter(Drafter):
         rows: Rows | None = None,
         branches: Branches | None = None,
     ) -> Guess:
-        """What follows these, which were guessed before: one of each row, or a tree's."""
+        """Predict what follows these draft tokens: one per row, or those of a tree."""
 
     def writes_of(self, steps: int) -> tuple[str, ...]:
-        """The newest pair is computed already."""
+        """Return the outputs that a draft writes; the newest pair is computed already."""
         return self.writes if steps > self.behind else ()
 
     def draft(
@@ -117,21 +118,21 @@ class LogitsDrafter(Drafter):
     ) -> Tensor:
         aims = self.kernels.draft_targets(DraftRows(slots, length, num), steps, self.behind)
         state = None
-        for i, (wanted, place, after) in enumerate(zip(*aims, strict=True)):
-            tokens = Tokens(wanted, place)
+        for i, (owners, place, after) in enumerate(zip(*aims, strict=True)):
+            tokens = Tokens(owners, place)
             if i:
                 state, logits = self.next(tokens, state, pieces)
             else:
                 state, logits = self.first(tokens, pieces)
-            drawn = self.sample(logits, wanted, after, self.tables.sampling)
-            self.write(wanted, after, drawn.tokens)
+            drawn = self.sample(logits, owners, after, self.tables.sampling)
+            self.write(owners, after, drawn.tokens)
         return num
 
     def sample(
         self, logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables
     ) -> Sampled:
-        """What would be sampled from these logits [R, vocab] at these positions. The target will be
-        asked the same with the same noise, so that it will often answer the same."""
+        """Sample from these logits [R, vocab] at these positions. The target samples with the same
+        noise later, so that it often chooses the same tokens."""
         rows = len(slots)
         drawn = Sampled(
             logits.new_empty(rows, dtype=torch.int32),

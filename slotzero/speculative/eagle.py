@@ -1,17 +1,17 @@
-"""EAGLE heads: one layer that guesses from the target's hidden states, and then from its own.
+"""EAGLE heads: one layer that drafts from the target's hidden states, and then from its own.
 
-Location i of its KV holds a pair: the token at i + 1 and the target's hidden state at i, so it
-guesses the token at i + 2. Where no hidden state of the target is there yet it takes its own.
-EAGLE-1 and -2 are one kind of head (the last hidden state, joined with the embedding by `fc`);
-EAGLE-3 is the other (states of three layers, joined by `fc`, each side under a norm). The embedding
-is the target's, and the vocabulary head too unless a checkpoint brings its own.
+Position i of its KV cache holds a pair: the token at i + 1 and the target's hidden state at i, from
+which it predicts the token at i + 2. Where the target's hidden state is not known yet, it uses its
+own. EAGLE-1 and -2 heads join the last hidden state with the embedding by `fc`; EAGLE-3 heads join
+the states of three layers by `fc`, and normalise state and embedding. The embedding is the
+target's, and so is the vocabulary head unless the checkpoint has its own.
 
-Layers that a model itself brings to guess ahead (see mtp.py) are heads of the first kind. If there
-are several, they take turns: at location i, layer k pairs the token at i + 1 + k with the hidden
-state of the layer before it, and guesses the token at i + 2 + k. It follows k tokens behind.
+MTP layers (mtp.py) are heads of the first kind. If there are several, they take turns: at position
+i, layer k pairs the token at i + 1 + k with the hidden state of the layer before it, and predicts
+the token at i + 2 + k. It lags k tokens behind.
 
-The last location of a prefix that was found in the cache holds the pair of whoever computed it: its
-token may be another one. The guesses that follow may be a little worse.
+The last position of a cached prefix holds the pair of the request that computed it, whose next
+token may differ. The drafts after it may be slightly worse.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class EagleDrafter(LogitsDrafter):
         if self._config.is_third:
             hidden = self.kernels.linear(Normed(hidden), self._layers[0].fc)
         for layer in range(len(self._layers)):
-            if layer:  # what begins a text takes nothing of the slot's last owner
+            if layer:  # a new text uses no state of the slot's previous owner
                 tokens, rows = _one_before(tokens, rows)
                 before = self.kernels.load_features(tokens.slots, self._hidden[layer - 1][:, None])
                 self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer - 1])
@@ -94,7 +94,7 @@ class EagleDrafter(LogitsDrafter):
         state, logits = self.first(Tokens(aims.slots[0], aims.places[0]), pieces)
         assert state is not None
         for layer, (wanted, after) in enumerate(zip(aims.slots, aims.after, strict=True)):
-            if layer > 1:  # the first of its pairs ends in a guess, so nobody has computed it yet
+            if layer > 1:  # its first pair ends with a draft token, so it is not computed yet
                 before = self.kernels.load_features(wanted, self._hidden[layer - 1][:, None])
                 state = torch.cat((before[:, None], state.view(len(slots), layer - 1, -1)), dim=1)
             if layer:
@@ -106,7 +106,7 @@ class EagleDrafter(LogitsDrafter):
         return num
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
-        """The newest pair was computed by `extend`."""
+        """Predict from the newest pair, which `extend` has computed."""
         hidden = self.kernels.load_features(tokens.slots, self._hidden[0][:, None])
         normed = self.kernels.norm(hidden, self._layers[0].norm, self._config.norm_eps)
         return Guess(hidden, self._logits(0, normed, tokens.slots))
@@ -132,8 +132,8 @@ class EagleDrafter(LogitsDrafter):
         rows: Rows | None,
         branches: Branches | None = None,
     ) -> tuple[Tensor, Normed]:
-        """Pairs of a token after each of these and a hidden state [T, hidden] -> hidden states,
-        and they under the last norm"""
+        """Run a layer over pairs of the token after each of these and a hidden state [T, hidden];
+        return its hidden states, plain and under the last norm."""
         config, weights, kernels = self._config, self._layers[layer], self.kernels
         eps, rope = config.norm_eps, config.group.rope
         after = self.tables["tokens"][:, 1 + layer :]  # by the pair's location
@@ -169,7 +169,7 @@ class EagleDrafter(LogitsDrafter):
 
 
 def _newest(slots: Tensor, places: Tensor, span: int) -> tuple[Tokens, Rows]:
-    """So many pairs of each slot, the last of them at its place."""
+    """Return the newest `span` pairs of each slot, the last of them at its place."""
     offset = torch.arange(span, dtype=places.dtype, device=places.device)
     place = places[:, None] - (span - 1) + offset  # [R, span]
     is_there = (slots[:, None] > 0) & (place >= 0)
@@ -181,8 +181,8 @@ def _newest(slots: Tensor, places: Tensor, span: int) -> tuple[Tokens, Rows]:
 
 
 def _one_before(tokens: Tokens, rows: Rows) -> tuple[Tokens, Rows]:
-    """A row that begins a text has one token fewer: nothing stands before its first. Where rows are
-    uniform it keeps its place, and its row begins before the text."""
+    """Move all tokens one position back. A row that begins a text has one token fewer, as nothing
+    precedes its first. With uniform rows it keeps its place, and its row begins before the text."""
     is_there = tokens.positions > 0
     tokens = Tokens(tokens.slots * is_there, (tokens.positions - 1) * is_there)
     begins = 0 if rows.span else (rows.starts == 0).int()

@@ -1,6 +1,6 @@
-"""What the config of an EAGLE head says, in our words; what we do not implement is refused by name.
+"""The configuration of an EAGLE head; unsupported settings are refused by name.
 
-It knows no tensors. Which kind of head a checkpoint holds, the names of its weights tell.
+This module knows no tensors. The kind of head is recognised by the names of its weights.
 """
 
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ class EagleConfig:
     draft_vocab: int
 
     def __post_init__(self) -> None:
-        if len(set(self.taps)) < len(self.taps):  # of equal ones, all but the last are not written
+        if len(set(self.taps)) < len(self.taps):  # of equal taps only the last would be written
             raise UnsupportedModelError(f"a head that sees layers {self.taps}: they must differ")
 
 
 def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> EagleConfig:
-    """`wanted` is eagle or eagle3."""
+    """Read a head's config. `wanted` is eagle or eagle3."""
     config, name, names = checkpoint.config, checkpoint.name, plain_names(checkpoint)
     architecture = (config.get("architectures") or [""])[0]
     if architecture not in ARCHITECTURES:
@@ -87,7 +87,7 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
 
 
 def random_eagle(target: ModelConfig, wanted: str) -> EagleConfig:
-    """A head in the target's own shape, for models whose weights are random too."""
+    """Return the config of a head with the target's shape, for models with random weights."""
     heads = replace(target.groups[0].heads, window=None, softcap=None, norms_whole=False)
     if heads.mla is not None:
         size = heads.mla.nope_dim + heads.mla.rope_dim
@@ -116,7 +116,8 @@ def fits(name: str, what: str, ours: object, wanted: object) -> None:
 
 
 def _taps(config: Mapping[str, Any], target: ModelConfig, name: str) -> tuple[int, ...]:
-    """Where the config does not say, as the field has it: an early, a middle and a late layer."""
+    """Return the layers whose input the head gets; by default an early, a middle and a late one, as
+    in EAGLE-3."""
     num = target.num_layers
     given = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(given) if given is not None else (2, num // 2, num - 3)
@@ -129,5 +130,5 @@ def _taps(config: Mapping[str, Any], target: ModelConfig, name: str) -> tuple[in
 
 
 def plain_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Without what some exporters put before -> as stored"""
+    """Return the stored name of each tensor by its name without the prefix of some exporters."""
     return {name.removeprefix("model."): name for name in checkpoint.names()}

@@ -1,4 +1,4 @@
-"""From a checkpoint, or at random, to the weights of an EAGLE head.
+"""The weights of an EAGLE head, from a checkpoint or random.
 
 A missing or an unexpected tensor is an error.
 """
@@ -110,7 +110,7 @@ def _load_vocabulary(
 
 
 class _Reader:
-    """Weights of a head, from a checkpoint or at random, into registered constants."""
+    """Reads or draws the weights of a head into registered constants."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Reader:
         return self._keep(name, self._tensor(source, (size,)))
 
     def ids(self, size: int, vocab: int) -> Tensor:
-        """[size]: the target's id of each of the head's; `d2t` is what is to be added."""
+        """Return [size]: the target's token id of each draft index, which is the index plus d2t."""
         assert self._checkpoint is not None
         stored = self._checkpoint.read(self._take("d2t")).long()
         ids = stored + torch.arange(len(stored))
@@ -152,7 +152,7 @@ class _Reader:
         return ids
 
     def draft_of(self, ids: Tensor, vocab: int) -> Tensor:
-        """The inverse of `ids`"""
+        """Return the inverse of `ids`."""
         drafts = torch.full((vocab,), -1, dtype=torch.int32)
         drafts[ids] = torch.arange(len(ids), dtype=torch.int32)
         return self._keep("draft_of", drafts.to(self._registry.device))
@@ -161,8 +161,8 @@ class _Reader:
         rest = sorted(self._stored.keys() - self._read - ignored)
         if rest and self._checkpoint is not None:
             raise UnsupportedModelError(
-                f"{self._checkpoint.name}: tensor {rest[0]} is not part of an EAGLE head as we "
-                f"know it ({len(rest)} such)"
+                f"{self._checkpoint.name}: tensor {rest[0]} is not part of a supported EAGLE head "
+                f"({len(rest)} such tensors)"
             )
 
     def _keep(self, name: str, tensor: Tensor) -> Tensor:

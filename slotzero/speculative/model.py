@@ -1,7 +1,7 @@
-"""A small model of the same vocabulary as drafter.
+"""A small model with the same vocabulary as drafter.
 
-Location i of its KV holds the token at i, as in any model: `extend` computes what has become
-certain once more, and drafting begins with the newest token.
+Position i of its KV cache holds the token at i, as in any model: `extend` computes confirmed tokens
+with the draft model too, and drafting begins with the newest token.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Guesses by looking back: what followed the last time that the newest tokens stood together.
+"""N-gram drafter: drafts the tokens that followed an earlier occurrence of the newest tokens.
 
-It has no weights and no KV. The longest match wins, and of equals the latest.
+It has no weights and no KV cache. The longest match wins, and among equal ones the latest.
 """
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from slotzero.graph import Pieces
 from slotzero.kernels.types_speculation import DraftRows
 from slotzero.speculative.drafter import Drafter
 
-SHORTEST, LONGEST = 2, 4  # tokens that must stand together
+SHORTEST, LONGEST = 2, 4  # length of a match in tokens
 
 
 class NgramDrafter(Drafter):

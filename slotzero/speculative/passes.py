@@ -1,17 +1,17 @@
-"""The three passes of speculation: verify, draft-extend and draft, and their specs as runners.
+"""The three passes of speculative decoding, verify, draft-extend and draft, and their runner specs.
 
-All publish `slots` and nothing else; a row has a fixed number of tokens, so strides are uniform.
+All publish only `slots`; a row has a fixed number of tokens, so strides are uniform.
 
-    verify[W]        the newest token and up to W - 1 drafts through the target, each place sampled
-                     as it would be without drafts: a draft is right where it is what was sampled.
-                     Writes tokens and length, and what the drafter wants to know of the target.
-    draft-extend[W]  the drafter over what became certain since it was last extended, by verify or
-                     by plain steps; the rest is slot 0 and ignored.
-    draft[W]         W - 1 guesses, one after another, written where the tokens would be; or the
-                     best W - 1 of a tree, written side by side.
+    verify[W]        runs the newest token and up to W - 1 drafts through the target, and samples
+                     each position as without drafts: a draft is accepted if it equals the sample.
+                     Writes tokens and length, and the target's features for the drafter.
+    draft-extend[W]  runs the drafter over the tokens confirmed since its last extension, by verify
+                     or by plain steps; the rest is slot 0 and ignored.
+    draft[W]         writes W - 1 draft tokens in sequence into the places after the newest token;
+                     or the best W - 1 of a tree, side by side.
 
-Because a place is sampled with the noise of its request and position, the tokens are those of
-decoding one by one, whatever the drafter guesses.
+Because a position is sampled with noise that depends on its request and position only, the tokens
+are those of decoding one by one, whatever the drafter predicts.
 """
 
 from collections.abc import Mapping
@@ -91,8 +91,8 @@ class SpeculativePasses:
             self._path = registry.output(PATH, shape, torch.int32, follows=VERIFY_LOGITS)
         path = () if trees is None else (PATH,)
         self.results = (NUM_VERIFIED, NUM_TRIED, *path, *RESULTS)
-        """What the host is sent: of each row, tokens that are certain, tokens that were tried, and
-        which nodes of a tree are certain; then of each token."""
+        """Outputs that are sent to the host: for each row the number of confirmed and of verified
+        tokens, and the confirmed nodes of a tree; then the results of each token."""
         self._sampled = Sampled(
             output(VERIFIED),
             output(VERIFIED_LOGPROBS, dtype=torch.float32),
@@ -178,7 +178,7 @@ class SpeculativePasses:
         self._kernels.close_draft(rows._replace(num=num), self._draft_tables)
 
     def _trail_of(self, key: GraphKey) -> Trail | None:
-        """Of rows of so many tokens each"""
+        """Return the trail for rows with this many tokens each."""
         if self._trail is None:
             return None
         shape = key.rows, key.width

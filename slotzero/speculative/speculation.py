@@ -1,6 +1,6 @@
-"""Speculation as a worker has it: its runners, and what they send.
+"""The runners of speculative decoding, and the results that they send to the host.
 
-It does not know steps: which of its runners are launched, and when, the worker says.
+The worker decides which runners are launched, and when.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def speculation_tables(tree: TreeShape | None) -> tuple[TableSpec, ...]:
 
 
 class Cycle(NamedTuple):
-    """The runners of a step that verifies drafts, in the order in which they are launched."""
+    """The runners of a step that verifies drafts, in launch order."""
 
     verify: Runner
     extend: Runner
@@ -70,4 +70,4 @@ class Speculation:
     @property
     def runners(self) -> tuple[Runner, ...]:
         cycles = (runner for cycle in self.cycles.values() for runner in cycle)
-        return tuple(dict.fromkeys((*cycles, self.catch_up)))  # it may be one of a cycle
+        return tuple(dict.fromkeys((*cycles, self.catch_up)))  # catch_up may be part of a cycle

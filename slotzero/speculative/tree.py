@@ -1,8 +1,8 @@
-"""Trees of guesses: many of them at once after each token, and the best become the draft.
+"""Draft trees: several alternatives after each token, of which the best become the draft.
 
-A tree grows step by step from its front, the best guesses of the step before. All guesses are
-remembered with how likely they and what leads to them are, and in the end the best of all are
-written: their tokens behind the newest one, and what each of them follows. It knows no drafter.
+A tree grows step by step from its front, the best nodes of the previous step. Every node is kept
+with the probability of its path, and finally the best of all are written: their tokens after the
+newest one, and the parent of each. This module works with any drafter that has logits.
 """
 
 import torch
@@ -19,12 +19,12 @@ PARENTS = "draft_parents"
 
 
 def tree_tables(shape: TreeShape) -> tuple[TableSpec, ...]:
-    """Which node each one follows; the root follows none."""
+    """Return the table of parents: the node that each node follows; the root follows none."""
     return (TableSpec(PARENTS, shape.num_nodes, "int32", 0, is_matrix=True, follows="logits"),)
 
 
 class Trees:
-    """Grows trees with a drafter's guesses."""
+    """Grows draft trees from a drafter's logits."""
 
     def __init__(self, drafter: LogitsDrafter, shape: TreeShape, registry: Registry) -> None:
         self.shape = shape
@@ -35,7 +35,8 @@ class Trees:
         self._tables = drafter.tables.sampling._replace(num_logprobs=likeliest)
 
     def draft(self, slots: Tensor, length: Tensor, room: Tensor, pieces: Pieces) -> Tensor:
-        """`room` [R]: places behind the newest token -> how many guesses each slot's tree has"""
+        """Draft a tree per slot, and return how many nodes each has. `room` [R]: places after the
+        newest token."""
         drafter, shape, tables = self._drafter, self.shape, self._tables
         kernels, behind = drafter.kernels, drafter.behind
         aims = kernels.draft_targets(DraftRows(slots, length, room), 1, behind)

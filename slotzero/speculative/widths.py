@@ -1,12 +1,13 @@
-"""How many tokens a row of a verify step has: its width, chosen step by step.
+"""The width of verify steps, that is their tokens per row, chosen step by step.
 
-A row of width w is the newest token and w - 1 drafts; width 1 is a plain decode step. What a width
-brings, tokens, is learned from what is accepted; what it takes, seconds, the caller measured. It
-does not know requests, drafters or the clock. Costs are not corrected while serving: only the width
-in use would be, and the comparison would tilt.
+A row of width w is the newest token and w - 1 drafts; width 1 is a plain decode step. The tokens
+that a width gains are learned from acceptance; the seconds that it takes were measured by the
+caller. This module does not know requests, drafters or the clock. Costs are not updated while
+serving: only that of the width in use could be, which would bias the comparison.
 
-Drafts that a narrow width does not ask for are not learned of, so a wider one is tried now and
-then. The rule that trials keep, at the rows they begin with: what they can lose is saved up before.
+Nothing is learned about drafts that a narrow width does not make, so a wider one is tried
+occasionally. The rule for trials, at the number of rows with which they begin: the time that they
+can lose is saved up before.
 
     seconds lost to trials <= SHARE * seconds at the settled width + the first trial
 """
@@ -19,29 +20,29 @@ from typing import Protocol
 
 from slotzero.errors import ConfigError
 
-MEMORY = 256  # drafts at a position that its rate remembers
-PRIOR_WEIGHT = 4  # drafts that a prior is worth, or a rate that was not learned of lately
-MARGIN = 0.05  # a width is left for a wider one that is better by this
-MARGIN_BACK = 0.02  # and for a narrower one, all of whose drafts are learned of
-PATIENCE = 8  # choices in a row for which it must be
+MEMORY = 256  # drafts at a position over which its acceptance rate is averaged
+PRIOR_WEIGHT = 4  # weight, in drafts, of a prior or of an old rate
+MARGIN = 0.05  # relative gain needed to switch to a wider width
+MARGIN_BACK = 0.02  # and to a narrower one, whose rates are all up to date
+PATIENCE = 8  # consecutive choices for which the gain must last
 NUM_FIRST = 32  # steps of the first trial, when nothing is known
-NUM_TRIED = 8  # steps of any other
-SHARE = 0.01  # of the time, for trials
+NUM_TRIED = 8  # steps of any other trial
+SHARE = 0.01  # fraction of the time for trials
 
 Cost = Callable[[int, int], float]
-"""(width, num_rows): seconds of a whole cycle, which verifies, extends the drafter and drafts."""
+"""(width, num_rows) -> seconds of a whole cycle of verify, draft-extend and draft."""
 
 
 class Acceptance:
-    """Of each position: how often is its draft accepted, if those before it were?"""
+    """Acceptance rate of each draft position, given that all drafts before it were accepted."""
 
     def __init__(self, num_positions: int, prior: float = 0.7) -> None:
         self._rates = [prior] * num_positions
         self._weights = [PRIOR_WEIGHT] * num_positions
 
     def learn(self, num_drafts: int, num_accepted: int) -> None:
-        """Of one row of one step. Places that the drafter could not fill are among `num_drafts`,
-        for they were paid for all the same."""
+        """Learn from one row of one step. `num_drafts` includes places that the drafter could not
+        fill, as they cost the same."""
         if not 0 <= num_accepted <= num_drafts <= len(self._rates):
             raise ValueError(f"{num_accepted} of {num_drafts} drafts: at most {len(self._rates)}")
         for i in range(min(num_accepted + 1, num_drafts)):
@@ -49,15 +50,16 @@ class Acceptance:
             self._rates[i] += ((i < num_accepted) - self._rates[i]) / weight
 
     def doubt(self, num_known: int) -> None:
-        """What is learned next of positions from `num_known` on soon outweighs what was before."""
+        """Reduce the weight of the rates from position `num_known` on, so that new observations
+        soon outweigh them."""
         for i in range(num_known, len(self._weights)):
             self._weights[i] = min(self._weights[i], PRIOR_WEIGHT)
 
     def expected(self, width: int, num_known: int | None = None) -> float:
-        """Tokens that a row of a step emits; with `num_known`, if all drafts after so many of them
-        were accepted."""
+        """Return the expected tokens per row and step; with `num_known`, assuming that all drafts
+        after the first `num_known` are accepted if those are."""
         tokens = chance = 1.0
-        for i in range(min(width - 1, len(self._rates))):  # a tree is less deep than wide
+        for i in range(min(width - 1, len(self._rates))):  # a tree has more nodes than levels
             if num_known is None or i < num_known:
                 chance *= self._rates[i]
             tokens += chance
@@ -67,13 +69,13 @@ class Acceptance:
 class Widths(Protocol):
     @property
     def widths(self) -> tuple[int, ...]:
-        """All that may be chosen, ascending."""
+        """All widths that may be chosen, ascending."""
 
     def choose(self, num_rows: int) -> int:
-        """Of the next step; asked once a step."""
+        """Choose the width of the next step; called once per step."""
 
     def learn(self, num_drafts: int, num_accepted: int) -> None:
-        """As Acceptance.learn; it may come some steps late."""
+        """Learn like Acceptance.learn; may be called some steps late."""
 
 
 class FixedWidth:
@@ -88,16 +90,16 @@ class FixedWidth:
 
 
 class WidthPolicy:
-    """The width with most tokens per second; slow to leave it, so that it does not flap."""
+    """Chooses the width with the most tokens per second, with hysteresis."""
 
     def __init__(
         self, widths: Sequence[int], num_positions: int, cost: Cost, prior: float = 0.7
     ) -> None:
-        """`num_positions`: drafts of a row that can all be accepted."""
+        """`num_positions`: most drafts of a row that can be accepted at once."""
         self.widths = _checked(widths)
         self.acceptance = Acceptance(num_positions, prior)
         self.width = self.widths[0]
-        """The settled one, trials aside."""
+        """The current width, apart from trials."""
         self._cost = cost
         self._num_beaten = PATIENCE - 1  # the first choice need not wait
         self._purse = 0.0  # seconds, for trials
@@ -126,7 +128,8 @@ class WidthPolicy:
             self.width, self._num_beaten = best, 0
 
     def _save(self, costs: dict[int, float]) -> None:
-        """For a trial of what would be best if drafts not learned of now were all accepted."""
+        """Save time for a trial of the width that would be best if all drafts of unknown rate were
+        accepted."""
         num_known = self.width - 1
         hopes = {
             width: self.acceptance.expected(width, num_known) / costs[width]
@@ -136,7 +139,7 @@ class WidthPolicy:
         best = max(hopes, key=hopes.__getitem__)
         if hopes[best] <= (1 + MARGIN) * hopes[self.width]:
             return
-        # a trial emits at least what the settled width would, so it loses the difference at most
+        # a trial emits at least as many tokens, so it loses at most the difference in time
         price = NUM_TRIED * (costs[best] - costs[self.width])
         self._purse = min(self._purse + SHARE * costs[self.width], price)
         if self._purse == price:
@@ -146,31 +149,31 @@ class WidthPolicy:
 
 def _checked(widths: Sequence[int]) -> tuple[int, ...]:
     if not widths or widths[0] < 1:
-        raise ConfigError(f"a row has a width of 1 or more, got {tuple(widths)}")
+        raise ConfigError(f"widths must be 1 or more, got {tuple(widths)}")
     if any(a >= b for a, b in pairwise(widths)):
-        raise ConfigError(f"widths ascend without repeats, got {tuple(widths)}")
+        raise ConfigError(f"widths must ascend without repeats, got {tuple(widths)}")
     return tuple(widths)
 
 
 @dataclass
 class SpeculationStats:
     num_positions: int
-    """Drafts of a row that can all be accepted."""
+    """Most drafts of a row that can be accepted at once."""
     num_drafts: int = 0
-    """Rows of steps that had drafts."""
+    """Number of rows with drafts."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list)
     num_steps_by_width: Counter[int] = field(default_factory=Counter)
     width: int = 1
-    """Of the last step."""
+    """Width of the last step."""
 
     def add_step(self, width: int) -> None:
         self.width = width
         self.num_steps_by_width[width] += 1
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
-        """One row of a step."""
+        """Count one row of a step."""
         self.num_drafts += num_drafts > 0
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -181,5 +184,5 @@ class SpeculationStats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens that a row with drafts emits."""
+        """Mean tokens per row with drafts."""
         return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)

@@ -1,10 +1,11 @@
-"""How many tokens a step of greedy decoding would gain with a head, measured without decoding.
+"""Acceptance length of a head in greedy decoding, measured without decoding.
 
-It needs sequences that are the target's own greedy text. Then a draft is right when it equals the
-token that is there, and while all drafts before were right, the true tokens are the drafted ones.
+It needs sequences that are the target's own greedy text. A draft is then right if it equals the
+next token of the sequence, and as long as all earlier drafts were right, the drafted tokens are the
+true ones.
 
-The rule: places are weighed as decoding meets them. Places that follow long runs of right drafts
-are stepped over, so the mean over all places would be too high.
+The rule: positions are weighted as decoding meets them. Decoding skips the positions inside long
+runs of right drafts, so the mean over all positions would be too high.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def acceptance_len(
     num_drafts: int,
     batch_tokens: int,
 ) -> float:
-    """Tokens that a step emits in the mean, the target's own included: from 1 to num_drafts + 1."""
+    """Return the mean tokens per step, including the target's own: from 1 to num_drafts + 1."""
     emitted: list[int] = []
     for group, batch in whole_batches(samples, batch_tokens, target.lm_head.device):
         accepted = num_accepted(head, target, batch, num_drafts).tolist()  # walked on the host
@@ -43,7 +44,7 @@ def acceptance_len(
 def num_accepted(
     head: EagleHead, target: TargetTables, batch: TrainingBatch, num_drafts: int
 ) -> Tensor:
-    """[batch, places]: how many drafts of the chain that begins there are right."""
+    """Return [batch, places]: how many drafts of the chain that begins at each place are right."""
     is_right = torch.ones_like(batch.wanted)
     count = torch.zeros_like(batch.tokens)
     unrolled = head.unroll(target.embedding, batch.tokens, batch.features, num_drafts)
@@ -58,9 +59,9 @@ def num_accepted(
 
 
 def walk(accepted: Sequence[int], first: int, num_tokens: int) -> list[int]:
-    """What each step emits. Place p has seen token p + 1 and drafts from token p + 2 on."""
+    """Yield the tokens of each step. Place p knows token p + 1 and drafts from token p + 2 on."""
     emitted = []
-    place = first - 1  # the prompt's own step brought the answer's first token
+    place = first - 1  # prefill generated the answer's first token
     while place + 2 < num_tokens:
         emitted.append(accepted[place] + 1)
         place += emitted[-1]

@@ -1,7 +1,7 @@
-"""Hidden states of a target over whole sequences: what a head learns from.
+"""Hidden states of a target for whole sequences, the training data of a head.
 
-The engine computes them, as it will when the head is used: a prefill is inputs, and what it shows
-of the decoder is kept. It knows sequences; it does not know heads or training.
+The engine computes them as it will when the head is used: a hook keeps the features of every
+prefill. This module knows sequences, not heads or training.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ _ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, ignore_eo
 
 
 class Collector:
-    """Follows every prefill of an engine that has recorded none yet, and has no prefix cache: a
-    token that is found there is not computed."""
+    """Hook into every prefill of an engine that has recorded none yet and has no prefix cache,
+    since cached tokens are not computed."""
 
     writes: tuple[str, ...] = ()
 
@@ -38,7 +38,7 @@ class Collector:
         self._engine, self._hidden = engine, worker.model.hidden_size
         self._seen = worker.decoder.new_hidden(limits.max_num_batched_tokens, len(self.taps))
         self._parts: dict[str, list[Tensor]] = {}
-        self._kept_on: torch.device | None = None  # while it collects
+        self._kept_on: torch.device | None = None  # set while collecting
         worker.passes.follower = self
         self._run, worker.run = worker.run, self._run_and_keep  # type: ignore[method-assign]
 
@@ -46,7 +46,7 @@ class Collector:
         self._seen[: len(inputs.features)].copy_(inputs.features)
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
-        """What is decoded, nobody collects."""
+        """Ignore decoded tokens."""
 
     def collect(self, sequences: Sequence[Answered], show_progress: bool = True) -> list[Sample]:
         engine = self._engine
@@ -61,7 +61,8 @@ class Collector:
         return [self._sample(f"sequence-{i}", one) for i, one in enumerate(sequences)]
 
     def _where(self, num_tokens: int) -> torch.device:
-        """On the GPU if a quarter of what is free there stays free, else in main memory."""
+        """Return where samples are kept: on the GPU if a quarter of its free memory stays free,
+        else in main memory."""
         seen = self._seen
         needed = num_tokens * seen.shape[1] * seen.itemsize
         is_large = seen.is_cuda and needed > 0.75 * torch.cuda.mem_get_info(seen.device)[0]

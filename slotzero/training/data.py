@@ -1,9 +1,9 @@
-"""Text to learn from, written by the target itself: no dataset is needed.
+"""Training text, written by the target itself, so that no dataset is needed.
 
-A model that is given the beginning of a user's turn, and nothing else, writes what users write
-(Magpie); then it answers. It knows the engine only as an `LLM`, and no hidden states.
+A model that gets only the beginning of a user's turn writes a user message (Magpie); then it
+answers it. This module uses the engine only as an `LLM`, and knows no hidden states.
 
-The rule: all work of a token is the engine's. Here is work of a sequence.
+The rule: all work per token is the engine's; here is only work per sequence.
 """
 
 import itertools
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slotzero.text.tokenizer import Tokenizer
 
 _MARK = "SLOTZEROMARK"
-_MAX_GROUP = 2048  # `generate` looks at all of its answers in each step
+_MAX_GROUP = 2048  # `generate` goes through all of its answers in each step
 
 
 class Answered(NamedTuple):
@@ -43,7 +43,8 @@ def self_prompts(
     max_tokens: int = 256,
     show_progress: bool = True,
 ) -> list[list[int]]:
-    """Different prompts, each a user's message through the chat template; without one, noise."""
+    """Return distinct prompts, each a user message in the chat template; without a template,
+    random tokens."""
     tokenizer = llm.engine.tokenizer
     if tokenizer is None or tokenizer.chat_template is None:
         return _random_prompts(llm, num, seed)
@@ -86,7 +87,7 @@ def answers(
     seed: int = 0,
     show_progress: bool = True,
 ) -> list[Answered]:
-    """One for each prompt; prompt i has temperature i, counted round: (0.0,) is all greedy."""
+    """Return one answer per prompt; the temperatures are used in turn, so (0.0,) is greedy."""
     made: list[Answered] = []
     params = [
         SamplingParams(temperature=t, seed=seed + i, max_tokens=max_tokens, detokenize=False)
@@ -104,7 +105,7 @@ def answers(
 
 
 def write_text(file: Path, written: Sequence[Answered], held_out: Sequence[Answered]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     with file.open("w", encoding="utf-8") as lines:
         for is_held_out, answered in ((False, written), (True, held_out)):
             for tokens, first in answered:
@@ -113,7 +114,7 @@ def write_text(file: Path, written: Sequence[Answered], held_out: Sequence[Answe
 
 
 def read_text(file: Path, vocab_size: int) -> tuple[list[Answered], list[Answered]]:
-    """-> as they were written; raises ConfigError where a line is no answer"""
+    """Read what write_text wrote; raises ConfigError if a line is not an answer."""
     answered: dict[bool, list[Answered]] = {False: [], True: []}
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -122,7 +123,7 @@ def read_text(file: Path, vocab_size: int) -> tuple[list[Answered], list[Answere
                 one = Answered([int(token) for token in stored["tokens"]], int(stored["first"]))
                 answered[bool(stored["held_out"])].append(one)
             except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{file}, line {number}: no answer: {error!r}") from None
+                raise ConfigError(f"{file}, line {number}: not an answer: {error!r}") from None
             if not 1 <= one.first < len(one.tokens):
                 raise ConfigError(
                     f"{file}, line {number}: first is {one.first} of {len(one.tokens)} tokens"
@@ -137,16 +138,16 @@ def read_text(file: Path, vocab_size: int) -> tuple[list[Answered], list[Answere
 
 
 def cut(answered: Sequence[Answered], most: int) -> list[Answered]:
-    """Each to its first `most` tokens, without those that have no answer then."""
+    """Cut sequences to their first `most` tokens, and drop those without an answer then."""
     short = (Answered(tokens[:most], first) for tokens, first in answered)
     return [one for one in short if len(one.tokens) > max(one.first, MIN_LEN - 1)]
 
 
 def frequent_ids(sequences: Sequence[Answered], size: int) -> Tensor:
-    """A draft vocabulary of the answers' most frequent tokens, as d2t: [size] int64.
+    """Return a draft vocabulary of the answers' most frequent tokens as d2t: [size] int64.
 
-    The drafts are in the order of their ids. Where answers have fewer tokens, the lowest ids that
-    they lack fill it up.
+    Draft indices are in the order of token ids. If answers have fewer distinct tokens, the lowest
+    unused ids fill it up.
     """
     if size < 1 or not sequences:
         raise ConfigError(f"a draft vocabulary of {size} from {len(sequences)} sequences is empty")
@@ -157,14 +158,16 @@ def frequent_ids(sequences: Sequence[Answered], size: int) -> Tensor:
 
 
 def _user_turn(tokenizer: "Tokenizer") -> tuple[list[int], list[int], str]:
-    """-> tokens before a user's message, token ids that end it, and text that does"""
+    """Return the tokens before a user message, and the token ids and the text that end it."""
     message = [{"role": "user", "content": _MARK}]
     text = tokenizer.apply_chat_template(message, add_generation_prompt=False)
     before, mark, after = text.partition(_MARK)
     if not mark or not before:
-        raise UnsupportedModelError("the chat template does not show where a user's turn begins")
+        raise UnsupportedModelError(
+            "the chat template does not mark the beginning of a user's turn"
+        )
     specials = filter(tokenizer.is_special, tokenizer.encode(after, add_special_tokens=False))
-    # where the end is plain text, the message is cut there afterwards
+    # if the end is plain text, the message is cut there afterwards
     return (
         tokenizer.encode(before, add_special_tokens=False),
         list(itertools.islice(specials, 1)),
@@ -173,7 +176,8 @@ def _user_turn(tokenizer: "Tokenizer") -> tuple[list[int], list[int], str]:
 
 
 def _rendered(llm: "LLM", text: str) -> list[int] | None:
-    """None: too long to leave half of the context for an answer."""
+    """Return the rendered prompt, or None if it leaves less than half of the context for an
+    answer."""
     prompt: Any
     (prompt,) = llm.chat_prompts([{"role": "user", "content": text}])
     tokens: list[int] = prompt["prompt_token_ids"]

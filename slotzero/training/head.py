@@ -1,8 +1,8 @@
-"""The EAGLE-3 draft head, as a module whose state_dict is the layout of heads on the hub.
+"""The EAGLE-3 draft head as a module whose state_dict has the layout of heads on the hub.
 
 One decoder layer reads the target's hidden states of three layers (`features`) and the token that
-follows, and predicts the token after that one. The embedding and the output table are the target's:
-the head holds neither, and does not know how it is trained.
+follows, and predicts the token after that one. The embedding and the output table are the target's;
+the head contains neither, and does not know how it is trained.
 
 The rule: `unroll` computes for every place what a chain of drafts begun there would compute, from
 the same keys. Rows are named by where their chain began, so what a chain has in its KV is
@@ -28,7 +28,7 @@ Keys = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """Names are those of the hub's config.json."""
+    """Configuration of a head, with the names of the hub's config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,10 +39,10 @@ class HeadConfig:
     rope_theta: float
     vocab_size: int
     draft_vocab_size: int
-    """Equal to vocab_size: the head drafts every token."""
+    """If equal to vocab_size, the head drafts every token."""
     max_position_embeddings: int
     feature_layers: tuple[int, int, int]
-    """Of the target; whose hidden states are concatenated, in this order."""
+    """Layers of the target whose hidden states are concatenated in this order."""
 
 
 @final
@@ -50,7 +50,7 @@ class EagleHead(nn.Module):
     d2t: Tensor | None
 
     def __init__(self, config: HeadConfig, d2t: Tensor | None = None) -> None:
-        """`d2t`: by draft index, the target's token id minus that index; None: all tokens."""
+        """`d2t`: by draft index, the target's token id minus the index; None: all tokens."""
         super().__init__()
         _check_draft_vocab(config, d2t)
         hidden = config.hidden_size
@@ -62,7 +62,7 @@ class EagleHead(nn.Module):
 
     @property
     def draft_ids(self) -> Tensor | None:
-        """By draft index, the target's token id; None: they are the same."""
+        """The target's token id by draft index; None if they are the same."""
         if self.d2t is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
@@ -70,10 +70,10 @@ class EagleHead(nn.Module):
     def unroll(
         self, embedding: Tensor, tokens: Tensor, features: Tensor, num_passes: int
     ) -> Iterator[Tensor]:
-        """For each pass, what the output table reads: [batch, rows, hidden].
+        """Return, for each pass, the input of the output table: [batch, rows, hidden].
 
         tokens are [batch, rows], features [batch, rows, 3 * hidden]. A row whose chain leaves the
-        sequence is fed some token of it; nobody may look at its output.
+        sequence gets an arbitrary token, and its output must not be used.
         """
         keys: Keys = []
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -97,7 +97,7 @@ def _check_draft_vocab(config: HeadConfig, d2t: Tensor | None) -> None:
     if bad is not None:
         raise ConfigError(f"d2t: token id {bad} is not in the vocabulary of {config.vocab_size}")
     if len(set(ids)) != size:
-        raise ConfigError("d2t leads to one token id twice: give each draft index its own")
+        raise ConfigError("d2t maps two draft indices to one token id: make them distinct")
 
 
 @final
@@ -132,7 +132,7 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(out, config.hidden_size, bias=False)
 
     def forward(self, both: Tensor, positions: Tensor, keys: Keys) -> Tensor:
-        """`keys` are those of the passes before; this pass's own are added to it."""
+        """`keys`: keys and values of earlier passes, to which those of this pass are added."""
         query = self._rotated(self._by_head(self.q_proj(both)), positions)
         key = self._rotated(self._by_head(self.k_proj(both)), positions)
         value = self._by_head(self.v_proj(both))

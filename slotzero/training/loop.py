@@ -1,10 +1,10 @@
-"""Trains a head: batches, gradients, a schedule, and reports on the way.
+"""The training loop: batches, gradients, a schedule, and reports.
 
-It does not know where samples come from or where the head goes. On CUDA it computes in bfloat16
-over float32 weights, on a CPU in float32.
+This module does not know where samples come from or where the head is saved. On CUDA it computes in
+bfloat16 with float32 weights, on a CPU in float32.
 
-The rule: the learning rate follows the budget, whichever of steps and minutes is used up first, so
-training that ends by the clock ends as gently as training that ends by its steps.
+The rule: the learning rate follows the budget of steps or minutes, whichever is used up first, so
+that training with a time limit ends with the same decay as training with a step limit.
 """
 
 import math
@@ -23,16 +23,16 @@ from slotzero.training.loss import Distilled, TargetTables, distil
 from slotzero.training.samples import MIN_LEN, Sample, check_samples, training_batches
 
 NUM_DRAFTS = 4
-"""Of the chains whose acceptance is reported."""
-_WARMUP = 0.03  # of the budget
-_LEAST_RATE = 0.02  # of the learning rate, at both ends
+"""Draft tokens per chain for the reported acceptance length."""
+_WARMUP = 0.03  # fraction of the budget
+_LEAST_RATE = 0.02  # fraction of the learning rate at both ends
 _MAX_GRADIENT = 0.5
 
 
 class Report(NamedTuple):
     step: int
     seconds: float
-    loss: float  # loss and accuracy: since the report before
+    loss: float  # loss and accuracy are means since the previous report
     accuracy: list[float]  # by pass: how often head and target agree on the most likely token
     acceptance_len: float  # of greedy chains of NUM_DRAFTS on held-out samples
 
@@ -55,7 +55,7 @@ def train(
     show_progress: bool = True,
     report: Callable[[Report], None] = lambda report: None,
 ) -> list[Report]:
-    """Changes the head, which moves to the tables' device; -> all reports, the last at the end.
+    """Train the head, which moves to the tables' device, and return all reports.
 
     `embedding` and `lm_head` are the target's, [vocab, hidden]; `held_out` is its greedy text.
     """
@@ -65,7 +65,7 @@ def train(
         ("report_every", report_every, 1),
     ):
         if value < least:
-            raise ConfigError(f"{name} is at least {least}, got {value}")
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
     for what, given in (("samples", samples), ("held_out", held_out)):
         check_samples(what, given, head.config.hidden_size)
     check_walkable("held_out", held_out)
@@ -109,10 +109,10 @@ def _seen(reports: Sequence[Report]) -> str:
 class Budget:
     def __init__(self, max_steps: int | None, max_minutes: float | None) -> None:
         if max_steps is None and max_minutes is None:
-            raise ConfigError("no budget: give max_steps or max_minutes")
+            raise ConfigError("no limit of training: give max_steps or max_minutes")
         for name, value in (("max_steps", max_steps), ("max_minutes", max_minutes)):
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} is above 0, got {value}")
+                raise ConfigError(f"{name} must be above 0, got {value}")
         self._max_steps = max_steps or math.inf
         self._max_seconds = 60 * (max_minutes or math.inf)
         self._began = time.monotonic()
@@ -122,19 +122,20 @@ class Budget:
         return time.monotonic() - self._began
 
     def used(self, num_steps: int) -> float:
-        """The share of it that is gone; 1 and above: all of it."""
+        """Fraction of the budget that is used; 1 or more when it is used up."""
         return max(num_steps / self._max_steps, self.seconds / self._max_seconds)
 
 
 def rate(share: float) -> float:
-    """Of the learning rate, when this share of the budget is gone: up a ramp, down a cosine."""
+    """Return the factor on the learning rate after this fraction of the budget: a linear warm-up,
+    then a cosine decay."""
     cosine = 0.5 * (1 + math.cos(math.pi * share))
     return max(min(share / _WARMUP, cosine), _LEAST_RATE)
 
 
 @final
 class _Tally:
-    """Sums on the device; reading them waits for it, so they are read when a report is due."""
+    """Sums on the device. Reading them waits for the device, so they are read only for reports."""
 
     def __init__(self) -> None:
         self._made: list[Distilled] = []
@@ -156,7 +157,7 @@ def _precision(device: torch.device) -> torch.autocast:
 
 
 def _optimizers(head: EagleHead, lr: float) -> list[torch.optim.Optimizer]:
-    """Matrices learn by Muon, at the rate of AdamW; the rest, which is norms, by AdamW."""
+    """Return the optimizers: Muon for matrices, with AdamW's learning rate, and AdamW for norms."""
     matrices = [p for p in head.parameters() if p.dim() == 2]
     rest = [p for p in head.parameters() if p.dim() != 2]
     return [

@@ -1,9 +1,9 @@
-"""How far a head's drafts are from what the target would have said: soft cross entropy.
+"""The loss of a head: soft cross entropy with the target's distribution.
 
-It knows the target only as two frozen tables and its hidden states. The output table is large, so
-logits exist for some rows at a time, and the gradient is taken while they do.
+This module knows the target only as two frozen tables and its hidden states. The output table is
+large, so logits exist only for some rows at a time, and gradients are computed with them.
 
-The rule: what predicts token j is the target's state at j - 1 and, in pass s, the head's row
+The rule: token j is predicted by the target's state at j - 1 and, in pass s, by the head's row
 j - s - 2.
 """
 
@@ -19,8 +19,8 @@ from slotzero.training.head import EagleHead
 from slotzero.training.samples import TrainingBatch
 
 PASS_DECAY = 0.8
-"""The weight of a pass, against the one before: later drafts are reached less often."""
-_MAX_LOGITS = 2**27  # in one piece: half a gigabyte of float32
+"""Weight of a pass relative to the one before, since later drafts are reached less often."""
+_MAX_LOGITS = 2**27  # at once: half a gigabyte of float32
 
 
 @final
@@ -43,12 +43,12 @@ class TargetTables:
             self._is_drafted[self._ids] = True
 
     def drafted(self, hidden: Tensor) -> Tensor:
-        """Token ids that a head with these outputs drafts; [n, hidden] -> [n]."""
+        """Return the token ids that a head with these outputs drafts: [n, hidden] -> [n]."""
         best = _best(hidden, self.rows)
         return best if self._ids is None else self._ids[best]
 
     def learnable(self, batch: TrainingBatch) -> Tensor:
-        """What of `wanted` the head could get right: [batch, places]."""
+        """Return [batch, places]: the `wanted` tokens that the head is able to draft."""
         if self._ids is None:
             return batch.wanted
         return batch.wanted & self._is_drafted[batch.tokens]
@@ -119,7 +119,7 @@ def _pieces(hidden: Tensor, rows: Tensor) -> Iterator[slice]:
 
 
 def _product(hidden: Tensor, rows: Tensor) -> Tensor:
-    """In the rows' dtype, as the engine computes logits, whatever autocast says."""
+    """Compute logits in the rows' dtype like the engine, regardless of autocast."""
     with torch.autocast(hidden.device.type, enabled=False):
         return F.linear(hidden.to(rows.dtype), rows)
 

@@ -1,10 +1,10 @@
-"""What a head learns from: sequences with the target's hidden states, and padded batches of them.
+"""Training samples: sequences with the target's hidden states, and padded batches of them.
 
-It does not know where samples come from, nor heads. A sample may lie on any device; a batch lies on
-the one that trains.
+This module knows neither heads nor where samples come from. A sample may be on any device; a batch
+is on the device that trains.
 
-The rule: a place counts when its token is part of an answer and has two tokens before it, so
-`wanted` is all that masks: of places, never of rows.
+The rule: a place counts if its token is part of an answer and has two tokens before it. `wanted` is
+the only mask, and it masks places, never rows.
 """
 
 import random
@@ -50,7 +50,7 @@ def check_samples(what: str, samples: Sequence[Sample], hidden_size: int) -> Non
                     f"{what}[{i}].{name} is [{num}, {width}], got {list(tensor.shape)}"
                 )
         if not 1 <= first < num:
-            raise ConfigError(f"{what}[{i}].first is from 1 to {num - 1}, got {first}")
+            raise ConfigError(f"{what}[{i}].first must be 1 to {num - 1}, got {first}")
 
 
 def training_batches(
@@ -60,7 +60,8 @@ def training_batches(
     seed: int,
     device: torch.device,
 ) -> Iterator[TrainingBatch]:
-    """Without end: every sample once in each round, those of like length together."""
+    """Yield batches endlessly: every sample once per epoch, with samples of similar length
+    together."""
     rng = random.Random(seed)
     lengths = [min(len(sample.tokens), max_len) for sample in samples]
     while True:
@@ -74,7 +75,7 @@ def training_batches(
 def whole_batches(
     samples: Sequence[Sample], batch_tokens: int, device: torch.device
 ) -> Iterator[tuple[list[int], TrainingBatch]]:
-    """Each sample once and uncut; -> their indices and the batch."""
+    """Yield each sample once and uncropped: their indices and the batch."""
     lengths = [len(sample.tokens) for sample in samples]
     order = sorted(range(len(samples)), key=lengths.__getitem__)
     for group in _groups(order, lengths, batch_tokens):
@@ -82,7 +83,7 @@ def whole_batches(
 
 
 def _groups(order: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Neighbours in the order, padded to the longest, fill at most batch_tokens, or are one."""
+    """Yield groups of neighbours that have at most batch_tokens after padding, or one sample."""
     group: list[int] = []
     longest = 0
     for i in order:
@@ -95,7 +96,7 @@ def _groups(order: Iterable[int], lengths: Sequence[int], batch_tokens: int) -> 
 
 
 def crop(sample: Sample, max_len: int, rng: random.Random) -> Sample:
-    """A random window that holds part of the answer."""
+    """Return a random window that contains part of the answer."""
     last = len(sample.tokens) - max_len
     if last <= 0:
         return sample

@@ -1,7 +1,7 @@
-"""The folder that holds a trained head: config.json and model.safetensors, as heads on the hub.
+"""The folder of a trained head: config.json and model.safetensors, like heads on the hub.
 
-It does not know training or the engine. A draft vocabulary is kept as `d2t`; the rows of the output
-table that it names are the target's and are not kept.
+This module does not know training or the engine. A draft vocabulary is saved as `d2t`; its rows of
+the output table belong to the target and are not saved.
 """
 
 import json
@@ -23,7 +23,7 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 def save_head(head: EagleHead, folder: Path, dtype: str = "float16") -> None:
     if dtype not in _DTYPES:
-        raise ConfigError(f"dtype is one of {', '.join(_DTYPES)}, got {dtype!r}")
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_to_json(head.config, dtype), indent=2)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
@@ -35,14 +35,16 @@ def save_head(head: EagleHead, folder: Path, dtype: str = "float16") -> None:
 
 
 def load_head(folder: Path) -> EagleHead:
-    """In float32 on the CPU, ready to be trained further."""
+    """Load a head in float32 on the CPU, ready for further training."""
     try:
         stored = load_file(folder / WEIGHTS)
         head = EagleHead(_from_json(read_json(folder / CONFIG)), stored.get("d2t"))
         head.load_state_dict(stored)
     except (ConfigError, SafetensorError, KeyError, OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise CorruptCheckpointError(f"{folder} holds no draft head of ours: {reason}") from None
+        raise CorruptCheckpointError(
+            f"{folder} contains no draft head of train-eagle: {reason}"
+        ) from None
     return head
 
 

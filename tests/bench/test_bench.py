@@ -153,7 +153,7 @@ def test_latency_ends_in_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["latency", *TINY, "--profile"], "--profile"),
         (["graphs", *QWEN, "--input-len", "3"], "--input-len"),
         (["graphs", *QWEN, "--sizes", "1", "--all-sizes"], "--all-sizes"),
-        (["graphs", *QWEN, "--sizes", "1,3"], "3 rows run in size 4"),
+        (["graphs", *QWEN, "--sizes", "1,3"], "3 rows run at 4"),
         (["graphs", *QWEN, "--sizes", "99"], "--max-num-seqs"),
         (["cost", *QWEN, "--sizes", "1"], "--sizes"),
         (["cost", *QWEN, "--plot", "cost.png"], ".svg"),

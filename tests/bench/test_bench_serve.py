@@ -130,7 +130,7 @@ def test_tokens_are_those_of_usage() -> None:
     (rate,) = report["rates"]
     assert rate["rate"] == "inf"
     assert (rate["requests"], rate["failed"]) == (4, 1)
-    assert rate["first_error"] == "test:80 answers 429: too many"
+    assert rate["first_error"] == "test:80 answered 429: too many"
     assert rate["input_tokens"] == 15
     assert rate["output_tokens"] == 6 + 9 + 3
     assert rate["output_chunks"] == 2 + 3 + 1
@@ -237,8 +237,8 @@ def test_a_server_that_is_not_ready(
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (b"", "does not answer as HTTP does"),
-        (b"220 mail.example.org ESMTP\r\n", "does not answer as HTTP does"),
+        (b"", "does not answer with valid HTTP"),
+        (b"220 mail.example.org ESMTP\r\n", "does not answer with valid HTTP"),
         (b"HTTP/1.1 401 \r\n\r\n" + b'{"error": {"message": "no API key"}}', "401: no API key"),
         (b"HTTP/1.1 404 \r\n\r\n<p>nothing here", "404: <p>nothing here"),
     ],
@@ -253,9 +253,9 @@ def test_what_is_no_such_server(capsys: Stderr, reply: bytes, says: str) -> None
     [
         (["--url", "https://127.0.0.1:1"], "give http://HOST:PORT"),
         (["--url", "http://127.0.0.1:1/elsewhere"], "give http://HOST:PORT"),
-        (["--url", "http://127.0.0.1:x"], "its port is not a number"),
-        (["tiny:llama"], "a model is for `slotzero serve`"),
-        (["--page-size", "16"], "--page-size is for `slotzero serve`"),
+        (["--url", "http://127.0.0.1:x"], "the port is not a number"),
+        (["tiny:llama"], "a model: bench serve measures a running server"),
+        (["--page-size", "16"], "--page-size: bench serve measures a running server"),
     ],
 )
 def test_flags_that_make_no_sense(capsys: Stderr, words: list[str], says: str) -> None:

@@ -142,7 +142,7 @@ def test_a_disk_that_fills_up_is_one_line(run: Run) -> None:
     code, out, err = run(*TINY, "--quick", "--html", "/dev/full")
     assert code == 2
     assert "passed: 3 of 15 sizes" in out
-    assert err.startswith("slotzero: error: --html /dev/full: it cannot be written")
+    assert err.startswith("slotzero: error: --html /dev/full: cannot be written")
 
 
 def test_a_report_does_not_go_to_the_terminal(run: Run) -> None:
@@ -478,7 +478,7 @@ def test_a_mutant_that_is_missed_fails(
     assert ["positions", "S2?"] in lines
     assert ["slots", *["S1"], *["S6"] * 9] in lines
     assert ["slots", *["S6"] * 3] in lines
-    assert out.splitlines()[-1] == "15 of 16 mutants were caught, 14 by the right name"
+    assert out.splitlines()[-1] == "15 of 16 mutants were caught, 14 with the right tensor"
     text = Page(page.read_text(encoding="utf-8")).text
     for word in ("15 of 16 were caught, 14", "SGLang 22229", "MISSED", "S2?", "skip the pad"):
         assert word in text

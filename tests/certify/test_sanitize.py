@@ -128,7 +128,7 @@ def test_a_card_without_room_is_not_watched(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(live, "Memory", full)
+    monkeypatch.setattr(live, "StepMemory", full)
     engine = engine_of("llama", "wide", backend="eager", sanitize="full", sanitize_action="raise")
     tokens = [answer.token_ids for answer in send(engine, draw_batch(random.Random(6), 128))]
     plain = engine_of("llama", "wide", backend="eager")

@@ -87,7 +87,7 @@ def test_unknown_words_are_refused(run: Run, words: list[str]) -> None:
         (
             CapacityError("g++ failed\nline 2\nline 3"),
             4,
-            "slotzero: error: g++ failed (--traceback shows all of it)\n",
+            "slotzero: error: g++ failed (--traceback shows the whole message)\n",
         ),
     ],
 )
@@ -195,11 +195,11 @@ def test_speculation_as_vllm_writes_it(config: dict, expected: dict) -> None:
         ("{}", "give method, one of eagle, eagle3, mtp, ngram, draft_model, or model"),
         ('{"num_speculative_tokens": 4}', "give method"),
         ('{"method": "medusa"}', "method 'medusa' is not supported; use one of eagle, eagle3"),
-        ('{"method": 3}', "method is text, got 3"),
-        ('{"model": null}', "model is text, got None"),
+        ('{"method": 3}', "method must be a string, got 3"),
+        ('{"model": null}', "model must be a string, got None"),
         (
             '{"method": "ngram", "num_speculative_tokens": true}',
-            "num_speculative_tokens is a whole number, got True",
+            "num_speculative_tokens must be an integer, got True",
         ),
         (
             '{"model": "small", "quantization": "fp8"}',
@@ -207,7 +207,7 @@ def test_speculation_as_vllm_writes_it(config: dict, expected: dict) -> None:
         ),
         ('{"method": "ngram", "prompt_lookup_max": 5}', "prompt_lookup_max is always 4, got 5"),
         ('{"method": "ngram", "prompt_lookup_min": 1}', "prompt_lookup_min is always 2, got 1"),
-        ('{"model": "small", "prompt_lookup_max": 4}', "prompt_lookup_max is of ngram"),
+        ('{"model": "small", "prompt_lookup_max": 4}', "prompt_lookup_max applies to ngram"),
     ],
 )
 def test_speculation_that_vllm_alone_understands(run: Run, config: str, names: str) -> None:
@@ -394,7 +394,7 @@ def test_when_all_are_bad_no_model_is_loaded(run: Run) -> None:
         ([*TINY, "--prompt", "x", "--raw", "--system", "y"], 2, "--system"),
         ([*TINY, "--prompt", "x", "--prompt-file", "y"], 2, "--prompt-file"),
         ([*TINY, "--prompt-file", "no/such/file"], 2, "no/such/file"),
-        ([*TINY, "-"], 2, "holds no prompt"),  # standard input is empty
+        ([*TINY, "-"], 2, "contains no prompt"),  # standard input is empty
     ],
 )
 def test_what_cannot_be_done_is_one_line(run: Run, words: list[str], code: int, names: str) -> None:
@@ -448,7 +448,7 @@ def test_commands_of_a_conversation(run: Run, llm: LLM) -> None:
     result = run("chat", *TINY, "--temperature", "0", stdin=lines)
     plain, brief = answer(llm, "one"), answer(llm, "one", "be brief")
     assert result.out == f"{plain}\n{plain}\n{brief}\n"
-    assert "no command /nope" in result.err
+    assert "unknown command /nope" in result.err
     assert "/reset " in result.err
 
 

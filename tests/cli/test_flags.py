@@ -69,7 +69,7 @@ def test_a_template_that_is_no_text(run: Run, tmp_path: Path) -> None:
 def test_a_template_without_a_use_is_refused(run: Run) -> None:
     result = run("generate", *TINY, "--prompt", "x", "--raw", "--chat-template", TEMPLATE)
     assert result.code == ConfigError.exit_code
-    assert "--chat-template is for chats and --raw is none" in result.err
+    assert "--chat-template has no effect with --raw" in result.err
     with pytest.raises(ConfigError, match="not with skip_tokenizer_init"):
         LLM("tiny:llama", chat_template=TEMPLATE, skip_tokenizer_init=True)
     assert "unrecognized arguments: --chat-template" in run("certify", "--chat-template", "x").err
@@ -153,7 +153,7 @@ def test_any_name_is_accepted_and_the_first_is_told() -> None:
 def test_two_values_for_one_flag(run: Run, words: str, named: str) -> None:
     result = run("serve", *words.split())
     assert result.code == 2
-    assert f"{named}: two values for one setting, drop one" in result.err
+    assert f"{named}: two values for one setting; drop one" in result.err
 
 
 def test_two_values_for_flags_of_a_command(run: Run) -> None:

@@ -237,7 +237,7 @@ def test_a_flawed_recording_does_not_serve(tensor):
         "sums": lambda: toy.sums[0].add_(1),
         "twice": lambda: None,
     }
-    with pytest.warns(UserWarning, match=f"failed its proof and runs eagerly: .*{tensor!r}"):
+    with pytest.warns(UserWarning, match=f"failed its check and runs eagerly: .*{tensor!r}"):
         record = toy.runner.record(GraphKey("toy", 4, 4))
     assert record.backend == "eager" and tensor in record.failure
     toy.sums.zero_()

@@ -327,7 +327,7 @@ def test_while_it_drains_new_requests_get_503(tmp_path: Path) -> None:
             assert httpx.get(f"{server.url}/health").json()["status"] == "stopping"
             for reply in (httpx.post(url, json=body, timeout=PATIENCE), kept.post(url, json=body)):
                 assert reply.status_code == 503
-                assert "takes no more requests" in reply.json()["error"]["message"]
+                assert "accepts no more requests" in reply.json()["error"]["message"]
                 assert int(reply.headers["retry-after"]) >= 1
                 assert reply.headers["connection"] == "close"
             ends = [chunk.choices[0].finish_reason for chunk in running]

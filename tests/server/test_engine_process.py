@@ -410,7 +410,7 @@ def test_draining_finishes_what_it_can_in_time(
         await anext(longer[0])
         draining = asyncio.create_task(client.drain(2.0))
         await asyncio.sleep(0)
-        with pytest.raises(EngineUnavailableError, match="takes no more requests"):
+        with pytest.raises(EngineUnavailableError, match="accepts no more requests"):
             client.submit("late", prompt, params)
         assert client.is_draining
         await draining

@@ -188,7 +188,7 @@ def test_too_many_waiting_is_said_at_once(served: Served, monkeypatch: pytest.Mo
 
     async def ask() -> list[list[int]]:
         errands = [served.fleet.submit(f"{i}", [i + 1], GREEDY) for i in range(3)]
-        with pytest.raises(OverloadedError, match="3 requests wait already") as caught:
+        with pytest.raises(OverloadedError, match="3 requests are waiting already") as caught:
             served.fleet.admit()
         assert caught.value.retry_after > 0
         answers = [await tokens_of(errand) for errand in errands]

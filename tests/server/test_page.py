@@ -378,10 +378,10 @@ def test_why_there_is_no_engine_is_said(browser: Browser, serve: Serve) -> None:
     client.info, client.stats, client.state = fake_info(False), fake_stats(500, False), "ready"
     assert notice("ready") == ""
     client.stats, client.state, client.failure = None, "restarting", "signal 9"
-    assert notice("restarting").endswith("is started again. Why: signal 9")
+    assert notice("restarting").endswith("is being restarted. Why: signal 9")
     assert browser.evaluate("document.querySelectorAll('.size').length") == 0, "it counts anew"
     client.state = "stopping"
-    assert notice("stopping").endswith("it ends what it has begun."), "not why of another moment"
+    assert notice("stopping").endswith("new ones are refused."), "not why of another moment"
     client.state, client.failure = "unresponsive", "no heartbeat for 30 s"
     assert notice("unresponsive").endswith("Why: no heartbeat for 30 s")
     client.state, client.failure = "failed", "<b>no memory</b> is left"

@@ -119,12 +119,12 @@ def test_an_engine_is_on_one_machine_where_one_has_room(monkeypatch: pytest.Monk
         (
             [{"CPU": 2}] * 2,
             {"tensor_parallel_size": 8},
-            "8 ranks of 1 CPU .* 2 machines have 4 CPU",
+            "8 ranks with 1 CPU .* 2 machines have 4 CPU",
         ),
         (
             [{"CPU": 9}, {"CPU": 9, "GPU": 1}],
             {"tensor_parallel_size": 2},
-            "18 CPU and 1 GPU in all",
+            "18 CPU and 1 GPU",
         ),
         ([{"CPU": 9}], {"backend": "cuda"}, "1 CPU and 1 GPU each .* have 9 CPU and 0 GPU"),
         ([], {}, "0 machines"),

@@ -340,7 +340,7 @@ def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> 
     )
     assert error["param"] == "tools"
     assert why in error["message"]
-    whys = ("no chat template", "serve it with", "switched off")
+    whys = ("chat template does not", "serve it with", "disabled on")
     assert sum(one in error["message"] for one in whys) == 1
 
 

@@ -35,7 +35,7 @@ ANSWER = (
 DECODE = (1, 2, 4, *range(8, 257, 8))
 PREFILL = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 ROWS = (1, 2, 4, 8, 16)
-FAILED = "failed its proof: tensor 'sampled' row 3 is 17 and should be 0"
+FAILED = "failed its check: tensor 'sampled' row 3 is 17 and should be 0"
 
 
 class FakeClient:

@@ -482,7 +482,7 @@ def test_a_broken_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="nowhere"):
         load_head(tmp_path / "nowhere")
     head = make_head()
-    with pytest.raises(ConfigError, match="dtype is one of float16"):
+    with pytest.raises(ConfigError, match="dtype must be one of float16"):
         save_head(head, tmp_path, "int8")
     save_head(head, tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -548,7 +548,7 @@ def test_a_template_may_end_a_turn_in_plain_text(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert data._user_turn(tokenizer) == ([256, *b"[INST] "], [], "[/INST]")
     monkeypatch.setattr(tokenizer, "chat_template", "{{ bos_token }}hello")
-    with pytest.raises(UnsupportedModelError, match="where a user's turn begins"):
+    with pytest.raises(UnsupportedModelError, match="the beginning of a user's turn"):
         self_prompts(llm, 1, show_progress=False)
 
 
@@ -583,7 +583,7 @@ def test_answers_follow_their_prompts_at_their_temperatures(
     [
         (torch.tensor([0, VOCAB]), f"token id {VOCAB + 1} is not in the vocabulary of {VOCAB}"),
         (torch.tensor([-1, 0]), "token id -1 is not in the vocabulary"),
-        (torch.tensor([3, 2]), "one token id twice"),
+        (torch.tensor([3, 2]), "two draft indices to one token id"),
         (torch.tensor([0.0, 1.0]), r"d2t is int64 \[2\], got torch.float32"),
     ],
 )
@@ -614,7 +614,7 @@ GOOD = make_sample(6, 2)
             r"samples\[0\].features is \[6, 72\], got \[6, 71\]",
         ),
         ([GOOD], [GOOD._replace(final=GOOD.final[1:])], r"held_out\[0\].final is \[6, 24\]"),
-        ([GOOD._replace(first=6)], [GOOD], r"samples\[0\].first is from 1 to 5, got 6"),
+        ([GOOD._replace(first=6)], [GOOD], r"samples\[0\].first must be 1 to 5, got 6"),
         ([GOOD], [GOOD._replace(first=5)], "held_out: no answer has two tokens"),
     ],
 )
@@ -628,11 +628,11 @@ def test_bad_samples_are_refused(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "no budget"),
-        ({"max_steps": 0}, "max_steps is above 0"),
-        ({"max_minutes": -1.0}, "max_minutes is above 0"),
-        ({"max_steps": 1, "max_len": 2}, "max_len is at least 3"),
-        ({"max_steps": 1, "num_passes": 0}, "num_passes is at least 1, got 0"),
+        ({}, "no limit of training"),
+        ({"max_steps": 0}, "max_steps must be above 0"),
+        ({"max_minutes": -1.0}, "max_minutes must be above 0"),
+        ({"max_steps": 1, "max_len": 2}, "max_len must be at least 3"),
+        ({"max_steps": 1, "num_passes": 0}, "num_passes must be at least 1, got 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, float], message: str) -> None:
@@ -738,28 +738,34 @@ def test_default_layers_differ(num_layers: int) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say when to stop: --minutes or --steps"),
-        (["--steps", "0"], "--steps is at least 1, got 0"),
-        (["--minutes", "0"], "--minutes is above 0, got 0"),
-        (["--minutes", "nan"], "--minutes is above 0, got nan"),
-        (["--steps", "1", "--minutes", "-1"], "--minutes is above 0, got -1"),
-        (["--steps", "1", "--num-sequences", "1"], "--num-sequences is at least 2, got 1"),
-        (["--steps", "1", "--max-tokens", "1"], "--max-tokens is at least 2, got 1"),
-        (["--steps", "1", "--draft-vocab", "0"], "--draft-vocab is at least 1, got 0"),
+        ([], "no limit of training: give --minutes or --steps"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--minutes", "0"], "--minutes must be above 0, got 0"),
+        (["--minutes", "nan"], "--minutes must be above 0, got nan"),
+        (["--steps", "1", "--minutes", "-1"], "--minutes must be above 0, got -1"),
+        (["--steps", "1", "--num-sequences", "1"], "--num-sequences must be at least 2, got 1"),
+        (["--steps", "1", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
+        (["--steps", "1", "--draft-vocab", "0"], "--draft-vocab must be at least 1, got 0"),
         (["--steps", "1", "--draft-vocab", "260"], "--draft-vocab 260: the model has 259 tokens"),
-        (["--steps", "1", "--batch-tokens", "0"], "--batch-tokens is at least 1, got 0"),
-        (["--steps", "1", "--report-every", "0"], "--report-every is at least 1, got 0"),
-        (["--steps", "1", "--learning-rate", "-1"], "--learning-rate is above 0, got -1"),
-        (["--steps", "1", "--learning-rate", "inf"], "--learning-rate is above 0, got inf"),
+        (["--steps", "1", "--batch-tokens", "0"], "--batch-tokens must be at least 1, got 0"),
+        (["--steps", "1", "--report-every", "0"], "--report-every must be at least 1, got 0"),
+        (["--steps", "1", "--learning-rate", "-1"], "--learning-rate must be above 0, got -1"),
+        (["--steps", "1", "--learning-rate", "inf"], "--learning-rate must be above 0, got inf"),
         (["--steps", "1", "--layers", "0,1"], "'0,1' is not three layers such as 2,15,27"),
-        (["--steps", "1", "--layers", "0,1,3"], "--layers 0,1,3: a head sees three that differ"),
-        (["--steps", "1", "--layers", "0,1,1"], "--layers 0,1,1: a head sees three that differ"),
+        (["--steps", "1", "--layers", "0,1,3"], "--layers 0,1,3: give three different layers"),
+        (["--steps", "1", "--layers", "0,1,1"], "--layers 0,1,1: give three different layers"),
         (["--steps", "1", "--model", "tiny:llama"], "two models"),
-        (["--steps", "1", "--enable-prefix-caching"], "--enable-prefix-caching: what is found"),
-        (["--steps", "1", "--no-lazy-recording"], "--no-lazy-recording: states"),
-        (["--steps", "1", "--speculative", "ngram"], "--speculative: a head is made without one"),
-        (["--steps", "1", "--text", "no/such/text"], "--text no/such/text: name a file in a"),
-        (["--steps", "1", "--text", "/"], "--text /: name a file in a folder that is there"),
+        (
+            ["--steps", "1", "--enable-prefix-caching"],
+            "--enable-prefix-caching: there are no hidden states",
+        ),
+        (["--steps", "1", "--no-lazy-recording"], "--no-lazy-recording: hidden states"),
+        (
+            ["--steps", "1", "--speculative", "ngram"],
+            "--speculative: training uses the model without a drafter",
+        ),
+        (["--steps", "1", "--text", "no/such/text"], "--text no/such/text: give a file in an"),
+        (["--steps", "1", "--text", "/"], "--text /: give a file in an existing folder"),
     ],
 )
 def test_the_command_refuses_by_name(
@@ -775,7 +781,7 @@ def test_a_model_of_two_layers_is_refused(
 ) -> None:
     words = ["tiny:llama", *TINY[1:], "--out", str(tmp_path / "head"), *SHORT]
     assert command(words) == 2
-    assert "the model has 2 layers, and a head sees three" in capsys.readouterr().err
+    assert "the model has 2 layers, and a head needs three" in capsys.readouterr().err
 
 
 def test_a_folder_for_the_head_is_needed(
@@ -786,9 +792,15 @@ def test_a_folder_for_the_head_is_needed(
     (tmp_path / "made" / "config.json").write_text("{}")
     for words, message in (
         ([], "the following arguments are required: --out"),
-        (["--out", str(tmp_path / "file")], "file: no folder (File exists), choose another"),
-        (["--out", str(tmp_path / "file" / "head")], "head: no folder (Not a directory)"),
-        (["--out", str(tmp_path / "made")], "made: there is a head already, choose another"),
+        (
+            ["--out", str(tmp_path / "file")],
+            "file: the folder cannot be created (File exists), choose another",
+        ),
+        (
+            ["--out", str(tmp_path / "file" / "head")],
+            "head: the folder cannot be created (Not a directory)",
+        ),
+        (["--out", str(tmp_path / "made")], "made: the folder already has a head, choose another"),
     ):
         assert command([*TINY, *words, *SHORT]) == 2
         assert message in capsys.readouterr().err
@@ -799,10 +811,10 @@ def test_a_folder_for_the_head_is_needed(
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "no answer to learn from"),
-        ([line([1, 2, 3], 1)], "no answer to try on within 511 tokens"),
-        ([line([1, 2, 3], 1), "{"], "line 2: no answer: JSONDecodeError"),
-        ([line([1, 2, 3], 1), '{"tokens": [1, 2]}'], "line 2: no answer: KeyError('first')"),
+        ([], "no answer to train on"),
+        ([line([1, 2, 3], 1)], "no answer to evaluate on has at most 511 tokens"),
+        ([line([1, 2, 3], 1), "{"], "line 2: not an answer: JSONDecodeError"),
+        ([line([1, 2, 3], 1), '{"tokens": [1, 2]}'], "line 2: not an answer: KeyError('first')"),
         ([line([1, 2, 3], 3)], "line 1: first is 3 of 3 tokens"),
         ([line([1, 2, 3], 0)], "line 1: first is 0 of 3 tokens"),
         ([line([1, 2, 259], 1)], "line 1: token id 259 is not in the vocabulary of 259"),
@@ -818,4 +830,4 @@ def test_text_that_is_no_text_is_refused_by_name(
     assert str(file) in told and message in told
     file.write_bytes(b"\xff\xfe\x00")
     assert command([*TINY, *words]) == 2
-    assert "line 1: no answer: " in capsys.readouterr().err
+    assert "line 1: not an answer: " in capsys.readouterr().err

@@ -16,7 +16,7 @@ ALL = tuple(Kind)
 PUBLISHED = (Kind.PUBLISHED,)
 LEFT = dict.fromkeys(("length", *(spec.name for spec in SPECULATION_TABLES)), 1 << 20)
 LEFT["tokens"] = 1
-"""What a slot's previous owner may leave in tables that every owner writes."""
+"""Values that a slot's previous owner may leave in tables that every owner writes."""
 Words = tuple[Tensor, Tensor]  # offsets from a table's first word, and values
 
 
