@@ -218,7 +218,7 @@ def test_a_bad_request_disturbs_nobody(llm: LLM, what: str, how: str) -> None:
         refuse(RequestError, names, lambda: llm.generate([good[0], bad], both, use_tqdm=False))
     else:
         refuse(RequestError, names, lambda: next(llm.stream(bad, params)))
-    assert len(engine._answers) == 4
+    assert len(engine._handles) == 4
     engine.check()
     drain(llm)
     assert [answer.token_ids for answer in answers] == expected
@@ -243,7 +243,7 @@ def test_a_bad_request_disturbs_nobody(llm: LLM, what: str, how: str) -> None:
 )
 def test_a_prompt_of_another_type(llm: LLM, prompt: Any) -> None:
     refuse(RequestError, ["prompt"], lambda: llm.generate(prompt, GREEDY, use_tqdm=False))
-    assert llm.engine._answers == {}
+    assert llm.engine._handles == {}
 
 
 def test_a_command_answers_the_good_prompts_beside_a_bad_one(run: Run) -> None:

@@ -1,14 +1,10 @@
 """From tokens to what a client reads: one answer as it grows.
 
-It does not know HTTP, tools or its siblings. Stop strings are met here: the engine, in its own
-process, sees only tokens.
+It does not know HTTP, tools or its siblings. Stop strings are found here, by OutputText: the
+engine, in its own process, handles token ids only.
 
-The rule: a token's log probability is given when its text is final, and not if a stop string or the
-end of the sequence took its text away. With `text` what the transcript holds:
-
-    text[0 : num_given)              was given out
-    text[num_given : num_safe)       is given out next
-    text[num_safe :)                 may still turn out to be a stop string
+The rule: the log probability of a token is given out once its text is final, and not at all if a
+stop string or the end of the sequence took its text away.
 """
 
 from collections import deque
@@ -16,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotzero.engine.output_text import Transcript
+from slotzero.engine.output_text import OutputText
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
 from slotzero.server.messages import TokenDelta, TokenLogprobs
@@ -74,11 +70,8 @@ class Piece:
 class Answer:
     def __init__(self, ask: Ask, tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> None:
         self.ask = ask
-        self._stop_ids = ask.params.ends_at(eos_token_ids)
-        self._transcript = Transcript(tokenizer, ask.params)
-        self._num_given = 0
+        self._text = OutputText(tokenizer, ask.params, eos_token_ids)
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
-        self.num_tokens = 0
         self.num_cached = 0
         self.finish_reason: str | None = None
 
@@ -87,44 +80,23 @@ class Answer:
             raise EngineDiedError("the engine gave this request up; send it again")
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.ask.prompt))
-        is_end = grown.finish_reason is not None
-        for i, token in enumerate(grown.token_ids):
-            is_last = grown.finish_reason == "stop" and i == len(grown.token_ids) - 1
-            is_stop_token = is_last and token in self._stop_ids  # else a grammar was at its end
-            values = grown.logprobs[i] if grown.logprobs else None
-            if self._push(token, values, is_stop_token):
-                is_end = True
-                break
-        if is_end:
-            stopped = self._transcript.close() is not None
-            self.finish_reason = self.finish_reason or grown.finish_reason
-            if stopped:
-                self.finish_reason = "stop"
+        spans = self._text.extend(grown.token_ids, grown.finish_reason)
+        for token, span, values in zip(grown.token_ids, spans, grown.logprobs, strict=False):
+            if not span.is_hidden:
+                self._rows.append((TokenRow(token, span.start, values), span.end))
+        self.finish_reason = grown.finish_reason if self._text.stop is None else "stop"
         return self._piece()
 
-    def _push(self, token: int, values: TokenLogprobs | None, is_stop_token: bool) -> bool:
-        """-> whether a stop string is complete"""
-        self.num_tokens += 1
-        offset = len(self._transcript.text)
-        stop = self._transcript.push(
-            token, hide=is_stop_token, may_stop=self.num_tokens >= self.ask.params.min_tokens
-        )
-        is_hidden = is_stop_token and not self.ask.params.include_stop_str_in_output
-        if values is not None and not is_hidden:
-            row = TokenRow(token, offset, values)
-            self._rows.append((row, len(self._transcript.text)))
-        if stop is not None:
-            self.finish_reason = "stop"
-        return stop is not None
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
 
     def _piece(self) -> Piece:
         is_over = self.finish_reason is not None
-        num_safe = self._transcript.num_safe
-        text = self._transcript.text[self._num_given : num_safe]
-        self._num_given += len(text)
+        num_final, text = self._text.num_final, self._text.take()
         rows = []
-        while self._rows and (is_over or self._rows[0][1] <= num_safe):
+        while self._rows and (is_over or self._rows[0][1] <= num_final):
             row, end = self._rows.popleft()
-            if not is_over or row.offset < num_safe or row.offset == end:
+            if not is_over or row.offset < num_final or row.offset == end:
                 rows.append(row)
         return Piece(self.ask.index, text, rows, self.finish_reason, self.num_tokens)

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from slotzero.errors import (
@@ -50,7 +50,8 @@ from slotzero.server.share import Share
 from slotzero.system.child import end_with_parent
 
 if TYPE_CHECKING:  # torch is imported only when signals and the socket are taken care of
-    from slotzero.engine.engine import Answer, Engine
+    from slotzero.engine.engine import Engine
+    from slotzero.engine.request_handle import RequestHandle
     from slotzero.executor.rank_group import RankGroup
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
@@ -114,12 +115,6 @@ class LoadingReport:
             self._outbox.put(Loading(stage, done, total))
 
 
-@dataclass
-class _Asked:
-    answer: "Answer"
-    num_sent: int = 0  # tokens of it that the other process knows
-
-
 class EngineLoop:
     """Feeds one engine from the inbox and tells the outbox what came of it."""
 
@@ -135,7 +130,7 @@ class EngineLoop:
         self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, RequestHandle] = {}
         self._prompt_tokens = self._generated_tokens = 0
         self._num_failures = 0
         self._has_changed = True
@@ -197,7 +192,7 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         params = _sampling_params(message.params)
-        self._asked[message.id] = _Asked(self._engine.add(message.id, message.prompt, params))
+        self._asked[message.id] = self._engine.add(message.id, message.prompt, params)
 
     def _step(self) -> None:
         try:
@@ -216,16 +211,14 @@ class EngineLoop:
                 refusal = _told(RequestError(answer.failure))
                 self._outbox.put(Refused(answer.request.id, *refusal))
 
-    def _growth(self, answer: "Answer") -> TokenDelta:
+    def _growth(self, answer: "RequestHandle") -> TokenDelta:
         request = answer.request
-        asked = self._asked[request.id]
-        tokens = answer.token_ids[asked.num_sent :]
-        logprobs = answer.logprobs[asked.num_sent :]
+        is_first = answer.num_taken == 0
+        tokens, logprobs = answer.take()
         wanted = request.params.logprobs
-        if tokens and asked.num_sent == 0:
+        if tokens and is_first:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
-        asked.num_sent += len(tokens)
         if answer.finished:
             del self._asked[request.id]
         return TokenDelta(
@@ -246,8 +239,8 @@ class EngineLoop:
         if isinstance(error, RankLostError):  # this is the end: who sent us requests speaks of them
             self._num_failures = MOST_FAILURES
             return
-        for request_id, asked in list(self._asked.items()):
-            if asked.answer.finished or len(asked.answer.token_ids) != asked.num_sent:
+        for request_id, answer in list(self._asked.items()):
+            if answer.finished or len(answer.token_ids) != answer.num_taken:
                 self._engine.cancel(request_id)
                 del self._asked[request_id]
                 self._outbox.put(Refused(request_id, *_told(error)))
