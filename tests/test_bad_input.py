@@ -27,6 +27,7 @@ from slotzero.errors import (
     SlotzeroError,
     TokenizerMissingError,
     UnsupportedModelError,
+    outcome_of,
 )
 from slotzero.models.config import parse_config
 from slotzero.models.params import expected_tensors
@@ -308,7 +309,9 @@ def test_a_setting(
 ) -> None:
     refuse(error, names, lambda: make(**settings))
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    refused_by_command(run, error.exit_code, names, "tiny:llama", "--prompt", "x", *words)
+    refused_by_command(
+        run, outcome_of(error).exit_code, names, "tiny:llama", "--prompt", "x", *words
+    )
 
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
@@ -451,6 +454,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "tokenizer missing": (
         without("tokenizer.json"),
         TokenizerMissingError,
+        outcome_of,
         ["tokenizer.json is missing", "download"],
     ),
     "tokenizer broken": (text("tokenizer.json", '{"a"\n:'), Corrupt, ["tokenizer.json", "again"]),

@@ -34,12 +34,13 @@ from slotzero.errors import (
     SlotzeroError,
 )
 from slotzero.sampling.params import SamplingParams
+from slotzero.sampling.structured import structure_error
 from slotzero.server import fleet
 from slotzero.server.app import make_app
 from slotzero.server.messages import Loading, Stats, TokenDelta, TokenLogprobs
 from slotzero.server.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from slotzero.server.settings import TOOL_CALL_PARSERS, ServerSettings
-from slotzero.server.status import TABLE, error_reply, status_of
+from slotzero.server.status import error_reply, status_of
 from slotzero.server.tool_calls import (
     FORCED,
     HERMES,
@@ -625,8 +626,13 @@ def test_an_answer_that_its_grammar_ends_is_whole() -> None:
     assert made["choices"][0]["message"]["content"] == "yes"
 
 
+def structure_refusal(why: str, kind: Any = None) -> RequestRefusedError:
+    error = structure_error(why, kind)
+    return RequestRefusedError("RequestError", str(error), error.param, error.label)
+
+
 def test_a_structure_that_is_refused_is_named() -> None:
-    refusal = RequestRefusedError("RequestError", "structured_outputs: json_schema: no such type")
+    refusal = structure_refusal("no such type", "json_schema")
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}
     error = refused_chat(client=FakeClient(refusal=refusal), response_format=schema)
     assert error["param"] == "response_format"
@@ -649,12 +655,11 @@ def test_a_structure_that_is_refused_is_named() -> None:
 def test_a_structure_has_the_clients_name_in_the_text_too(
     asked: dict[str, Any], kind: str, name: str
 ) -> None:
-    for message, shown in (
-        (f"structured_outputs: {kind}: wrong: regex", f"{name}: wrong: regex"),
-        (f"structured_outputs: {kind}='x' is wrong", f"{name}='x' is wrong"),
-        ("structured_outputs: no token can begin", f"{name}: no token can begin"),
+    for refusal, shown in (
+        (structure_refusal("wrong: regex", kind), f"{name}: wrong: regex"),
+        (structure_refusal("no token can begin"), f"{name}: no token can begin"),
     ):
-        client = FakeClient(refusal=RequestRefusedError("RequestError", message))
+        client = FakeClient(refusal=refusal)
         for error in (
             refused_chat(client=client, **asked),
             refused_completion(client=client, **asked),
@@ -663,11 +668,10 @@ def test_a_structure_has_the_clients_name_in_the_text_too(
 
 
 def test_a_tool_whose_schema_is_wrong_is_named() -> None:
-    message = "structured_outputs: json_schema: no such type"
     error = refused(
         "/v1/chat/completions",
         CHAT | {"tools": [WEATHER], "tool_choice": "required"},
-        FakeClient(refusal=RequestRefusedError("RequestError", message)),
+        FakeClient(refusal=structure_refusal("no such type", "json_schema")),
         tokenizer=tool_tokenizer(HERMES_TEMPLATE),
     )
     assert (error["param"], error["message"]) == ("tools", "tools: no such type")
@@ -680,7 +684,7 @@ def test_a_tool_whose_schema_is_wrong_is_named() -> None:
         ({"max_tokens": 0}, "max_tokens=0: must be at least 1; "),
         (
             {"max_completion_tokens": 3, "min_tokens": 5},
-            "min_tokens=5: must be at least 0 and at most max_completion_tokens",
+            "min_tokens=5: must be at least 0 and at most 3, the limit",
         ),
         ({"guided_choice": []}, "guided_choice=[] is empty; "),
         ({"guided_regex": "a" * 100_001}, "guided_regex: 100001 characters, at most 100000"),
@@ -1422,7 +1426,7 @@ def test_what_the_engine_refuses(is_streamed: bool) -> None:
         ("stop_token_ids: token id 900 is not known", "stop_token_ids", "stop_token_ids"),
         ("odd", None, None),
     ):
-        client = FakeClient(refusal=RequestRefusedError("RequestError", message))
+        client = FakeClient(refusal=RequestRefusedError("RequestError", message, name))
         assert refused_chat(client=client, stream=is_streamed)["param"] == chat_name
         assert refused_completion(client=client, stream=is_streamed)["param"] == name
     client = FakeClient(refusal=RequestRefusedError("CapacityError", "too small"))
@@ -1431,11 +1435,14 @@ def test_what_the_engine_refuses(is_streamed: bool) -> None:
 
 def test_every_error_has_a_status() -> None:
     for kind in vars(errors).values():
-        if kind is not RequestRefusedError and isinstance(kind, type):  # it has another's status
+        if kind is RequestRefusedError:  # it has the status of the error that it names
+            continue
+        if isinstance(kind, type) and issubclass(kind, SlotzeroError):
             assert 400 <= status_of(kind("x")).code < 600
-            assert any(base in TABLE for base in kind.__mro__)
+            assert any(base in errors.ERROR_OUTCOMES for base in kind.__mro__)
     assert status_of(ValueError("x")).code == 500
-    assert error_reply(RequestRefusedError("RequestError", "n=0: must"))[1]["error"]["param"] == "n"
+    refused = RequestRefusedError("RequestError", "n=0: must", "n")
+    assert error_reply(refused)[1]["error"]["param"] == "n"
     assert status_of(RequestRefusedError("no such error", "x")).code == 500
 
 

@@ -4,7 +4,6 @@ A mutant is one fault in one tensor of one runner. It is caught if a check fails
 check names the tensor. It does not know how a fault is injected, nor what a check looks for.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 
 FEWEST_ROWS = 3  # so that rows can be swapped, and every other one left out
-_NAMED = re.compile(r"tensor '([^']+)'")
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,14 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
                 with staged(engine, runner, key) as scene:
                     caught_by, named = _first_failure(examination(scene), checks, ranks)
             except SlotzeroError as error:
-                caught_by, named = "S0", _NAMED.findall(str(error))
+                caught_by, named = "S0", _named_by(error)
         yield _mutant(case, fault, caught_by, named)
+
+
+def _named_by(error: SlotzeroError) -> list[str]:
+    if isinstance(error, ContractError) and error.tensor is not None:
+        return [error.tensor]
+    return []
 
 
 @contextmanager
@@ -155,7 +159,7 @@ def _first_failure(
             if ranks.any(bool(cell.violations)):
                 return cell.check, list(dict.fromkeys(v.tensor for v in cell.violations))
     except SlotzeroError as error:
-        return "S0", _NAMED.findall(str(error))
+        return "S0", _named_by(error)
     return "", []
 
 

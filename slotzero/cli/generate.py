@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slotzero.cli import flags, prompts
 from slotzero.cli.main import print_error
 from slotzero.cli.prompts import STDIN, Ask
-from slotzero.errors import ConfigError, RequestError
+from slotzero.errors import ConfigError, RequestError, outcome_of
 from slotzero.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _report(asks: Iterable[Ask], as_json: bool) -> int:
         print_error(f"{ask.place}: {ask.error}" if ask.place else ask.error)
         if as_json:
             _print_json({"prompt": _as_given(ask), "error": ask.error})
-        code = RequestError.exit_code
+        code = outcome_of(RequestError).exit_code
     return code
 
 

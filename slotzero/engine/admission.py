@@ -22,7 +22,7 @@ from slotzero.errors import RequestError
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.pool import Grammars
 from slotzero.request import Request, Status
-from slotzero.sampling.structured import structured_outputs
+from slotzero.sampling.structured import structure_error, structured_outputs
 from slotzero.system.interrupt import uninterrupted
 
 MASK_GRACE = 0.005  # seconds that a commit waits for the masks after its tokens
@@ -147,8 +147,8 @@ class GrammarAdmission:
             for token in request.output_token_ids:
                 while not grammar.is_settled:
                     self.grammars.poll(IDLE_WAIT)
-                if grammar.failure:
-                    raise RequestError(grammar.failure)
+                if grammar.error is not None:
+                    raise grammar.error
                 yield grammar.allowed
                 grammar.advance(token)
         finally:
@@ -157,7 +157,7 @@ class GrammarAdmission:
 
 def refuse(request: Request, error: RequestError) -> None:
     """End a request that no scheduler has, because of its grammar."""
-    _grammar(request).failure = str(error)
+    _grammar(request).error = error
     _abort(request)
 
 
@@ -174,11 +174,11 @@ def _grammar(request: Request) -> Grammar:
 def _check_beginning(request: Request) -> None:
     """Raise RequestError, and release the grammar, unless an answer can begin."""
     grammar = _grammar(request)
-    if not grammar.failure and not grammar.can_go_on(request.banned_ids):
-        grammar.failure = "structured_outputs: no token can begin such an answer"
-    if grammar.failure:
+    if grammar.error is None and not grammar.can_go_on(request.banned_ids):
+        grammar.error = structure_error("no token can begin such an answer")
+    if grammar.error is not None:
         grammar.release()
-        raise RequestError(grammar.failure)
+        raise grammar.error
 
 
 def _without_grammar(request: Request) -> Request | RequestError:

@@ -131,7 +131,7 @@ class Engine:
         `failure`.
         """
         if params.stop and output_text is None:
-            raise RequestError("stop: stop strings need an OutputText; use stop_token_ids")
+            raise RequestError("stop: stop strings need an OutputText; use stop_token_ids", "stop")
         request = self.request_factory.create(request_id, prompt, params)
         with self.lock, uninterrupted():
             if request_id in self._handles:

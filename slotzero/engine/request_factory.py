@@ -29,7 +29,8 @@ class RequestFactory:
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"{len(stop_ids)} stop ids with the model's own: at most {MAX_STOP_IDS} fit, "
-                "name fewer stop_token_ids"
+                "name fewer stop_token_ids",
+                param="stop_token_ids",
             )
         room = self.max_model_len - len(tokens)
         return Request(
@@ -47,14 +48,15 @@ class RequestFactory:
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
-            raise RequestError("the prompt holds something that is no token id") from None
+            raise RequestError("the prompt holds something that is no token id", "prompt") from None
         if not tokens:
-            raise RequestError("the prompt is empty: give at least one token")
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
         if len(tokens) >= limit:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens and the context holds {limit}, one of them "
                 "for the answer: shorten the prompt"
-                + (f" or raise --max-model-len, up to {most}" if limit < most else "")
+                + (f" or raise --max-model-len, up to {most}" if limit < most else ""),
+                param="prompt",
             )
         return tokens
 
@@ -67,5 +69,6 @@ class RequestFactory:
             bad = next((t for t in ids if not 0 <= t < self.vocab_size), None)
             if bad is not None:
                 raise RequestError(
-                    f"{what}: token id {bad} is not in the vocabulary of {self.vocab_size}"
+                    f"{what}: token id {bad} is not in the vocabulary of {self.vocab_size}",
+                    param=what,
                 )

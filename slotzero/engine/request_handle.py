@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slotzero.engine.output_text import OutputText
+from slotzero.errors import RequestError
 from slotzero.executor.results import RowLogprobs
 from slotzero.request import FinishReason, Request, Status
 
@@ -41,10 +42,15 @@ class RequestHandle:
         return self.request.finish_reason
 
     @property
-    def failure(self) -> str:
-        """Why its grammar ended it, for the caller to mend; else empty."""
+    def refusal(self) -> RequestError | None:
+        """Why its grammar ended it, for the caller to mend; else None."""
         grammar = self.request.grammar
-        return grammar.failure if grammar is not None and self.finish_reason == "abort" else ""
+        return grammar.error if grammar is not None and self.finish_reason == "abort" else None
+
+    @property
+    def failure(self) -> str:
+        """The message of `refusal`, or empty."""
+        return "" if self.refusal is None else str(self.refusal)
 
     @property
     def token_ids(self) -> list[int]:

@@ -95,10 +95,14 @@ class Runner:
         """`eager_reason` says why this runner is not recorded, where its backend is eager."""
         for name in spec.published:
             if registry.entry(name).kind is not Kind.PUBLISHED:
-                raise ContractError(f"runner {spec.name}: tensor {name!r} is not a published one")
+                raise ContractError(
+                    f"runner {spec.name}: tensor {name!r} is not a published one", tensor=name
+                )
         for name in spec.writes:
             if registry.entry(name).kind not in (Kind.DERIVED, Kind.OUTPUT):
-                raise ContractError(f"runner {spec.name}: tensor {name!r} is not one it may write")
+                raise ContractError(
+                    f"runner {spec.name}: tensor {name!r} is not one it may write", tensor=name
+                )
         self.spec = spec
         self.counts = Counts()
         self.records: dict[GraphKey, Record] = {}

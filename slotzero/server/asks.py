@@ -5,14 +5,13 @@ here, under the name that the client gave it.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
-from slotzero.sampling.structured import KINDS, StructuredOutputs, structured_outputs
+from slotzero.sampling.structured import StructuredOutputs, structure_error, structured_outputs
 from slotzero.server.answers import Ask
 from slotzero.server.protocol import (
     ChatRequest,
@@ -21,7 +20,7 @@ from slotzero.server.protocol import (
     ResponseFormat,
     Structure,
 )
-from slotzero.server.status import FieldError, param_of
+from slotzero.server.status import FieldError
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
@@ -42,8 +41,6 @@ _SAME_NAME = (
     "skip_special_tokens",
 )
 _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-# where a message of ours names a field: as its first words, and as the last of one
-_FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|\bmax_tokens$")
 
 
 def chat_asks(
@@ -178,7 +175,7 @@ def _asks(
         params = SamplingParams(**engine_params, stop=body.stop or ())
         _check_structure(structured_outputs(params.structured_outputs))
     except RequestError as error:
-        raise refusal(str(error), names) from None
+        raise error.renamed(names) from None
     return [
         Ask(
             index=i * n + j,
@@ -196,9 +193,7 @@ def _asks(
 
 def _check_structure(asked: StructuredOutputs | None) -> None:
     if asked is not None and len(asked.text) > MAX_STRUCTURE_LEN:
-        raise RequestError(
-            f"structured_outputs: {len(asked.text)} characters, at most {MAX_STRUCTURE_LEN}"
-        )
+        raise structure_error(f"{len(asked.text)} characters, at most {MAX_STRUCTURE_LEN}")
 
 
 @contextmanager
@@ -210,14 +205,6 @@ def about(param: str) -> Iterator[None]:
         raise
     except RequestError as error:
         raise FieldError(param, str(error)) from None
-
-
-def refusal(message: str, names: dict[str, str]) -> FieldError:
-    """An error of SamplingParams or of the engine, under the client's names for the fields. Our
-    name for a structure is that of its kind too."""
-    param = param_of(RequestError(message), message)
-    shown = _FIELD.sub(lambda found: names.get(found[0].partition(":")[0], found[0]), message)
-    return FieldError(names.get(param, param) if param else None, shown)
 
 
 def _seed(seed: int | None, i: int) -> dict[str, int]:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
+from slotzero.errors import ContextError, UnknownModelError
 from slotzero.server.answers import Ask
 from slotzero.server.metrics import Metrics
 from slotzero.server.runs import Client, Run
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import ContextError, UnknownModelError
 from slotzero.server.tools import choose_format
 from slotzero.text.tokenizer import Tokenizer
 
@@ -55,14 +55,14 @@ class Front:
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
-            raise UnknownModelError("model", f"no model {name[:80]!r} here; there is: {served}")
+            raise UnknownModelError(f"no model {name[:80]!r} here; there is: {served}", "model")
 
     def check_text(self, text: str, param: str) -> None:
         """Refuses what cannot fit, however it is tokenised, before that takes its time."""
         limit = self.max_model_len
         if limit is not None and len(text) > limit * self._max_token_len:
             raise ContextError(
-                param, f"{param}: {len(text)} characters, and the context holds {limit} tokens"
+                f"{param}: {len(text)} characters, and the context holds {limit} tokens", param
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str, has_answer: bool = True) -> None:
@@ -71,7 +71,7 @@ class Front:
         if limit is not None and len(tokens) + has_answer > limit:
             rest = ", one of them for the answer" if has_answer else ""
             raise ContextError(
-                param, f"{param}: {len(tokens)} tokens, and the context holds {limit}{rest}"
+                f"{param}: {len(tokens)} tokens, and the context holds {limit}{rest}", param
             )
 
     async def run(self, asks: Sequence[Ask]) -> Run:

@@ -58,6 +58,8 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True):
     id: str
     error: str  # the class, in errors.py
     message: str
+    param: str | None = None  # these are a RequestError's
+    label: str | None = None
 
 
 class Ready(Struct, tag="ready", array_like=True, frozen=True):

@@ -188,7 +188,7 @@ class EngineLoop:
         except Exception as error:
             if not isinstance(error, SlotzeroError):
                 _log.exception("a request could not be added")
-            self._outbox.put(Refused(message.id, *_told(error)))
+            self._outbox.put(_refused(message.id, error))
 
     def _add(self, message: Add) -> None:
         params = _sampling_params(message.params)
@@ -205,11 +205,10 @@ class EngineLoop:
         if told := [grown for grown in growth if grown.token_ids or grown.finish_reason]:
             self._outbox.put(Progress(told))
         for answer in grown:
-            if answer.failure:
+            if answer.refusal is not None:
                 if answer.token_ids:  # else it was refused before it began
-                    _log.warning("a request was given up: %s", answer.failure)
-                refusal = _told(RequestError(answer.failure))
-                self._outbox.put(Refused(answer.request.id, *refusal))
+                    _log.warning("a request was given up: %s", answer.refusal)
+                self._outbox.put(_refused(answer.request.id, answer.refusal))
 
     def _growth(self, answer: "RequestHandle") -> TokenDelta:
         request = answer.request
@@ -243,7 +242,7 @@ class EngineLoop:
             if answer.finished or len(answer.token_ids) != answer.num_taken:
                 self._engine.cancel(request_id)
                 del self._asked[request_id]
-                self._outbox.put(Refused(request_id, *_told(error)))
+                self._outbox.put(_refused(request_id, error))
 
     def _report(self) -> None:
         self._outbox.put(stats_of(self._engine, self._prompt_tokens, self._generated_tokens))
@@ -405,6 +404,12 @@ def _sampling_params(given: Mapping[str, Any]) -> "SamplingParams":
         return SamplingParams(**given, detokenize=False)
     except (TypeError, ValueError, AttributeError) as error:  # a value of some odd type
         raise RequestError(f"sampling parameters: {error}") from error
+
+
+def _refused(request_id: str, error: Exception) -> Refused:
+    if isinstance(error, RequestError):
+        return Refused(request_id, *_told(error), error.param, error.label)
+    return Refused(request_id, *_told(error))
 
 
 def _told(error: Exception) -> tuple[str, str]:

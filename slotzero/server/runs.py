@@ -10,12 +10,11 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from slotzero.errors import EngineDiedError, RequestRefusedError
+from slotzero.errors import DeadlineError, EngineDiedError, RequestError, RequestRefusedError
 from slotzero.server.answers import Answer, Ask, Piece
-from slotzero.server.asks import refusal
 from slotzero.server.messages import Loading, TokenDelta
 from slotzero.server.metrics import Metrics, Watched
-from slotzero.server.status import DeadlineError, status_of
+from slotzero.server.status import status_of
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -175,7 +174,7 @@ class Run:
     def _named(self, ask: Ask, error: Exception) -> Exception:
         if not isinstance(error, RequestRefusedError) or status_of(error).code != 400:
             return error
-        found = refusal(error.message, ask.names)
+        found = RequestError(error.message, error.param, error.label).renamed(ask.names)
         if found.param is None and "structured_outputs" in ask.engine_params:
             found.param = ask.names.get("structured_outputs")
         return found

@@ -1,50 +1,29 @@
-"""From errors to what HTTP says of them: one table, and OpenAI's error body.
+"""HTTP statuses and OpenAI's error body; ERROR_OUTCOMES in errors.py is the table they come from.
 
-    408 is for a client that is slow to ask. Here the engine was slow to answer, and this process
-    is its gateway: 504.
-
-The rule: an error of ours has its status by its class or the nearest class above it; anything else
-is a bug, and its 500 says nothing of what was inside.
+The rule: an error of ours has the status of its class or of the nearest class above it; anything
+else is a bug, and its 500 says nothing of what was inside.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from slotzero import errors
 from slotzero.errors import (
-    EngineDiedError,
-    EngineUnavailableError,
     OverloadedError,
     RequestError,
     RequestRefusedError,
     SlotzeroError,
+    outcome_of,
 )
-from slotzero.sampling.params import SamplingParams
 
 MAX_MESSAGE_LEN = 600
-_NAMED = {"prompt", "structured_outputs"} | {field.name for field in fields(SamplingParams)}
 
 
 class FieldError(RequestError):
     """A request that is wrong in one field, which it names."""
 
     def __init__(self, param: str | None, message: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class ContextError(FieldError):
-    """A prompt that is longer than the context."""
-
-
-class UnknownModelError(FieldError):
-    """A name that is not served."""
-
-
-class DeadlineError(SlotzeroError):
-    """The answer took longer than --request-timeout."""
+        super().__init__(message, param)
 
 
 class Status(NamedTuple):
@@ -56,25 +35,7 @@ class Status(NamedTuple):
 
 
 INVALID = "invalid_request_error"
-BUG = Status(500, "internal_error", "internal_error")
-TABLE: Mapping[type[SlotzeroError], Status] = {
-    SlotzeroError: BUG,
-    errors.InvalidInputError: Status(400, INVALID),
-    RequestError: Status(400, INVALID),
-    ContextError: Status(400, INVALID, "context_length_exceeded"),
-    UnknownModelError: Status(404, INVALID, "model_not_found"),
-    errors.ConfigError: BUG,  # a setting of ours, which no request can mend
-    errors.ModelError: BUG,
-    errors.TokenizerMissingError: Status(400, INVALID),
-    errors.CapacityError: Status(503, "service_unavailable_error", "capacity"),
-    errors.ContractError: BUG,
-    errors.RecordingError: BUG,
-    errors.PoolError: BUG,
-    OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
-    EngineUnavailableError: Status(503, "service_unavailable_error", "engine_unavailable"),
-    EngineDiedError: Status(503, "service_unavailable_error", "engine_died"),
-    DeadlineError: Status(504, "timeout_error", "request_timeout"),
-}
+BUG = Status(*outcome_of(SlotzeroError)[1:])
 HTTP: Mapping[int, Status] = {
     400: Status(400, INVALID),
     401: Status(401, INVALID, "invalid_api_key"),
@@ -92,7 +53,7 @@ def status_of(error: Exception) -> Status:
     kind: type = type(error)
     if isinstance(error, RequestRefusedError):
         kind = getattr(errors, error.error, SlotzeroError)
-    return next((TABLE[base] for base in kind.__mro__ if base in TABLE), BUG)
+    return Status(*outcome_of(kind)[1:])
 
 
 def error_body(status: Status, message: str, param: str | None = None) -> dict[str, Any]:
@@ -105,10 +66,10 @@ def error_body(status: Status, message: str, param: str | None = None) -> dict[s
 
 def error_reply(error: Exception) -> tuple[Status, dict[str, Any]]:
     status = status_of(error)
-    if status is BUG:
+    if status == BUG:
         return status, error_body(status, "the server failed; its log says where")
-    message = error.message if isinstance(error, RequestRefusedError) else str(error)
-    return status, error_body(status, message, param_of(error, message))
+    param = error.param if isinstance(error, RequestError | RequestRefusedError) else None
+    return status, error_body(status, str(error), param)
 
 
 def retry_after(error: Exception) -> dict[str, str]:
@@ -117,11 +78,3 @@ def retry_after(error: Exception) -> dict[str, str]:
         return {}
     seconds = error.retry_after if isinstance(error, OverloadedError) else RETRY_SECONDS
     return {"Retry-After": str(max(1, round(seconds)))}
-
-
-def param_of(error: Exception, message: str) -> str | None:
-    """The field that is wrong: known, or the name that a message of ours begins with."""
-    if isinstance(error, FieldError):
-        return error.param
-    found = re.match(r"(?:the )?([a-z_]+)\b", message)
-    return found[1] if found and found[1] in _NAMED else None
