@@ -8,7 +8,8 @@ from typing import Any
 
 from slotzero.certify.start import start_engine
 from slotzero.config import DEFAULT_MODEL, EngineConfig
-from slotzero.engine.engine import Answer
+from slotzero.engine.output_text import OutputText
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError, StepFailedError, TokenizerMissingError
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.interrupt import uninterrupted
@@ -93,34 +94,14 @@ class _Changes:
     """
 
     def __init__(self) -> None:
-        self._changed: dict[str, Answer] = {}
+        self._changed: dict[str, RequestHandle] = {}
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: RequestHandle) -> None:
         self._changed[answer.request.id] = answer
 
-    def take(self) -> list[Answer]:
+    def take(self) -> list[RequestHandle]:
         changed, self._changed = self._changed, {}
         return list(changed.values())
-
-
-class _Streamed:
-    """An answer and how much of it was handed out."""
-
-    def __init__(self, answer: Answer, prompt_index: int, index: int) -> None:
-        self.answer = answer
-        self._place = (prompt_index, index)
-        self._num_characters = 0
-        self._num_tokens = 0
-
-    def next_chunk(self) -> StreamChunk:
-        answer = self.answer
-        safe = answer.transcript.num_safe if answer.transcript else 0
-        text = answer.text[self._num_characters : safe]
-        tokens = answer.token_ids[self._num_tokens :]
-        self._num_characters += len(text)
-        self._num_tokens += len(tokens)
-        error = answer.failure or None
-        return StreamChunk(*self._place, text, tokens, answer.finish_reason, error)
 
 
 class LLM:
@@ -235,24 +216,24 @@ class LLM:
         return self._stream(self._jobs(prompts, sampling_params))
 
     def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
-        answers: list[list[Answer]] = []
+        answers: list[list[RequestHandle]] = []
         changes = _Changes()
         try:
             self._add(jobs, answers, changes)
-            streamed = {
-                answer.request.id: _Streamed(answer, i, j)
+            places = {
+                answer.request.id: (i, j)
                 for i, siblings in enumerate(answers)
                 for j, answer in enumerate(siblings)
             }
-            while streamed:
+            while places:
                 self.engine.step()  # others may be in it, and others may step for us
                 with self.engine.lock:
                     changed = changes.take()
-                    kept = [a.request.id for a in changed if a.error is None]
-                    chunks = [streamed[request_id].next_chunk() for request_id in kept]
+                    kept = [answer for answer in changed if answer.error is None]
+                    chunks = [_next_chunk(answer, *places[answer.request.id]) for answer in kept]
                     ended = [a.request.id for a in changed if a.finished]
                 for request_id in ended:
-                    del streamed[request_id]
+                    del places[request_id]
                 yield from chunks
                 _raise_if_lost(changed)
         finally:
@@ -275,6 +256,8 @@ class LLM:
         if len(params) != len(given):
             raise RequestError(f"{len(given)} prompts with {len(params)} sampling parameters")
         parts = [self._encoded(i, prompt) for i, prompt in enumerate(given)]
+        if self.engine.tokenizer is None and any(its.stop for its in params):
+            raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
         asks = [("", tokens, its) for (_, tokens), its in zip(parts, params, strict=True)]
         jobs = []
         for i, request in enumerate(self.engine.validate_batch(asks)):
@@ -294,18 +277,25 @@ class LLM:
             raise RequestError(f"prompt {index}: {error}") from None
         return text, tokens
 
-    def _add(self, jobs: list[_Job], answers: list[list[Answer]], changes: _Changes) -> None:
+    def _add(self, jobs: list[_Job], answers: list[list[RequestHandle]], changes: _Changes) -> None:
         """n answers to each prompt, into `answers`, which the caller cancels if this fails."""
         for job in jobs:
             answers.append([])
             for params in job.siblings:
                 request_id = f"{next(self._ids)}"
-                with self.engine.lock, uninterrupted():  # or it is in the engine, and nobody knows
-                    answer = self.engine.add(request_id, job.tokens, params)
+                text = self._new_text(params)
+                with self.engine.lock, uninterrupted():  # or it would be queued and not known here
+                    answer = self.engine.add(request_id, job.tokens, params, text)
                     answers[-1].append(answer)
                     answer.listener = changes.add
 
-    def _cancel(self, answers: list[list[Answer]]) -> None:
+    def _new_text(self, params: SamplingParams) -> OutputText | None:
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not params.detokenize:
+            return None
+        return OutputText(tokenizer, params, self.engine.eos_token_ids)
+
+    def _cancel(self, answers: list[list[RequestHandle]]) -> None:
         """Whoever is not finished; all of them, however often Ctrl-C is pressed."""
         with self.engine.lock, uninterrupted():
             for answer in itertools.chain.from_iterable(answers):
@@ -313,7 +303,7 @@ class LLM:
                     self.engine.cancel(answer.request.id)
 
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
-        answers: list[list[Answer]] = []
+        answers: list[list[RequestHandle]] = []
         changes = _Changes()
         num_answers = sum(len(job.siblings) for job in jobs)
         try:
@@ -335,7 +325,7 @@ class LLM:
             self._cancel(answers)
         return [self._output(job, siblings) for job, siblings in zip(jobs, answers, strict=True)]
 
-    def _output(self, job: _Job, siblings: list[Answer]) -> RequestOutput:
+    def _output(self, job: _Job, siblings: list[RequestHandle]) -> RequestOutput:
         return RequestOutput(
             request_id=siblings[0].request.id,
             prompt=job.text,
@@ -345,7 +335,7 @@ class LLM:
             num_cached_tokens=siblings[0].request.num_found,
         )
 
-    def _completion(self, index: int, answer: Answer) -> CompletionOutput:
+    def _completion(self, index: int, answer: RequestHandle) -> CompletionOutput:
         request = answer.request
         return CompletionOutput(
             index=index,
@@ -357,7 +347,7 @@ class LLM:
             error=answer.failure or None,
         )
 
-    def _logprobs(self, answer: Answer) -> list[dict[int, Logprob]]:
+    def _logprobs(self, answer: RequestHandle) -> list[dict[int, Logprob]]:
         wanted = answer.request.params.logprobs or 0
         rows = []
         for token, row in zip(answer.token_ids, answer.logprobs, strict=True):
@@ -375,7 +365,14 @@ class LLM:
         return self.engine.tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _raise_if_lost(answers: Sequence[Answer]) -> None:
+def _next_chunk(answer: RequestHandle, prompt_index: int, index: int) -> StreamChunk:
+    tokens, _ = answer.take()
+    text = answer.output_text.take() if answer.output_text is not None else ""
+    error = answer.failure or None
+    return StreamChunk(prompt_index, index, text, tokens, answer.finish_reason, error)
+
+
+def _raise_if_lost(answers: Sequence[RequestHandle]) -> None:
     for answer in answers:
         if (error := answer.error) is not None:
             raise StepFailedError(
@@ -385,7 +382,7 @@ def _raise_if_lost(answers: Sequence[Answer]) -> None:
 
 
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:
-    """Answer i of a seeded request has seed + i, in 64 bits."""
+    """RequestHandle i of a seeded request has seed + i, in 64 bits."""
     if params.seed is None:
         return params
     return replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)

@@ -27,6 +27,7 @@ from slotzero.errors import (
     SlotzeroError,
     TokenizerMissingError,
     UnsupportedModelError,
+    outcome_of,
 )
 from slotzero.models.families.family import parse_config
 from slotzero.models.rope import refuse_two_ropes
@@ -218,7 +219,7 @@ def test_a_bad_request_disturbs_nobody(llm: LLM, what: str, how: str) -> None:
         refuse(RequestError, names, lambda: llm.generate([good[0], bad], both, use_tqdm=False))
     else:
         refuse(RequestError, names, lambda: next(llm.stream(bad, params)))
-    assert len(engine._answers) == 4
+    assert len(engine._handles) == 4
     engine.check()
     drain(llm)
     assert [answer.token_ids for answer in answers] == expected
@@ -243,7 +244,7 @@ def test_a_bad_request_disturbs_nobody(llm: LLM, what: str, how: str) -> None:
 )
 def test_a_prompt_of_another_type(llm: LLM, prompt: Any) -> None:
     refuse(RequestError, ["prompt"], lambda: llm.generate(prompt, GREEDY, use_tqdm=False))
-    assert llm.engine._answers == {}
+    assert llm.engine._handles == {}
 
 
 def test_a_command_answers_the_good_prompts_beside_a_bad_one(run: Run) -> None:
@@ -308,7 +309,9 @@ def test_a_setting(
 ) -> None:
     refuse(error, names, lambda: make(**settings))
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    refused_by_command(run, error.exit_code, names, "tiny:llama", "--prompt", "x", *words)
+    refused_by_command(
+        run, outcome_of(error).exit_code, names, "tiny:llama", "--prompt", "x", *words
+    )
 
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
@@ -451,6 +454,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "tokenizer missing": (
         without("tokenizer.json"),
         TokenizerMissingError,
+        outcome_of,
         ["tokenizer.json is missing", "download"],
     ),
     "tokenizer broken": (text("tokenizer.json", '{"a"\n:'), Corrupt, ["tokenizer.json", "again"]),

@@ -15,7 +15,7 @@ from tokenizers import decoders, models
 
 import slotzero
 from slotzero import LLM, SamplingParams
-from slotzero.engine.engine import Answer
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import (
     CapacityError,
     ConfigError,
@@ -44,7 +44,7 @@ def llm() -> LLM:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(llm: LLM):
     yield
-    left = list(llm.engine._answers)
+    left = list(llm.engine._handles)
     for request_id in left:  # or every test that follows would fail as well
         llm.engine.cancel(request_id)
     assert not left
@@ -184,7 +184,7 @@ def test_seeds_that_follow_the_last_one(llm: LLM) -> None:
     else:
         answers = [answer for output in outputs for answer in output.outputs]
         assert len({tuple(answer.token_ids) for answer in answers}) == 6
-    assert llm.engine._answers == {}
+    assert llm.engine._handles == {}
 
 
 # Log probabilities, penalties and filters, against transformers
@@ -491,7 +491,7 @@ def test_closing_a_stream_early_cancels_it(llm: LLM) -> None:
         stream = llm.stream(["hello", "other"], replace(SHORT, max_tokens=200, ignore_eos=True))
         read = [chunk for chunk, _ in zip(stream, range(2 * num_read), strict=False)]
         stream.close()
-        assert llm.engine._answers == {}
+        assert llm.engine._handles == {}
         assert not llm.engine.lanes.has_work
         assert llm.engine.step() == []  # the step that was in flight
         assert not llm.engine.has_work
@@ -697,7 +697,7 @@ def test_a_stop_string_of_several_bytes() -> None:
 
 def test_special_tokens_show_only_if_asked_for() -> None:
     llm = saying_bytes(b"a", b"")
-    llm.engine.eos_token_ids = (257,)
+    llm.engine.request_factory.eos_token_ids = (257,)
     hidden, shown = (
         first(llm, ASK, SamplingParams(skip_special_tokens=skip, include_stop_str_in_output=True))
         for skip in (True, False)
@@ -738,22 +738,22 @@ def test_a_step_looks_only_at_the_answers_that_grew_in_it(
     """Not at those that wait or have finished, however many there are."""
     llm = make(max_num_seqs=2)
     prompts, params = ["hello"] * 60, replace(SHORT, max_tokens=3)
-    num_grown, num_looks, states = 0, 0, Answer.finished.fget
+    num_grown, num_looks, states = 0, 0, RequestHandle.finished.fget
     step = llm.engine.step
 
-    def counted_step() -> list[Answer]:
+    def counted_step() -> list[RequestHandle]:
         nonlocal num_grown
         grown = step()
         num_grown += len(grown)
         return grown
 
-    def counted_look(answer: Answer) -> bool:
+    def counted_look(answer: RequestHandle) -> bool:
         nonlocal num_looks
         num_looks += sys._getframe(1).f_globals["__name__"] == "slotzero.llm"
         return states(answer)
 
     monkeypatch.setattr(llm.engine, "step", counted_step)
-    monkeypatch.setattr(Answer, "finished", property(counted_look))
+    monkeypatch.setattr(RequestHandle, "finished", property(counted_look))
     if how == "generate":
         llm.generate(prompts, params, use_tqdm=False)
     else:
@@ -771,15 +771,15 @@ def test_a_step_that_fails_raises_in_every_thread_that_lost_requests(
     engine = llm.engine
     expected = first(llm, "c", SHORT)
     step, add, all_added = engine.step, engine.add, threading.Event()
-    added: list[Answer] = []
+    added: list[RequestHandle] = []
 
-    def add_all(*args: Any) -> Answer:
+    def add_all(*args: Any) -> RequestHandle:
         added.append(add(*args))
         if len(added) == 6:
             all_added.set()
         return added[-1]
 
-    def fragile_step() -> list[Answer]:
+    def fragile_step() -> list[RequestHandle]:
         all_added.wait(60)
         return step()
 
@@ -858,7 +858,7 @@ def test_an_interrupt_cancels_what_it_left(llm: LLM, monkeypatch: pytest.MonkeyP
         patch.setattr(llm.engine, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["hello"] * 30, SHORT, use_tqdm=False)
-    assert llm.engine._answers == {}
+    assert llm.engine._handles == {}
     assert first(llm, "hello", SHORT) == expected
 
 

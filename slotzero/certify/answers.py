@@ -55,7 +55,7 @@ class AnswerCheck:
 
     def _begin(self, request: Request) -> None:
         engine = self._engine
-        masks = None if request.grammar is None else engine.masks(request)
+        masks = None if request.grammar is None else engine.admission.masks(request)
         try:
             with torch.inference_mode():
                 again = Recomputation(engine.worker, request, self._rounding, masks)

@@ -1,6 +1,5 @@
 """Certification: every check at every size, with one scenario per size."""
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ Plan = Sequence[tuple[Runner, GraphKey]]
 MakeScenario = Callable[[Runner, GraphKey], AbstractContextManager[Scenario]]
 Seen = Callable[[Cell], None]
 NOTHING: Mapping[tuple[GraphKey, str], str] = {}
-_NAMED = re.compile(r"tensor '([^']+)'")
 
 
 def certify(
@@ -83,8 +81,7 @@ def examine(examination: Examination, checks: Iterable[str]) -> Iterator[Cell]:
 
 
 def _raised(error: ContractError, check: str, key: GraphKey) -> Violation:
-    named = _NAMED.search(str(error))
-    return Violation(check, key.runner, str(key), named[1] if named else "", str(error))
+    return Violation(check, key.runner, str(key), error.tensor or "", str(error))
 
 
 def checksums(registry: Registry) -> dict[str, int]:

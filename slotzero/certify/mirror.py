@@ -22,7 +22,8 @@ class Mirror(TableObserver):
             name, slot, column = self._tables.place_of(int(offsets[wrong[0]]))
             raise ContractError(
                 f"table tensor {name!r}: row {slot}, column {column} does not hold the value that "
-                "was staged for it; a row must keep nothing of an earlier owner"
+                "was staged for it; a row must keep nothing of an earlier owner",
+                tensor=name,
             )
 
 

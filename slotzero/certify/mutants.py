@@ -5,7 +5,6 @@ check names the tensor. This module knows neither how a fault is injected nor wh
 for.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from slotzero.graph import GraphKey, Kind, Registry, Runner
 from slotzero.graph.registry import Entry
 
 FEWEST_ROWS = 3  # enough to swap rows, and to leave out every other one
-_NAMED = re.compile(r"tensor '([^']+)'")
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,14 @@ def _mutants_of(engine: Engine, runner: Runner, checks: Sequence[str]) -> Iterat
                 with scenario_for(engine, runner, key) as scenario:
                     caught_by, named = _first_failure(examination(scenario), checks, ranks)
             except SlotzeroError as error:
-                caught_by, named = "S0", _NAMED.findall(str(error))
+                caught_by, named = "S0", _named_by(error)
         yield _mutant(case, fault, caught_by, named)
+
+
+def _named_by(error: SlotzeroError) -> list[str]:
+    if isinstance(error, ContractError) and error.tensor is not None:
+        return [error.tensor]
+    return []
 
 
 @contextmanager
@@ -159,7 +163,7 @@ def _first_failure(
             if ranks.any(bool(cell.violations)):
                 return cell.check, list(dict.fromkeys(v.tensor for v in cell.violations))
     except SlotzeroError as error:
-        return "S0", _NAMED.findall(str(error))
+        return "S0", _named_by(error)
     return "", []
 
 

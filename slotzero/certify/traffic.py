@@ -219,7 +219,9 @@ def _serve(engine: Engine, fault: TrafficFault) -> tuple[list[list[int]], list[V
     cache.clear()
     with ExitStack() as stack:
         stack.enter_context(swapped(engine, "sanitizer", watch))
-        stack.enter_context(swapped(engine, "_widths", FixedWidth(engine.limits.max_width)))
+        stack.enter_context(
+            swapped(engine.draft_widths, "policy", FixedWidth(engine.limits.max_width))
+        )
         for runner in engine.worker.runners:
             stack.enter_context(swapped(runner, "observer", None))
         for i, request in enumerate(fault.requests(engine)):

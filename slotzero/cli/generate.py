@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slotzero.cli import flags, prompts
 from slotzero.cli.main import print_error
 from slotzero.cli.prompts import STDIN, PromptInput
-from slotzero.errors import ConfigError, RequestError
+from slotzero.errors import ConfigError, RequestError, outcome_of
 from slotzero.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _report(inputs: Iterable[PromptInput], as_json: bool) -> int:
         )
         if as_json:
             _print_json({"prompt": _as_given(prompt_input), "error": prompt_input.error})
-        code = RequestError.exit_code
+        code = outcome_of(RequestError).exit_code
     return code
 
 

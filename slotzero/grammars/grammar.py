@@ -12,6 +12,7 @@ from typing import Protocol, final
 
 import numpy as np
 
+from slotzero.errors import RequestError
 from slotzero.grammars.matcher import WORD_BITS, mask_of
 
 _LATE_PENALTY = 16
@@ -36,13 +37,18 @@ class Grammar:
         """tokens[0 : num_sent) are known to the worker."""
         self.num_restarts = 0
         """How often its worker was killed by something other than a limit."""
-        self.failure = ""
+        self.error: RequestError | None = None
         """Why the answer cannot go on. Set by the pool; for the client to read."""
         self._pool = pool
         self._allowed: np.ndarray | None = None
         self._end: np.ndarray | None = None
         self._num_unawaited = 0
         self._is_released = False
+
+    @property
+    def failure(self) -> str:
+        """The message of `error`, or empty."""
+        return "" if self.error is None else str(self.error)
 
     @property
     def is_ready(self) -> bool:
@@ -52,7 +58,7 @@ class Grammar:
     @property
     def is_settled(self) -> bool:
         """Whether nothing is being computed for it."""
-        return self.is_ready or bool(self.failure)
+        return self.is_ready or self.error is not None
 
     @property
     def allowed(self) -> np.ndarray:
@@ -64,12 +70,12 @@ class Grammar:
         """Append a token, and ask for the next mask. False: the token was not allowed, or there is
         a `failure`."""
         word, bit = divmod(token, WORD_BITS)
-        if self.failure or not int(self.allowed[word]) >> bit & 1:
+        if self.error is not None or not int(self.allowed[word]) >> bit & 1:
             return False
         self.tokens.append(token)
         self._allowed = None
         self._pool.follow(self)
-        return not self.failure
+        return self.error is None
 
     def can_go_on(self, banned: Collection[int] = ()) -> bool:
         """Whether anything but the end of the sequence and these tokens is allowed."""

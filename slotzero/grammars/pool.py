@@ -29,14 +29,13 @@ from typing import final
 
 import numpy as np
 
-from slotzero.errors import RequestError
 from slotzero.grammars.channel import Channel
 from slotzero.grammars.grammar import Grammar, words
 from slotzero.grammars.matcher import WORD_BITS, mask_of
 from slotzero.grammars.messages import COMPILE, Ended, NotStarted, Ready, Reply, Source, Unusable
 from slotzero.grammars.process import ForkServer, Worker
 from slotzero.grammars.worker import OUT_OF_MEMORY
-from slotzero.sampling.structured import StructuredOutputs
+from slotzero.sampling.structured import StructuredOutputs, structure_error
 from slotzero.system.child import ending
 from slotzero.text.tokenizer import Tokenizer
 
@@ -133,15 +132,15 @@ class Grammars:
         it is known that it cannot be."""
         source = Source(asked.kind, asked.text)
         if not self._is_installed:
-            raise RequestError(
-                "structured_outputs: llguidance is missing: pip install 'slotzero[server]'"
-            )
+            raise structure_error("llguidance is missing: pip install 'slotzero[server]'")
+        if self._unusable:
+            raise structure_error(self._unusable)
         refusal, until = self._refusals.get(source, ("", 0.0))
-        if self._unusable or time.monotonic() < until:
-            raise RequestError(self._unusable or refusal)
+        if time.monotonic() < until:
+            raise structure_error(refusal, source.kind)
         self.prepare()
         if self._server is None:
-            raise RequestError(f"structured_outputs: {source.kind}: {self._not_started}")
+            raise structure_error(self._not_started, source.kind)
         worker = self._workers.get(source)
         if worker is None:
             worker = Worker(next(self._numbers), source, time.monotonic())
@@ -213,9 +212,7 @@ class Grammars:
             case Ready(ends):
                 self._end = words(mask_of(ends, self._mask_bytes))
             case Unusable(reason):
-                self._unusable = (
-                    f"structured_outputs: this model's tokenizer cannot be used ({reason})"
-                )
+                self._unusable = f"this model's tokenizer cannot be used ({reason})"
             case Ended(number, exit_code):
                 for worker in self._numbered(number):
                     self._bury(worker, exit_code)
@@ -431,14 +428,14 @@ class Grammars:
         del worker.answers[grammar.number]
         if grammar.num_sent:
             worker.end(grammar.number)
-        grammar.failure = f"structured_outputs: {worker.source.kind}: {why}"
+        grammar.error = structure_error(why, worker.source.kind)
 
     def _refuse(self, worker: Worker, why: str, until: float) -> None:
         """It cannot be compiled, and is not tried again before then."""
         for grammar in list(worker.answers.values()):
             self._fail(grammar, why)
         self._remove(worker)
-        self._refusals[worker.source] = f"structured_outputs: {worker.source.kind}: {why}", until
+        self._refusals[worker.source] = why, until
         if len(self._refusals) > _MOST_REFUSALS:
             self._refusals.popitem(last=False)
 

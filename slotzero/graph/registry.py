@@ -77,7 +77,9 @@ class Registry:
         self, name: str, capacity: int, *, pad: int, reason: str, dtype: torch.dtype = torch.int32
     ) -> Tensor:
         if not reason:
-            raise ContractError(f"published tensor {name!r}: a pad value needs its reason")
+            raise ContractError(
+                f"published tensor {name!r}: a pad value needs its reason", tensor=name
+            )
         tensor = torch.full((capacity,), pad, dtype=dtype, device=self.device)
         self._rings[name] = UploadRing(tensor)
         return self._add(Entry(name, Kind.PUBLISHED, tensor, pad, reason))
@@ -108,7 +110,7 @@ class Registry:
 
     def entry(self, name: str) -> Entry:
         if name not in self._entries:
-            raise ContractError(f"tensor {name!r} is not registered")
+            raise ContractError(f"tensor {name!r} is not registered", tensor=name)
         return self._entries[name]
 
     def entries(self) -> Iterable[Entry]:
@@ -126,10 +128,14 @@ class Registry:
         """Write values, then the pad value up to the end of the buffer, not only of the size."""
         entry = self.entry(name)
         if entry.kind is not Kind.PUBLISHED or entry.pad is None:
-            raise ContractError(f"{entry.kind.value} tensor {name!r} cannot be published")
+            raise ContractError(
+                f"{entry.kind.value} tensor {name!r} cannot be published", tensor=name
+            )
         capacity = entry.tensor.shape[0]
         if len(values) > capacity:
-            raise ContractError(f"published tensor {name!r}: {len(values)} values for {capacity}")
+            raise ContractError(
+                f"published tensor {name!r}: {len(values)} values for {capacity}", tensor=name
+            )
         self._rings[name].upload(values, entry.pad)
         self._stamps[name] = self.step
 
@@ -151,7 +157,8 @@ class Registry:
             if self._stamps.get(name) != self.step:
                 raise ContractError(
                     f"published tensor {name!r} was not published in step {self.step}: "
-                    "every replay needs its published tensors written in the same step"
+                    "every replay needs its published tensors written in the same step",
+                    tensor=name,
                 )
 
     def fingerprints(self) -> tuple[Fingerprint, ...]:
@@ -176,20 +183,24 @@ class Registry:
                 if old != new:
                     raise ContractError(
                         f"{entry.kind.value} tensor {entry.name!r}: its {aspect} was {old} when "
-                        f"recorded and is {new} now; a registered tensor is never replaced"
+                        f"recorded and is {new} now; a registered tensor is never replaced",
+                        tensor=entry.name,
                     )
 
     def _on_device(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.device.type != self.device.type:
             raise ContractError(
-                f"tensor {name!r} is on {tensor.device}, graphs run on {self.device}"
+                f"tensor {name!r} is on {tensor.device}, graphs run on {self.device}",
+                tensor=name,
             )
         return tensor
 
     def _add(self, entry: Entry) -> Tensor:
         if self._frozen:
-            raise ContractError(f"tensor {entry.name!r}: registered after the first recording")
+            raise ContractError(
+                f"tensor {entry.name!r}: registered after the first recording", tensor=entry.name
+            )
         if entry.name in self._entries:
-            raise ContractError(f"tensor {entry.name!r} is registered twice")
+            raise ContractError(f"tensor {entry.name!r} is registered twice", tensor=entry.name)
         self._entries[entry.name] = entry
         return entry.tensor

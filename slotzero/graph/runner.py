@@ -95,11 +95,14 @@ class Runner:
         """`eager_reason`: why this runner is not recorded, if its backend is eager."""
         for name in spec.published:
             if registry.entry(name).kind is not Kind.PUBLISHED:
-                raise ContractError(f"runner {spec.name}: tensor {name!r} is not published")
+                raise ContractError(
+                    f"runner {spec.name}: tensor {name!r} is not published", tensor=name
+                )
         for name in spec.writes:
             if registry.entry(name).kind not in (Kind.DERIVED, Kind.OUTPUT):
                 raise ContractError(
-                    f"runner {spec.name}: tensor {name!r} is neither derived nor an output"
+                    f"runner {spec.name}: tensor {name!r} is neither derived nor an output",
+                    tensor=name,
                 )
         self.spec = spec
         self.counts = Counts()

@@ -69,10 +69,10 @@ class SamplingParams:
             _check_number(name, getattr(self, name), integer=name in _INTEGERS)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={_short(getattr(self, name))}: must be true or false")
+                raise _refused(name, getattr(self, name), "must be true or false")
         stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if not all(isinstance(text, str) for text in stop):
-            raise RequestError(f"stop={_short(self.stop)}: must be a string or a list of strings")
+            raise _refused("stop", self.stop, "must be a string or a list of strings")
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids))
         for token in self.stop_token_ids:
@@ -82,7 +82,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_outputs", asked)
         for name, ok, rule in self._rules():
             if not ok:
-                raise RequestError(f"{name}={_short(getattr(self, name))}: {rule}")
+                raise _refused(name, getattr(self, name), rule)
 
     def ends_at(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """Tokens that end the answer and are no part of it."""
@@ -122,7 +122,8 @@ class SamplingParams:
             (
                 "min_tokens",
                 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens),
-                "must be at least 0 and at most max_tokens",
+                "must be at least 0"
+                + ("" if self.max_tokens is None else f" and at most {self.max_tokens}, the limit"),
             ),
             (
                 "seed",
@@ -162,15 +163,19 @@ def _check_number(name: str, value: object, *, integer: bool) -> None:
     kinds = int if integer else (int, float)
     may_be_none = name in ("max_tokens", "logprobs", "seed")
     if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and may_be_none)):
-        raise RequestError(f"{name}={value!r}: must be {'an integer' if integer else 'a number'}")
+        raise _refused(name, value, f"must be {'an integer' if integer else 'a number'}")
     if not integer and isinstance(value, int) and abs(value) > MOST_INTEGER:
-        raise RequestError(f"{name}={_short(value)}: is too large")
+        raise _refused(name, value, "is too large")
 
 
 def _items(name: str, values: Sequence[Any] | None) -> tuple[Any, ...]:
     if values is not None and not isinstance(values, Sequence | set | frozenset):
-        raise RequestError(f"{name}={_short(values)}: must be a list")
+        raise _refused(name, values, "must be a list")
     return tuple(values or ())
+
+
+def _refused(name: str, value: object, rule: str) -> RequestError:
+    return RequestError(f"{name}={_short(value)}: {rule}", param=name)
 
 
 def _short(value: object) -> str:
@@ -182,9 +187,7 @@ def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:
     try:
         return MappingProxyType({_token(token): float(value) for token, value in bias.items()})
     except (AttributeError, OverflowError, TypeError, ValueError):
-        raise RequestError(
-            f"logit_bias={_short(bias)}: keys are token ids, values are numbers"
-        ) from None
+        raise _refused("logit_bias", bias, "keys are token ids, values are numbers") from None
 
 
 def _token(key: int | str) -> int:

@@ -42,7 +42,7 @@ class StructuredOutputs:
         named = [name for name in NAMES if getattr(self, name) not in (None, False)]
         if len(named) != 1:
             got = " and ".join(named) or "none"
-            raise RequestError(f"structured_outputs: give one of {', '.join(NAMES)}, got {got}")
+            raise structure_error(f"give one of {', '.join(NAMES)}, got {got}")
         if self.regex is not None:
             _check_unicode("regex", self.regex)
         if self.choice is not None:
@@ -79,12 +79,22 @@ def structured_outputs(asked: object) -> StructuredOutputs | None:
     if not isinstance(asked, Mapping):
         shown = reprlib.repr(asked)
         raise RequestError(
-            f"structured_outputs={shown}: must be a dict with one of {', '.join(NAMES)}"
+            f"structured_outputs={shown}: must be a dict with one of {', '.join(NAMES)}",
+            param="structured_outputs",
         )
     unknown = [name for name in asked if name not in NAMES]
     if unknown:
-        raise RequestError(f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(NAMES)}")
+        raise RequestError(
+            f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(NAMES)}",
+            param="structured_outputs",
+        )
     return StructuredOutputs(**asked)
+
+
+def structure_error(why: str, kind: Kind | None = None) -> RequestError:
+    """Make the error of a structure that cannot be used; `kind` is None if all are meant."""
+    label = "structured_outputs" if kind is None else f"structured_outputs: {kind}"
+    return RequestError(f"{label}: {why}", param="structured_outputs", label=label)
 
 
 def _schema_text(name: str, schema: object) -> str:
@@ -114,11 +124,17 @@ def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode("utf-8")  # as of a prompt: JSON may hold half of a surrogate pair
     except UnicodeEncodeError as error:
+        kind = name.partition("[")[0]
         raise RequestError(
             f"structured_outputs: {name} has half a character at position {error.start}; "
-            "send valid Unicode"
+            "send valid Unicode",
+            param="structured_outputs",
+            label=f"structured_outputs: {kind}",
         ) from None
 
 
 def _refused(name: str, value: object, rule: str) -> RequestError:
-    return RequestError(f"structured_outputs: {name}={reprlib.repr(value)} {rule}")
+    label = f"structured_outputs: {name}"
+    return RequestError(
+        f"{label}={reprlib.repr(value)} {rule}", param="structured_outputs", label=label
+    )

@@ -1,14 +1,10 @@
 """From tokens to text: one answer while it is generated.
 
-This module does not know HTTP, tools or the request's other answers. Stop strings are handled here,
-because the engine, in its own process, sees only tokens.
+This module does not know HTTP, tools or the request's other answers. Stop strings are found here,
+by OutputText: the engine, in its own process, handles token ids only.
 
 The rule: a token's log probability is sent once its text is final, and never if a stop string or
-the end of the sequence removed its text. With `text` the contents of the transcript:
-
-    text[0 : num_given)              was sent
-    text[num_given : num_safe)       is sent next
-    text[num_safe :)                 may still turn out to be a stop string
+the end of the sequence removed its text.
 """
 
 from collections import deque
@@ -16,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from slotzero.engine.output_text import Transcript
+from slotzero.engine.output_text import OutputText
 from slotzero.errors import EngineDiedError
 from slotzero.sampling.params import SamplingParams
 from slotzero.server.messages import TokenDelta, TokenLogprobs
@@ -76,11 +72,8 @@ class AnswerBuilder:
         self, request: GenerationRequest, tokenizer: Tokenizer, eos_token_ids: Collection[int]
     ) -> None:
         self.request = request
-        self._stop_ids = request.params.ends_at(eos_token_ids)
-        self._transcript = Transcript(tokenizer, request.params)
-        self._num_given = 0
+        self._text = OutputText(tokenizer, request.params, eos_token_ids)
         self._rows: deque[tuple[TokenRow, int]] = deque()  # with the end of their text
-        self.num_tokens = 0
         self.num_cached = 0
         self.finish_reason: str | None = None
 
@@ -89,44 +82,23 @@ class AnswerBuilder:
             raise EngineDiedError("the engine aborted this request: send it again")
         if self.num_tokens == 0:
             self.num_cached = min(grown.num_cached, len(self.request.prompt))
-        is_end = grown.finish_reason is not None
-        for i, token in enumerate(grown.token_ids):
-            is_last = grown.finish_reason == "stop" and i == len(grown.token_ids) - 1
-            is_stop_token = is_last and token in self._stop_ids  # else a grammar ended the answer
-            values = grown.logprobs[i] if grown.logprobs else None
-            if self._push(token, values, is_stop_token):
-                is_end = True
-                break
-        if is_end:
-            stopped = self._transcript.close() is not None
-            self.finish_reason = self.finish_reason or grown.finish_reason
-            if stopped:
-                self.finish_reason = "stop"
+        spans = self._text.extend(grown.token_ids, grown.finish_reason)
+        for token, span, values in zip(grown.token_ids, spans, grown.logprobs, strict=False):
+            if not span.is_hidden:
+                self._rows.append((TokenRow(token, span.start, values), span.end))
+        self.finish_reason = grown.finish_reason if self._text.stop is None else "stop"
         return self._delta()
 
-    def _push(self, token: int, values: TokenLogprobs | None, is_stop_token: bool) -> bool:
-        """Add a token, and return whether it completes a stop string."""
-        self.num_tokens += 1
-        offset = len(self._transcript.text)
-        stop = self._transcript.push(
-            token, hide=is_stop_token, may_stop=self.num_tokens >= self.request.params.min_tokens
-        )
-        is_hidden = is_stop_token and not self.request.params.include_stop_str_in_output
-        if values is not None and not is_hidden:
-            row = TokenRow(token, offset, values)
-            self._rows.append((row, len(self._transcript.text)))
-        if stop is not None:
-            self.finish_reason = "stop"
-        return stop is not None
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
 
     def _delta(self) -> TextDelta:
         is_over = self.finish_reason is not None
-        num_safe = self._transcript.num_safe
-        text = self._transcript.text[self._num_given : num_safe]
-        self._num_given += len(text)
+        num_final, text = self._text.num_final, self._text.take()
         rows = []
-        while self._rows and (is_over or self._rows[0][1] <= num_safe):
+        while self._rows and (is_over or self._rows[0][1] <= num_final):
             row, end = self._rows.popleft()
-            if not is_over or row.offset < num_safe or row.offset == end:
+            if not is_over or row.offset < num_final or row.offset == end:
                 rows.append(row)
         return TextDelta(self.request.index, text, rows, self.finish_reason, self.num_tokens)

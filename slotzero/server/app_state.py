@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slotzero.config import DEFAULT_MODEL
+from slotzero.errors import ContextError, UnknownModelError
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.generation import Client, Generation
 from slotzero.server.metrics import Metrics
 from slotzero.server.settings import ServerSettings
-from slotzero.server.status import ContextError, UnknownModelError
 from slotzero.server.tools import choose_format
 from slotzero.text.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class AppState:
         if name is not None and name not in self.names:
             served = ", ".join(self.names)
             raise UnknownModelError(
-                "model", f"model {name[:80]!r} is not served here; available: {served}"
+                f"model {name[:80]!r} is not served here; available: {served}", "model"
             )
 
     def check_text(self, text: str, param: str) -> None:
@@ -65,8 +65,8 @@ class AppState:
         limit = self.max_model_len
         if limit is not None and len(text) > limit * self._max_token_len:
             raise ContextError(
-                param,
                 f"{param}: {len(text)} characters do not fit into the context of {limit} tokens",
+                param,
             )
 
     def check_tokens(self, tokens: Sequence[int], param: str, has_answer: bool = True) -> None:
@@ -75,8 +75,8 @@ class AppState:
         if limit is not None and len(tokens) + has_answer > limit:
             rest = ", of which the answer needs at least one" if has_answer else ""
             raise ContextError(
-                param,
                 f"{param}: {len(tokens)} tokens do not fit into the context of {limit}{rest}",
+                param,
             )
 
     async def run(self, requests: Sequence[GenerationRequest]) -> Generation:

@@ -359,7 +359,8 @@ class EngineClient:
                 for grown in message.grown:
                     self._deliver(grown)
             case Refused():
-                self._end(message.id, RequestRefusedError(message.error, message.message))
+                parts = message.error, message.message, message.param, message.label
+                self._end(message.id, RequestRefusedError(*parts))
             case Stats():
                 self.stats = message
                 self._pulse.beat()
@@ -414,10 +415,13 @@ def _add_frame(number: str, prompt: list[int], params: Mapping[str, Any]) -> byt
         tokens = msgspec.convert(prompt, list[int])
         data = frame(Add(number, tokens, msgspec.convert(dict(params), dict[str, Any])))
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError) as error:
-        raise RequestRefusedError("RequestError", f"{_culprit(params)}: {error}") from None
+        param = _culprit(params)
+        raise RequestRefusedError("RequestError", f"{param}: {error}", param) from None
     if len(data) > MAX_FRAME:
         raise RequestRefusedError(
-            "RequestError", f"prompt: the request has {len(data)} bytes, at most {MAX_FRAME}"
+            "RequestError",
+            f"prompt: the request has {len(data)} bytes, at most {MAX_FRAME}",
+            "prompt",
         )
     return data
 

@@ -10,12 +10,11 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from slotzero.errors import EngineDiedError, RequestRefusedError
+from slotzero.errors import DeadlineError, EngineDiedError, RequestError, RequestRefusedError
 from slotzero.server.answers import AnswerBuilder, GenerationRequest, TextDelta
-from slotzero.server.generation_requests import refusal
 from slotzero.server.messages import Loading, TokenDelta
 from slotzero.server.metrics import Metrics, Watched
-from slotzero.server.status import DeadlineError, status_of
+from slotzero.server.status import status_of
 from slotzero.text.tokenizer import Tokenizer
 
 
@@ -178,7 +177,7 @@ class Generation:
     def _named(self, request: GenerationRequest, error: Exception) -> Exception:
         if not isinstance(error, RequestRefusedError) or status_of(error).code != 400:
             return error
-        found = refusal(error.message, request.names)
+        found = RequestError(error.message, error.param, error.label).renamed(request.names)
         if found.param is None and "structured_outputs" in request.engine_params:
             found.param = request.names.get("structured_outputs")
         return found

@@ -5,14 +5,13 @@ here, under the client's name of the field.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
-from slotzero.sampling.structured import KINDS, StructuredOutputs, structured_outputs
+from slotzero.sampling.structured import StructuredOutputs, structure_error, structured_outputs
 from slotzero.server.answers import GenerationRequest
 from slotzero.server.protocol import (
     ChatRequest,
@@ -21,7 +20,7 @@ from slotzero.server.protocol import (
     ResponseFormat,
     Structure,
 )
-from slotzero.server.status import FieldError, param_of
+from slotzero.server.status import FieldError
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
@@ -42,8 +41,6 @@ _SAME_NAME = (
     "skip_special_tokens",
 )
 _WAYS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-# a field's name in an error message: its first words, or max_tokens as the last word
-_FIELD = re.compile(rf"^structured_outputs: (?:{'|'.join(KINDS)})\b|^[a-z_]+\b|\bmax_tokens$")
 
 
 def chat_requests(
@@ -185,7 +182,7 @@ def _requests(
         params = SamplingParams(**engine_params, stop=body.stop or ())
         _check_structure(structured_outputs(params.structured_outputs))
     except RequestError as error:
-        raise refusal(str(error), names) from None
+        raise error.renamed(names) from None
     return [
         GenerationRequest(
             index=i * n + j,
@@ -203,9 +200,7 @@ def _requests(
 
 def _check_structure(structure: StructuredOutputs | None) -> None:
     if structure is not None and len(structure.text) > MAX_STRUCTURE_LEN:
-        raise RequestError(
-            f"structured_outputs: {len(structure.text)} characters, at most {MAX_STRUCTURE_LEN}"
-        )
+        raise structure_error(f"{len(structure.text)} characters, at most {MAX_STRUCTURE_LEN}")
 
 
 @contextmanager
@@ -217,14 +212,6 @@ def about(param: str) -> Iterator[None]:
         raise
     except RequestError as error:
         raise FieldError(param, str(error)) from None
-
-
-def refusal(message: str, names: dict[str, str]) -> FieldError:
-    """Return an error of SamplingParams or of the engine with the client's names of the fields. A
-    structured output's error names its kind too."""
-    param = param_of(RequestError(message), message)
-    shown = _FIELD.sub(lambda found: names.get(found[0].partition(":")[0], found[0]), message)
-    return FieldError(names.get(param, param) if param else None, shown)
 
 
 def _seed(seed: int | None, i: int) -> dict[str, int]:

@@ -59,6 +59,8 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True):
     id: str
     error: str  # name of the class in errors.py
     message: str
+    param: str | None = None  # these are a RequestError's
+    label: str | None = None
 
 
 class EngineReady(Struct, tag="ready", array_like=True, frozen=True):

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from slotzero.errors import (
@@ -50,7 +50,8 @@ from slotzero.server.share import Share
 from slotzero.system.child import end_with_parent
 
 if TYPE_CHECKING:  # torch is imported only after signals and the socket are set up
-    from slotzero.engine.engine import Answer, Engine
+    from slotzero.engine.engine import Engine
+    from slotzero.engine.request_handle import RequestHandle
     from slotzero.executor.rank_group import RankGroup
     from slotzero.sampling.params import SamplingParams
     from slotzero.speculative.widths import SpeculationStats
@@ -114,12 +115,6 @@ class LoadingReport:
             self._outbox.put(Loading(stage, done, total))
 
 
-@dataclass
-class _Asked:
-    answer: "Answer"
-    num_sent: int = 0  # tokens that were sent to the other process
-
-
 class EngineLoop:
     """Feeds one engine from the inbox and sends results to the outbox."""
 
@@ -135,7 +130,7 @@ class EngineLoop:
         self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, RequestHandle] = {}
         self._prompt_tokens = self._generated_tokens = 0
         self._num_failures = 0
         self._has_changed = True
@@ -193,11 +188,11 @@ class EngineLoop:
         except Exception as error:
             if not isinstance(error, SlotzeroError):
                 _log.exception("a request could not be added")
-            self._outbox.put(Refused(message.id, *_name_and_message(error)))
+            self._outbox.put(_refused(message.id, error))
 
     def _add(self, message: Add) -> None:
         params = _sampling_params(message.params)
-        self._asked[message.id] = _Asked(self._engine.add(message.id, message.prompt, params))
+        self._asked[message.id] = self._engine.add(message.id, message.prompt, params)
 
     def _step(self) -> None:
         try:
@@ -210,22 +205,19 @@ class EngineLoop:
         if new := [delta for delta in deltas if delta.token_ids or delta.finish_reason]:
             self._outbox.put(Progress(new))
         for answer in answers:
-            if answer.failure:
+            if answer.refusal is not None:
                 if answer.token_ids:  # else it was refused before it began
-                    _log.warning("a request was aborted: %s", answer.failure)
-                refusal = _name_and_message(RequestError(answer.failure))
-                self._outbox.put(Refused(answer.request.id, *refusal))
+                    _log.warning("a request was aborted: %s", answer.refusal)
+                self._outbox.put(_refused(answer.request.id, answer.refusal))
 
-    def _delta(self, answer: "Answer") -> TokenDelta:
+    def _delta(self, answer: "RequestHandle") -> TokenDelta:
         request = answer.request
-        asked = self._asked[request.id]
-        tokens = answer.token_ids[asked.num_sent :]
-        logprobs = answer.logprobs[asked.num_sent :]
+        is_first = answer.num_taken == 0
+        tokens, logprobs = answer.take()
         num_top = request.params.logprobs
-        if tokens and asked.num_sent == 0:
+        if tokens and is_first:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
-        asked.num_sent += len(tokens)
         if answer.finished:
             del self._asked[request.id]
         return TokenDelta(
@@ -250,11 +242,11 @@ class EngineLoop:
         if isinstance(error, RankLostError):  # the process ends: the server ends its requests
             self._num_failures = MOST_FAILURES
             return
-        for request_id, asked in list(self._asked.items()):
-            if asked.answer.finished or len(asked.answer.token_ids) != asked.num_sent:
+        for request_id, answer in list(self._asked.items()):
+            if answer.finished or len(answer.token_ids) != answer.num_taken:
                 self._engine.cancel(request_id)
                 del self._asked[request_id]
-                self._outbox.put(Refused(request_id, *_name_and_message(error)))
+                self._outbox.put(_refused(request_id, error))
 
     def _report(self) -> None:
         self._outbox.put(stats_of(self._engine, self._prompt_tokens, self._generated_tokens))
@@ -418,6 +410,12 @@ def _sampling_params(values: Mapping[str, Any]) -> "SamplingParams":
         return SamplingParams(**values, detokenize=False)
     except (TypeError, ValueError, AttributeError) as error:  # a value of an unexpected type
         raise RequestError(f"sampling parameters: {error}") from error
+
+
+def _refused(request_id: str, error: Exception) -> Refused:
+    if isinstance(error, RequestError):
+        return Refused(request_id, *_name_and_message(error), error.param, error.label)
+    return Refused(request_id, *_name_and_message(error))
 
 
 def _name_and_message(error: Exception) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""From errors to HTTP replies: one table of statuses, and OpenAI's error body.
+"""HTTP statuses and OpenAI's error body; ERROR_OUTCOMES in errors.py is the table they come from.
 
 The timeout of an answer is 504, as this process is the engine's gateway; 408 is for a client that
 is slow to send.
@@ -7,44 +7,26 @@ The rule: a SlotzeroError's status is that of its class or of the nearest base c
 any other exception is a bug, and its 500 discloses nothing.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from slotzero import errors
 from slotzero.errors import (
-    EngineDiedError,
-    EngineUnavailableError,
     OverloadedError,
     RequestError,
     RequestRefusedError,
     SlotzeroError,
+    outcome_of,
 )
-from slotzero.sampling.params import SamplingParams
 
 MAX_MESSAGE_LEN = 600
-_NAMED = {"prompt", "structured_outputs"} | {field.name for field in fields(SamplingParams)}
 
 
 class FieldError(RequestError):
     """A request with one wrong field, which the error names."""
 
     def __init__(self, param: str | None, message: str) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-class ContextError(FieldError):
-    """A prompt that is longer than the context."""
-
-
-class UnknownModelError(FieldError):
-    """A model name that is not served."""
-
-
-class DeadlineError(SlotzeroError):
-    """The answer took longer than --request-timeout."""
+        super().__init__(message, param)
 
 
 class HttpStatus(NamedTuple):
@@ -56,25 +38,7 @@ class HttpStatus(NamedTuple):
 
 
 INVALID = "invalid_request_error"
-BUG = HttpStatus(500, "internal_error", "internal_error")
-TABLE: Mapping[type[SlotzeroError], HttpStatus] = {
-    SlotzeroError: BUG,
-    errors.InvalidInputError: HttpStatus(400, INVALID),
-    RequestError: HttpStatus(400, INVALID),
-    ContextError: HttpStatus(400, INVALID, "context_length_exceeded"),
-    UnknownModelError: HttpStatus(404, INVALID, "model_not_found"),
-    errors.ConfigError: BUG,  # a server setting, which no request can correct
-    errors.ModelError: BUG,
-    errors.TokenizerMissingError: HttpStatus(400, INVALID),
-    errors.CapacityError: HttpStatus(503, "service_unavailable_error", "capacity"),
-    errors.ContractError: BUG,
-    errors.RecordingError: BUG,
-    errors.PoolError: BUG,
-    OverloadedError: HttpStatus(429, "rate_limit_error", "rate_limit_exceeded"),
-    EngineUnavailableError: HttpStatus(503, "service_unavailable_error", "engine_unavailable"),
-    EngineDiedError: HttpStatus(503, "service_unavailable_error", "engine_died"),
-    DeadlineError: HttpStatus(504, "timeout_error", "request_timeout"),
-}
+BUG = HttpStatus(*outcome_of(SlotzeroError)[1:])
 HTTP: Mapping[int, HttpStatus] = {
     400: HttpStatus(400, INVALID),
     401: HttpStatus(401, INVALID, "invalid_api_key"),
@@ -92,7 +56,7 @@ def status_of(error: Exception) -> HttpStatus:
     kind: type = type(error)
     if isinstance(error, RequestRefusedError):
         kind = getattr(errors, error.error, SlotzeroError)
-    return next((TABLE[base] for base in kind.__mro__ if base in TABLE), BUG)
+    return HttpStatus(*outcome_of(kind)[1:])
 
 
 def error_body(status: HttpStatus, message: str, param: str | None = None) -> dict[str, Any]:
@@ -105,10 +69,10 @@ def error_body(status: HttpStatus, message: str, param: str | None = None) -> di
 
 def error_reply(error: Exception) -> tuple[HttpStatus, dict[str, Any]]:
     status = status_of(error)
-    if status is BUG:
+    if status == BUG:
         return status, error_body(status, "internal error; the server's log has the details")
-    message = error.message if isinstance(error, RequestRefusedError) else str(error)
-    return status, error_body(status, message, param_of(error, message))
+    param = error.param if isinstance(error, RequestError | RequestRefusedError) else None
+    return status, error_body(status, str(error), param)
 
 
 def retry_after(error: Exception) -> dict[str, str]:
@@ -117,11 +81,3 @@ def retry_after(error: Exception) -> dict[str, str]:
         return {}
     seconds = error.retry_after if isinstance(error, OverloadedError) else RETRY_SECONDS
     return {"Retry-After": str(max(1, round(seconds)))}
-
-
-def param_of(error: Exception, message: str) -> str | None:
-    """Return the wrong field: that of a FieldError, or the name that the message begins with."""
-    if isinstance(error, FieldError):
-        return error.param
-    found = re.match(r"(?:the )?([a-z_]+)\b", message)
-    return found[1] if found and found[1] in _NAMED else None

@@ -148,7 +148,7 @@ def _template_message(place: int, message: Message) -> dict[str, Any]:
     try:
         return template_message(place, fields)
     except MessageError as error:
-        raise FieldError(error.field, str(error)) from None
+        raise FieldError(error.param, str(error)) from None
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -33,8 +33,7 @@ NOT_BOTH = "not with add_generation_prompt, which begins a new message: set that
 
 class MessageError(RequestError):
     def __init__(self, field: str, what: str) -> None:
-        super().__init__(f"{field}: {what}")
-        self.field = field
+        super().__init__(f"{field}: {what}", param=field)
 
 
 def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from slotzero.certify.scenarios import bounds_of
 from slotzero.certify.start import start_engine
 from slotzero.certify.traffic import TRAFFIC_FAULTS, TrafficFault, mutate_traffic
 from slotzero.config import EngineConfig
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Engine
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import SanitizerError
 from slotzero.graph import Kind
 from slotzero.kernels.cpu.build import compiler
@@ -53,7 +54,9 @@ def sanitizer_of(engine: Engine) -> LiveSanitizer:
     return engine.sanitizer
 
 
-def ask(engine: Engine, *prompts: list[int], params: SamplingParams = GREEDY) -> list[Answer]:
+def ask(
+    engine: Engine, *prompts: list[int], params: SamplingParams = GREEDY
+) -> list[RequestHandle]:
     answers = [engine.add(f"asked {i}", prompt, params) for i, prompt in enumerate(prompts)]
     while engine.has_work:
         engine.step()
@@ -67,9 +70,11 @@ def serve(engine: Engine, fault: TrafficFault) -> list[list[int]]:
     ]
 
 
-def again(engine: Engine, answer: Answer, rounding: float | None = None) -> Disagreement | None:
+def again(
+    engine: Engine, answer: RequestHandle, rounding: float | None = None
+) -> Disagreement | None:
     rounding = bounds_of(engine).size if rounding is None else rounding
-    masks = None if answer.request.grammar is None else engine.masks(answer.request)
+    masks = None if answer.request.grammar is None else engine.admission.masks(answer.request)
     with torch.inference_mode():
         *_, last = Recomputation(engine.worker, answer.request, rounding, masks).chunks()
     return last

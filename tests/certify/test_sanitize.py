@@ -22,7 +22,7 @@ from slotzero.certify.start import start_engine
 from slotzero.cli import flags
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
-from slotzero.errors import ConfigError, ContractError, SanitizerError
+from slotzero.errors import ConfigError, ContractError, SanitizerError, outcome_of
 from slotzero.graph import GraphKey, Kind, Recording, Runner
 from slotzero.graph.runner import Counts
 from slotzero.sampling.params import SamplingParams
@@ -337,7 +337,7 @@ def test_raise_stops_the_engine_before_a_token_leaves_it(engine: Engine, how: Da
     before = memory_of(engine)
     with pytest.raises(SanitizerError, match=r"^decode\[1\]: S\d: tensor '") as caught:
         engine.step()
-    assert caught.value.exit_code == ContractError.exit_code == 5
+    assert caught.value.exit_code == outcome_of(ContractError).exit_code == 5
     assert answer.token_ids == had
     assert answer.finish_reason == "abort"
     engine.check()

@@ -9,7 +9,7 @@ from fake_engine import FakeClient, ask, stream
 
 from slotzero import LLM
 from slotzero.cli import chat, flags, generate, serve
-from slotzero.errors import ConfigError
+from slotzero.errors import ConfigError, outcome_of
 from slotzero.text.tokenizer import Tokenizer
 
 TINY = ["tiny:llama", "--backend", "eager", "--max-tokens", "4"]
@@ -55,7 +55,7 @@ def test_a_template_replaces_the_one_for_tools_too() -> None:
 def test_a_template_that_is_none(run: Run, given: str, why: str) -> None:
     for words in (["generate", *TINY, "--prompt", "x"], ["serve", "tiny:llama", "--port", "0"]):
         result = run(*words, "--chat-template", given)
-        assert result.code == ConfigError.exit_code
+        assert result.code == outcome_of(ConfigError).exit_code
         assert is_one_error_line(result.err)
         assert why in result.err
 
@@ -68,7 +68,7 @@ def test_a_template_that_is_no_text(run: Run, tmp_path: Path) -> None:
 
 def test_a_template_without_a_use_is_refused(run: Run) -> None:
     result = run("generate", *TINY, "--prompt", "x", "--raw", "--chat-template", TEMPLATE)
-    assert result.code == ConfigError.exit_code
+    assert result.code == outcome_of(ConfigError).exit_code
     assert "--chat-template has no effect with --raw" in result.err
     with pytest.raises(ConfigError, match="not with skip_tokenizer_init"):
         LLM("tiny:llama", chat_template=TEMPLATE, skip_tokenizer_init=True)
@@ -106,7 +106,7 @@ def test_several_names_after_one_flag(words: list[str]) -> None:
 @pytest.mark.parametrize("model", ["tiny:llama", "org/name", "smollm2", "model.gguf", "tests"])
 def test_a_model_that_was_read_as_a_name(run: Run, model: str) -> None:
     result = run("serve", "--served-model-name", "mine", model)
-    assert result.code == ConfigError.exit_code
+    assert result.code == outcome_of(ConfigError).exit_code
     assert f"is {model!r} the model? Then give it first" in result.err
 
 

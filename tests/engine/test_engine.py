@@ -29,7 +29,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotzero.config import EngineConfig
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Engine
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import RequestError
 from slotzero.executor.results import Results
 from slotzero.executor.worker import Worker
@@ -103,7 +104,7 @@ class Crowd:
         self.engine = engine
         self.rng = random.Random(11)
         self.num_added = self.num_cancelled = 0
-        self.alive: dict[str, Answer] = {}
+        self.alive: dict[str, RequestHandle] = {}
         self.ends: Counter[str | None] = Counter()
         self.kept: list[tuple[Ask, list[int]]] = []  # a few, to be asked again alone
 
@@ -129,7 +130,7 @@ class Crowd:
         assert answer.finish_reason == "abort"
         self.num_cancelled += 1
 
-    def _close(self, answer: Answer) -> None:
+    def _close(self, answer: RequestHandle) -> None:
         request = answer.request
         assert self.alive.pop(request.id) is answer
         self.ends[answer.finish_reason] += 1
@@ -173,7 +174,7 @@ def test_two_thousand_requests_leave_nothing_behind(
 # Cancelling
 
 
-def state_of(answer: Answer) -> str:
+def state_of(answer: RequestHandle) -> str:
     request = answer.request
     if request.status is not Status.RUNNING:
         return request.status.name
@@ -373,7 +374,7 @@ def neighbours(count: int) -> list[Ask]:
     ]
 
 
-def among(engine: Engine, asks: list[Ask], place: int) -> Answer:
+def among(engine: Engine, asks: list[Ask], place: int) -> RequestHandle:
     return answer_all(engine, [*asks[:place], (PROMPT, SEEDED), *asks[place:]])[place]
 
 
@@ -493,6 +494,11 @@ def test_dummy_weights_are_the_same_without_a_seed() -> None:
     assert without == zero != one
 
 
+def test_stop_strings_without_an_output_text_are_refused() -> None:
+    with pytest.raises(RequestError, match="stop strings need an OutputText"):
+        make().add("a", PROMPT, SamplingParams(stop="x"))
+
+
 def test_a_commit_that_fails_midway_ends_the_answers_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -501,14 +507,14 @@ def test_a_commit_that_fails_midway_ends_the_answers_before_it(
     answers = [engine.add(f"{i}", PROMPT, greedy(3 + i)) for i in range(2)]
     for answer in answers:
         answer.listener = heard.append
-    extend = engine._extend_text
+    extend = engine._extend_output
 
-    def fail(answer: Answer, num_new: int) -> int:
+    def fail(answer: RequestHandle, num_new: int) -> int:
         if answer is answers[1] and answers[0].finished:
             raise MemoryError("no room")
         return extend(answer, num_new)
 
-    monkeypatch.setattr(engine, "_extend_text", fail)
+    monkeypatch.setattr(engine, "_extend_output", fail)
     with pytest.raises(MemoryError):
         while True:
             engine.step()
@@ -555,7 +561,7 @@ def test_a_token_after_the_end_is_computed_only_in_overlapped_steps(
     whole = answer_alone(reference, PROMPT, greedy(20))
     assert len(set(whole)) == len(whole)
     engine = make(max_num_seqs=1)
-    monkeypatch.setattr(engine, "eos_token_ids", (whole[index],))
+    monkeypatch.setattr(engine.request_factory, "eos_token_ids", (whole[index],))
     launches = Launches(engine)
     (answer,) = answer_all(engine, [(PROMPT, greedy(20, ignore_eos=False))])
     assert answer.token_ids == whole[: index + 1]
@@ -571,7 +577,7 @@ def test_at_most_one_wasted_token_each_in_a_crowd(
     whole = [answer_alone(reference, *ask) for ask in asks]
     ends = tuple(whole[i][i // 2] for i in range(0, 12, 2))
     engine = make(max_num_seqs=5, max_num_batched_tokens=24)
-    monkeypatch.setattr(engine, "eos_token_ids", ends)
+    monkeypatch.setattr(engine.request_factory, "eos_token_ids", ends)
     launches = Launches(engine)
     asks = [(prompt, replace(params, ignore_eos=False)) for prompt, params in asks]
     answers = answer_all(engine, asks)
@@ -592,7 +598,7 @@ def test_what_was_thrown_away_is_not_found_by_the_next_turn(
     """The cache holds what was computed; a prompt that goes on after the end meets no stale KV."""
     whole = answer_alone(reference, PROMPT, greedy(20))
     engine = make(max_num_seqs=1, page_size=4)
-    monkeypatch.setattr(engine, "eos_token_ids", (whole[10],))
+    monkeypatch.setattr(engine.request_factory, "eos_token_ids", (whole[10],))
     answer_alone(engine, PROMPT, greedy(20, ignore_eos=False))
     monkeypatch.undo()
     for tail in ([1, 2, 3, 4, 5], whole[11:15]):
@@ -616,7 +622,7 @@ def test_ignore_eos_goes_on_but_stop_ids_still_hold(
 ) -> None:
     whole = answer_alone(reference, PROMPT, greedy(20))
     engine = make(max_num_seqs=1)
-    monkeypatch.setattr(engine, "eos_token_ids", (whole[3],))
+    monkeypatch.setattr(engine.request_factory, "eos_token_ids", (whole[3],))
     assert answer_alone(engine, PROMPT, greedy(20)) == whole
     assert answer_alone(engine, PROMPT, greedy(20, stop_token_ids=[whole[6]])) == whole[:7]
 
@@ -637,7 +643,7 @@ def test_min_tokens_bans_the_end_until_then(
             logits[end] = -torch.inf
         expected.append(int(logits.argmax()))
     engine = make(model=oracle.path, max_num_seqs=1)
-    monkeypatch.setattr(engine, "eos_token_ids", (end,) if kind == "eos" else ())
+    monkeypatch.setattr(engine.request_factory, "eos_token_ids", (end,) if kind == "eos" else ())
     stop_ids = [end] if kind == "stop ids" else []
     params = greedy(12, ignore_eos=False, min_tokens=min_tokens, stop_token_ids=stop_ids)
     assert answer_alone(engine, prompt, params) == expected

@@ -27,7 +27,8 @@ from structures import begun, settled, shaped, tokens_of
 
 from slotzero import LLM
 from slotzero.engine.dp_schedulers import DpSchedulers
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Engine
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError
 from slotzero.grammars.fork_server import _ForkServer
 from slotzero.grammars.grammar import Grammar
@@ -552,11 +553,11 @@ def test_others_finish_as_if_alone_while_hostile_grammars_are_compiled(engine: E
         drain(alone)
         expected.append(answer.token_ids)
     refused = [engine.add(f"hostile {i}", [1, 2], hostile(i)) for i in range(3)]
-    await_workers(engine._grammars, 3)
-    pids = workers_of(engine._grammars)
+    await_workers(engine.admission.grammars, 3)
+    pids = workers_of(engine.admission.grammars)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # else the limit of memory might end them first
-    answers: list[Answer] = []
+    answers: list[RequestHandle] = []
     for i, (prompt, params) in enumerate(asks(8)):
         answers.append(engine.add(f"{i}", prompt, params))
         engine.step()
@@ -574,7 +575,7 @@ def test_others_finish_as_if_alone_while_hostile_grammars_are_compiled(engine: E
 
 
 def test_a_request_is_cancelled_while_its_grammar_is_compiled(engine: Engine) -> None:
-    before = len(engine._grammars._workers)
+    before = len(engine.admission.grammars._workers)
     answer = engine.add("one", [1, 2], hostile(10))
     twin = engine.add("two", [1, 2], hostile(10))
     for _ in range(20):
@@ -586,7 +587,7 @@ def test_a_request_is_cancelled_while_its_grammar_is_compiled(engine: Engine) ->
     assert engine.num_compiling == 1 and engine.has_work
     engine.cancel("two")
     assert twin.finished and not engine.has_work
-    assert len(engine._grammars._workers) == before
+    assert len(engine.admission.grammars._workers) == before
     check_nothing_leaked(engine)
 
 
@@ -596,7 +597,7 @@ def test_requests_go_on_when_the_worker_of_their_grammar_is_killed(engine: Engin
     run(engine)
     answer = engine.add("killed", [1, 2], params)
     run_until(engine, lambda: len(answer.token_ids) >= 20)
-    for pid in workers_of(engine._grammars):
+    for pid in workers_of(engine.admission.grammars):
         os.kill(pid, signal.SIGKILL)
     run(engine)
     assert answer.finish_reason == "stop"
@@ -613,7 +614,7 @@ def test_a_late_mask_holds_up_its_own_request_only(
     run(engine)
     answer = engine.add("late", [1, 2], params)
     run_until(engine, lambda: len(answer.token_ids) >= 5)
-    pids = workers_of(engine._grammars)
+    pids = workers_of(engine.admission.grammars)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -630,7 +631,7 @@ def test_a_late_mask_holds_up_its_own_request_only(
 
 def test_masks_that_come_at_any_time_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without grace every mask is late; with little memory requests are preempted meanwhile."""
-    monkeypatch.setattr("slotzero.engine.engine.MASK_GRACE", 0.0)
+    monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 0.0)
     expected = []
     alone = make(max_num_seqs=1)
     for prompt, params in asks(8):
@@ -716,7 +717,7 @@ def test_a_request_that_no_lane_takes_leaves_nothing_behind(
             answer = engine.add("one", [1, 2], params)
             run(engine)
             assert (answer.finish_reason, answer.failure) == ("abort", "no lane takes it")
-    assert not any(worker.answers for worker in engine._grammars._workers.values())
+    assert not any(worker.answers for worker in engine.admission.grammars._workers.values())
     check_nothing_leaked(engine)
     assert engine.add("one", [1, 2], params)  # the id is free again
     run(engine)

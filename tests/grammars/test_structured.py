@@ -15,7 +15,9 @@ from shadow import Shadow
 from structures import COLOURS, MAIL, PERSON, SHAPES, TIDY, begun, settled, shaped, tokens_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Engine
+from slotzero.engine.output_text import OutputText
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import RequestError
 from slotzero.executor.worker import Worker
 from slotzero.grammars.grammar import Grammar
@@ -313,8 +315,13 @@ def engine() -> Engine:
     return make(max_num_seqs=8, skip_tokenizer_init=False)
 
 
-def ask(engine: Engine, params: SamplingParams, prompt: Sequence[int] = (104, 105)) -> Answer:
-    answer = engine.add("one", list(prompt), params)
+def ask(
+    engine: Engine, params: SamplingParams, prompt: Sequence[int] = (104, 105)
+) -> RequestHandle:
+    text = None
+    if engine.tokenizer is not None:
+        text = OutputText(engine.tokenizer, params, engine.eos_token_ids)
+    answer = engine.add("one", list(prompt), params, text)
     drain(engine)
     return answer
 
@@ -491,7 +498,7 @@ def alone() -> Mapping[int, list[int]]:
 
 def answers_to(
     engine: Engine, asks: Sequence[tuple[str | None, list[int], SamplingParams]]
-) -> list[Answer]:
+) -> list[RequestHandle]:
     answers = [engine.add(f"{i}", prompt, params) for i, (_, prompt, params) in enumerate(asks)]
     drain(engine)
     for (shape, _, _), answer in zip(asks, answers, strict=True):
@@ -528,7 +535,7 @@ def test_chunks_and_preemption_change_no_answer(
 def test_preempted_in_the_middle_of_an_answer_and_of_a_step(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
-    monkeypatch.setattr("slotzero.engine.engine.MASK_GRACE", 60.0)  # no mask is late
+    monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 60.0)  # no mask is late
     asks = [(prompt_of(6, seed=i), shaped({"regex": "[a-z]{40}"}, i)) for i in range(4)]
     asks.insert(1, (prompt_of(6), greedy(60)))  # it never waits, and asks for pages meanwhile
     alone = make(max_num_seqs=1)
@@ -556,7 +563,7 @@ def test_preempted_in_the_middle_of_an_answer_and_of_a_step(
 def test_a_sample_in_flight_is_waited_for_by_its_own_request_only(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
-    monkeypatch.setattr("slotzero.engine.engine.MASK_GRACE", 60.0)  # no mask is late
+    monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 60.0)  # no mask is late
     engine = make(max_num_seqs=4)
     ask(engine, shaped({"regex": "[a-z]{30}"}))  # compiled
     asks = {

@@ -393,4 +393,4 @@ def test_nobody_who_can_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(CapacityError, match="0 requests that run and 1 that wait, none can go on"):
         engine.step()
     assert not engine.has_work
-    assert not engine._answers
+    assert not engine._handles

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from page_server import FAILED, fake_info, fake_stats
 from prometheus_client.parser import text_string_to_metric_families
 
-from slotzero.errors import CapacityError, InvalidInputError, ModelError
+from slotzero.errors import CapacityError, InvalidInputError, ModelError, outcome_of
 from slotzero.server.messages import Frames, FromEngine, SpeculationReport, Stats, frame
 from slotzero.server.metrics import BUCKETS, METRICS, Metrics, certified, document, percentiles
 from slotzero.server.process import speculation_of
@@ -408,7 +408,9 @@ def test_the_unit_waits_for_running_answers_and_gives_up_on_wrong_settings() -> 
         assert unit[wanted] == "yes"
     assert unit["ProtectSystem"] == "strict"
     assert unit["Restart"] == "on-failure"
-    hopeless = {error.exit_code for error in (InvalidInputError, ModelError, CapacityError)}
+    hopeless = {
+        outcome_of(error).exit_code for error in (InvalidInputError, ModelError, CapacityError)
+    }
     assert set(map(int, unit["RestartPreventExitStatus"].split())) == hopeless
 
 

@@ -14,6 +14,7 @@ from fake_engine import (
     refused,
     refused_chat,
     refused_completion,
+    structure_refusal,
 )
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
@@ -231,7 +232,7 @@ def test_an_answer_that_its_grammar_ends_is_whole() -> None:
 
 
 def test_a_structure_that_is_refused_is_named() -> None:
-    refusal = RequestRefusedError("RequestError", "structured_outputs: json_schema: no such type")
+    refusal = structure_refusal("no such type", "json_schema")
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "odd"}}}
     error = refused_chat(client=FakeClient(refusal=refusal), response_format=schema)
     assert error["param"] == "response_format"
@@ -254,12 +255,11 @@ def test_a_structure_that_is_refused_is_named() -> None:
 def test_a_structure_has_the_clients_name_in_the_text_too(
     asked: dict[str, Any], kind: str, name: str
 ) -> None:
-    for message, shown in (
-        (f"structured_outputs: {kind}: wrong: regex", f"{name}: wrong: regex"),
-        (f"structured_outputs: {kind}='x' is wrong", f"{name}='x' is wrong"),
-        ("structured_outputs: no token can begin", f"{name}: no token can begin"),
+    for refusal, shown in (
+        (structure_refusal("wrong: regex", kind), f"{name}: wrong: regex"),
+        (structure_refusal("no token can begin"), f"{name}: no token can begin"),
     ):
-        client = FakeClient(refusal=RequestRefusedError("RequestError", message))
+        client = FakeClient(refusal=refusal)
         for error in (
             refused_chat(client=client, **asked),
             refused_completion(client=client, **asked),
@@ -274,7 +274,7 @@ def test_a_structure_has_the_clients_name_in_the_text_too(
         ({"max_tokens": 0}, "max_tokens=0: must be at least 1; "),
         (
             {"max_completion_tokens": 3, "min_tokens": 5},
-            "min_tokens=5: must be at least 0 and at most max_completion_tokens",
+            "min_tokens=5: must be at least 0 and at most 3, the limit",
         ),
         ({"guided_choice": []}, "guided_choice=[] is empty; "),
         ({"guided_regex": "a" * 100_001}, "guided_regex: 100001 characters, at most 100000"),

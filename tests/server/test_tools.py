@@ -5,13 +5,19 @@ import re
 from typing import Any
 
 import pytest
-from fake_engine import CHAT, FakeClient, ask, chat, refused, stream, tool_tokenizer
+from fake_engine import (
+    CHAT,
+    FakeClient,
+    ask,
+    chat,
+    refused,
+    stream,
+    structure_refusal,
+    tool_tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotzero.errors import (
-    RequestRefusedError,
-)
 from slotzero.server.settings import TOOL_CALL_PARSERS
 from slotzero.server.tool_calls import (
     FORCED,
@@ -345,11 +351,10 @@ def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> 
 
 
 def test_a_tool_whose_schema_is_wrong_is_named() -> None:
-    message = "structured_outputs: json_schema: no such type"
     error = refused(
         "/v1/chat/completions",
         CHAT | {"tools": [WEATHER], "tool_choice": "required"},
-        FakeClient(refusal=RequestRefusedError("RequestError", message)),
+        FakeClient(refusal=structure_refusal("no such type", "json_schema")),
         tokenizer=tool_tokenizer(HERMES_TEMPLATE),
     )
     assert (error["param"], error["message"]) == ("tools", "tools: no such type")

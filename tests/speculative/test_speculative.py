@@ -245,7 +245,9 @@ def test_widths_that_change_all_the_time(drafter, monkeypatch):
     rng = random.Random(1)
     widths = guessing.engine.limits.widths
     assert widths == ((1, 10) if "tree" in drafter else (1, 3, 5))
-    monkeypatch.setattr(guessing.engine._widths, "choose", lambda num_rows: rng.choice(widths))
+    monkeypatch.setattr(
+        guessing.engine.draft_widths.policy, "choose", lambda num_rows: rng.choice(widths)
+    )
     assert answers(guessing, prompts, SAMPLED) == answers(make(), prompts, SAMPLED)
     assert set(guessing.engine.speculation.num_steps_by_width) >= {*widths[1:]}
 
@@ -261,7 +263,7 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
     llm = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
     engine, rng, widths = llm.engine, random.Random(1), llm.engine.limits.widths
     registry, ledger = engine.worker.registry, engine.lanes[0].ledger
-    monkeypatch.setattr(engine._widths, "choose", lambda num_rows: rng.choice(widths))
+    monkeypatch.setattr(engine.draft_widths.policy, "choose", lambda num_rows: rng.choice(widths))
     step, take = engine.step, ledger._take
 
     def spoilt(group, *where):
@@ -302,7 +304,7 @@ def test_after_plain_steps_guesses_are_as_good(drafter, monkeypatch):
             plain = iter([1] * rng.choice((0, 1, 2, 15, 16, 17, 40)))
         return width
 
-    monkeypatch.setattr(guessing.engine._widths, "choose", choose)
+    monkeypatch.setattr(guessing.engine.draft_widths.policy, "choose", choose)
     always = make(**DRAFTERS[drafter], max_model_len=256)
     for llm in (guessing, always):
         answers(llm, prompts_of([5, 40, 17], VOCAB), replace(GREEDY, max_tokens=180))
@@ -316,7 +318,9 @@ def test_bad_guesses_of_short_answers_are_given_up_too(monkeypatch):
     """A tree is wide, and answers may be shorter than that."""
     tree = {"speculative_topk": 4, "speculative_steps": 4, "speculative_adaptive": True}
     guessing = make(**DRAFTERS["eagle3"] | tree)
-    monkeypatch.setattr(guessing.engine._widths, "_cost", lambda width, rows: 1 + (width > 1) / 2)
+    monkeypatch.setattr(
+        guessing.engine.draft_widths.policy, "_cost", lambda width, rows: 1 + (width > 1) / 2
+    )
     answers(guessing, prompts_of([5] * 40, VOCAB), replace(GREEDY, max_tokens=32))
     assert guessing.engine.speculation.width == 1
 
@@ -335,7 +339,9 @@ def test_a_tree_takes_pages_for_what_can_be_right():
 def test_bad_guesses_are_given_up(monkeypatch):
     """A random head is never right, so plain decoding is the fastest, whatever a step costs."""
     guessing = make(**DRAFTERS["eagle3"], speculative_adaptive=True, max_model_len=512)
-    monkeypatch.setattr(guessing.engine._widths, "_cost", lambda width, rows: 1 + 0.1 * width)
+    monkeypatch.setattr(
+        guessing.engine.draft_widths.policy, "_cost", lambda width, rows: 1 + 0.1 * width
+    )
     answers(guessing, prompts_of([5], VOCAB), replace(GREEDY, max_tokens=400))
     assert guessing.engine.speculation.width == 1
     steps = guessing.engine.speculation.num_steps_by_width

@@ -4,7 +4,8 @@ import random
 from collections.abc import Sequence
 
 from slotzero.config import EngineConfig
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Engine
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, mask_tables
 
@@ -27,7 +28,7 @@ def greedy(max_tokens: int | None = 24, **more: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens} | more)
 
 
-def drain(engine: Engine) -> list[Answer]:
+def drain(engine: Engine) -> list[RequestHandle]:
     """-> every answer, once for each token it got."""
     grown = []
     for _ in range(2000):  # a request that never ends must not hang the tests
@@ -38,7 +39,7 @@ def drain(engine: Engine) -> list[Answer]:
     return grown
 
 
-def answer_all(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+def answer_all(engine: Engine, asks: Sequence[Ask]) -> list[RequestHandle]:
     answers = [engine.add(f"{i}", prompt, params) for i, (prompt, params) in enumerate(asks)]
     drain(engine)
     return answers
@@ -54,7 +55,7 @@ def check_nothing_leaked(engine: Engine) -> None:
     scheduler = engine.lanes[0]
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert not any(scheduler.ledger.num_used)
-    assert engine._answers == {}
+    assert engine._handles == {}
     engine.worker.tables.apply()
     neutral = {"page_table": 0, "length": 0, "target": 0}
     specs = (*SAMPLING_TABLES, *mask_tables(VOCAB))

@@ -13,6 +13,7 @@ from slotzero.errors import (
     RequestRefusedError,
     SlotzeroError,
 )
+from slotzero.sampling.structured import structure_error
 from slotzero.server.app import make_app
 from slotzero.server.messages import Loading, Stats, TokenDelta, TokenLogprobs
 from slotzero.server.settings import ServerSettings
@@ -233,3 +234,8 @@ def refused_chat(status: int = 400, client: FakeClient | None = None, **body: An
 
 def refused_completion(status: int = 400, client: FakeClient | None = None, **body: Any) -> Any:
     return refused("/v1/completions", COMPLETION | body, client, status)
+
+
+def structure_refusal(why: str, kind: Any = None) -> RequestRefusedError:
+    error = structure_error(why, kind)
+    return RequestRefusedError("RequestError", str(error), error.param, error.label)

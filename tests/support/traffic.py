@@ -11,7 +11,8 @@ import torch
 from slotzero.certify.start import start_engine
 from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.config import EngineConfig
-from slotzero.engine.engine import Answer, Engine
+from slotzero.engine.engine import Engine
+from slotzero.engine.request_handle import RequestHandle
 from slotzero.executor.limits import group_shapes
 from slotzero.models.families.family import parse_config
 from slotzero.sampling.params import SamplingParams
@@ -93,9 +94,9 @@ def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
     return Visit(rng.choice([0, 0, 0, 1, 2, 5]), prompt, params, patience)
 
 
-def send(engine: Engine, batch: list[Visit], name: str = "") -> list[Answer]:
+def send(engine: Engine, batch: list[Visit], name: str = "") -> list[RequestHandle]:
     """Runs the batch to its end; -> answers, in order of arrival."""
-    answers: list[Answer] = []
+    answers: list[RequestHandle] = []
     arrivals, now = [], 0
     for visit in batch:
         now += visit.wait

@@ -5,7 +5,6 @@ import pytest
 from traced import prompts_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.engine import engine as engine_module
 from slotzero.errors import StepFailedError
 from slotzero.system.interrupt import uninterrupted
 
@@ -83,7 +82,7 @@ def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
         llm.generate(prompts, use_tqdm=False)
     assert len(calls) == (2 if place == "add" else 4)
     assert not lanes.has_work
-    assert not llm.engine._answers
+    assert not llm.engine._handles
     llm.engine.check()
 
 
@@ -93,7 +92,7 @@ def test_a_request_whose_text_cannot_begin_is_not_queued(monkeypatch):
     def fail(*_):
         raise RuntimeError("no text")
 
-    monkeypatch.setattr(engine_module, "Transcript", fail)
+    monkeypatch.setattr("slotzero.llm.OutputText", fail)
     with pytest.raises(RuntimeError, match="no text"):
         llm.generate([[1, 2, 3]], use_tqdm=False)
     assert not llm.engine.has_work

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotzero.checkpoint.source import open_checkpoint
-from slotzero.engine.output_text import Transcript
+from slotzero.engine.output_text import OutputText
 from slotzero.errors import (
     CorruptCheckpointError,
     RequestError,
@@ -168,21 +168,23 @@ def test_a_stop_string_of_bytes_is_found_with_its_last_one(name: str, stop: str)
     """A decoder that reads a run of bytes at its end would find it a token later, or never."""
     before = b"" if stop.startswith("a") else b"a"
     ids = [byte_id(name, byte) for byte in before + stop.encode()]
-    transcript = Transcript(TOKENIZERS[name], SamplingParams(stop=stop))
-    found = [transcript.push(token, hide=False, may_stop=True) for token in ids]
-    assert found == [None] * (len(ids) - 1) + [stop]
-    assert transcript.text == before.decode()
-    assert transcript.close() is None
+    output = OutputText(TOKENIZERS[name], SamplingParams(stop=stop), eos_token_ids=())
+    for token in ids:
+        assert output.stop is None
+        output.extend([token], None)
+    assert output.stop == stop
+    assert output.text == output.take() == before.decode()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_stop_string_of_bytes_that_came_too_early_stops_nothing(name: str) -> None:
     early, later = (byte_id(name, byte) for byte in b"\n!")
-    transcript = Transcript(TOKENIZERS[name], SamplingParams(stop="\n"))
-    assert transcript.push(early, hide=False, may_stop=False) is None
-    assert transcript.push(later, hide=False, may_stop=True) is None
-    assert transcript.push(early, hide=False, may_stop=True) == "\n"
-    assert transcript.text == "\n!"
+    params = SamplingParams(stop="\n", min_tokens=2)
+    output = OutputText(TOKENIZERS[name], params, eos_token_ids=())
+    output.extend([early, later], None)
+    assert output.stop is None
+    assert len(output.extend([early, later], None)) == 1  # what follows a stop string is dropped
+    assert (output.stop, output.text) == ("\n", "\n!")
 
 
 def test_special_tokens_do_not_show_unless_asked_for() -> None:

@@ -1,0 +1,74 @@
+"""From what a caller gives to a request that the scheduler can run, or to an error that says why
+it cannot.
+
+It knows the limits of the engine, and neither queues nor grammars.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slotzero.errors import RequestError
+from slotzero.request import Request
+from slotzero.sampling.params import MAX_STOP_IDS, SamplingParams
+
+
+@dataclass
+class RequestFactory:
+    max_model_len: int
+    max_position: int
+    """Longest context that the model supports: what --max-model-len can be raised to."""
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+
+    def create(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
+        """Create a request without seed, arrival and grammar; raises RequestError."""
+        tokens = self._token_ids(prompt)
+        self._check_vocabulary(tokens, params)
+        stop_ids = params.ends_at(self.eos_token_ids)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(stop_ids)} stop ids with the model's own: at most {MAX_STOP_IDS} fit, "
+                "name fewer stop_token_ids",
+                param="stop_token_ids",
+            )
+        room = self.max_model_len - len(tokens)
+        return Request(
+            id=request_id,
+            prompt_token_ids=tokens,
+            params=params,
+            seed=params.seed or 0,  # the engine draws one where none was given
+            arrival=0,
+            stop_ids=stop_ids,
+            max_len=len(tokens) + min(params.max_tokens or room, room),
+        )
+
+    def _token_ids(self, prompt: Sequence[int]) -> list[int]:
+        limit, most = self.max_model_len, self.max_position
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise RequestError("the prompt holds something that is no token id", "prompt") from None
+        if not tokens:
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
+        if len(tokens) >= limit:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens and the context holds {limit}, one of them "
+                "for the answer: shorten the prompt"
+                + (f" or raise --max-model-len, up to {most}" if limit < most else ""),
+                param="prompt",
+            )
+        return tokens
+
+    def _check_vocabulary(self, tokens: Sequence[int], params: SamplingParams) -> None:
+        for what, ids in (
+            ("prompt", tokens),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            bad = next((t for t in ids if not 0 <= t < self.vocab_size), None)
+            if bad is not None:
+                raise RequestError(
+                    f"{what}: token id {bad} is not in the vocabulary of {self.vocab_size}",
+                    param=what,
+                )

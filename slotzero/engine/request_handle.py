@@ -1,0 +1,61 @@
+"""The handle of one request in the engine, which `Engine.add` returns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slotzero.engine.output_text import OutputText
+from slotzero.errors import RequestError
+from slotzero.executor.results import RowLogprobs
+from slotzero.request import FinishReason, Request, Status
+
+
+@dataclass(eq=False)  # two requests with equal outputs are still two requests
+class RequestHandle:
+    """One request in the engine, with the output that it has so far."""
+
+    request: Request
+    output_text: OutputText | None = None
+    logprobs: list[RowLogprobs] = field(default_factory=list)
+    error: BaseException | None = None
+    """The error of the step that failed with this request in it; else None."""
+    listener: "Callable[[RequestHandle], None] | None" = None
+    """Called whenever the output has grown or ended, with the engine's lock held."""
+    num_taken: int = 0
+    """Tokens that were handed out by `take`."""
+
+    def take(self) -> tuple[list[int], list[RowLogprobs]]:
+        """Return the tokens that were not handed out yet, and their log probabilities if the
+        request asks for them."""
+        first, self.num_taken = self.num_taken, len(self.token_ids)
+        return self.token_ids[first:], self.logprobs[first:]
+
+    def notify(self) -> None:
+        if self.listener is not None:
+            self.listener(self)
+
+    @property
+    def finished(self) -> bool:
+        return self.request.status is Status.FINISHED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.request.finish_reason
+
+    @property
+    def refusal(self) -> RequestError | None:
+        """Why its grammar ended it, for the caller to mend; else None."""
+        grammar = self.request.grammar
+        return grammar.error if grammar is not None and self.finish_reason == "abort" else None
+
+    @property
+    def failure(self) -> str:
+        """The message of `refusal`, or empty."""
+        return "" if self.refusal is None else str(self.refusal)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.output_token_ids
+
+    @property
+    def text(self) -> str:
+        return self.output_text.text if self.output_text else ""
