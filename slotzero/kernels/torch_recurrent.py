@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slotzero.kernels.contract_recurrent import RecurrentKernels
+from slotzero.kernels.contract.recurrent import RecurrentKernels
 from slotzero.kernels.torch_speculation import put, up_to
 from slotzero.kernels.types import Activation
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail

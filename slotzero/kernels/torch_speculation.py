@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slotzero.kernels.contract_speculation import SpeculationKernels
+from slotzero.kernels.contract.speculation import SpeculationKernels
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.kernels.types_speculation import (
     DraftRows,

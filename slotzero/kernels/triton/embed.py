@@ -106,11 +106,11 @@ def decode_positions(
     )  # fmt: skip
 
 
-def rope_angles(positions: Tensor, frequency: Tensor, factor: float) -> Angles:
-    num, half = len(positions), frequency.shape[-1]
+def rope_angles(tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+    num, half = len(tokens.positions), frequency.shape[-1]
     cos, sin = torch.empty(2, num, 1, half, device=frequency.device)
     launch(
-        _turn_kernel, (num,), positions, frequency, cos, sin,
+        _turn_kernel, (num,), tokens.positions, frequency, cos, sin,
         half, half if frequency.dim() == 2 else 0, factor,
         HALF=triton.next_power_of_2(half), num_warps=1, PDL=overlap()["PDL"],
     )  # fmt: skip

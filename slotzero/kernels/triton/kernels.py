@@ -14,13 +14,12 @@ from slotzero.errors import UnsupportedModelError
 from slotzero.kernels.attention_plans import (
     AttentionPlan,
     DecodePlan,
-    MlaPlan,
     PrefillPlan,
     StreamKPlan,
     VerifyPlan,
 )
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.triton import embed
+from slotzero.kernels.triton import embed, write_back
 from slotzero.kernels.triton.attention import (
     decode,
     decode_stream_k,
@@ -29,8 +28,6 @@ from slotzero.kernels.triton.attention import (
     prefill,
     verify,
 )
-from slotzero.kernels.triton.kernels_recurrent import TritonRecurrent
-from slotzero.kernels.triton.kernels_speculation import TritonSpeculation
 from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
 from slotzero.kernels.triton.linear import elementwise, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
@@ -47,8 +44,10 @@ from slotzero.kernels.triton.linear.tiles import (
 )
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
-from slotzero.kernels.triton.sampling.sample import sample
-from slotzero.kernels.triton.write_back import advance
+from slotzero.kernels.triton.recurrent import convolution, scan, trail
+from slotzero.kernels.triton.recurrent import gate as recurrent_gate
+from slotzero.kernels.triton.sampling import sample
+from slotzero.kernels.triton.speculation import speculation, trees
 from slotzero.kernels.types import (
     Activation,
     Angles,
@@ -57,17 +56,14 @@ from slotzero.kernels.types import (
     ExpertWeights,
     Heads,
     LinearWeight,
-    MlaWeights,
     Normed,
     PagedKv,
-    PairNorms,
     QkNorms,
     ResidualNorms,
     Routed,
     Rows,
     Tokens,
 )
-from slotzero.sampling.tables import Sampled, SamplingTables
 
 MAX_DIM = 512  # what the tiles of attention hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
@@ -75,8 +71,43 @@ NO_NORMS = QkNorms(None, None)
 T = TypeVar("T")
 
 
-class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
+class TritonKernels(Kernels):
     name = "triton"
+
+    rope_angles = staticmethod(embed.rope_angles)
+    mla_attention = staticmethod(mla.mla_attention)
+    embed_pair = staticmethod(embed.embed_pair)
+    apply_norm = staticmethod(elementwise.apply_norm)
+    gate = staticmethod(elementwise.gate)
+
+    decode_positions = staticmethod(embed.decode_positions)
+    sample = staticmethod(sample.sample)
+    advance = staticmethod(write_back.advance)
+
+    convolve = staticmethod(convolution.convolve)
+    scan = staticmethod(scan.scan)
+    gate_norm = staticmethod(recurrent_gate.gate_norm)
+    commit_trail = staticmethod(trail.commit_trail)
+
+    locate_drafts = staticmethod(speculation.locate_drafts)
+    locate_new = staticmethod(speculation.locate_new)
+    accept = staticmethod(speculation.accept)
+    store_features = staticmethod(speculation.store_features)
+    keep_last = staticmethod(speculation.keep_last)
+    keep_next = staticmethod(speculation.keep_next)
+    follow = staticmethod(speculation.follow)
+    load_features = staticmethod(speculation.load_features)
+    draft_budget = staticmethod(speculation.draft_budget)
+    draft_targets = staticmethod(speculation.draft_targets)
+    record_ngrams = staticmethod(speculation.record_ngrams)
+    propose_ngrams = staticmethod(speculation.propose_ngrams)
+    close_draft = staticmethod(speculation.close_draft)
+    expand_draft_vocab = staticmethod(speculation.expand_draft_vocab)
+    branch = staticmethod(trees.branch)
+    accept_tree = staticmethod(trees.accept_tree)
+    move_kv = staticmethod(trees.move_kv)
+    grow_tree = staticmethod(trees.grow_tree)
+    select = staticmethod(trees.select)
 
     def __init__(self) -> None:
         self.choices = Choices()
@@ -117,11 +148,6 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         with compiling_ahead():
             rehearse()
 
-    def decode_positions(
-        self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
-    ) -> None:
-        embed.decode_positions(slots, length, token_slots, positions, after)
-
     def plan(
         self,
         tokens: Tokens,
@@ -143,9 +169,6 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         blocks = prefill.cut_rows(rows, len(tokens.slots), group)
         return PrefillPlan(tokens, blocks, branches)
 
-    def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
-        return embed.rope_angles(tokens.positions, frequency, factor)
-
     def embed(
         self,
         tokens: Tokens,
@@ -161,23 +184,10 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
     def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
         return weight.data[ids]
 
-    def embed_pair(
-        self,
-        tokens: Tokens,
-        table: Tensor,
-        embedding: LinearWeight,
-        hidden: Tensor,
-        norms: PairNorms,
-    ) -> Tensor:
-        return embed.embed_pair(tokens, table, embedding, hidden, norms)
-
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         if weight is None:
             return Normed(x)
         return elementwise.norm(x, weight, eps, late=_is_late(len(x), x.dtype))
-
-    def apply_norm(self, x: Normed) -> Tensor:
-        return elementwise.apply_norm(x)
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
@@ -207,14 +217,11 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
             if isinstance(way, Cublas):
                 joined = x.x.new_empty(len(x.x), weight.out_features)
                 gates, values = _product(apply_norm(x), weight, joined).chunk(2, -1)
-                return elementwise.gated(gates, values, activation)
+                return elementwise.gate(gates, values, activation)
             out = x.x.new_empty(len(x.x), weight.out_features // 2)
             return linear(x, weight, out, way, activation=activation)
 
         return self._run("gated", x.x, weight, run)
-
-    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-        return elementwise.gated(gates, values, activation)
 
     def linear_add_norm(
         self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
@@ -281,40 +288,6 @@ class TritonKernels(TritonSpeculation, TritonRecurrent, Kernels):
         assert isinstance(plan, PrefillPlan)
         q = prefill.rope_store(qkv, norms, angles, kv, plan.tokens, heads)
         return prefill.attend(q, sinks, kv, plan, heads).flatten(1)
-
-    def mla_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        weights: MlaWeights,
-        angles: Angles,
-        kv: PagedKv,
-        plan: AttentionPlan,
-        heads: Heads,
-    ) -> Tensor:
-        assert isinstance(plan, MlaPlan)
-        return mla.attention(q, k, weights, angles, kv, plan, heads)
-
-    def sample(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        tables: SamplingTables,
-        out: Sampled,
-    ) -> None:
-        sample(logits, slots, positions, tables, out)
-
-    def advance(
-        self,
-        slots: Tensor,
-        new_length: Tensor,
-        target: Tensor,
-        length: Tensor,
-        tokens: Tensor,
-        sampled: Tensor,
-    ) -> None:
-        advance(slots, new_length, target, length, tokens, sampled)
 
     def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
         """Of a choice: what may make another tile the fastest."""

@@ -12,7 +12,7 @@ from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import linear_tma
-from slotzero.kernels.triton.linear.elementwise import add_norm, apply_norm, cap, gated
+from slotzero.kernels.triton.linear.elementwise import add_norm, apply_norm, cap, gate
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
     BULK_ROWS,
@@ -365,12 +365,12 @@ def test_a_gate_beside_a_product(device, half, size, activation):
     joined[0, 0], joined[1, size] = torch.nan, torch.nan
     parts = joined.chunk(2, -1)
     expected = REFERENCE.gate(*parts, activation)
-    assert torch.allclose(gated(*parts, activation), expected, atol=1e-5, equal_nan=True)
+    assert torch.allclose(gate(*parts, activation), expected, atol=1e-5, equal_nan=True)
     gates, values = joined[2:].to(half).chunk(2, -1)
     wide = REFERENCE.gate(gates.float(), values.float(), activation)
-    assert close(gated(gates, values, activation), wide)
+    assert close(gate(gates, values, activation), wide)
     one = gates[:, :1].expand_as(values)
-    assert torch.equal(gated(one, values, activation), gated(one.contiguous(), values, activation))
+    assert torch.equal(gate(one, values, activation), gate(one.contiguous(), values, activation))
 
 
 @pytest.mark.parametrize("size", [6, 5000])

@@ -13,8 +13,8 @@ of one common size, and the last chunk has the keys of the row's other tokens to
 in several chunks are merged, in order, by a kernel after it: a chunk's are so large that one
 program could not read those of a long row in time, so as many share them as the row has chunks.
 
-Only `attention` knows of the products. In a step whose rows may be long, only keys before a row's
-first token are seen like this, and its own in expanded form: see mla_prefill.py.
+Only `mla_attention` knows of the products. In a step whose rows may be long, only keys before a
+row's first token are seen like this, and its own in expanded form: see mla_prefill.py.
 
 Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
 or that nobody sees.
@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.attention_plans import MlaPlan
+from slotzero.kernels.attention_plans import AttentionPlan, MlaPlan
 from slotzero.kernels.triton.attention import mla_prefill
 from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS
 from slotzero.kernels.triton.attention.mla_rows import store
@@ -285,17 +285,16 @@ def limits(latent: int, shape: MlaShape) -> tuple[tuple[str, int, int], ...]:
     return ("latent", latent, MAX_LATENT), ("rope_dim", shape.rope_dim, MAX_TURNED)
 
 
-def attention(
+def mla_attention(
     q: Tensor,  # [T, heads * (plain + turned)]
     k: Tensor,  # [T, turned + latent]
     weights: MlaWeights,
     angles: Angles,
     kv: PagedKv,
-    plan: MlaPlan,
+    plan: AttentionPlan,
     heads: Heads,
 ) -> Tensor:
-    """-> [T, out_size]"""
-    assert heads.mla is not None
+    assert heads.mla is not None and isinstance(plan, MlaPlan)
     num, num_heads = len(q), heads.num_heads
     query = q.new_empty(num, num_heads, heads.head_dim)
     own = None if plan.own is None else k.new_empty(num, heads.head_dim)

@@ -162,23 +162,23 @@ def add_norm(residual: Tensor, delta: Tensor | None, norms: ResidualNorms, late:
     return made
 
 
-def apply_norm(normed: Normed) -> Tensor:
+def apply_norm(x: Normed) -> Tensor:
     """Return the normed rows, with the deferred scale applied."""
-    x, squares, eps = normed
+    values, squares, eps = x
     if squares is None:
-        return x
-    rows, size = x.shape
+        return values
+    rows, size = values.shape
     block = triton.next_power_of_2(size)
-    out = torch.empty_like(x)
+    out = torch.empty_like(values)
     launch(
-        _apply_kernel, (rows,), x, squares, out, rows, size, len(squares), eps,
+        _apply_kernel, (rows,), values, squares, out, rows, size, len(squares), eps,
         BLOCK=block, PARTS=triton.next_power_of_2(len(squares)),
         num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
     return out
 
 
-def gated(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+def gate(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
     """[rows, size] each, parts of wider rows maybe -> activation(gate) * value; a row may have one
     gate, expanded"""
     rows, size = values.shape

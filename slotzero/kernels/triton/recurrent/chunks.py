@@ -11,7 +11,7 @@ recurrent_mamba.py and recurrent_delta.py). With that, the tokens i of a chunk, 
 where `passed` is of the last token, and only a delta rule has `removed`. A program has some value
 dims of one head of one row, and takes the row's chunks in turn. Products are of the model's dtype
 with float32 sums. The grid follows from the padded sizes alone; padding gets zeros. Rows of one
-token are left to recurrent_step.py.
+token are left to step.py.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 

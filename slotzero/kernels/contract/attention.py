@@ -1,0 +1,74 @@
+"""The attention part of a kernel set."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from slotzero.kernels.attention_plans import AttentionPlan
+from slotzero.kernels.types import (
+    Angles,
+    Branches,
+    Heads,
+    MlaWeights,
+    PagedKv,
+    QkNorms,
+    Rows,
+    Tokens,
+)
+
+
+class AttentionKernels(ABC):
+    @abstractmethod
+    def refuse(self, heads: Heads) -> None:
+        """Raise UnsupportedModelError if no kernel of this set supports the shape."""
+
+    @abstractmethod
+    def plan(
+        self, tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
+    ) -> AttentionPlan:
+        """Derive what `attention` or `mla_attention` needs, once for all layers of a step.
+
+        Without rows, every token is a row of its own: a decode step, which has no branches.
+        """
+
+    @abstractmethod
+    def rope_angles(self, tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
+        """Return cos and sin of the tokens' rotations, multiplied by factor.
+
+        frequency is [head_dim / 2], or [T, head_dim / 2] where tokens differ.
+        """
+
+    @abstractmethod
+    def attention(
+        self,
+        qkv: Tensor,  # [T, sum(heads.sizes)]: q, k and v of each token
+        norms: QkNorms,
+        sinks: Tensor | None,  # [heads]: scores that take part in the softmax and add no value
+        angles: Angles,
+        kv: PagedKv,
+        plan: AttentionPlan,
+        heads: Heads,
+    ) -> Tensor:
+        """Norm and rotate q and k, store k and v in the KV cache, and attend -> [T, out_size].
+
+        A token attends to the positions of its slot up to its own: all of them, the last `window`,
+        or those of its branch. Slot 0 stores nothing and gets zeros. Heads with `stores=False`
+        have queries alone; an earlier layer has stored the keys and values.
+        """
+
+    @abstractmethod
+    def mla_attention(
+        self,
+        q: Tensor,  # [T, heads * (nope_dim + rope_dim)]
+        k: Tensor,  # [T, rope_dim + latent], before norm and rope
+        weights: MlaWeights,
+        angles: Angles,  # of rope_dim
+        kv: PagedKv,
+        plan: AttentionPlan,
+        heads: Heads,
+    ) -> Tensor:
+        """Norm the latent, rotate q and k, store the row and attend -> [T, out_size].
+
+        The nope part of a head's query times up_k is compared with the stored latents; the weighted
+        sum of latents times up_v is the head's result.
+        """

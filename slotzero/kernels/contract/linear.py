@@ -1,0 +1,89 @@
+"""The linear layers of a kernel set, with the embedding, norms and activations around them."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from slotzero.kernels.types import (
+    Activation,
+    LinearWeight,
+    Normed,
+    PairNorms,
+    ResidualNorms,
+    Tokens,
+)
+
+
+class LinearKernels(ABC):
+    @abstractmethod
+    def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
+        """Return the shape in which a weight [out_features, in_features] is stored."""
+
+    @abstractmethod
+    def pack(self, weight: Tensor) -> Tensor:
+        """[..., out_features, in_features] -> [..., *packed_shape]"""
+
+    @abstractmethod
+    def embed(
+        self,
+        tokens: Tokens,
+        table: Tensor,  # [slots + 1, max_len]: token ids by position
+        embedding: LinearWeight,  # [vocab, hidden]
+        scale: float,  # of the embeddings, rounded to their dtype
+        norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Normed]:
+        """Look up and embed every token -> the residual [T, hidden], and its RMSNorm."""
+
+    @abstractmethod
+    def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
+        """Return rows of a weight [vocab, hidden]: ids [T] -> [T, hidden]."""
+
+    @abstractmethod
+    def embed_pair(
+        self,
+        tokens: Tokens,
+        table: Tensor,
+        embedding: LinearWeight,
+        hidden: Tensor,  # [T, hidden]
+        norms: PairNorms,
+    ) -> Tensor:
+        """Concatenate every token's embedding and a hidden state, each normed -> [T, 2 * hidden]"""
+
+    @abstractmethod
+    def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
+        """Apply RMSNorm to x [rows, size], which may be a slice of wider rows; without a weight,
+        return x itself."""
+
+    @abstractmethod
+    def apply_norm(self, x: Normed) -> Tensor:
+        """Return the normed rows, with a deferred scale applied."""
+
+    @abstractmethod
+    def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
+        """x [rows, in_features] -> [rows, out_features]"""
+
+    @abstractmethod
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+        """`gate` of `linear`: the weight has the features of the gates and then those of the
+        values."""
+
+    @abstractmethod
+    def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gates) * values, [rows, size] each; a row may expand one gate."""
+
+    @abstractmethod
+    def linear_add_norm(
+        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
+    ) -> tuple[Tensor, Normed]:
+        """`add_norm` of `linear`."""
+
+    @abstractmethod
+    def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
+        """Return residual + x, which may be written over `residual`, and its RMSNorm."""
+
+    @abstractmethod
+    def logits(
+        self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
+    ) -> None:
+        """Write `linear` of x into out; zeros for rows of slot 0. The weight has no bias."""
