@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,6 +69,16 @@ LONGEST = (
     "tests/test_bad_input.py",
     "tests/server/test_fleet_http.py",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that are slow as a whole where slow tests are not wanted, without an import."""
+    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+        return None
+    is_slow = re.search(
+        r"^pytestmark = [\s\[]*pytest\.mark\.(slow|gpu)", collection_path.read_text(), re.M
+    )
+    return True if is_slow else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,6 +25,8 @@ from slotzero.models.params import expected_tensors, params_of
 from slotzero.models.shards import cut, sharded
 from slotzero.sampling.params import MAX_LOGPROBS
 
+pytestmark = pytest.mark.slow
+
 SIZE = 2
 EVEN = {  # heads of families that two ranks cannot share
     "smollm2": {"num_attention_heads": 6, "num_key_value_heads": 2},

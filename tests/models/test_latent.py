@@ -17,6 +17,8 @@ from slotzero.checkpoint.tiny import TINY_CONFIGS
 from slotzero.errors import ConfigError, SlotzeroError, UnsupportedModelError
 from slotzero.models.config import parse_config
 
+pytestmark = pytest.mark.slow
+
 FAMILY = ("deepseek-v2", "deepseek-v3")
 
 
