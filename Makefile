@@ -11,16 +11,18 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 RUNTIME := $(VENV)/.installed-runtime
 TEST := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
+CHECK = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: serve help install chat test test-gpu bench certify mutate clean
+.PHONY: serve help install chat test test-fast test-gpu bench certify mutate clean
 
 serve: $(RUNTIME)  ## install, then open OpenAI's API for the default model on port 8000
 	@$(BIN)/slotzero serve
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "  PYTHON=$(PYTHON) makes the environment, VENV=$(VENV) is where it lies"
 
@@ -30,10 +32,12 @@ chat: $(RUNTIME)  ## install, then talk with the default model
 	@$(BIN)/slotzero chat
 
 test: $(TEST)  ## install, then lint, format check, types and tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-reorder
+	$(CHECK)
+	$(PYTEST)
+
+test-fast: $(TEST)  ## install, then the same without the slow tests
+	$(CHECK)
+	$(PYTEST) -m 'not slow and not gpu' -p no:schemathesis
 
 test-gpu: $(TEST)  ## install, then the tests that need an NVIDIA GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,6 +71,16 @@ LONGEST = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that are slow as a whole where slow tests are not wanted, without an import."""
+    if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
+        return None
+    is_slow = re.search(
+        r"^pytestmark = [\s\[]*pytest\.mark\.(slow|gpu)", collection_path.read_text(), re.M
+    )
+    return True if is_slow else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files are shared out among processes in this order: long ones are begun with."""
     rank = {name: place for place, name in enumerate(LONGEST)}
@@ -92,13 +103,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 _sees_gpu = torch.cuda.is_available
+_num_threads = torch.get_num_threads()
+
+THREADED = "tests/kernels/", "tests/sampling/", "tests/graph/", "tests/runners/"
+"""Tests that use as many threads as there are cores. Elsewhere models are tiny and the cores are
+busy with other tests: to share out a step takes longer than to compute it."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests without the gpu marker see a machine without a GPU, whatever this one has."""
+    """Tests without the gpu marker see a machine without a GPU, and most of them one thread."""
     is_gpu_test = item.get_closest_marker("gpu") is not None
     torch.cuda.is_available = _sees_gpu if is_gpu_test else lambda: False
+    shares_out = is_gpu_test or item.nodeid.startswith(THREADED)
+    torch.set_num_threads(_num_threads if shares_out else 1)
 
 
 @pytest.fixture(autouse=True)

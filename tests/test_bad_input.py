@@ -36,6 +36,8 @@ from slotzero.pools import budget
 from slotzero.system.memory import Memory
 from slotzero.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 CONFIG = dict(tiny_configs()["llama"])
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 NO_GPU = not torch.cuda.is_available()

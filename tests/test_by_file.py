@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import by_file
+import pytest
+
+pytestmark = pytest.mark.slow
 
 CONFTEST = """
 import pytest

@@ -28,6 +28,8 @@ from slotzero.llm import CompletionOutput, StreamChunk
 from slotzero.step import Step
 from slotzero.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 SHORT = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1, seed=7, max_tokens=12)
 

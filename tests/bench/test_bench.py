@@ -32,6 +32,8 @@ from slotzero.graph import GraphKey
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, mask_tables
 
+pytestmark = pytest.mark.slow
+
 TINY = ["tiny:llama", "--backend", "eager"]
 QWEN = ["tiny:qwen3", "--backend", "eager"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

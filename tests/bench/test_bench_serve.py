@@ -20,6 +20,8 @@ from slotzero.bench.serve import Fate, Goal, RequestLoad, arrivals, run_loads, s
 from slotzero.cli import main as cli
 from slotzero.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 GOAL = Goal(first_token=1.0, per_token=0.1)
 INFO: Any = {"state": "ready", "failure": None, "engine": {"vocab_size": 300}}
 

@@ -26,6 +26,8 @@ from slotzero.graph import Kind
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 DRAFT, KEY = TRAFFIC_FAULTS
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = [7 * i % 250 for i in range(40)]

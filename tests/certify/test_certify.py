@@ -33,6 +33,8 @@ from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
 
+pytestmark = pytest.mark.slow
+
 
 def small(model: str = "llama", seqs: int = 4, tokens: int = 64) -> list[str]:
     return [f"tiny:{model}", "--max-num-seqs", str(seqs), "--max-num-batched-tokens", str(tokens)]

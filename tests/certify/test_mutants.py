@@ -32,6 +32,8 @@ from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.drafter import NUM_DRAFTS
 from slotzero.speculative.passes import DRAFT, EXTEND, VERIFY
 
+pytestmark = pytest.mark.slow
+
 SEEDS = {"SGLang 26292", "SGLang 24743", "SGLang 22404", "SGLang 21987"}
 ASKED = {  # the list, in its order
     "skip the publish",

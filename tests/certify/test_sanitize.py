@@ -27,6 +27,8 @@ from slotzero.graph import GraphKey, Kind, Recording, Runner
 from slotzero.graph.runner import Counts
 from slotzero.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = ("eager", "cpu")
 WATCHED = (("llama", "tight"), ("qwen3", "wide"))
 OFF = """

@@ -296,6 +296,7 @@ def test_llama3_scaling_is_recognised_by_its_factors(tmp_path: Path) -> None:
     assert "rope_freqs.weight" not in checkpoint.names()
 
 
+@pytest.mark.slow
 def test_llama3_factors_are_those_of_transformers() -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -354,6 +355,7 @@ def test_the_default_model_opens_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(checkpoint.names()) == set(expected_tensors(checkpoint.config))
 
 
+@pytest.mark.slow
 def test_the_default_model_names_the_capital_of_france() -> None:
     """Transformers runs our tensors: wrong numbers, names or row order would not speak English."""
     from transformers.models.llama import modeling_llama as llama

@@ -204,6 +204,7 @@ def test_seeds_are_the_same_in_every_process() -> None:
     assert tensor_seed(0, "lm_head.weight") == 2049512615785786
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiny_names())
 def test_tiny_models_are_what_transformers_expects(name: str, tmp_path: Path) -> None:
     """Every name and shape, and outputs that differ from token to token."""

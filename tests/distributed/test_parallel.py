@@ -25,6 +25,8 @@ from slotzero.models.stacks import model_params
 from slotzero.models.tensors import expected_tensors
 from slotzero.sampling.params import MAX_LOGPROBS
 
+pytestmark = pytest.mark.slow
+
 SIZE = 2
 EVEN = {  # heads of families that two ranks cannot share
     "smollm2": {"num_attention_heads": 6, "num_key_value_heads": 2},

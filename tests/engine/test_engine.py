@@ -38,6 +38,8 @@ from slotzero.request import Status
 from slotzero.sampling.params import SamplingParams
 from slotzero.step import Step
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def reference() -> Engine:

@@ -13,6 +13,8 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import RequestError
 from slotzero.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "model": "tiny:llama", "backend": "eager", "max_num_seqs": 3, "max_model_len": 96,
     "max_num_batched_tokens": 24, "show_progress": False,

@@ -24,6 +24,8 @@ from slotzero.executor.nodes import Hello, Nodes
 from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import LOOPBACK, interface_towards
 
+pytestmark = pytest.mark.slow
+
 SECRET = "only-for-tests-" * 2
 TINY: dict[str, Any] = {
     "backend": "eager",

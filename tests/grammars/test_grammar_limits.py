@@ -37,6 +37,8 @@ from slotzero.grammars.pool import GrammarLimits, Grammars
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("llguidance")
 
 MIB = 1 << 20

@@ -28,6 +28,8 @@ from slotzero.sampling.structured import StructuredOutputs
 from slotzero.step import Step
 from slotzero.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("llguidance")
 
 # Four letters are fine; then llguidance must write the million down, and gives up.

@@ -10,6 +10,8 @@ from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.graph.backend import OncePieces, PlainPieces
 from slotzero.kernels.contract import Kernels
 
+pytestmark = pytest.mark.slow
+
 
 def test_replay_equals_eager_on_the_same_padded_buffers(oracles):
     oracle = oracles("qwen3")

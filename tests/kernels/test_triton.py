@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parent / "triton"
 SHORT = ("experts", "kernels", "trees", "tune")
 """Which take less time than a process of their own takes to start"""

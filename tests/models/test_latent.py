@@ -17,6 +17,8 @@ from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.errors import ConfigError, SlotzeroError, UnsupportedModelError
 from slotzero.models.families.family import parse_config
 
+pytestmark = pytest.mark.slow
+
 FAMILY = ("deepseek-v2", "deepseek-v3")
 
 

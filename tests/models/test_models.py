@@ -7,6 +7,8 @@ from traced import GREEDY, Traced, expect_equal, prompts_of
 
 from slotzero import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [1, 5, 16, 17, 33, 70, 2, 48, 15, 31, 64, 3, 9, 100, 20, 12, 40]  # 17 rows
 
 

@@ -20,6 +20,8 @@ from slotzero.errors import CapacityError, ConfigError, UnsupportedModelError
 from slotzero.models.families.family import parse_config
 from slotzero.speculative.model import ModelDrafter
 
+pytestmark = pytest.mark.slow
+
 TINY = [f"tiny:{family}" for family in RECURRENT]
 PROMPTS = [1, 2, 3, 5, 31, 64, 97, 400]
 CUT = {"max_num_batched_tokens": 37, "snapshot_interval": 32, "max_num_seqs": 4}

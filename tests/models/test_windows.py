@@ -22,6 +22,8 @@ from slotzero.errors import CapacityError, UnsupportedModelError
 from slotzero.models.families.family import parse_config
 from slotzero.pools.budget import Demand, GroupShape, split
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [90, 1, 25, 130, 16, 48, 70, 7, 33]  # 9 rows
 
 

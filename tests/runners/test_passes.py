@@ -7,6 +7,8 @@ from traced import Traced, prompts_of
 from slotzero.graph import Kind
 from slotzero.sampling.tables import SAMPLING_TABLES, mask_tables
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "cpu"])
 
 

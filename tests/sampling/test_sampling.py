@@ -783,6 +783,7 @@ def test_it_can_be_traced_without_reading_data(sample: Sampler) -> None:
     assert_equal_bits(Sampled(*traced(-logits, slots.flip(0), positions, *tables)), changed)
 
 
+@pytest.mark.slow
 def test_the_kernel_survives_torch_compile() -> None:
     logits, slots, positions, tables = mixed_batch()
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)

@@ -27,6 +27,8 @@ from slotzero.server.repeats import Repeats
 from slotzero.server.settings import ServerSettings
 from slotzero.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 class StillClient:
     """A fleet that is ready and is never asked."""

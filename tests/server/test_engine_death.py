@@ -43,7 +43,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.stream import Stream
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 
 def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> None:

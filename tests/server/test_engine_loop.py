@@ -37,7 +37,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.share import WHOLE
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 
 class Desk:

@@ -36,7 +36,7 @@ from slotzero.server.messages import (
 )
 from slotzero.server.stream import Stream
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 
 class Served:

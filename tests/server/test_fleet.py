@@ -30,6 +30,8 @@ from slotzero.server.share import Share
 from slotzero.server.stream import Mail, Stream
 from slotzero.server.sum_stats import sum_stats
 
+pytestmark = pytest.mark.slow
+
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 SOON = 40.0  # seconds: a busy machine is slow, and nothing here may hang

@@ -7,6 +7,8 @@ import pytest
 from crowd import NUM_SLOTS, engines, kill_one_under_load
 from served import Server, children, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

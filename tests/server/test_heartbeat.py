@@ -25,7 +25,7 @@ from slotzero.server.client import EngineClient
 from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
 from slotzero.server.messages import Beat, EngineReady, Loading, TokenDelta, frame
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}

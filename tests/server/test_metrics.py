@@ -351,6 +351,7 @@ def metric_names(text: str) -> set[str]:
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in found}
 
 
+@pytest.mark.slow
 def test_the_document_is_what_the_module_prints() -> None:
     command = [sys.executable, "-m", "slotzero.server.metrics"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout

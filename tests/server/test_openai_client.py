@@ -20,6 +20,8 @@ from served import ADD, HEADERS, HELLO, KEY, PATIENCE, Server, children, tiny_se
 
 from slotzero import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,6 +11,8 @@ import pytest
 from openai import OpenAI
 from served import ADD, HELLO, KEY, PATIENCE, Server, tiny_server
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = "openai@6"
 SCRIPT = Path(__file__).parent / "openai_client.mjs"
 GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 20}

@@ -25,6 +25,8 @@ from page_server import ANSWER, FAILED, PAGE, FakeClient, fake_info, fake_stats,
 
 from slotzero.server.messages import Stats
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )

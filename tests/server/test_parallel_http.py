@@ -16,6 +16,8 @@ from served import (
 
 from slotzero.distributed.secure_socket import KEY
 
+pytestmark = pytest.mark.slow
+
 WORDS = f"tiny:llama --backend eager --tensor-parallel-size 2 --rank-timeout {RANK_TIMEOUT}"
 
 

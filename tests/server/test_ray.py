@@ -27,6 +27,8 @@ from slotzero.server.ray_places import PlacementPlan, RayPlaces
 from slotzero.server.share import WHOLE, Share
 from slotzero.system.child import ENGINE, FOLLOWER
 
+pytestmark = pytest.mark.slow
+
 WORDS = f"tiny:llama --backend eager --executor ray --max-num-seqs {NUM_SLOTS}"
 ROOM = {"num_cpus": 1, "object_store_memory": 80 << 20}  # for one rank
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -82,6 +82,7 @@ def test_flags_of_serve() -> None:
         assert "--" + field.name.replace("_", "-") in text
 
 
+@pytest.mark.slow
 def test_its_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"

@@ -11,6 +11,8 @@ from traced import GREEDY, Traced, prompts_of
 
 from slotzero.errors import ConfigError, UnsupportedModelError
 
+pytestmark = pytest.mark.slow
+
 CLUSTERS = 21
 SIZES = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 4}
 

@@ -26,6 +26,8 @@ from slotzero.training.data import Answered
 from slotzero.training.head import EagleHead, HeadConfig
 from slotzero.training.save import save_head
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 256
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(

@@ -46,6 +46,7 @@ def test_kernels_are_not_built_where_nothing_can_be_written(blocked: Path) -> No
     assert "set SLOTZERO_CACHE" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_graphs_are_not_compiled_where_nothing_can_be_written(blocked: Path) -> None:
     with pytest.raises(ConfigError, match="SLOTZERO_CACHE") as caught:
         CpuBackend()
@@ -58,6 +59,7 @@ def test_graphs_go_where_torch_was_told(blocked: Path, monkeypatch: pytest.Monke
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_one_line(blocked: Path) -> None:
     words = ["generate", "tiny:llama", "--prompt", "Hello", "--max-tokens", "2"]
     command = [sys.executable, "-m", "slotzero", *words]
@@ -70,6 +72,7 @@ def test_a_command_ends_with_one_line(blocked: Path) -> None:
     assert "SLOTZERO_CACHE" in line
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_compiler(tmp_path, monkeypatch, os.strerror(errno.ENOSPC))
     with pytest.raises(CapacityError) as caught:
@@ -81,6 +84,7 @@ def test_a_compiler_that_fills_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     assert list((tmp_path / "cache" / "kernels").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_any_other_error_of_the_compiler_is_in_the_first_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +128,7 @@ def test_a_folder_that_exists_is_written_to(
         writable(tmp_path)
 
 
+@pytest.mark.slow
 def test_kernels_share_the_cxx_library_with_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,8 @@ from slotzero import LLM, SamplingParams
 from slotzero.errors import StepFailedError
 from slotzero.system.interrupt import uninterrupted
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_interrupt_waits_for_the_end_of_the_block():
     done = []

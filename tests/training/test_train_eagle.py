@@ -24,6 +24,8 @@ from slotzero.training.loss import PASS_DECAY, TargetTables, _SoftCrossEntropy, 
 from slotzero.training.samples import Sample, TrainingBatch, crop, pack, training_batches
 from slotzero.training.save import load_head, save_head
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 HIDDEN, VOCAB = 24, 40
 CONFIG = HeadConfig(

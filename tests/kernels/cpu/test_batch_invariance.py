@@ -33,6 +33,8 @@ from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, S
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__)
 KERNEL_TESTS = [
     HERE,
