@@ -27,7 +27,7 @@ class StandingRows:
         self.step = step
         self._worker, self._runner, self._key = worker, runner, key
         worker.tables.apply()
-        self._length = worker.tables["length"].clone()
+        self._length = worker.tables.length.clone()
         self.issue()  # publishes the step, so that `replay` and `eager` may follow
 
     def issue(self) -> None:
@@ -50,7 +50,7 @@ class StandingRows:
 
     def rewind(self) -> None:
         """Reset the rows' lengths on the device in stream order, without waiting or allocating."""
-        self._worker.tables["length"].copy_(self._length)
+        self._worker.tables.length.copy_(self._length)
 
 
 @contextmanager

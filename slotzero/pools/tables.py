@@ -149,14 +149,15 @@ class SlotTables(Staging):
         }
         for spec in specs:
             self._views[spec.name].fill_(spec.neutral)
+        self.tokens = self._views["tokens"]
+        self.length = self._views["length"]
+        self.target = self._views["target"]
+        self.sampling = SamplingTables(*(self._views[name] for name in SamplingTables._fields))
         self.observer: TableObserver | None = None
 
     def __getitem__(self, name: str) -> Tensor:
+        """Return a table whose name is data: a page table, or one of `more`."""
         return self._views[name]
-
-    @property
-    def sampling(self) -> SamplingTables:
-        return SamplingTables(**{name: self._views[name] for name in SamplingTables._fields})
 
     def apply(self) -> None:
         """All that was staged"""

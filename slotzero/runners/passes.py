@@ -112,7 +112,7 @@ class Passes:
         """Compute one token per row: row r is token r."""
         derived = (self._token_slots, self._positions, self._new_length)
         rows = [tensor[: key.rows] for tensor in derived]
-        self._kernels.decode_positions(self._slots[: key.rows], self._tables["length"], *rows)
+        self._kernels.decode_positions(self._slots[: key.rows], self._tables.length, *rows)
         taps = () if self.follower is None else self.follower.taps
         features = self._decoder.new_hidden(key.tokens, len(taps))
         normed = self._forward(key, None, pieces, views_of(features, taps))
@@ -128,7 +128,7 @@ class Passes:
         row = torch.searchsorted(ends, token, right=True)  # [tokens]; == rows for padding
         real = row < key.rows
         row = row.clamp_max(key.rows - 1)
-        start = self._tables["length"][slots]
+        start = self._tables.length[slots]
         offset = token - (ends - counts)[row]
         self._token_slots[: key.tokens].copy_(slots[row] * real)
         self._positions[: key.tokens].copy_((start[row] + offset) * real)
@@ -150,7 +150,7 @@ class Passes:
         taps: Mapping[int, Tensor] = NO_TAPS,
     ) -> Normed:
         slots, positions = self._token_slots[: key.tokens], self._positions[: key.tokens]
-        tokens, prompt_len = self._tables["tokens"], self._tables["prompt_len"]
+        tokens, prompt_len = self._tables.tokens, self._tables.sampling.prompt_len
         batch = DecoderBatch(Tokens(slots, positions), tokens, prompt_len, rows)
         return self._decoder.forward(batch, self._kv, pieces, taps, self._states)
 
@@ -163,5 +163,5 @@ class Passes:
         out = Sampled(*(tensor[: key.rows] for tensor in self._chosen))
         self._kernels.sample(logits, slots, new_length, tables.sampling, out)
         self._kernels.advance(
-            slots, new_length, tables["target"], tables["length"], tables["tokens"], out.tokens
+            slots, new_length, tables.target, tables.length, tables.tokens, out.tokens
         )

@@ -150,7 +150,7 @@ class AssistantDrafter(LogitsDrafter):
         self.taps, self.writes = (target.num_layers,), weights.decoder.writes
         self._config, self._weights, self._kv = config, weights, kv
         self._vocabulary, self._size = vocabulary, target.hidden_size
-        shape = len(tables["length"]), target.hidden_size
+        shape = len(tables.length), target.hidden_size
         hidden = torch.zeros(shape, dtype=vocabulary.embedding.data.dtype, device=registry.device)
         self._hidden = registry.table(HIDDEN, hidden)
 
@@ -160,7 +160,7 @@ class AssistantDrafter(LogitsDrafter):
 
     def stand(self, slots: Tensor) -> Tensor:
         """Return the position of every draft of a cycle: that of the newest token."""
-        return self.tables["length"][slots]
+        return self.tables.length[slots]
 
     def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
         return self.next(
@@ -181,11 +181,11 @@ class AssistantDrafter(LogitsDrafter):
         kernels, weights, slots = self.kernels, self._weights, tokens.slots
         model, place = self._config.model, self.stand(slots)
         no_norms = PairNorms(None, None, model.norm_eps)
-        pair = self._vocabulary.embed_pair(tokens, self.tables["tokens"], state, no_norms)
+        pair = self._vocabulary.embed_pair(tokens, self.tables.tokens, state, no_norms)
         begin = kernels.linear(Normed(pair), weights.join)
         normed = weights.decoder.forward_from(
             begin, Tokens(slots, (place - 1).clamp_min(0)), Tokens(slots, place),
-            self.tables["prompt_len"], self._kv, pieces,
+            self.tables.sampling.prompt_len, self._kv, pieces,
         )  # fmt: skip
         state = kernels.linear(normed, weights.back)
         logits = state.new_empty(len(slots), model.vocab_size)

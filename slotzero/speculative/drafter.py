@@ -78,7 +78,7 @@ class Drafter(ABC):  # a DrafterHook
         return self.writes
 
     def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        self.kernels.record_ngrams(slots, positions, ids, self.tables["tokens"])
+        self.kernels.record_ngrams(slots, positions, ids, self.tables.tokens)
 
 
 class Guess(NamedTuple):

@@ -55,4 +55,4 @@ class ModelDrafter(LogitsDrafter):
 
     def _batch(self, tokens: Tokens, rows: Rows | None, branches: Branches | None) -> DecoderBatch:
         tables = self.tables
-        return DecoderBatch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
+        return DecoderBatch(tokens, tables.tokens, tables.sampling.prompt_len, rows, branches)

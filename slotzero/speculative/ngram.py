@@ -18,7 +18,7 @@ class NgramDrafter(Drafter):
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
     ) -> Tensor:
-        tokens = self.tables["tokens"]
+        tokens = self.tables.tokens
         return self.kernels.propose_ngrams(
             DraftRows(slots, length, num), tokens, steps, SHORTEST, LONGEST
         )

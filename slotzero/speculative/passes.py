@@ -129,14 +129,14 @@ class SpeculativePasses:
         tables, kernels = self._tables, self._kernels
         mine = self._slots, self._num_tried, self._num_verified
         slots, num_tried, num_verified = (tensor[: key.rows] for tensor in mine)
-        tokens, length = self._tokens(key), tables["length"]
+        tokens, length = self._tokens(key), tables.length
         rows, after = kernels.locate_drafts(slots, self._draft_tables, tokens, num_tried)
         branches = None
         if self._trees is not None:
             branches = kernels.branch(rows, tokens, self._trees.parents)
             after = branches.positions + (tokens.slots > 0)
         features = self._decoder.new_hidden(key.tokens, len(self._drafter.taps))
-        batch = DecoderBatch(tokens, tables["tokens"], tables["prompt_len"], rows, branches)
+        batch = DecoderBatch(tokens, tables.tokens, tables.sampling.prompt_len, rows, branches)
         taps = views_of(features, self._drafter.taps)
         trail = self._trail_of(key)
         normed = self._decoder.forward(batch, self._kv, pieces, taps, self._states, trail)
@@ -164,7 +164,7 @@ class SpeculativePasses:
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
         tokens = self._tokens(key)
-        rows, last = self._kernels.locate_new(slots, tables["length"], tables[DRAFTER_LEN], tokens)
+        rows, last = self._kernels.locate_new(slots, tables.length, tables[DRAFTER_LEN], tokens)
         states = self._kernels.load_features(slots, self._drafter.pending[:, : key.width])
         self._drafter.extend(DrafterInputs(tokens, rows, states, last), pieces)
 

@@ -30,7 +30,7 @@ class Trees:
         self.shape = shape
         self._drafter = drafter
         self.parents = drafter.tables[PARENTS]
-        likeliest = torch.full_like(drafter.tables["length"], shape.topk)
+        likeliest = torch.full_like(drafter.tables.length, shape.topk)
         likeliest = registry.constant("num_likeliest", likeliest)
         self._tables = drafter.tables.sampling._replace(num_logprobs=likeliest)
 

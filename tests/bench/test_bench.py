@@ -283,15 +283,15 @@ def test_rows_stand_in_real_slots_and_come_back() -> None:
     key = GraphKey("decode", 4, 4)
     with standing(engine, worker.decode, key, context=100) as rows:
         assert [row.slot for row in rows.step.rows] == [1, 2, 3, 4]
-        assert worker.tables["length"].tolist() == [0, 101, 101, 101, 101, 0, 0, 0, 0]
+        assert worker.tables.length.tolist() == [0, 101, 101, 101, 101, 0, 0, 0, 0]
         rows.rewind()
-        assert worker.tables["length"].tolist() == [0, 100, 100, 100, 100, 0, 0, 0, 0]
+        assert worker.tables.length.tolist() == [0, 100, 100, 100, 100, 0, 0, 0, 0]
         pages = worker.tables["page_table"][1:5, :7]  # 101 tokens in pages of 16
         assert len(pages.unique()) == 4 * 7 and 0 not in pages
         rows.replay()
         rows.rewind()
         rows.eager()
-        assert worker.tables["length"].tolist() == [0, 101, 101, 101, 101, 0, 0, 0, 0]
+        assert worker.tables.length.tolist() == [0, 101, 101, 101, 101, 0, 0, 0, 0]
         stored = worker.registry["kv_full"][:, pages.flatten().long()]
         assert stored.isfinite().all() and stored.abs().max() > 0
     assert worker.decode.counts.padded_tokens == 0
@@ -323,7 +323,7 @@ def test_prefill_rows_are_chunks(tokens: int, num_rows: int) -> None:
         assert not rows.step.is_decode
         assert runner.counts.real_tokens == tokens and runner.counts.padded_tokens == 0
         lengths = [30 + row.count for row in rows.step.rows]
-        assert engine.worker.tables["length"].tolist()[1 : num_rows + 1] == lengths
+        assert engine.worker.tables.length.tolist()[1 : num_rows + 1] == lengths
     assert_neutral(engine)
     engine.check()
 

@@ -166,11 +166,11 @@ def test_layers_ahead_guess_by_the_book(with_layers_ahead, num, steps):
     engine.add("one", ids, GREEDY)
     for _ in range(12):
         engine.step()
-        length = int(engine.worker.tables["length"][1])
+        length = int(engine.worker.tables.length[1])
         drafted = int(engine.worker.tables["drafted_at"][1])
         if drafted != length or length < len(ids):
             continue
-        tokens = engine.worker.tables["tokens"][1]
+        tokens = engine.worker.tables.tokens[1]
         text = tokens[: length + 1].tolist()
         num_drafts = int(engine.worker.tables["num_drafts"][1])
         guessed = tokens[length + 1 : length + 1 + num_drafts].tolist()

@@ -143,9 +143,9 @@ def test_apply_is_done_once() -> None:
     tables = make()
     tables.stage("length", 1, [4])
     tables.apply()
-    tables["length"][1] = 5  # as a step does
+    tables.length[1] = 5  # as a step does
     tables.apply()
-    assert tables["length"][1] == 5
+    assert tables.length[1] == 5
 
 
 def test_floats_keep_every_bit_and_the_sign_of_zero() -> None:
@@ -206,10 +206,10 @@ def test_reset_returns_what_a_step_wrote_in_a_staged_column() -> None:
     tables = make()
     tables.stage("length", 3, [2])
     tables.apply()
-    tables["length"][3] += 4
+    tables.length[3] += 4
     tables.reset(3)
     tables.apply()
-    assert tables["length"].tolist() == [0] * (NUM_SLOTS + 1)
+    assert tables.length.tolist() == [0] * (NUM_SLOTS + 1)
 
 
 @pytest.mark.parametrize("slot", [0, -1, NUM_SLOTS + 1])

@@ -108,12 +108,12 @@ def test_proposals_are_those_of_transformers(oracles, assistants, is_clustered):
         for _ in range(9):
             engine.step()
             tables = engine.worker.tables
-            slot = int(tables["length"].argmax())  # the only one
-            known = int(tables["length"][slot])
+            slot = int(tables.length.argmax())  # the only one
+            known = int(tables.length[slot])
             if int(tables["drafted_at"][slot]) != known or known < length:
                 continue
             num = int(tables["num_drafts"][slot])
-            text = tables["tokens"][slot, : known + 1 + num].tolist()
+            text = tables.tokens[slot, : known + 1 + num].tolist()
             assert text[known + 1 :] == assistant.guesses(text[: known + 1], num)
             checked += num
         engine.cancel(name)

@@ -425,7 +425,7 @@ def test_guesses_are_those_of_the_head_that_was_trained(tmp_path, changes):
     answer = engine.add("one", prompt, GREEDY)
     engine.step()
     worker, slot, place = engine.worker, answer.request.slot, len(prompt)
-    tokens = worker.tables["tokens"][slot].tolist()
+    tokens = worker.tables.tokens[slot].tolist()
     assert worker.tables["num_drafts"][slot] == 4
     sampled, drafts = tokens[place], tokens[place + 1 : place + 5]
 
