@@ -1,4 +1,4 @@
-"""The offline front door, shaped like vLLM's `LLM`: a script ports by changing its import."""
+"""The offline API, shaped like vLLM's `LLM`: a script is ported by changing its import."""
 
 import difflib
 import itertools
@@ -45,7 +45,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None = None
-    """Why this answer was given up, with finish_reason "abort": its grammar could not go on."""
+    """Why the answer ended with finish_reason "abort": its grammar could not go on."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -67,7 +67,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one answer gained: text that is final, and the tokens behind it."""
+    """New part of one answer: text that is final, and new tokens."""
 
     prompt_index: int
     index: int
@@ -88,7 +88,7 @@ class _Job:
 
 
 class _Changes:
-    """The answers of one call that grew or ended since the last look, whoever made the step.
+    """The answers of one call that grew or ended since the last look, in steps of any thread.
 
     A step is looked at in time proportional to what grew in it, not to the number of prompts.
     """
@@ -130,7 +130,7 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a call without any: the model's own, see EngineConfig.generation_config."""
+        """Return the parameters of a call without any, see EngineConfig.generation_config."""
         return SamplingParams(**self.engine.sampling)
 
     def generate(
@@ -188,7 +188,7 @@ class LLM:
             raise RequestError("tools: this model's chat template does not show them")
         variables = dict(chat_template_kwargs or {})
         if (taken := variable_of_ours(variables)) is not None:
-            raise RequestError(f"chat_template_kwargs: {taken!r} is ours to set")
+            raise RequestError(f"chat_template_kwargs: {taken!r} is set by the engine")
         prompts: list[Prompt] = []
         for conversation in conversations:
             if isinstance(conversation, str) or not all(
@@ -268,7 +268,7 @@ class LLM:
         return jobs
 
     def _encoded(self, index: int, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """-> (text, token ids)"""
+        """Return text and token ids of a prompt."""
         try:
             text, tokens = _parts(prompt)
             if tokens is None:
@@ -296,7 +296,7 @@ class LLM:
         return OutputText(tokenizer, params, self.engine.eos_token_ids)
 
     def _cancel(self, answers: list[list[RequestHandle]]) -> None:
-        """Whoever is not finished; all of them, however often Ctrl-C is pressed."""
+        """Cancel all answers that are not finished, however often Ctrl-C is pressed."""
         with self.engine.lock, uninterrupted():
             for answer in itertools.chain.from_iterable(answers):
                 if not answer.finished:
@@ -393,7 +393,7 @@ def _is_token_ids(prompt: object) -> bool:
 
 
 def _parts(prompt: object) -> tuple[str | None, Sequence[int] | None]:
-    """-> (text, token ids), one of which may be missing"""
+    """Return text and token ids of a prompt; one of them may be missing."""
     if isinstance(prompt, str):
         return prompt, None
     if _is_token_ids(prompt):

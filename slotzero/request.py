@@ -1,4 +1,4 @@
-"""One request: what was asked, what was answered so far, and what it holds meanwhile.
+"""One request: its prompt and parameters, its output so far, and the slot and pages it holds.
 
 It does not know tensors, text or its neighbours. The scheduler is its only writer; the engine reads
 it. The rule it keeps is the order of its counts. With `tokens` = prompt, then output, then the
@@ -29,7 +29,7 @@ from slotzero.sampling.params import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class Status(enum.Enum):
+class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     """Holds no slot and no pages. A preempted request may still have a sample in flight."""
     RUNNING = enum.auto()
@@ -52,17 +52,17 @@ class Request:
     max_len: int
     """Prompt plus max_tokens, clipped to the context."""
     grammar: Grammar | None = None
-    """What may follow the committed tokens. So no sample may be in flight when the next is due, and
-    the mask must be there."""
+    """Grammar state after the committed tokens. With a grammar, the next sample needs the mask
+    after the last one, so no other sample may be in flight."""
 
     output_token_ids: list[int] = field(default_factory=list)
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that was asked for and met; None for end-of-sequence."""
 
     lane: int = 0
-    """Which of several schedulers has it; for life."""
+    """Index of its scheduler, which never changes."""
     slot: int = 0
     """0: none."""
     pages: list[list[int]] = field(default_factory=list)
@@ -76,17 +76,17 @@ class Request:
     num_in_flight: int = 0
     """Steps that were launched and will bring a token."""
     most_in_flight: int = 0
-    """Tokens that they will bring at most."""
+    """Maximum number of tokens that they will bring."""
     num_cached: int = 0
     num_found: int = 0
-    """Of the prompt, in the prefix cache, when it was admitted for the first time."""
+    """Prompt tokens found in the prefix cache at the first admission."""
     num_behind: int = 0
-    """Tokens that were computed and a drafter has not followed yet."""
+    """Computed tokens that the drafter has not processed yet."""
     num_preemptions: int = 0
 
     @property
     def speculates(self) -> bool:
-        """What a grammar allows after a guess, the device cannot know."""
+        """Whether drafts are verified; not with a grammar, whose masks the host computes."""
         return self.params.speculative and self.grammar is None
 
     @property
@@ -104,7 +104,7 @@ class Request:
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """What `min_tokens` keeps from being the next token."""
+        """Tokens that `min_tokens` forbids as the next token."""
         is_early = len(self.output_token_ids) < self.params.min_tokens
         return self.stop_ids if is_early else frozenset()
 

@@ -15,44 +15,44 @@ from slotzero.request import Request
 class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster, hundreds a step
     """Compute tokens[start : start + count) of the request in this slot.
 
-    Of a request whose last steps verify drafts only the device knows where it is: then `start` is
-    the least that it can be.
+    If the last steps of the request verify drafts, only the device knows its position; `start` is
+    then the smallest that it can be.
     """
 
     request: Request
     slot: int
-    """Written down, because the request may have lost its slot when the step is committed."""
+    """Kept here because the request may have lost its slot when the step is committed."""
     start: int
     count: int  # type: ignore[assignment]  # tuple.count() is not missed
     samples: bool
     """Whether the last of these tokens is the last known one, so that a new one follows it."""
     most_new: int = 1
-    """Most tokens that may follow: with drafts to verify, as many as can be right and one more."""
+    """Maximum number of new tokens: the drafts that can be accepted, and one more."""
 
 
 @dataclass(frozen=True)
 class Step:
     lanes: tuple[tuple[Row, ...], ...]
-    """The rows of each: of one, or of every rank that has requests of its own. Some may be empty,
-    not all."""
+    """Rows by lane: one lane, or one for each rank that has requests of its own. Some may be empty,
+    but not all."""
     width: int = 1
-    """Above 1, every row verifies drafts: it has so many tokens, the newest one and drafts."""
+    """Tokens per row. Above 1, every row verifies drafts: the newest token and width - 1 drafts."""
     catches_up: bool = False
-    """First of all a drafter follows what was decoded without it."""
+    """Whether the drafter first catches up with tokens that were decoded without it."""
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Of all lanes"""
+        """Rows of all lanes."""
         return tuple(row for lane in self.lanes for row in lane)
 
     @cached_property
     def num_rows(self) -> int:
-        """Of the lane that has most"""
+        """Number of rows in the largest lane."""
         return max(map(len, self.lanes))
 
     @cached_property
     def num_tokens(self) -> int:
-        """Of the lane that has most"""
+        """Number of tokens in the largest lane."""
         return max(sum(row.count for row in lane) for lane in self.lanes)
 
     @cached_property

@@ -33,7 +33,7 @@ from slotzero.models.families.family import parse_config
 from slotzero.models.rope import refuse_two_ropes
 from slotzero.models.tensors import expected_tensors
 from slotzero.pools import budget
-from slotzero.system.memory import Memory
+from slotzero.system.memory import SystemMemory
 from slotzero.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -354,7 +354,7 @@ def test_a_setting_of_another_kind(setting: str, value: object, kind: str) -> No
 def test_weights_that_no_memory_holds_are_refused_before_any_is_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budget, "memory", lambda: Memory(1 << 16, 1 << 16))
+    monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 16, 1 << 16))
     refuse(CapacityError, ["weights:", "64.0 KiB", "a smaller model"], make)
 
 
@@ -456,7 +456,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "tokenizer missing": (
         without("tokenizer.json"),
         TokenizerMissingError,
-        outcome_of,
         ["tokenizer.json is missing", "download"],
     ),
     "tokenizer broken": (text("tokenizer.json", '{"a"\n:'), Corrupt, ["tokenizer.json", "again"]),

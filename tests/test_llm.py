@@ -424,7 +424,7 @@ def test_chat_hands_tools_and_variables_to_the_template(
     assert prompt["prompt"] == '{"city": "Oslo"}'
     with pytest.raises(RequestError, match=r"tool_calls\[0\]\.function: a name and arguments"):
         llm.chat_prompts([*HELLO, {"role": "assistant", "tool_calls": [{"id": "1"}]}])
-    with pytest.raises(RequestError, match="chat_template_kwargs: 'messages' is ours to set"):
+    with pytest.raises(RequestError, match="chat_template_kwargs: 'messages' is set by the engine"):
         llm.chat(HELLO, SHORT, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 

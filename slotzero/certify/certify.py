@@ -12,7 +12,7 @@ from slotzero.certify.checksum import checksum
 from slotzero.certify.report import Cell, Certificate, Violation
 from slotzero.certify.scenario import Scenario, Trial
 from slotzero.errors import ContractError, RequestError
-from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph import GraphKey, Registry, Runner, TensorKind
 
 Plan = Sequence[tuple[Runner, GraphKey]]
 MakeScenario = Callable[[Runner, GraphKey], AbstractContextManager[Scenario]]
@@ -85,7 +85,7 @@ def _raised(error: ContractError, check: str, key: GraphKey) -> Violation:
 
 
 def checksums(registry: Registry) -> dict[str, int]:
-    return {e.name: checksum(e.tensor) for e in registry.entries() if e.kind is Kind.CONSTANT}
+    return {e.name: checksum(e.tensor) for e in registry.entries() if e.kind is TensorKind.CONSTANT}
 
 
 def all_sizes(runners: Iterable[Runner]) -> Iterator[tuple[Runner, GraphKey]]:

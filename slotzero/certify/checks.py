@@ -12,7 +12,7 @@ from slotzero.certify.compare import Mismatch, differences, first_difference, pa
 from slotzero.certify.lint import Watch, baked, span_of, stray
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
-from slotzero.graph import GraphKey, Kind, Registry
+from slotzero.graph import GraphKey, Registry, TensorKind
 from slotzero.graph.registry import Entry
 
 
@@ -82,7 +82,7 @@ class Examination:
     def s4(self) -> Iterator[Violation]:
         plain, scenario = self.plain, self.trial.scenario
         for entry in self._entries:
-            if entry.kind is Kind.TABLE:
+            if entry.kind is TensorKind.TABLE:
                 before, after = (
                     tensors[entry.name].movedim(entry.axis, 0)
                     for tensors in (scenario.tables, plain.tensors)
@@ -97,7 +97,7 @@ class Examination:
                     now, then = (of[owned].masked_fill(~kept, 0) for of in (after, before))
                     rows = owned.nonzero()[:, 0].tolist()
                     yield from self._unchanged(entry, now, then, rows, "the step must only read it")
-            elif entry.kind is Kind.OUTPUT:
+            elif entry.kind is TensorKind.OUTPUT:
                 padding = padding_of(entry, plain)
                 yield from self._unchanged(
                     entry, padding, torch.zeros_like(padding),
@@ -108,7 +108,7 @@ class Examination:
 
     def _empty_step_outputs(self) -> Iterator[Violation]:
         """Check that outputs of the step as a whole come from real rows only."""
-        entries = [e for e in self._entries if e.kind is Kind.OUTPUT and e.per == "step"]
+        entries = [e for e in self._entries if e.kind is TensorKind.OUTPUT and e.per == "step"]
         if entries:
             empty = self.trial.replay(rows=())
         for entry in entries:
@@ -171,7 +171,7 @@ class Examination:
         """Order two overlapping tensors: the one that is not a table first, else the smaller."""
         one, other = sorted(
             (self.registry.entry(name) for name in names),
-            key=lambda e: (e.kind is Kind.TABLE, e.tensor.nbytes),
+            key=lambda e: (e.kind is TensorKind.TABLE, e.tensor.nbytes),
         )
         return one.name, other.name
 
@@ -196,7 +196,7 @@ class Examination:
         """Check that downloads bring what the device holds now, not data of another step."""
         for value in (self.trial.scenario.trap, 0):
             for entry in self._entries:
-                if entry.kind is Kind.OUTPUT:
+                if entry.kind is TensorKind.OUTPUT:
                     entry.tensor.fill_(value)
             for name, arrived in self.trial.scenario.fetch(self.trial.scenario.num_rows).items():
                 sent = self.registry[name][: len(arrived)].to(arrived.device)
@@ -241,7 +241,7 @@ class Examination:
         """Yield padded rows that spoilt memory changed. S4 checks that they are zero."""
         first = len(outcome.slots)
         for entry in self._entries:
-            if entry.kind is Kind.OUTPUT:
+            if entry.kind is TensorKind.OUTPUT:
                 got, wanted = (padding_of(entry, of) for of in (outcome, self.plain))
                 found = first_difference(got, wanted, 0.0)
                 if found:

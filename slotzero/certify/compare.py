@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.scenario import Outcome, Tables, owned_rows
-from slotzero.graph import Kind, Runner
+from slotzero.graph import Runner, TensorKind
 from slotzero.graph.registry import Entry
 
 
@@ -39,10 +39,10 @@ def differences(
             shared = _with_equal(entry, shared, got, expected)
     same_layout = got.key == expected.key and got.slots == expected.slots
     same_step = {*shared} == {*got.slots, *expected.slots}
-    for kind in (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT):
+    for kind in (TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.TABLE, TensorKind.OUTPUT):
         for entry in entries:
             if entry.kind is not kind or (
-                not same_layout and kind in (Kind.PUBLISHED, Kind.DERIVED)
+                not same_layout and kind in (TensorKind.PUBLISHED, TensorKind.DERIVED)
             ):
                 continue
             if entry.per == "step" and not same_step:
@@ -60,9 +60,9 @@ def differences(
 
 def _row(entry: Entry, index: int, slots: Sequence[int], got: Outcome) -> int | None:
     """Return the row of the step, or None for a table: its rows are slots or owned by slots."""
-    if entry.kind is Kind.TABLE or entry.per == "step":
+    if entry.kind is TensorKind.TABLE or entry.per == "step":
         return None
-    return got.slots.index(slots[index]) if entry.kind is Kind.OUTPUT else index
+    return got.slots.index(slots[index]) if entry.kind is TensorKind.OUTPUT else index
 
 
 def first_difference(a: Tensor, b: Tensor, bound: float) -> tuple[int, str, str] | None:
@@ -134,11 +134,11 @@ def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) 
     """Return the part of an outcome that these slots own according to `tables`; the outcome's own
     tables can be damaged."""
     tensor = outcome.tensors[entry.name]
-    if entry.kind is Kind.PUBLISHED:
+    if entry.kind is TensorKind.PUBLISHED:
         return tensor
-    if entry.kind is Kind.DERIVED or entry.per == "step":
+    if entry.kind is TensorKind.DERIVED or entry.per == "step":
         return tensor[: extent(entry, outcome)]
-    if entry.kind is Kind.OUTPUT:
+    if entry.kind is TensorKind.OUTPUT:
         return by_row(entry, outcome)[[outcome.slots.index(slot) for slot in slots]]
     rows = tensor.movedim(entry.axis, 0)
     if not entry.through:

@@ -16,7 +16,7 @@ from slotzero.certify.checksum import row_checksums
 from slotzero.certify.compare import extent, first_difference
 from slotzero.certify.reach import unused_tails
 from slotzero.certify.scenario import MUTABLE, Outcome, others_of, owned_rows
-from slotzero.graph import GraphKey, Kind, Runner
+from slotzero.graph import GraphKey, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
 SPOILT_PAGES = 8  # a sample of the pages that no running slot owns, as each is copied
@@ -59,7 +59,7 @@ class StepMemory:
         self.slots, counts = _who_runs(runner)
         self.entries = [e for e in runner.entries() if e.kind in MUTABLE]
         self.others = [(entry, entry.tensor.clone()) for entry in others_of(runner)]
-        self.tables = [e for e in self.entries if e.kind is Kind.TABLE]
+        self.tables = [e for e in self.entries if e.kind is TensorKind.TABLE]
         self.paged = [e for e in self.tables if e.through]
         self.owned = {e.name: owned_rows(e, self.slots, registry) for e in self.tables}
         self._key = key
@@ -133,7 +133,7 @@ class StepMemory:
 
     @property
     def _scratch(self) -> list[Entry]:
-        return [e for e in self.entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]
+        return [e for e in self.entries if e.kind in (TensorKind.DERIVED, TensorKind.OUTPUT)]
 
     def _rows_of_others(self, entry: Entry) -> Tensor:
         """Return row 0 and the rows of slots that do not run."""

@@ -21,7 +21,7 @@ from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for
 from slotzero.distributed.ranks import Ranks
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError, SlotzeroError
-from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph import GraphKey, Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
 FEWEST_ROWS = 3  # enough to swap rows, and to leave out every other one
@@ -76,9 +76,9 @@ def tensors_of(runner: Runner) -> list[Entry]:
     """Return the tensors that a runner can see. A few constants represent all, since one rule and
     one check cover them."""
     entries = [e for e in runner.entries() if e.tensor.numel()]
-    constants = [e for e in entries if e.kind is Kind.CONSTANT]
+    constants = [e for e in entries if e.kind is TensorKind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
-    return [e for e in entries if e.kind is not Kind.CONSTANT or e.name in kept]
+    return [e for e in entries if e.kind is not TensorKind.CONSTANT or e.name in kept]
 
 
 def padded_size(runner: Runner) -> GraphKey:

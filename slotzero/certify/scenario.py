@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from slotzero.graph import GraphKey, Kind, Registry, Runner
+from slotzero.graph import GraphKey, Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
-MUTABLE = (Kind.TABLE, Kind.PUBLISHED, Kind.DERIVED, Kind.OUTPUT)
-WRITTEN = (Kind.DERIVED, Kind.OUTPUT)
+MUTABLE = (TensorKind.TABLE, TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.OUTPUT)
+WRITTEN = (TensorKind.DERIVED, TensorKind.OUTPUT)
 Rows = Sequence[int]
 
 
@@ -102,7 +102,7 @@ class Trial:
     def spoilable(self) -> list[str]:
         """Return every tensor with unowned memory, in the order in which data flows, including
         those that other runners write."""
-        kinds = (Kind.PUBLISHED, Kind.DERIVED, Kind.TABLE, Kind.OUTPUT)
+        kinds = (TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.TABLE, TensorKind.OUTPUT)
         entries = [*self._entries, *others_of(self.runner)]
         return [e.name for kind in kinds for e in entries if e.kind is kind]
 
@@ -129,7 +129,7 @@ class Trial:
     def _load(self, spoil: Iterable[str]) -> None:
         self.registry.distrust_published()
         for entry in self._entries:
-            if entry.kind is Kind.TABLE:
+            if entry.kind is TensorKind.TABLE:
                 entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
@@ -143,7 +143,7 @@ class Trial:
 
     def _spoil(self, entry: Entry) -> None:
         hostile = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
-        if entry.kind is not Kind.TABLE:
+        if entry.kind is not TensorKind.TABLE:
             entry.tensor.fill_(hostile)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
@@ -187,4 +187,4 @@ def owned_rows(entry: Entry, slots: Sequence[int], tables: Tables) -> Tensor:
 
 def memory_of(registry: Registry) -> dict[str, Tensor]:
     """Return a copy of every table, for a scenario."""
-    return {e.name: e.tensor.clone() for e in registry.entries() if e.kind is Kind.TABLE}
+    return {e.name: e.tensor.clone() for e in registry.entries() if e.kind is TensorKind.TABLE}

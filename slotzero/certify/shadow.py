@@ -13,7 +13,7 @@ from slotzero.certify.compare import Mismatch, differences, first_difference, pa
 from slotzero.certify.memory import StepMemory
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import Outcome
-from slotzero.graph import GraphKey, Kind, Runner
+from slotzero.graph import GraphKey, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
 
@@ -60,7 +60,7 @@ class Shadow:
                 for row in self._memory.changed_rows(entry)[:1]:
                     text = "it has changed: the step does not own this row"
                     yield self._violation("S4", entry.name, text, row)
-            elif entry.kind is Kind.TABLE:
+            elif entry.kind is TensorKind.TABLE:
                 foreign = ~self._memory.owned[entry.name]
                 now, before = (
                     outcome.tensors[entry.name].movedim(entry.axis, 0)[foreign]
@@ -70,12 +70,12 @@ class Shadow:
                 yield from self._unchanged(
                     entry, now, before, rows, "the step does not own this row"
                 )
-            elif entry.kind is Kind.OUTPUT:
+            elif entry.kind is TensorKind.OUTPUT:
                 num_rows = len(after.slots)
                 padding = padding_of(entry, after)
                 zeros, rows = torch.zeros_like(padding), torch.arange(len(padding)) + num_rows
                 yield from self._unchanged(entry, padding, zeros, rows, "padded rows must be zero")
-            elif entry.kind is Kind.PUBLISHED:
+            elif entry.kind is TensorKind.PUBLISHED:
                 now = after.tensors[entry.name]
                 right = torch.tensor(self._memory.registry.was_published(entry.name)).to(now)
                 rows = torch.arange(len(now))

@@ -17,7 +17,7 @@ class Ranks:
     size: int = 1
     group: str = ""  # torch.distributed's name of them
     expert_parallel: bool = False
-    """Each has some experts as they are, rather than a part of every one."""
+    """Expert parallelism: each rank holds whole experts instead of a slice of every expert."""
     dp_attention: bool = False
     """Each has requests of its own and attends to them alone; MLPs are for the tokens of all."""
 
@@ -27,16 +27,16 @@ class Ranks:
 
     @property
     def attention(self) -> "Ranks":
-        """Those that share heads, and the vocabulary."""
+        """The ranks that share attention heads and the vocabulary."""
         return ALONE if self.dp_attention else self
 
     @property
     def num_lanes(self) -> int:
-        """How many of them have requests of their own."""
+        """Number of ranks that have requests of their own."""
         return self.size if self.dp_attention else 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of what every rank has."""
+        """Return the sum over all ranks."""
         if not self.is_distributed:
             return x
         ops = torch.ops._c10d_functional
@@ -71,7 +71,7 @@ class Ranks:
         return not self.least(int(not flag))
 
     def least(self, number: int) -> int:
-        """Of what every rank says; not inside a step."""
+        """Return the minimum over all ranks; not inside a step."""
         if not self.is_distributed:
             return number
         from torch import distributed

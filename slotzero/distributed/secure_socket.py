@@ -4,8 +4,8 @@ What comes over one is unpickled, which runs whatever the other end likes, so no
 both ends have shown that they know the key, each by a digest of what the other has drawn. What is
 said after that is neither encrypted nor signed: the network between the machines must be private.
 
-The rules: nobody who is silent keeps others waiting for long, and a machine that is gone without a
-word is noticed within a minute.
+The rules: a silent client does not keep others waiting for long, and a machine that is gone
+without a word is noticed within a minute.
 """
 
 import os
@@ -19,7 +19,7 @@ from slotzero.errors import ConfigError
 
 KEY = "SLOTZERO_KEY"
 SHORTEST_KEY = 16
-HANDSHAKE = 5.0  # seconds that somebody who came has to show the key
+HANDSHAKE = 5.0  # seconds in which a client must show the key
 _QUIET = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))  # seconds
 
 
@@ -34,7 +34,7 @@ def given_key() -> bytes:
 
 
 def accept(listener: socket.socket, key: bytes, seconds: float) -> Connection | None:
-    """Whoever comes in that time, if it knows the key."""
+    """Accept a client within that time, if it knows the key."""
     listener.settimeout(seconds)
     try:
         end, _ = listener.accept()
@@ -52,7 +52,7 @@ def accept(listener: socket.socket, key: bytes, seconds: float) -> Connection | 
 
 
 def connect(host: str, port: int, key: bytes, seconds: float = 6 * HANDSHAKE) -> Connection:
-    """Raises OSError where nobody answers."""
+    """Connect; raises OSError if there is no reply."""
     line = _line(socket.create_connection((host, port), timeout=seconds), seconds)
     try:
         answer_challenge(line, key)
@@ -87,7 +87,7 @@ def wait_at_most(
     seconds: float,
     doing: Sequence[int] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO),
 ) -> None:
-    """Of each read and write, or of one of them; 0 is for ever."""
+    """Set the timeout of reads and writes, or of one of them; 0: none."""
     length = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(line.fileno())) as end:
         end.setblocking(True)  # Python's own default would make both ends of the copy non-blocking

@@ -21,7 +21,7 @@ import numpy as np
 from slotzero.errors import RequestError
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.pool import Grammars
-from slotzero.request import Request, Status
+from slotzero.request import Request, RequestStatus
 from slotzero.sampling.structured import structure_error, structured_outputs
 from slotzero.system.interrupt import uninterrupted
 
@@ -88,14 +88,16 @@ class GrammarAdmission:
 
     def take_late(self) -> list[Request]:
         """Return the late requests whose mask has come by now."""
-        waiting = [request for request in self._late if request.status is not Status.FINISHED]
+        waiting = [
+            request for request in self._late if request.status is not RequestStatus.FINISHED
+        ]
         self._late = [request for request in waiting if not _grammar(request).is_settled]
         return [request for request in waiting if _grammar(request).is_settled]
 
     def await_masks(self, requests: Sequence[Request]) -> list[Request]:
         """Wait for a moment for the masks after newly committed tokens; return the requests whose
         mask has come. The others are late."""
-        pending = [r for r in requests if r.awaits_mask and r.status is not Status.FINISHED]
+        pending = [r for r in requests if r.awaits_mask and r.status is not RequestStatus.FINISHED]
         self.grammars.wait([_grammar(request) for request in pending], MASK_GRACE)
         self._late += [request for request in pending if not _grammar(request).is_settled]
         return [request for request in pending if _grammar(request).is_settled]
@@ -162,7 +164,7 @@ def refuse(request: Request, error: RequestError) -> None:
 
 
 def _abort(request: Request) -> None:
-    request.status, request.finish_reason = Status.FINISHED, "abort"
+    request.status, request.finish_reason = RequestStatus.FINISHED, "abort"
     _grammar(request).release()
 
 

@@ -1,16 +1,16 @@
-"""Schedulers side by side, one for each rank that has requests of its own, or one alone.
+"""The schedulers of an engine: one, or with data-parallel attention one for each rank.
 
-Each has slots, pages and a prefix cache for itself, and plans as if it were alone; here their steps
-become one, which all ranks launch alike. The rules: where one prefills, nobody verifies drafts; a
-drafter catches up on all lanes or on none; and a request stays in the lane that it was given, where
-its prompt is known, unless that is crowded.
+Each scheduler (a lane) has its own slots, pages and prefix cache, and plans as if it were alone.
+Here their plans become one step, which all ranks launch alike. The rules: if one lane prefills, no
+lane verifies drafts; the drafter catches up on all lanes or on none; a request stays in its lane,
+which is the one that knows its prompt, unless that one is crowded.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import overload
 
-from slotzero.engine.router import Load, Router
+from slotzero.engine.router import RouteLoad, Router
 from slotzero.engine.scheduler import Scheduler
 from slotzero.request import Request
 from slotzero.step import Step
@@ -44,7 +44,7 @@ class DpSchedulers(Sequence[Scheduler]):
 
     @property
     def most_running(self) -> int:
-        """In one lane"""
+        """Number of running requests in the busiest lane."""
         return max(lane.num_running for lane in self)
 
     @property
@@ -66,8 +66,9 @@ class DpSchedulers(Sequence[Scheduler]):
         self.of(request).add(request)
 
     def plan(self, width: int = 1) -> Step | None:
-        """The next step of all, who is in it advanced. None: nobody can run, before a commit or an
-        add. `width` is of a step in which all decode: above 1, they verify drafts."""
+        """Plan the next step of all lanes, and advance its requests. None: no request can run
+        before the next commit or add. `width` is for steps in which all decode: above 1, they
+        verify drafts."""
         choices = [lane.choose(width) for lane in self]
         if any(choice.prefilling for choice in choices):
             width = 1
@@ -91,17 +92,17 @@ class DpSchedulers(Sequence[Scheduler]):
             lane.check()
 
 
-def _load(lane: Scheduler, prompt_len: int) -> Load:
-    """One without pages for a prompt has no slot for it either."""
+def _load(lane: Scheduler, prompt_len: int) -> RouteLoad:
+    """Return the load of a lane; one without pages for the prompt counts as without slots."""
     needed = lane.ledger.pages_for(prompt_len)
     has_pages = all(num >= needed for num in lane.ledger.num_available)
     slots = lane.slots.num_slots if has_pages else 0
-    return Load(0, lane.num_running, lane.num_waiting, slots)
+    return RouteLoad(0, lane.num_running, lane.num_waiting, slots)
 
 
 def _with_drafter(step: Step, most_behind: int) -> Step:
-    """A step that is decode alone it does not follow; before any other, and when it is as far
-    behind as it may be, it catches up."""
+    """Decide whether the drafter runs. It skips plain decode steps; before any other step, and when
+    it is `most_behind` tokens behind, it catches up."""
     behind = max(row.request.num_behind for row in step.rows)
     catches_up = behind > 0 if not step.is_decode else behind == most_behind
     for row in step.rows:

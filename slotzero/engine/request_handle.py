@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from slotzero.engine.output_text import OutputText
 from slotzero.errors import RequestError
 from slotzero.executor.results import RowLogprobs
-from slotzero.request import FinishReason, Request, Status
+from slotzero.request import FinishReason, Request, RequestStatus
 
 
 @dataclass(eq=False)  # two requests with equal outputs are still two requests
@@ -35,7 +35,7 @@ class RequestHandle:
 
     @property
     def finished(self) -> bool:
-        return self.request.status is Status.FINISHED
+        return self.request.status is RequestStatus.FINISHED
 
     @property
     def finish_reason(self) -> FinishReason | None:

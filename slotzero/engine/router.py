@@ -1,4 +1,4 @@
-"""Which of several engines a request goes to: where its prompt is known, unless that is crowded.
+"""Routing of requests to engines: to the one that knows the prompt, unless it is crowded.
 
 It knows token ids and counts, neither processes nor HTTP. A prompt's whole chunks of 64 tokens have
 a key each, of the chunk and all before it; for each engine the keys of what it was sent lately are
@@ -7,12 +7,12 @@ remembered, a bounded number of them, and only as long as its process lives.
 The rule, among engines that are ready:
 
     load     one that runs counts 1, one that waits for its first token counts 4
-    least    the least loaded, one with a free slot before any without; of equals, who was chosen
-             longest ago
+    least    the least loaded, one with a free slot before any without; among equals, the one
+             chosen longest ago
     crowded  no free slot while the least loaded has one, or a load above twice the least plus 16;
-             of lanes, which step together, one that is above the least plus 8
-    chosen   of those that are not crowded, the one that knows the most of the prompt; of equals,
-             the least loaded
+             for lanes, which step together, a load above the least plus 8
+    chosen   the engine, among those that are not crowded, that knows the most of the prompt;
+             among equals, the least loaded
 """
 
 from collections import OrderedDict
@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 CHUNK = 64  # tokens
 MAX_CHUNKS = 1 << 14  # of an engine: a million tokens
-MAX_PROMPT_CHUNKS = 256  # prompts that are alike for so long are alike
+MAX_PROMPT_CHUNKS = 256  # prompts that agree for this long are taken as equal
 WAITING_WEIGHT = 4
 TIMES, CROWD = 2, 16
 
 
-class Load(NamedTuple):
-    """Of an engine that is ready."""
+class RouteLoad(NamedTuple):
+    """Load of an engine that is ready."""
 
     life: int  # which of its processes this is
     running: int
@@ -42,7 +42,7 @@ class Load(NamedTuple):
     def is_full(self) -> bool:
         return self.running + self.waiting >= self.slots
 
-    def is_crowded(self, least: "Load", times: int = TIMES, crowd: int = CROWD) -> bool:
+    def is_crowded(self, least: "RouteLoad", times: int = TIMES, crowd: int = CROWD) -> bool:
         return (self.is_full and not least.is_full) or self.score > times * least.score + crowd
 
 
@@ -75,8 +75,8 @@ class Router:
         self._turn = 0
         self._chosen_at = [0] * size
 
-    def choose(self, prompt: Sequence[int], loads: Mapping[int, Load]) -> int:
-        """`loads`: of those that are ready, at least one."""
+    def choose(self, prompt: Sequence[int], loads: Mapping[int, RouteLoad]) -> int:
+        """Choose an engine for a prompt; `loads` has the engines that are ready, at least one."""
         keys = chunk_keys(prompt)
         known = {i: self._of(i, load.life).num_known(keys) for i, load in loads.items()}
         rank = {i: (load.is_full, load.score, self._chosen_at[i]) for i, load in loads.items()}

@@ -35,7 +35,7 @@ from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
 from slotzero.pools.ledger import PageLedger
 from slotzero.pools.pages import KvPool, reach
 from slotzero.pools.slots import SlotPool
-from slotzero.request import FinishReason, Request, Status
+from slotzero.request import FinishReason, Request, RequestStatus
 from slotzero.step import Row
 
 
@@ -190,9 +190,11 @@ class Scheduler:
             request = row.request
             request.num_in_flight -= 1
             request.most_in_flight -= row.most_new
-            if request.status is Status.FINISHED:
+            if request.status is RequestStatus.FINISHED:
                 continue
-            if request.status is Status.RUNNING:  # the last token that it may have is not computed
+            if (
+                request.status is RequestStatus.RUNNING
+            ):  # the last token that it may have is not computed
                 num_computed = request.num_computed + len(tokens) - 1
                 request.num_computed = min(num_computed, request.max_len - 1)
             receivers.append((request, self._receive(request, tokens)))
@@ -222,18 +224,18 @@ class Scheduler:
             self.finish(request, "stop")
         elif request.num_tokens >= request.max_len:
             self.finish(request, "length")
-        return request.status is Status.FINISHED
+        return request.status is RequestStatus.FINISHED
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
         """End a request, whatever it is doing. On an ended one only the reason changes: a stop
         string in the last token allowed is a stop, not a length."""
-        if request.status is Status.RUNNING:
+        if request.status is RequestStatus.RUNNING:
             self._vacate(request)
-        elif request.status is Status.WAITING:
+        elif request.status is RequestStatus.WAITING:
             del self._waiting[request.id]
-        request.status = Status.FINISHED
+        request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.lookup = None
@@ -244,12 +246,12 @@ class Scheduler:
         """A step failed. Whoever was planned ends, since nobody knows how far it came, and nothing
         is found that it was to compute."""
         for request in [*self._running.values(), *self._waiting.values()]:
-            if request.status is Status.RUNNING or request.num_in_flight:
+            if request.status is RequestStatus.RUNNING or request.num_in_flight:
                 self.cancel(request)
         self.ledger.cache.clear()
 
     def cancel(self, request: Request) -> None:
-        if request.status is not Status.FINISHED:
+        if request.status is not RequestStatus.FINISHED:
             self.finish(request, "abort")
 
     def check(self) -> None:
@@ -267,7 +269,7 @@ class Scheduler:
             self._check_running(request, is_youngest=request is running[-1])
         for request in waiting:
             holds = request.slot or request.pages or request.num_computed
-            if holds or request.status is not Status.WAITING:
+            if holds or request.status is not RequestStatus.WAITING:
                 raise PoolError(f"request {request.id} waits, yet holds a slot, pages or KV")
 
     def _require_room_for_one(self, group: KvPool) -> None:
@@ -301,7 +303,7 @@ class Scheduler:
         """-> who decodes, with pages for that, and the chunk, if one of a prompt follows"""
         decoding: list[Request] = []
         for request in list(self._running.values()):
-            if request.status is not Status.RUNNING or request.num_known >= request.max_len:
+            if request.status is not RequestStatus.RUNNING or request.num_known >= request.max_len:
                 continue  # preempted in this loop, or its last token is in flight
             if request.grammar is not None and (request.num_in_flight or request.awaits_mask):
                 continue
@@ -358,7 +360,7 @@ class Scheduler:
             return False
         del self._waiting[request.id]
         self._running[request.id] = request
-        request.status = Status.RUNNING
+        request.status = RequestStatus.RUNNING
         request.slot = self.slots.take()
         request.target = request.num_tokens
         pages = [list(of_group) for of_group in request.pages]
@@ -384,7 +386,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._vacate(request)
-        request.status = Status.WAITING
+        request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting[request.id] = request
@@ -406,10 +408,10 @@ class Scheduler:
             self.finish(request, "abort")  # its grammar says why, or its logits were broken
         elif not request.awaits_mask:
             self.settle(request)
-        return request.status is Status.FINISHED
+        return request.status is RequestStatus.FINISHED
 
     def _check_running(self, request: Request, *, is_youngest: bool) -> None:
-        if request.status is not Status.RUNNING or not self.slots.is_taken(request.slot):
+        if request.status is not RequestStatus.RUNNING or not self.slots.is_taken(request.slot):
             raise PoolError(f"request {request.id} runs in slot {request.slot}, which is not its")
         if not request.num_computed < request.num_known <= request.max_len:
             raise PoolError(f"request {request.id} was planned past what is known or allowed")

@@ -46,9 +46,9 @@ from slotzero.pools.states import SNAPSHOT_ROWS, StateShape, snapshot_tables
 from slotzero.pools.tables import SlotTables, Staging
 from slotzero.runners.passes import RESULTS, Passes
 from slotzero.runners.results import ResultRing
-from slotzero.speculative.build import Prepared, Target, prepare_drafter
+from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
 from slotzero.speculative.drafter import Drafter
-from slotzero.speculative.speculation import Speculation, speculation_tables
+from slotzero.speculative.speculation import SpeculativeRunners, speculation_tables
 
 
 def build_worker(
@@ -173,7 +173,7 @@ class _Builder:
         decoder = Decoder(model, weights, turns, kernels, routing, self._ranks)
         drafter = None
         if config.speculative is not None:
-            target = Target(
+            target = DraftTarget(
                 self._whole,
                 decoder.vocabulary,
                 routing,
@@ -242,11 +242,11 @@ class _Builder:
         memory: _Memory,
         states: StateShape | None,
         graphs: Backend,
-    ) -> Speculation | None:
+    ) -> SpeculativeRunners | None:
         if memory.drafter is None:
             return None
         num_drafted = limits.max_num_seqs * limits.max_width
-        return Speculation(
+        return SpeculativeRunners(
             self._registry,
             loaded.decoder,
             memory.drafter,

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             follow(rank, connection)
         return 0
     except (EOFError, ConnectionError, TimeoutError):
-        return 0  # nobody is left to follow
+        return 0  # rank 0 is gone
     except SlotzeroError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return error.exit_code
@@ -64,7 +64,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
 
 
 def obey(worker: "Worker", connection: "Connection[Any, Any]") -> None:
-    """Until the connection ends, or None comes."""
+    """Run the messages of rank 0 until the connection ends or None comes."""
     outbox: queue.SimpleQueue[Arriving | None] = queue.SimpleQueue()
     # apart, so that to wait for what one step sampled does not keep the next from being launched
     sender = threading.Thread(target=_send, args=(outbox, connection), daemon=True)
@@ -82,7 +82,7 @@ def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[
         while (results := outbox.get()) is not None:
             connection.send([tensor.numpy() for tensor in results.wait()])
     except ConnectionError:
-        return  # nobody is left to be told
+        return  # rank 0 is gone
     except BaseException as error:  # a rank that is mute is worse than one that is gone
         print(f"what was sampled could not be sent: {error}", file=sys.stderr, flush=True)
         os._exit(1)
@@ -91,4 +91,4 @@ def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(exit_code)  # without the farewells of a group that may be broken
+    os._exit(exit_code)  # without the shutdown of a process group that may be broken

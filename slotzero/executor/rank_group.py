@@ -1,4 +1,4 @@
-"""The ranks of an engine as it sees them: whom it tells of a step, what it makes of a failure."""
+"""The ranks of an engine: how steps are sent to them, and what a failure means."""
 
 import contextlib
 import fcntl
@@ -22,11 +22,11 @@ from slotzero.graph.transfer import Arriving
 
 LOOPBACK = "lo"  # all ranks are on this machine
 INTERFACE = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+SIOCGIFADDR = 0x8915  # ioctl of Linux: the address of an interface
 
 
 class RankGroup:
-    """Of an engine that is alone, or whose other ranks do all that it does without being told."""
+    """Ranks of an engine that is alone, or whose other ranks need no messages."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
@@ -35,8 +35,8 @@ class RankGroup:
         """One for each lane, before rank 0 does its own."""
 
     def sampled(self, lane: int) -> Arriving:
-        """What another lane samples in the step that it was told last. Read in order."""
-        raise ContractError(f"nobody here knows what lane {lane} samples")
+        """Return what another lane samples in the step that it was sent last. Read in order."""
+        raise ContractError(f"lane {lane} has no rank in this group")
 
     @contextlib.contextmanager
     def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
@@ -45,18 +45,18 @@ class RankGroup:
         yield
 
     def reports(self) -> list[Any]:
-        """What the others found, in the order of ranks, where they were given a task."""
+        """Return the reports of the other ranks, in order, if they were given a task."""
         return []
 
     def dismiss(self) -> None:
-        """Tells other machines that nobody will come back; from any thread."""
+        """Tell other machines that this engine will not be restarted; from any thread."""
 
     def close(self) -> None:
-        """Ends the others."""
+        """End the other ranks."""
 
 
 class RemoteRanks(RankGroup):
-    """Whose others are each at the end of a connection."""
+    """Ranks that are each reached through a connection."""
 
     def __init__(self, ranks: Ranks, connections: dict[int, Connection], seconds: float) -> None:
         super().__init__(ranks)

@@ -1,8 +1,8 @@
-"""What rank 0 tells the others. It plans; they do the same on their parts, in the same order.
+"""Messages from rank 0 to the other ranks, which run the same steps in the same order.
 
-A step is what changed in the tables, who runs, and which recordings are replayed. Ranks that share
-attention sample as rank 0 does, from the same logits, so no token is ever sent to them or back.
-Those that have requests of their own are told of these alone, and send what they sampled.
+A step is the writes to the tables, the slots that run, and the graphs that are replayed. Ranks that
+share attention sample as rank 0 does, from the same logits, so no token is sent to them or back.
+Ranks with requests of their own are sent the rows of these alone, and send back what they sampled.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Orders:
     writes: np.ndarray | None  # [2, n] int32: words of the tables and their values
     slots: list[int]
     counts: list[int]
-    num_tokens: int  # of the lane that has most
+    num_tokens: int  # in the largest lane
     num_rows: int
     launches: list[GraphKey]
     width: int
@@ -26,7 +26,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Timing:
-    """Replay a recording over nobody, for rank 0 to see how long it takes."""
+    """Replay a graph over empty rows, so that rank 0 can measure how long it takes."""
 
     key: GraphKey
 

@@ -1,4 +1,4 @@
-"""What the tables hold of a request, staged: a scheduler's `SlotWriter`.
+"""Stages the table rows of requests: the `SlotWriter` of a scheduler.
 
 The tables are this rank's, or those of another that has requests of its own. It does not know when
 they are applied.

@@ -31,7 +31,7 @@ from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import COUNTS, SLOTS, Passes
 from slotzero.runners.results import ResultRing
 from slotzero.speculative.drafter import MOST_PENDING, Drafter
-from slotzero.speculative.speculation import Cycle, Speculation
+from slotzero.speculative.speculation import Cycle, SpeculativeRunners
 from slotzero.step import Step
 from slotzero.tree_shape import TreeShape
 
@@ -56,7 +56,7 @@ class Worker:
     prefills: tuple[Runner, ...]
     """In order of preference: the first that has a size for a step runs it."""
     results: ResultRing
-    speculation: Speculation | None
+    speculation: SpeculativeRunners | None
     writers: tuple[TableWriter, ...]  # by lane, this rank's first
     _seconds: dict[GraphKey, float] = field(default_factory=dict, init=False)
     """Measured time of a replay."""

@@ -22,7 +22,15 @@ import sys
 from collections.abc import Callable, Sequence
 
 from slotzero.grammars.matcher import first_line, load_vocabulary
-from slotzero.grammars.messages import MAX_ORDER, Ended, Kill, NotStarted, Ready, Start, Unusable
+from slotzero.grammars.messages import (
+    MAX_ORDER,
+    Kill,
+    NotStarted,
+    Ready,
+    StartWorker,
+    Unusable,
+    WorkerEnded,
+)
 from slotzero.grammars.worker import work
 
 _PR_SET_PDEATHSIG = 1
@@ -80,8 +88,8 @@ class _ForkServer:
             return False
         if not data:
             return False
-        message: Start | Kill = pickle.loads(data)
-        if isinstance(message, Start):
+        message: StartWorker | Kill = pickle.loads(data)
+        if isinstance(message, StartWorker):
             if fds:
                 self._fork(message.number, fds[0])
             else:  # the kernel drops a descriptor for which there is no room
@@ -127,9 +135,9 @@ class _ForkServer:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         _, status = os.waitpid(self._pids.pop(number), 0)
-        self._tell(Ended(number, os.waitstatus_to_exitcode(status)))
+        self._tell(WorkerEnded(number, os.waitstatus_to_exitcode(status)))
 
-    def _tell(self, message: Ended | NotStarted) -> None:
+    def _tell(self, message: WorkerEnded | NotStarted) -> None:
         with contextlib.suppress(OSError):  # the engine's end is noticed by `run`
             self._control.send(pickle.dumps(message))
 

@@ -18,7 +18,7 @@ from slotzero.grammars.matcher import WORD_BITS, mask_of
 _LATE_PENALTY = 16
 
 
-class Follower(Protocol):
+class GrammarOwner(Protocol):
     """The pool that the answer belongs to."""
 
     def follow(self, grammar: "Grammar") -> None:
@@ -30,7 +30,7 @@ class Follower(Protocol):
 
 @final
 class Grammar:
-    def __init__(self, number: int, pool: Follower) -> None:
+    def __init__(self, number: int, pool: GrammarOwner) -> None:
         self.number = number
         self.tokens: list[int] = []
         self.num_sent = 0

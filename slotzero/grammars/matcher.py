@@ -24,7 +24,7 @@ _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _NO_END = "<|no end of sequence|>"
 
 
-class Vocabulary(NamedTuple):
+class GrammarVocabulary(NamedTuple):
     tokenizer: "LLTokenizer"
     known: int
     """Bit i is set if the model can choose token i."""
@@ -36,7 +36,7 @@ class Vocabulary(NamedTuple):
 
 def load_vocabulary(
     tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
-) -> Vocabulary:
+) -> GrammarVocabulary:
     """Build llguidance's view of a tokenizer; raises ValueError if it cannot be used.
 
     `vocab_size` is the number of the model's logits.
@@ -54,23 +54,23 @@ def load_vocabulary(
         known &= ~(1 << ends[0])
     size = max(vocab_size, 1 + max(backend.get_vocab().values()))
     tokenizer = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=ends)
-    return Vocabulary(tokenizer, known, -(-vocab_size // WORD_BITS) * WORD_BITS // 8, ends)
+    return GrammarVocabulary(tokenizer, known, -(-vocab_size // WORD_BITS) * WORD_BITS // 8, ends)
 
 
 @dataclass(slots=True)
-class _Answer:
+class _FollowedAnswer:
     matcher: "LLMatcher"
     tokens: list[int] = field(default_factory=list)
 
 
 class CompiledGrammar:
-    def __init__(self, vocabulary: Vocabulary, kind: Kind, text: str) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, kind: Kind, text: str) -> None:
         """Raise ValueError with one line that says what is wrong with the grammar."""
         self._vocabulary = vocabulary
         self._make = _compiler(vocabulary, kind, text)
         self._matcher: LLMatcher | None = self._make()
         self._num_sharing = 0
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _FollowedAnswer] = {}
         self.first_mask = self._mask(self._matcher)
         """The tokens that may begin an answer: bit i % 8 of byte i // 8 for token i."""
         wrong = self._matcher.get_error() or self._trial()
@@ -82,7 +82,7 @@ class CompiledGrammar:
         next token; raises ValueError if the grammar has become too complex."""
         answer = self._answers.get(number)
         if answer is None:
-            answer = self._answers[number] = _Answer(self._copy())
+            answer = self._answers[number] = _FollowedAnswer(self._copy())
         answer.tokens += tokens
         mask, wrong = self._advance(answer.matcher, tokens)
         if wrong and self._num_sharing > 1:
@@ -143,7 +143,7 @@ def mask_of(tokens: Collection[int], num_bytes: int) -> bytes:
     return bits.to_bytes(num_bytes, "little")
 
 
-def _compiler(vocabulary: Vocabulary, kind: Kind, text: str) -> Callable[[], "LLMatcher"]:
+def _compiler(vocabulary: GrammarVocabulary, kind: Kind, text: str) -> Callable[[], "LLMatcher"]:
     from llguidance import LLMatcher, LLParserLimits
 
     try:

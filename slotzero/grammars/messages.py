@@ -15,7 +15,7 @@ COMPILE = 0  # the number of the first question to a worker; answers have number
 # To and from a worker
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """The first message to a worker."""
 
     kind: Kind
@@ -29,7 +29,7 @@ class Follow(NamedTuple):
     tokens: list[int]
 
 
-class End(NamedTuple):
+class EndAnswer(NamedTuple):
     """An answer is over. There is no reply."""
 
     number: int
@@ -48,7 +48,7 @@ class Reply(NamedTuple):
 # To and from the fork server
 
 
-class Start(NamedTuple):
+class StartWorker(NamedTuple):
     """Fork a worker; the socket that comes with this message is its own."""
 
     number: int
@@ -76,7 +76,7 @@ class NotStarted(NamedTuple):
     reason: str
 
 
-class Ended(NamedTuple):
+class WorkerEnded(NamedTuple):
     """A worker ended by itself."""
 
     number: int

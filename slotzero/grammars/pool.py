@@ -32,8 +32,16 @@ import numpy as np
 from slotzero.grammars.channel import Channel
 from slotzero.grammars.grammar import Grammar, words
 from slotzero.grammars.matcher import WORD_BITS, mask_of
-from slotzero.grammars.messages import COMPILE, Ended, NotStarted, Ready, Reply, Source, Unusable
-from slotzero.grammars.process import ForkServer, Worker
+from slotzero.grammars.messages import (
+    COMPILE,
+    GrammarSource,
+    NotStarted,
+    Ready,
+    Reply,
+    Unusable,
+    WorkerEnded,
+)
+from slotzero.grammars.process import ForkServer, GrammarWorker
 from slotzero.grammars.worker import OUT_OF_MEMORY
 from slotzero.sampling.structured import StructuredOutputs, structure_error
 from slotzero.system.child import ending
@@ -91,15 +99,15 @@ class Grammars:
         self._server: ForkServer | None = None
         self._selector = selectors.DefaultSelector()
         self._numbers = itertools.count(COMPILE + 1)
-        self._workers: OrderedDict[Source, Worker] = OrderedDict()
+        self._workers: OrderedDict[GrammarSource, GrammarWorker] = OrderedDict()
         """By when they were last begun or left: the front is the first to go."""
-        self._queue: deque[Worker] = deque()
+        self._queue: deque[GrammarWorker] = deque()
         """Those of them that have no process yet."""
         self._moved_at = 0.0
         """When the queue last lost its first."""
-        self._worker_of: dict[int, Worker] = {}
+        self._worker_of: dict[int, GrammarWorker] = {}
         """By an answer's number."""
-        self._refusals: OrderedDict[Source, tuple[str, float]] = OrderedDict()
+        self._refusals: OrderedDict[GrammarSource, tuple[str, float]] = OrderedDict()
         """Why, and until when: what a limit refused may do with less to do on the machine."""
 
     @property
@@ -113,7 +121,7 @@ class Grammars:
         return sum(max(worker.memory, _PROCESS_BYTES) for worker in self._idle)
 
     @property
-    def _idle(self) -> list[Worker]:
+    def _idle(self) -> list[GrammarWorker]:
         return [worker for worker in self._workers.values() if not worker.answers]
 
     def prepare(self) -> None:
@@ -130,7 +138,7 @@ class Grammars:
     def begin(self, asked: StructuredOutputs) -> Grammar:
         """A new answer, which is not ready before its grammar is compiled; raises RequestError if
         it is known that it cannot be."""
-        source = Source(asked.kind, asked.text)
+        source = GrammarSource(asked.kind, asked.text)
         if not self._is_installed:
             raise structure_error("llguidance is missing: pip install 'slotzero[server]'")
         if self._unusable:
@@ -143,7 +151,7 @@ class Grammars:
             raise structure_error(self._not_started, source.kind)
         worker = self._workers.get(source)
         if worker is None:
-            worker = Worker(next(self._numbers), source, time.monotonic())
+            worker = GrammarWorker(next(self._numbers), source, time.monotonic())
             self._workers[source] = worker
             self._queue.append(worker)
         grammar = Grammar(next(self._numbers), self)
@@ -193,7 +201,7 @@ class Grammars:
         if self._server is None:
             return
         for key, events in self._selector.select(self._until_deadline(seconds)):
-            worker: Worker | None = key.data
+            worker: GrammarWorker | None = key.data
             if worker is None:
                 self._hear(self._server)
                 continue
@@ -213,7 +221,7 @@ class Grammars:
                 self._end = words(mask_of(ends, self._mask_bytes))
             case Unusable(reason):
                 self._unusable = f"this model's tokenizer cannot be used ({reason})"
-            case Ended(number, exit_code):
+            case WorkerEnded(number, exit_code):
                 for worker in self._numbered(number):
                     self._bury(worker, exit_code)
             case NotStarted(number, reason):
@@ -223,11 +231,11 @@ class Grammars:
             case None:
                 self._lose_server(server)
 
-    def _numbered(self, number: int) -> list[Worker]:
+    def _numbered(self, number: int) -> list[GrammarWorker]:
         """The worker of this number, unless it was removed."""
         return [worker for worker in self._workers.values() if worker.number == number]
 
-    def _take(self, worker: Worker) -> None:
+    def _take(self, worker: GrammarWorker) -> None:
         """Take all replies that have come."""
         if worker.channel is None:
             return  # there will be no more
@@ -236,7 +244,7 @@ class Grammars:
         if worker.channel is not None and not worker.channel.is_open:
             self._disconnect(worker)  # the fork server will say how it ended
 
-    def _take_reply(self, worker: Worker, reply: Reply) -> None:
+    def _take_reply(self, worker: GrammarWorker, reply: Reply) -> None:
         worker.asked.popleft()
         worker.since, worker.memory = time.monotonic(), reply.memory
         if reply.number == COMPILE:
@@ -250,7 +258,7 @@ class Grammars:
         else:
             self._give(grammar, words(reply.mask))
 
-    def _compiled(self, worker: Worker, reply: Reply) -> None:
+    def _compiled(self, worker: GrammarWorker, reply: Reply) -> None:
         if reply.error:
             self._refuse(worker, reply.error, math.inf)
             return
@@ -265,7 +273,7 @@ class Grammars:
 
     # Workers
 
-    def _attach(self, grammar: Grammar, worker: Worker) -> None:
+    def _attach(self, grammar: Grammar, worker: GrammarWorker) -> None:
         worker.answers[grammar.number] = grammar
         self._worker_of[grammar.number] = worker
         grammar.num_sent = 0
@@ -295,7 +303,7 @@ class Grammars:
         is_large = compiled and sum(compiled) >= _MOST_IN_USE * self.limits.memory
         return bool(is_large) or len(in_use) - len(self._queue) >= _MAX_RUNNING
 
-    def _make_room(self, worker: Worker, reason: str | None) -> bool:
+    def _make_room(self, worker: GrammarWorker, reason: str | None) -> bool:
         """No process could be started for `worker`: end one that is idle, or refuse this grammar;
         -> whether it can be tried again"""
         if idle := self._idle:
@@ -328,7 +336,7 @@ class Grammars:
                 what = f"compiling it took more than {seconds:g} s"
                 self._overrun(worker, f"{what}: use a simpler grammar, or raise --grammar-timeout")
 
-    def _bury(self, worker: Worker, exit_code: int) -> None:
+    def _bury(self, worker: GrammarWorker, exit_code: int) -> None:
         """Its process ended by itself, or was killed from outside."""
         self._take(worker)  # the replies that it left say what it was working on
         if worker is not self._workers.get(worker.source):
@@ -346,7 +354,7 @@ class Grammars:
                 self._fail(grammar, f"its process {ending(exit_code)}: send the request again")
         self._restart(worker)
 
-    def _overrun(self, worker: Worker, why: str) -> None:
+    def _overrun(self, worker: GrammarWorker, why: str) -> None:
         """A limit was reached by what the worker did last: only that answer is to blame."""
         if not worker.is_compiled:
             self._refuse(worker, why, time.monotonic() + _SECONDS_REFUSED)
@@ -356,18 +364,18 @@ class Grammars:
             self._fail(culprit, why)
         self._restart(worker)
 
-    def _restart(self, worker: Worker) -> None:
+    def _restart(self, worker: GrammarWorker) -> None:
         """Follow the answers that are left in a new process, before other grammars."""
         self._remove(worker)
         if worker.answers:
             now = time.monotonic()
-            successor = Worker(next(self._numbers), worker.source, now, is_restart=True)
+            successor = GrammarWorker(next(self._numbers), worker.source, now, is_restart=True)
             self._workers[worker.source] = successor
             self._queue.appendleft(successor)
             for grammar in worker.answers.values():
                 self._attach(grammar, successor)
 
-    def _remove(self, worker: Worker) -> None:
+    def _remove(self, worker: GrammarWorker) -> None:
         del self._workers[worker.source]
         if worker in self._queue:
             self._queue.remove(worker)
@@ -375,7 +383,7 @@ class Grammars:
             self._server.kill(worker.number)
         self._disconnect(worker)
 
-    def _disconnect(self, worker: Worker) -> None:
+    def _disconnect(self, worker: GrammarWorker) -> None:
         if worker.channel is not None:
             worker.channel.close()
             worker.channel = None
@@ -430,7 +438,7 @@ class Grammars:
             worker.end(grammar.number)
         grammar.error = structure_error(why, worker.source.kind)
 
-    def _refuse(self, worker: Worker, why: str, until: float) -> None:
+    def _refuse(self, worker: GrammarWorker, why: str, until: float) -> None:
         """It cannot be compiled, and is not tried again before then."""
         for grammar in list(worker.answers.values()):
             self._fail(grammar, why)

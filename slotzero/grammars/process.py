@@ -22,15 +22,15 @@ from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.messages import (
     COMPILE,
     MAX_ORDER,
-    End,
-    Ended,
+    EndAnswer,
     Follow,
+    GrammarSource,
     Kill,
     NotStarted,
     Ready,
-    Source,
-    Start,
+    StartWorker,
     Unusable,
+    WorkerEnded,
 )
 from slotzero.system import child
 from slotzero.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         try:
             with contextlib.suppress(ConnectionError):  # its end is noticed by who receives
-                socket.send_fds(self.socket, [pickle.dumps(Start(number))], [theirs.fileno()])
+                socket.send_fds(self.socket, [pickle.dumps(StartWorker(number))], [theirs.fileno()])
         except OSError:
             ours.close()
             raise
@@ -80,7 +80,7 @@ class ForkServer:
         with contextlib.suppress(ConnectionError):
             self.socket.send(pickle.dumps(Kill(number)))
 
-    def receive(self) -> Ready | Unusable | NotStarted | Ended | None:
+    def receive(self) -> Ready | Unusable | NotStarted | WorkerEnded | None:
         """The next message; None: it has ended."""
         try:
             data = self.socket.recv(MAX_ORDER)
@@ -90,10 +90,12 @@ class ForkServer:
 
 
 @final
-class Worker:
+class GrammarWorker:
     """One grammar: queued, then compiling, then compiled, until its process ends or is killed."""
 
-    def __init__(self, number: int, source: Source, now: float, is_restart: bool = False) -> None:
+    def __init__(
+        self, number: int, source: GrammarSource, now: float, is_restart: bool = False
+    ) -> None:
         self.number = number
         self.source = source
         self.queued_at = now
@@ -127,15 +129,15 @@ class Worker:
         self._ask(grammar.number, Follow(grammar.number, new), now)
 
     def end(self, number: int) -> None:
-        self._send(End(number))
+        self._send(EndAnswer(number))
 
-    def _ask(self, number: int, message: Source | Follow, now: float) -> None:
+    def _ask(self, number: int, message: GrammarSource | Follow, now: float) -> None:
         if not self.asked:
             self.since = now
         self.asked.append(number)
         self._send(message)
 
-    def _send(self, message: Source | Follow | End) -> None:
+    def _send(self, message: GrammarSource | Follow | EndAnswer) -> None:
         if self.channel is not None:
             self.channel.send(message)
 

@@ -16,15 +16,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slotzero.grammars.channel import frame, read
-from slotzero.grammars.matcher import CompiledGrammar, Vocabulary
-from slotzero.grammars.messages import COMPILE, End, Follow, Reply, Source
+from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary
+from slotzero.grammars.messages import COMPILE, EndAnswer, Follow, GrammarSource, Reply
 
 OUT_OF_MEMORY = 3  # exit status
 NICENESS = 10  # a grammar that keeps a core busy leaves most of it to the engine
 
 
 def work(
-    connection: socket.socket, vocabulary: Vocabulary, memory: int, mask_seconds: float
+    connection: socket.socket, vocabulary: GrammarVocabulary, memory: int, mask_seconds: float
 ) -> int:
     """Serve one grammar with at most `memory` bytes more than there are now; -> exit status."""
     statm = os.open("/proc/self/statm", os.O_RDONLY)
@@ -47,7 +47,7 @@ def work(
 
 def _serve(
     connection: socket.socket,
-    vocabulary: Vocabulary,
+    vocabulary: GrammarVocabulary,
     num_allocated: Callable[[], int],
     mask_seconds: float,
 ) -> None:
@@ -56,15 +56,15 @@ def _serve(
         connection.sendall(frame(Reply(number, mask, error, max(0, memory))))
 
     questions = connection.makefile("rb")
-    source: Source = read(questions)
+    source: GrammarSource = read(questions)
     try:
         grammar = CompiledGrammar(vocabulary, source.kind, source.text)
     except ValueError as error:
         return reply(COMPILE, b"", str(error))
     reply(COMPILE, grammar.first_mask)
     while True:
-        message: Follow | End = read(questions)
-        if isinstance(message, End):
+        message: Follow | EndAnswer = read(questions)
+        if isinstance(message, EndAnswer):
             grammar.end(message.number)
             continue
         signal.setitimer(signal.ITIMER_PROF, mask_seconds)

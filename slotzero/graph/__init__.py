@@ -12,13 +12,12 @@ Every tensor that a recording can see is registered first, as one of five kinds 
 
 from slotzero.graph.backend import Backend, Pieces, Recording
 from slotzero.graph.ladder import Ladder, NoCaptureSize
-from slotzero.graph.registry import Kind, Registry
+from slotzero.graph.registry import Registry, TensorKind
 from slotzero.graph.runner import GraphKey, Runner, RunnerSpec
 
 __all__ = [
     "Backend",
     "GraphKey",
-    "Kind",
     "Ladder",
     "NoCaptureSize",
     "Pieces",
@@ -26,4 +25,5 @@ __all__ = [
     "Registry",
     "Runner",
     "RunnerSpec",
+    "TensorKind",
 ]

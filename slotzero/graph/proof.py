@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slotzero.graph.registry import Entry, Kind
+from slotzero.graph.registry import Entry, TensorKind
 
 if TYPE_CHECKING:
     from slotzero.graph.runner import GraphKey, Runner
@@ -22,8 +22,8 @@ def find_violation(runner: "Runner", key: "GraphKey") -> str:
     """Replay an empty step, which must be published already, and return what is wrong, or an empty
     string."""
     entries = runner.entries()
-    written = [e for e in entries if e.kind in (Kind.DERIVED, Kind.OUTPUT)]
-    tables = {e.name: _witness(e).clone() for e in entries if e.kind is Kind.TABLE}
+    written = [e for e in entries if e.kind in (TensorKind.DERIVED, TensorKind.OUTPUT)]
+    tables = {e.name: _witness(e).clone() for e in entries if e.kind is TensorKind.TABLE}
     wrong = _over(HOSTILE[0], runner, key, written)
     if wrong:  # a right value may equal the hostile one: try another
         wrong = [entry for entry in _over(HOSTILE[1], runner, key, written) if entry in wrong]
@@ -31,7 +31,7 @@ def find_violation(runner: "Runner", key: "GraphKey") -> str:
         entry.tensor.zero_()
     wrong += [
         e for e in entries
-        if e.kind is Kind.TABLE and not torch.equal(_witness(e), tables[e.name])
+        if e.kind is TensorKind.TABLE and not torch.equal(_witness(e), tables[e.name])
     ]  # fmt: skip
     return "; ".join(_rule(entry) for entry in wrong)
 
@@ -47,7 +47,7 @@ def _over(hostile: int, runner: "Runner", key: "GraphKey", written: list[Entry])
 
 def _is_wrong(entry: Entry, key: "GraphKey", hostile: int) -> bool:
     part = entry.tensor[: entry.extent(key.tokens, key.rows)]
-    if entry.kind is Kind.OUTPUT:
+    if entry.kind is TensorKind.OUTPUT:
         return bool((part != 0).any())  # NaN is not 0 either
     return bool((part.isnan() if part.is_floating_point() else part == hostile).any())
 
@@ -60,8 +60,8 @@ def _witness(entry: Entry) -> Tensor:
 
 def _rule(entry: Entry) -> str:
     rule = {
-        Kind.DERIVED: "is not rewritten over the whole size",
-        Kind.OUTPUT: "is not zero after an empty step",
-        Kind.TABLE: "changes in an empty step",
+        TensorKind.DERIVED: "is not rewritten over the whole size",
+        TensorKind.OUTPUT: "is not zero after an empty step",
+        TensorKind.TABLE: "changes in an empty step",
     }[entry.kind]
     return f"{entry.kind.value} tensor {entry.name!r} {rule}"

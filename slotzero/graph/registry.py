@@ -18,7 +18,7 @@ from slotzero.graph.transfer import UploadRing
 Fingerprint = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
-class Kind(Enum):
+class TensorKind(Enum):
     TABLE = "table"
     PUBLISHED = "published"
     DERIVED = "derived"
@@ -29,7 +29,7 @@ class Kind(Enum):
 @dataclass(frozen=True)
 class Entry:
     name: str
-    kind: Kind
+    kind: TensorKind
     tensor: Tensor
     pad: int | None = None
     reason: str = ""
@@ -70,7 +70,7 @@ class Registry:
         """Register a pool's memory as a table; no slot owns row 0."""
         tensor = self._on_device(name, tensor)
         return self._add(
-            Entry(name, Kind.TABLE, tensor, axis=axis, through=through, follows=follows)
+            Entry(name, TensorKind.TABLE, tensor, axis=axis, through=through, follows=follows)
         )
 
     def published(
@@ -82,13 +82,13 @@ class Registry:
             )
         tensor = torch.full((capacity,), pad, dtype=dtype, device=self.device)
         self._rings[name] = UploadRing(tensor)
-        return self._add(Entry(name, Kind.PUBLISHED, tensor, pad, reason))
+        return self._add(Entry(name, TensorKind.PUBLISHED, tensor, pad, reason))
 
     def derived(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, *, per: str = "row"
     ) -> Tensor:
         tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return self._add(Entry(name, Kind.DERIVED, tensor, per=per))
+        return self._add(Entry(name, TensorKind.DERIVED, tensor, per=per))
 
     def output(
         self,
@@ -100,10 +100,10 @@ class Registry:
         follows: str = "",
     ) -> Tensor:
         tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return self._add(Entry(name, Kind.OUTPUT, tensor, per=per, follows=follows))
+        return self._add(Entry(name, TensorKind.OUTPUT, tensor, per=per, follows=follows))
 
     def constant(self, name: str, tensor: Tensor) -> Tensor:
-        return self._add(Entry(name, Kind.CONSTANT, self._on_device(name, tensor)))
+        return self._add(Entry(name, TensorKind.CONSTANT, self._on_device(name, tensor)))
 
     def __getitem__(self, name: str) -> Tensor:
         return self.entry(name).tensor
@@ -127,7 +127,7 @@ class Registry:
     def publish(self, name: str, values: Sequence[int]) -> None:
         """Write values, then the pad value up to the end of the buffer, not only of the size."""
         entry = self.entry(name)
-        if entry.kind is not Kind.PUBLISHED or entry.pad is None:
+        if entry.kind is not TensorKind.PUBLISHED or entry.pad is None:
             raise ContractError(
                 f"{entry.kind.value} tensor {name!r} cannot be published", tensor=name
             )

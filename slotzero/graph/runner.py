@@ -24,7 +24,7 @@ from slotzero.graph.backend import (
 from slotzero.graph.ladder import Ladder, NoCaptureSize
 from slotzero.graph.observer import Observer
 from slotzero.graph.proof import find_violation
-from slotzero.graph.registry import Entry, Fingerprint, Kind, Registry
+from slotzero.graph.registry import Entry, Fingerprint, Registry, TensorKind
 
 TIMED_REPLAYS = 4  # back to back like steps, so that the host's launch time is hidden
 
@@ -94,12 +94,12 @@ class Runner:
     ) -> None:
         """`eager_reason`: why this runner is not recorded, if its backend is eager."""
         for name in spec.published:
-            if registry.entry(name).kind is not Kind.PUBLISHED:
+            if registry.entry(name).kind is not TensorKind.PUBLISHED:
                 raise ContractError(
                     f"runner {spec.name}: tensor {name!r} is not published", tensor=name
                 )
         for name in spec.writes:
-            if registry.entry(name).kind not in (Kind.DERIVED, Kind.OUTPUT):
+            if registry.entry(name).kind not in (TensorKind.DERIVED, TensorKind.OUTPUT):
                 raise ContractError(
                     f"runner {spec.name}: tensor {name!r} is neither derived nor an output",
                     tensor=name,
@@ -123,7 +123,7 @@ class Runner:
         """Return what it sees: all tables and constants, its published tensors, and those that it
         writes."""
         own = {*self.spec.published, *self.spec.writes}
-        shared = (Kind.TABLE, Kind.CONSTANT)
+        shared = (TensorKind.TABLE, TensorKind.CONSTANT)
         return [e for e in self.registry.entries() if e.kind in shared or e.name in own]
 
     def pick(self, num_tokens: int, num_rows: int) -> GraphKey | NoCaptureSize:

@@ -1,4 +1,4 @@
-"""How many KV pages this machine can hold, and how they are split between groups of layers.
+"""Number of KV pages that this machine can hold, and their split between KV groups.
 
 Whole groups keep a page for every position, windowed ones as many as the window covers, and more
 while a chunk of a prompt is computed. The split is such that both run out at the same number of
@@ -31,7 +31,7 @@ class GroupShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of one page."""
+        """Bytes of one page."""
         values = self.num_layers * self.page_size * self.num_kv_heads * self.width
         return values * self.dtype.itemsize
 
@@ -53,7 +53,7 @@ class GroupShape:
 
 @dataclass(frozen=True)
 class Demand:
-    """What the KV of an engine is to hold."""
+    """Requests that the KV cache of an engine has to hold."""
 
     max_num_seqs: int
     chunk: int  # tokens that a step may compute
@@ -63,7 +63,7 @@ class Demand:
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
-    """What KV may take: on a GPU, `utilization` of the card less what is used already."""
+    """Return the bytes for KV: on a GPU, `utilization` of the card less what is used already."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int(total * (1 - utilization)) - CUDA_RESERVE)

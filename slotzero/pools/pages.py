@@ -35,7 +35,7 @@ class PagePool:
 
     @property
     def max_free(self) -> int:
-        """What num_free is when nobody owns anything."""
+        """Value of num_free when no page is owned."""
         return self.num_pages - 1
 
     def take(self, n: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Recurrent states: one row for each slot, rows of snapshots, and room for drafts to be taken back.
 
-A request's state is in the row of its slot, so nobody hands states out. Snapshots are handed out
+A request's state is in the row of its slot, so states are not handed out. Snapshots are handed out
 like pages, see ledger.py: a table names the rows of each slot. Row 0 of all is zeros and is never
 written. It knows shapes, and neither tokens nor layers' weights.
 """
@@ -28,7 +28,7 @@ MOST_SNAPSHOTS = 4  # of each request, beyond what a step takes
 
 @dataclass(frozen=True)
 class StateShape:
-    """Of the states of all recurrent layers."""
+    """Shape of the states of all recurrent layers."""
 
     num_layers: int
     scan: Scan
@@ -37,12 +37,12 @@ class StateShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         conv = prod(self.scan.conv_shape) * self.conv_dtype.itemsize
         return self.num_layers * (conv + prod(self.scan.scan_shape) * self.scan_dtype.itemsize)
 
     def reserve(self, num_slots: int, max_width: int, budget: int) -> int:
-        """What is left of a budget when every slot has its state, and its drafts theirs."""
+        """Return what is left of a budget after the states of every slot and of its drafts."""
         drafts = num_slots * max_width if max_width > 1 else 0
         taken = self.num_bytes * (num_slots + 1 + drafts)
         if taken >= budget:

@@ -25,7 +25,7 @@ _DTYPES = {"int32": (torch.int32, np.int32), "float32": (torch.float32, np.float
 
 
 class TableObserver(ABC):
-    """Who may watch the writes of the host. Nothing here watches."""
+    """Observer of the host's writes, for checks."""
 
     @abstractmethod
     def applied(self, words: Tensor, offsets: np.ndarray, values: np.ndarray) -> None:
@@ -61,7 +61,7 @@ class Staging:
             self._places[spec.name] = _Place(spec, base)
             base += spec.width * (num_slots + 1)
         self._staged: list[tuple[int, int]] = []  # (first word, number of words), in order
-        self._taken: list[tuple[int, int]] = []  # of the last time
+        self._taken: list[tuple[int, int]] = []  # by the last `take`
         self._latest = np.zeros(self.num_words, np.int32)  # by word: the last value staged, if any
         self._written: dict[int, dict[str, int]] = {}  # slot -> table -> words away from neutral
 
@@ -106,7 +106,7 @@ class Staging:
         self._staged, self._taken = self._taken + self._staged, []
 
     def place_of(self, offset: int) -> tuple[str, int, int]:
-        """-> table, slot and column of a word of the arena"""
+        """Return table, slot and column of a word of the arena."""
         for name, place in self._places.items():
             width = place.spec.width
             if place.base <= offset < place.base + width * (self.num_slots + 1):
@@ -160,11 +160,11 @@ class SlotTables(Staging):
         return self._views[name]
 
     def apply(self) -> None:
-        """All that was staged"""
+        """Apply all staged writes."""
         self.put(self.take())
 
     def put(self, writes: np.ndarray | None) -> None:
-        """One upload and one kernel"""
+        """Apply writes, with one upload and one kernel."""
         if writes is None:
             return
         host = torch.from_numpy(writes)

@@ -1,4 +1,4 @@
-"""What an answer must look like. Pure data, as in `params.py`: it compiles nothing.
+"""Structured outputs: the structure an answer must have. Pure data: it compiles nothing.
 
 The rule: exactly one shape is named, and it is kept as text. Two requests with the same kind and
 text want the same grammar.
@@ -60,7 +60,7 @@ class StructuredOutputs:
 
     @property
     def text(self) -> str:
-        """Of the schema or the regular expression; choices as a JSON list."""
+        """The schema or the regular expression, or the choices as a JSON list."""
         match self.kind:
             case "json_schema":
                 return str(self.json_schema)
@@ -73,7 +73,7 @@ class StructuredOutputs:
 
 
 def structured_outputs(asked: object) -> StructuredOutputs | None:
-    """What a request asks for: nothing, the thing itself, or a mapping of its fields."""
+    """Convert what a request gives: None, StructuredOutputs, or a mapping of its fields."""
     if asked is None or isinstance(asked, StructuredOutputs):
         return asked
     if not isinstance(asked, Mapping):
@@ -122,7 +122,7 @@ def _is_texts(value: object) -> bool:
 
 def _check_unicode(name: str, text: str) -> None:
     try:
-        text.encode("utf-8")  # as of a prompt: JSON may hold half of a surrogate pair
+        text.encode("utf-8")  # JSON may hold half of a surrogate pair
     except UnicodeEncodeError as error:
         kind = name.partition("[")[0]
         raise RequestError(

@@ -1,11 +1,11 @@
-"""The sampling tables: what every request asks for, one row per slot.
+"""Sampling tables: the sampling parameters of every request, one row per slot.
 
 A step publishes slots only; how each of them wants its token chosen is read here, inside the
 recorded step. This file knows names, widths and neutral values. It does not allocate (the registry
 does), does not know logits, and imports torch for types alone.
 
-The rule: row 0 belongs to nobody and holds neutral values, and a row is always written whole, so
-nothing of an earlier owner of the slot survives in it.
+The rule: row 0 belongs to no request and holds neutral values, and a row is always written whole,
+so nothing of an earlier owner of the slot survives in it.
 
 What a request asks for is written once, at its admission. Which tokens its grammar allows is
 written before each of its samples, and is not read where `is_masked` is 0.
@@ -31,7 +31,7 @@ class TableSpec:
     width: int
     dtype: Literal["int32", "float32"]
     neutral: int | float
-    """What row 0 and every unused column hold."""
+    """Value of row 0 and of every unused column."""
     is_matrix: bool = False
     """Two axes even where the width, which may depend on the settings, is 1."""
     follows: str = ""
@@ -91,7 +91,7 @@ class SamplingTables(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a step learns of each row; rows of slot 0 are zeros."""
+    """Results of sampling, by row; rows of slot 0 are zeros."""
 
     tokens: "Tensor"  # [rows] int32
     logprobs: "Tensor"  # [rows] float32

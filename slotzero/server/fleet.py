@@ -18,7 +18,7 @@ import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from slotzero.engine.router import Load, Router
+from slotzero.engine.router import RouteLoad, Router
 from slotzero.errors import EngineDiedError, OverloadedError
 from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
@@ -206,7 +206,7 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
         self._stream = fleet.send(*self._arguments)
 
 
-def _load(replica: EngineClient) -> Load:
+def _load(replica: EngineClient) -> RouteLoad:
     waiting = replica.num_waiting
     slots = replica.info["limits"]["max_num_seqs"] * replica.info["num_schedulers"]
-    return Load(replica.generation, replica.num_open - waiting, waiting, slots)
+    return RouteLoad(replica.generation, replica.num_open - waiting, waiting, slots)

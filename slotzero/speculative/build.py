@@ -68,7 +68,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Target:
+class DraftTarget:
     """The target model, for which tokens are drafted."""
 
     config: ModelConfig  # of the whole model, not of this rank's part
@@ -85,7 +85,7 @@ class Target:
         return self.vocabulary.ranks
 
 
-def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
+def prepare_drafter(settings: EngineConfig, target: DraftTarget) -> Prepared:
     _refuse_short_windows(settings, target.config, target.checkpoint)
     if target.config.recurrent is not None and settings.tree is not None:
         raise UnsupportedModelError(
@@ -105,7 +105,7 @@ def prepare_drafter(settings: EngineConfig, target: Target) -> Prepared:
     return _eagle(settings, target)
 
 
-def _mtp(settings: EngineConfig, target: Target) -> Prepared:
+def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
     model, num = target.checkpoint.name, target.config.num_mtp_layers
     name = settings.speculative_model
     if name is not None and not num:
@@ -148,7 +148,7 @@ def _mtp(settings: EngineConfig, target: Target) -> Prepared:
     )
 
 
-def _assistant(name: str, load_format: str, target: Target) -> Prepared:
+def _assistant(name: str, load_format: str, target: DraftTarget) -> Prepared:
     checkpoint = open_checkpoint(name, load_format, is_model=False)
     registry, kernels = target.registry, target.kernels
     config = fit_assistant(checkpoint, target.config)
@@ -168,7 +168,7 @@ def _assistant(name: str, load_format: str, target: Target) -> Prepared:
     )
 
 
-def _eagle(settings: EngineConfig, target: Target) -> Prepared:
+def _eagle(settings: EngineConfig, target: DraftTarget) -> Prepared:
     wanted = settings.speculative
     assert wanted is not None
     checkpoint = _open_head(settings)
@@ -220,7 +220,7 @@ def _open_head(settings: EngineConfig) -> Checkpoint | None:
     return open_checkpoint(name, "auto", is_model=False)
 
 
-def _draft_model(settings: EngineConfig, target: Target) -> Prepared:
+def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
     if settings.speculative_model is None:
         raise ConfigError("speculative=draft: name the draft model with --speculative-model")
     checkpoint = open_checkpoint(settings.speculative_model, settings.load_format, is_model=False)
@@ -288,7 +288,7 @@ def _refuse_short_windows(
             )
 
 
-def _require_same_tokens(config: ModelConfig, checkpoint: Checkpoint, target: Target) -> None:
+def _require_same_tokens(config: ModelConfig, checkpoint: Checkpoint, target: DraftTarget) -> None:
     """Refuse a draft model with another vocabulary. If one of the two has no tokenizer, only the
     vocabulary sizes are compared."""
     remedy = "a draft model needs the target's tokenizer, choose one of its family"

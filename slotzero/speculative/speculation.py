@@ -36,7 +36,7 @@ class Cycle(NamedTuple):
     draft: Runner
 
 
-class Speculation:
+class SpeculativeRunners:
     def __init__(
         self,
         registry: Registry,

@@ -1,1 +1,1 @@
-"""What the process has around it: cache folder, memory, progress bars, signals, child processes."""
+"""The process and its machine: cache folder, memory, progress bars, signals, child processes."""

@@ -28,7 +28,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Lets go of its pipe, and waits; -> how it ended"""
+    """Close the pipe, wait, and return how the process ended."""
     assert process.stdin is not None
     process.stdin.close()
     try:

@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds SIGINT back and delivers it at the end to whoever handled it before."""
+    """Hold SIGINT back, and deliver it at the end to the previous handler."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are delivered to the main thread alone
         return

@@ -13,7 +13,7 @@ _PROC = Path("/proc")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
-class Memory(NamedTuple):
+class SystemMemory(NamedTuple):
     """In bytes."""
 
     total: int
@@ -29,22 +29,22 @@ class _Files(NamedTuple):
     files: tuple[str, ...]  # lines of memory.stat: pages of files, which can be read again
 
 
-def memory() -> Memory:
+def memory() -> SystemMemory:
     machine = held = _machine()
     for limit, used in _limits():
         if limit < machine.total:  # what is no limit is a number beyond any machine, or a word
             left = max(0, limit - used)
-            held = Memory(min(held.total, limit), min(held.available, left))
+            held = SystemMemory(min(held.total, limit), min(held.available, left))
     return held
 
 
-def _machine() -> Memory:
+def _machine() -> SystemMemory:
     lines = _read(_PROC / "meminfo").splitlines()
     said = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
     if "MemTotal" in said and "MemAvailable" in said:
-        return Memory(*(int(said[name][0]) * 1024 for name in ("MemTotal", "MemAvailable")))
+        return SystemMemory(*(int(said[name][0]) * 1024 for name in ("MemTotal", "MemAvailable")))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Memory(total, total)  # a system that tells no more
+    return SystemMemory(total, total)  # a system that tells no more
 
 
 def _limits() -> Iterator[tuple[int, int]]:

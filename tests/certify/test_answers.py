@@ -22,7 +22,7 @@ from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import SanitizerError
-from slotzero.graph import Kind
+from slotzero.graph import TensorKind
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
 
@@ -132,7 +132,7 @@ def test_what_is_computed_again_leaves_no_trace() -> None:
     engine = engine_of("gpt-oss")
     (answer,) = ask(engine, PROMPT)
     engine.worker.tables.apply()
-    entries = [e for e in engine.worker.registry.entries() if e.kind is not Kind.CONSTANT]
+    entries = [e for e in engine.worker.registry.entries() if e.kind is not TensorKind.CONSTANT]
     before = {e.name: e.tensor.clone() for e in entries}
     assert again(engine, answer) is None
     assert [e.name for e in entries if not torch.equal(e.tensor, before[e.name])] == []

@@ -25,7 +25,7 @@ from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for, state
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError
-from slotzero.graph import Kind, Runner
+from slotzero.graph import Runner, TensorKind
 from slotzero.graph.backend import EagerBackend, PlainPieces, Recording, StepFunction
 from slotzero.kernels.cpu.build import compiler
 from slotzero.sampling.params import SamplingParams
@@ -150,7 +150,7 @@ def test_every_tensor_of_every_runner_is_in_the_matrix(scored):
     for runner in scored.runners:
         tried = {m.tensor for m in scored.mutants if m.runner == runner.spec.name}
         entries = runner.entries()
-        constants = {e.name for e in entries if e.kind is Kind.CONSTANT}
+        constants = {e.name for e in entries if e.kind is TensorKind.CONSTANT}
         assert tried - constants == {e.name for e in entries} - constants
         assert len(tried & constants) == 4
         assert {name for name in tried if name.startswith("rope_")}
@@ -231,11 +231,11 @@ def test_nothing_of_a_fault_stays(scored):
     assert not any("upload" in vars(ring) for ring in worker.registry._rings.values())
     left = "tokens", NUM_DRAFTS, *states_of(scored.engine)  # by the last owner: nobody reads it
     for entry in worker.registry.entries():
-        if entry.kind is Kind.TABLE:
+        if entry.kind is TensorKind.TABLE:
             by_row = entry.tensor.movedim(entry.axis, 0)
             neutral = by_row[0].flatten()
             assert (neutral == neutral[0]).all(), entry.name
-        if entry.kind is Kind.TABLE and not entry.through and entry.name not in left:
+        if entry.kind is TensorKind.TABLE and not entry.through and entry.name not in left:
             assert (by_row == by_row[0]).all(), f"{entry.name}: every slot is free"
 
 
@@ -297,7 +297,7 @@ def test_rows_of_a_weight_in_each_others_place_are_named(monkeypatch):
     engine = engine_of("tiny:llama", "eager")
     runner = engine.worker.decode
     mutants = mutate(engine, runners=[runner])
-    constants = [e for e in tensors_of(runner) if e.kind is Kind.CONSTANT]
+    constants = [e for e in tensors_of(runner) if e.kind is TensorKind.CONSTANT]
     assert as_said(mutants) == [
         f"decode: {e.name}: two rows exchanged"
         for e in constants
@@ -368,7 +368,7 @@ def test_a_fault_that_cannot_be_captured_is_named(monkeypatch):
     wrong = replace(KERNELS[0], effect=lambda case, rows: rows[[0]].tolist())
     monkeypatch.setattr(mutants_module, "FAULTS", [wrong])
     monkeypatch.setattr(engine.worker.decode, "backend", CapturingBackend())
-    table = next(e.name for e in tensors_of(engine.worker.decode) if e.kind is Kind.TABLE)
+    table = next(e.name for e in tensors_of(engine.worker.decode) if e.kind is TensorKind.TABLE)
     with pytest.raises(RecordingError, match=f"mutant decode: {table}: kernel writes slot 0: .*"):
         mutate(engine)
 
@@ -412,7 +412,7 @@ def test_the_size_has_padding_rows_and_tokens(drafter):
         counts = counts_of(runner, key)
         assert 3 <= len(counts) < key.rows
         assert sum(counts) < key.tokens
-        assert [e.name for e in tensors_of(runner) if e.kind is Kind.PUBLISHED] == list(
+        assert [e.name for e in tensors_of(runner) if e.kind is TensorKind.PUBLISHED] == list(
             runner.spec.published
         )
 

@@ -23,7 +23,7 @@ from slotzero.cli import flags
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import ConfigError, ContractError, SanitizerError, outcome_of
-from slotzero.graph import GraphKey, Kind, Recording, Runner
+from slotzero.graph import GraphKey, Recording, Runner, TensorKind
 from slotzero.graph.runner import Counts
 from slotzero.sampling.params import SamplingParams
 
@@ -45,7 +45,7 @@ sys.exit(any(name.startswith("slotzero.certify") for name in {*sys.modules} - li
 def memory_of(engine: Engine) -> dict[str, torch.Tensor]:
     """All that steps may change."""
     entries = engine.worker.registry.entries()
-    return {e.name: e.tensor.clone() for e in entries if e.kind is not Kind.CONSTANT}
+    return {e.name: e.tensor.clone() for e in entries if e.kind is not TensorKind.CONSTANT}
 
 
 def settings_with(family: str, shape: str, drafter: str | None) -> dict[str, object]:

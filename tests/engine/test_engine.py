@@ -34,7 +34,7 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import RequestError
 from slotzero.executor.results import Results
 from slotzero.executor.worker import Worker
-from slotzero.request import Status
+from slotzero.request import RequestStatus
 from slotzero.sampling.params import SamplingParams
 from slotzero.step import Step
 
@@ -178,7 +178,7 @@ def test_two_thousand_requests_leave_nothing_behind(
 
 def state_of(answer: RequestHandle) -> str:
     request = answer.request
-    if request.status is not Status.RUNNING:
+    if request.status is not RequestStatus.RUNNING:
         return request.status.name
     if request.num_computed < request.target:
         return "PREFILLING"

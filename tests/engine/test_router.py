@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotzero.engine import router
-from slotzero.engine.router import CHUNK, CROWD, Load, Prefixes, Router, chunk_keys
+from slotzero.engine.router import CHUNK, CROWD, Prefixes, RouteLoad, Router, chunk_keys
 
-IDLE = Load(life=0, running=0, waiting=0, slots=16)
+IDLE = RouteLoad(life=0, running=0, waiting=0, slots=16)
 
 
 def prompt_of(*chunks: int, rest: int = 0) -> list[int]:
@@ -49,16 +49,16 @@ def test_a_crowd_is_left() -> None:
     made = Router(2)
     made.choose(prompt_of(1), {0: IDLE})
     for load, chosen in (
-        (Load(0, CROWD, 0, 64), 0),
-        (Load(0, CROWD + 1, 0, 64), 1),  # above twice nothing plus 16
-        (Load(0, 0, CROWD // 4 + 1, 64), 1),  # one that waits is four that run
-        (Load(0, 4, 0, 4), 1),  # no free slot
+        (RouteLoad(0, CROWD, 0, 64), 0),
+        (RouteLoad(0, CROWD + 1, 0, 64), 1),  # above twice nothing plus 16
+        (RouteLoad(0, 0, CROWD // 4 + 1, 64), 1),  # one that waits is four that run
+        (RouteLoad(0, 4, 0, 4), 1),  # no free slot
     ):
         fresh = Router(2)
         fresh.choose(prompt_of(1), {0: IDLE})
         assert fresh.choose(prompt_of(1), {0: load, 1: IDLE}) == chosen
     # where all are full, a slot is no reason
-    full = {0: Load(0, 4, 1, 4), 1: Load(0, 4, 0, 4)}
+    full = {0: RouteLoad(0, 4, 1, 4), 1: RouteLoad(0, 4, 0, 4)}
     assert made.choose(prompt_of(1), full) == 0
 
 
@@ -66,7 +66,7 @@ def test_of_those_with_room_the_next_best_is_taken() -> None:
     made = Router(3)
     made.choose(prompt_of(1, 2), {0: IDLE})
     made.choose(prompt_of(1), {1: IDLE})
-    loads = {0: Load(0, 60, 0, 64), 1: Load(0, 3, 0, 64), 2: IDLE}
+    loads = {0: RouteLoad(0, 60, 0, 64), 1: RouteLoad(0, 3, 0, 64), 2: IDLE}
     assert made.choose(prompt_of(1, 2), loads) == 1
 
 
@@ -90,17 +90,17 @@ CHUNKS = st.lists(st.integers(0, 3), max_size=6)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> dict[int, Load]:
+def fleets(draw: st.DrawFn) -> dict[int, RouteLoad]:
     """Of three engines, those that are ready."""
     ready = draw(st.sets(st.integers(0, 2), min_size=1))
     count = st.integers(0, 40)
-    return {i: Load(draw(st.integers(0, 1)), draw(count), draw(count), 16) for i in ready}
+    return {i: RouteLoad(draw(st.integers(0, 1)), draw(count), draw(count), 16) for i in ready}
 
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(CHUNKS, fleets()), max_size=30), st.integers(1, 8))
 def test_it_is_bounded_and_chooses_only_who_is_ready_and_not_crowded(
-    turns: list[tuple[list[int], dict[int, Load]]], most: int
+    turns: list[tuple[list[int], dict[int, RouteLoad]]], most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router, "MAX_CHUNKS", most)
@@ -112,7 +112,7 @@ def test_it_is_bounded_and_chooses_only_who_is_ready_and_not_crowded(
             assert all(len(prefixes) <= most for prefixes in made.prefixes)
 
 
-def _least(loads: dict[int, Load]) -> list[Load]:
+def _least(loads: dict[int, RouteLoad]) -> list[RouteLoad]:
     return [min(loads.values(), key=lambda load: (load.is_full, load.score))]
 
 
@@ -140,7 +140,7 @@ def test_one_prefix_for_all_spreads_once_it_must(talks: list[int]) -> None:
     """All requests stay and begin alike: nobody has more than what a crowd is."""
     made, counts = Router(3), Counter[int]()
     for talk in talks:
-        loads = {r: Load(0, counts[r], 0, 1000) for r in range(3)}
+        loads = {r: RouteLoad(0, counts[r], 0, 1000) for r in range(3)}
         counts[made.choose(prompt_of(9, talk), loads)] += 1
     least = min(counts[r] for r in range(3))
     assert max(counts.values()) <= 2 * least + CROWD + 1

@@ -7,7 +7,7 @@ from simulated_device import VOCAB, Counting, World, make_world, rows_of
 
 from slotzero.engine.dp_schedulers import DpSchedulers
 from slotzero.errors import CapacityError, ConfigError, PoolError, RequestError
-from slotzero.request import Request, Status
+from slotzero.request import Request, RequestStatus
 from slotzero.sampling.params import SamplingParams
 
 
@@ -139,8 +139,8 @@ def test_preemption_takes_the_youngest() -> None:
     old, middle, young = (world.add([n, n, n], max_tokens=14) for n in range(3))
     while not world.scheduler.num_preemptions:
         world.turn()
-    assert [r.status for r in (old, middle)] == [Status.RUNNING] * 2
-    assert (young.status, young.slot, young.pages) == (Status.WAITING, 0, [])
+    assert [r.status for r in (old, middle)] == [RequestStatus.RUNNING] * 2
+    assert (young.status, young.slot, young.pages) == (RequestStatus.WAITING, 0, [])
     world.drain()
     assert old.num_preemptions == 0
 
@@ -177,7 +177,7 @@ def test_a_preempted_request_can_finish_while_it_waits() -> None:
     young.max_len = young.num_known  # as if this had been its last token
     while world.pending:
         world.commit()
-    assert (young.status, young.finish_reason) == (Status.FINISHED, "length")
+    assert (young.status, young.finish_reason) == (RequestStatus.FINISHED, "length")
     assert world.scheduler.num_waiting == 0
     world.drain()
 
@@ -306,9 +306,9 @@ def test_a_prompt_that_waits_for_pages_is_not_looked_up_again(
     monkeypatch.setattr(ledger, "admit", counted_admit)
     monkeypatch.setattr(ledger.cache, "_keys", counted_keys)
     waiting = world.add([1] * 400 + [3] * 120, max_tokens=1)
-    while running.status is Status.RUNNING:
+    while running.status is RequestStatus.RUNNING:
         world.turn()
-        assert waiting.status is Status.WAITING
+        assert waiting.status is RequestStatus.WAITING
     _, first, *later = num_keys
     assert first == 101  # the last one is not found
     assert len(later) > 60 and sum(later[:-1]) == 0  # the last one counts what its leaving offers
@@ -370,7 +370,7 @@ def test_a_chunk_without_pages_sits_out_and_nobody_passes_it() -> None:
     # three pages are free: one would do for the last and two to spare, the chunk needs four
     assert rows_of(world.turn()) == [("r0", 14, 1, True)]
     assert world.scheduler.ledger.num_available == (3,)
-    assert (chunked.status, last.status) == (Status.RUNNING, Status.WAITING)
+    assert (chunked.status, last.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
     assert rows_of(world.turn()) == [("r0", 15, 1, True)]
     while chunked.num_computed == 2:
         world.turn()
@@ -459,7 +459,7 @@ def _share_a_page_to_be_written(world: World) -> None:
         lambda world: setattr(world.requests[0], "num_computed", 23),
         lambda world: setattr(world.requests[0], "target", 23),
         lambda world: setattr(world.requests[0], "arrival", 23),
-        lambda world: setattr(world.requests[0], "status", Status.WAITING),
+        lambda world: setattr(world.requests[0], "status", RequestStatus.WAITING),
         lambda world: world.scheduler._waiting.update(r1=world.scheduler._running.pop("r1")),
         _share_a_page_to_be_written,
     ],

@@ -23,7 +23,7 @@ from slotzero.executor.worker import Worker
 from slotzero.grammars.grammar import Grammar
 from slotzero.grammars.matcher import CompiledGrammar, load_vocabulary
 from slotzero.grammars.pool import GrammarLimits, Grammars
-from slotzero.request import Status
+from slotzero.request import RequestStatus
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.step import Step
 from slotzero.text.tokenizer import Tokenizer
@@ -636,7 +636,11 @@ def test_cancelling_at_any_moment(
         for i, answer in enumerate(answers):
             had = len(answer.token_ids) if i == victim else None
             assert answer.token_ids == alone[i + 1][:had]
-    assert seen >= {(Status.WAITING, 0), (Status.RUNNING, 0), (Status.RUNNING, int(overlaps))}
+    assert seen >= {
+        (RequestStatus.WAITING, 0),
+        (RequestStatus.RUNNING, 0),
+        (RequestStatus.RUNNING, int(overlaps)),
+    }
 
 
 def test_a_slot_forgets_the_grammar_of_its_last_owner(alone: Mapping[int, list[int]]) -> None:

@@ -11,7 +11,6 @@ from slotzero.errors import ContractError, RecordingError
 from slotzero.graph import (
     Backend,
     GraphKey,
-    Kind,
     Ladder,
     NoCaptureSize,
     Registry,
@@ -168,7 +167,7 @@ def test_the_registry_knows_five_kinds_and_their_rules():
     registry.published("counts", 2, pad=0, reason="an empty row")
     with pytest.raises(ContractError, match="'counts': 3 values for 2"):
         registry.publish("counts", [1, 2, 3])
-    assert {kind.value for kind in Kind} == {
+    assert {kind.value for kind in TensorKind} == {
         "table", "published", "derived", "output", "constant",
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from slotzero.pools import budget
 from slotzero.pools.tables import MAX_WORDS, SlotTables, Staging
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, TableSpec, encode, mask_tables
-from slotzero.system.memory import Memory
+from slotzero.system.memory import SystemMemory
 
 NUM_SLOTS, MAX_LEN, PAGES, VOCAB = 3, 7, 4, 65
 SPECS = (*SAMPLING_TABLES, *mask_tables(VOCAB))
@@ -96,7 +96,7 @@ def test_what_was_taken_can_be_staged_again() -> None:
 
 
 def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "memory", lambda: Memory(1 << 10, 1 << 10))
+    monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 10, 1 << 10))
     with pytest.raises(CapacityError, match=r"tables of 3 requests: .* lower --max-num-seqs"):
         make()
 

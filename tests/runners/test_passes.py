@@ -4,7 +4,7 @@ import pytest
 import torch
 from traced import Traced, prompts_of
 
-from slotzero.graph import Kind
+from slotzero.graph import TensorKind
 from slotzero.sampling.tables import SAMPLING_TABLES, mask_tables
 
 pytestmark = pytest.mark.slow
@@ -17,7 +17,7 @@ def test_rows_of_slot_0_are_zero_in_every_output(oracles, backend):
     oracle = oracles("llama")
     traced = Traced(oracle.path, backend=backend, max_num_seqs=4)
     registry = traced.engine.worker.registry
-    outputs = [entry for entry in registry.entries() if entry.kind is Kind.OUTPUT]
+    outputs = [entry for entry in registry.entries() if entry.kind is TensorKind.OUTPUT]
     for entry in outputs:
         entry.tensor.fill_(7)
     traced.generate(prompts_of([5, 30, 17], oracle.vocab_size))  # three rows, replayed in size 4
@@ -53,7 +53,7 @@ def test_hostile_memory_changes_no_real_row(oracles, backend):
 
     def poisoned(step):
         for entry in registry.entries():
-            if entry.kind in (Kind.DERIVED, Kind.OUTPUT):
+            if entry.kind in (TensorKind.DERIVED, TensorKind.OUTPUT):
                 entry.tensor.fill_(torch.nan if entry.tensor.is_floating_point() else 2**30)
         return run(step)
 

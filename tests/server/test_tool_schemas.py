@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from slotzero.grammars.matcher import CompiledGrammar, Vocabulary, load_vocabulary
+from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.server.conversation import Tool
 from slotzero.server.status import FieldError
@@ -25,11 +25,11 @@ DRAFTS = (
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
+def vocabulary() -> GrammarVocabulary:
     return load_vocabulary(Tokenizer.bytes_tokenizer().to_json(), 259, (EOS,))
 
 
-def compiled(vocabulary: Vocabulary, schema: dict[str, Any]) -> CompiledGrammar:
+def compiled(vocabulary: GrammarVocabulary, schema: dict[str, Any]) -> CompiledGrammar:
     asked = StructuredOutputs(json_schema=schema)
     return CompiledGrammar(vocabulary, asked.kind, asked.text)
 
@@ -46,7 +46,7 @@ def record(of: Any, **more: Any) -> dict[str, Any]:
     return closed | {"properties": {"a": of}} | more
 
 
-def allows(vocabulary: Vocabulary, schema: dict[str, Any], value: Any) -> bool:
+def allows(vocabulary: GrammarVocabulary, schema: dict[str, Any], value: Any) -> bool:
     grammar = compiled(vocabulary, schema)
     mask = grammar.first_mask
     for byte in json.dumps(value).encode():
@@ -56,7 +56,9 @@ def allows(vocabulary: Vocabulary, schema: dict[str, Any], value: Any) -> bool:
     return bool(mask[EOS // 8] >> EOS % 8 & 1)
 
 
-def calls(vocabulary: Vocabulary, tools: list[Tool], name: str, *arguments: Any) -> list[bool]:
+def calls(
+    vocabulary: GrammarVocabulary, tools: list[Tool], name: str, *arguments: Any
+) -> list[bool]:
     schema = call_schema(tools)
     return [allows(vocabulary, schema, {"name": name, "arguments": a}) for a in arguments]
 
@@ -84,7 +86,7 @@ HOME = {"name": "Elm", "number": 3}
 
 
 @pytest.mark.parametrize("num_tools", [1, 2])
-def test_nested_models_of_pydantic(vocabulary: Vocabulary, num_tools: int) -> None:
+def test_nested_models_of_pydantic(vocabulary: GrammarVocabulary, num_tools: int) -> None:
     tools = [tool("save", Person.model_json_schema()), tool("grow", Tree.model_json_schema())]
     good = {"street": HOME, "others": [HOME], "kind": "b"}
     bad = good | {"others": [HOME | {"number": "3"}]}
@@ -94,7 +96,7 @@ def test_nested_models_of_pydantic(vocabulary: Vocabulary, num_tools: int) -> No
     assert calls(vocabulary, tools[-num_tools:], "grow", tree, wrong) == [True, False]
 
 
-def test_a_structure_may_have_definitions_too(vocabulary: Vocabulary) -> None:
+def test_a_structure_may_have_definitions_too(vocabulary: GrammarVocabulary) -> None:
     schema = Person.model_json_schema()
     assert allows(vocabulary, schema, {"street": HOME, "others": [], "kind": "a"})
     assert not allows(vocabulary, schema, {"street": HOME, "others": [], "kind": "c"})
@@ -119,13 +121,15 @@ REFERENCES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", REFERENCES)
 @pytest.mark.parametrize("draft", [None, *DRAFTS])
-def test_references_of_every_kind(vocabulary: Vocabulary, kind: str, draft: str | None) -> None:
+def test_references_of_every_kind(
+    vocabulary: GrammarVocabulary, kind: str, draft: str | None
+) -> None:
     given = REFERENCES[kind] | ({} if draft is None else {"$schema": draft})
     for tools in ([tool("f", given)], [tool("g", record(STRING)), tool("f", given)]):
         assert calls(vocabulary, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
 
 
-def test_a_reference_to_the_whole(vocabulary: Vocabulary) -> None:
+def test_a_reference_to_the_whole(vocabulary: GrammarVocabulary) -> None:
     closed = {"type": "object", "additionalProperties": False}
     tools = [tool(name, closed | {"properties": {name: {"$ref": "#"}}}) for name in "fg"]
     assert calls(vocabulary, tools, "f", {"f": {"f": {}}}, {"g": {}}) == [True, False]
@@ -133,7 +137,7 @@ def test_a_reference_to_the_whole(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("kind", ["$defs", "definitions", "nested", "relative"])
-def test_definitions_of_one_name_are_kept_apart(vocabulary: Vocabulary, kind: str) -> None:
+def test_definitions_of_one_name_are_kept_apart(vocabulary: GrammarVocabulary, kind: str) -> None:
     given = REFERENCES[kind]
     other = json.loads(json.dumps(given).replace('"integer"', '"string"'))
     tools = [tool("f", given), tool("g", other)]
@@ -141,7 +145,7 @@ def test_definitions_of_one_name_are_kept_apart(vocabulary: Vocabulary, kind: st
     assert calls(vocabulary, tools, "g", {"a": 1}, {"a": "x"}) == [False, True]
 
 
-def test_data_that_looks_like_a_reference(vocabulary: Vocabulary) -> None:
+def test_data_that_looks_like_a_reference(vocabulary: GrammarVocabulary) -> None:
     data = {"$ref": "#/nowhere", "$id": "x"}
     for of in ({"const": data}, {"enum": [data]}):
         given = record(of | {"default": data, "examples": [data]})
@@ -154,7 +158,7 @@ def test_data_that_looks_like_a_reference(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("there", ["#/$defs/B", "#/nowhere", "#odd", "https://example.com/schema"])
-def test_a_reference_to_nothing_is_named(vocabulary: Vocabulary, there: str) -> None:
+def test_a_reference_to_nothing_is_named(vocabulary: GrammarVocabulary, there: str) -> None:
     given = record({"$ref": there}, **{"$defs": {"A": INTEGER}})
     for schema in (given, call_schema([tool("f", given)])):
         with pytest.raises(ValueError, match=re.escape(there.partition("#")[2] or there)):

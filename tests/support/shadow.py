@@ -3,7 +3,7 @@
 import torch
 
 from slotzero.engine.engine import Engine
-from slotzero.graph import GraphKey, Kind, Runner
+from slotzero.graph import GraphKey, Runner, TensorKind
 from slotzero.graph.observer import Observer
 
 
@@ -31,6 +31,6 @@ class Shadow(Observer):
         self.num_compared += 1
 
     def _state(self) -> dict[str, torch.Tensor]:
-        kinds = (Kind.TABLE, Kind.OUTPUT, Kind.DERIVED)
+        kinds = (TensorKind.TABLE, TensorKind.OUTPUT, TensorKind.DERIVED)
         entries = (e for e in self._registry.entries() if e.kind in kinds and e.tensor.numel())
         return {e.name: e.tensor.clone() for e in entries}

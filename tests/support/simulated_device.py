@@ -16,7 +16,7 @@ from slotzero.engine.dp_schedulers import DpSchedulers
 from slotzero.engine.scheduler import Scheduler, SchedulerConfig
 from slotzero.pools.pages import KvPool, PagePool
 from slotzero.pools.slots import SlotPool
-from slotzero.request import Request, Status
+from slotzero.request import Request, RequestStatus
 from slotzero.sampling.params import SamplingParams
 from slotzero.step import Row, Step
 
@@ -269,12 +269,12 @@ class World:
 
     @property
     def alive(self) -> list[Request]:
-        return [r for r in self.requests if r.status is not Status.FINISHED]
+        return [r for r in self.requests if r.status is not RequestStatus.FINISHED]
 
     def launch(self) -> Step | None:
         oldest = next(iter(self.alive), None)
         can_advance = oldest is not None and oldest.num_known < oldest.max_len
-        waits = oldest is not None and (oldest.status is Status.WAITING or oldest.grammar)
+        waits = oldest is not None and (oldest.status is RequestStatus.WAITING or oldest.grammar)
         if waits and oldest.num_in_flight:
             can_advance = False  # it waits for the commit of its own sample
         if oldest is not None and oldest.most_known >= oldest.max_len:
@@ -287,7 +287,9 @@ class World:
             assert step.rows[0].request is oldest, "the oldest did not advance"
         rows = {row.request for row in step.rows} if step else set()
         for request in self.alive:
-            is_chunk = request.status is Status.RUNNING and request.num_computed < request.target
+            is_chunk = (
+                request.status is RequestStatus.RUNNING and request.num_computed < request.target
+            )
             self.num_sat_out += is_chunk and request not in rows
         if step is not None:
             self._inspect(step)
@@ -301,7 +303,7 @@ class World:
         arrivals = [row.request.arrival for row in step.rows]
         assert arrivals == sorted(set(arrivals))
         for row in step.rows:
-            assert row.request.status is Status.RUNNING
+            assert row.request.status is RequestStatus.RUNNING
             assert row.count >= 1
             assert row.slot == row.request.slot != 0
             assert row.start + row.count < row.request.max_len
@@ -327,7 +329,7 @@ class World:
         assert [request for request, _ in received] == expected
         for (request, num_new), before, new in zip(received, counts, tokens, strict=True):
             assert request.output_token_ids[before:] == new[:num_new]
-            assert num_new == len(new) or request.status is Status.FINISHED
+            assert num_new == len(new) or request.status is RequestStatus.FINISHED
             self.num_right += num_new - 1
         self.scheduler.check()
 
@@ -353,7 +355,7 @@ class World:
     def verify(self) -> None:
         for request in self.requests:
             output, reason = expected_answer(request)
-            assert request.status is Status.FINISHED
+            assert request.status is RequestStatus.FINISHED
             assert request.num_in_flight == 0
             if request.finish_reason == "abort":
                 assert request.output_token_ids == output[: len(request.output_token_ids)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slotzero.system import memory as module
-from slotzero.system.memory import Memory, memory
+from slotzero.system.memory import SystemMemory, memory
 
 GIB = 1 << 30
 
@@ -24,9 +24,9 @@ def write(root: Path, name: str, text: object) -> None:
 
 
 def test_a_machine(root: Path) -> None:
-    assert memory() == Memory(64 * GIB, 40 * GIB)
+    assert memory() == SystemMemory(64 * GIB, 40 * GIB)
     write(root, "proc/self/cgroup", "0::/\n")  # a group without limits
-    assert memory() == Memory(64 * GIB, 40 * GIB)
+    assert memory() == SystemMemory(64 * GIB, 40 * GIB)
 
 
 def test_this_machine() -> None:
@@ -43,7 +43,7 @@ def test_a_container_has_less(root: Path, own: str) -> None:
     write(root, f"{folder}/memory.current", 5 * GIB)
     stat = f"anon 9\ninactive_file {GIB}\nactive_file {GIB}\nfile {3 * GIB}\n"
     write(root, f"{folder}/memory.stat", stat)
-    assert memory() == Memory(8 * GIB, 5 * GIB)
+    assert memory() == SystemMemory(8 * GIB, 5 * GIB)
 
 
 def test_a_group_outside_may_have_less_still(root: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_group_outside_may_have_less_still(root: Path) -> None:
     for folder, limit, used in (("slice", 4 * GIB, 3 * GIB), ("slice/service", "max", GIB)):
         write(root, f"groups/{folder}/memory.max", f"{limit}\n")
         write(root, f"groups/{folder}/memory.current", f"{used}\n")
-    assert memory() == Memory(4 * GIB, 1 * GIB)
+    assert memory() == SystemMemory(4 * GIB, 1 * GIB)
 
 
 def test_what_is_left_is_of_whoever_has_least(root: Path) -> None:
@@ -60,22 +60,22 @@ def test_what_is_left_is_of_whoever_has_least(root: Path) -> None:
     for folder, limit, used in (("pod", 10 * GIB, 9 * GIB), ("pod/box", 8 * GIB, GIB)):
         write(root, f"groups/{folder}/memory.max", limit)
         write(root, f"groups/{folder}/memory.current", used)
-    assert memory() == Memory(8 * GIB, 1 * GIB)
+    assert memory() == SystemMemory(8 * GIB, 1 * GIB)
 
 
 @pytest.mark.parametrize("line", ["", "0", "0::", "0::box", "nothing", "4:memory", "x:y:z"])
 def test_lines_that_say_nothing(root: Path, line: str) -> None:
     write(root, "proc/self/cgroup", f"{line}\n")
-    assert memory() == Memory(64 * GIB, 40 * GIB)
+    assert memory() == SystemMemory(64 * GIB, 40 * GIB)
 
 
 def test_the_first_version_of_control_groups(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/of-the-machine\n")
     write(root, "groups/memory/memory.limit_in_bytes", 2 * GIB)
     write(root, "groups/memory/memory.usage_in_bytes", 3 * GIB)  # more than it may: none is left
-    assert memory() == Memory(2 * GIB, 0)
+    assert memory() == SystemMemory(2 * GIB, 0)
     write(root, "groups/memory/memory.limit_in_bytes", 9223372036854771712)  # no limit
-    assert memory() == Memory(64 * GIB, 40 * GIB)
+    assert memory() == SystemMemory(64 * GIB, 40 * GIB)
 
 
 def test_a_system_that_tells_little(root: Path) -> None:

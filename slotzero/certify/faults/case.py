@@ -16,7 +16,7 @@ from torch import Tensor
 from slotzero.certify.compare import extent
 from slotzero.certify.scenario import Outcome, Scenario, Trial, owned_rows
 from slotzero.engine.engine import Engine
-from slotzero.graph import Kind, Registry, Runner
+from slotzero.graph import Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 from slotzero.speculative.drafter import NUM_DRAFTS
 from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED
@@ -68,23 +68,25 @@ class Case:
 
     @property
     def is_written(self) -> bool:
-        return self.entry.kind is not Kind.TABLE or bool(self.written_rows)
+        return self.entry.kind is not TensorKind.TABLE or bool(self.written_rows)
 
     @cached_property
     def real_rows(self) -> Tensor:
         """Indices of the rows that are not padding; for a table by slot, of running slots."""
-        rows = self.plain.slots if self.entry.kind is Kind.TABLE else range(self.num_real)
+        rows = self.plain.slots if self.entry.kind is TensorKind.TABLE else range(self.num_real)
         return torch.tensor(list(rows), device=self.entry.tensor.device)
 
     @cached_property
     def victim(self) -> Tensor:
         """A place where a change of what a real row has read is visible."""
         entries = [e for e in self.runner.entries() if e.tensor.numel()]
-        outputs = [e for e in entries if e.kind is Kind.OUTPUT and e.tensor.is_floating_point()]
-        made = [*outputs, *(e for e in entries if e.kind is Kind.DERIVED)]
+        outputs = [
+            e for e in entries if e.kind is TensorKind.OUTPUT and e.tensor.is_floating_point()
+        ]
+        made = [*outputs, *(e for e in entries if e.kind is TensorKind.DERIVED)]
         if made:
             return made[0].tensor[:1]
-        tables = (replace(self, entry=e) for e in entries if e.kind is Kind.TABLE)
+        tables = (replace(self, entry=e) for e in entries if e.kind is TensorKind.TABLE)
         written = next(case for case in tables if case.written_rows and not case.entry.through)
         before, after = (
             of[written.entry.name] for of in (self.scenario.tables, self.plain.tensors)
@@ -94,7 +96,7 @@ class Case:
     @property
     def view(self) -> Tensor:
         """The tensor with rows first; a derived or output tensor within the size only."""
-        if self.entry.kind in (Kind.DERIVED, Kind.OUTPUT):
+        if self.entry.kind in (TensorKind.DERIVED, TensorKind.OUTPUT):
             return self.entry.tensor[: self.size]
         return self.entry.tensor.movedim(self.entry.axis, 0)
 
@@ -185,7 +187,7 @@ def always(case: Case) -> bool:
 @dataclass(frozen=True)
 class Fault(ABC):
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     only: Callable[[Case], bool] = always
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
 from slotzero.certify.reach import is_drafter
 from slotzero.certify.scenario import kind_of
-from slotzero.graph import GraphKey, Kind, Pieces, Runner
+from slotzero.graph import GraphKey, Pieces, Runner, TensorKind
 from slotzero.graph.backend import Recording, StepFunction
 from slotzero.graph.cpu import CpuRecording
 from slotzero.models.blocks import expert_parallel
@@ -25,7 +25,7 @@ from slotzero.models.layer import LayerStep
 from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
 
-DERIVED, OUTPUT, TABLE = (Kind.DERIVED,), (Kind.OUTPUT,), (Kind.TABLE,)
+DERIVED, OUTPUT, TABLE = (TensorKind.DERIVED,), (TensorKind.OUTPUT,), (TensorKind.TABLE,)
 LEAKED = -1000.0  # in place of NaN, which integers cannot hold
 
 
@@ -43,7 +43,7 @@ class RecordedFault(Fault):
         def damaged(pieces: Pieces) -> None:
             """Damage a tensor that is read within the step before it is read."""
             was.copy_(now)
-            if kind is Kind.PUBLISHED:
+            if kind is TensorKind.PUBLISHED:
                 damage()
             damaging = _Damaging(pieces, damage)
             runner.spec.function(key, damaging if kind in DERIVED else pieces)
@@ -85,7 +85,7 @@ def _keep_all(case: Case, now: Tensor, was: Tensor) -> None:
 
 
 def _keep_last_row(case: Case, now: Tensor, was: Tensor) -> None:
-    row = case.written_rows[-1] if case.entry.kind is Kind.TABLE else case.num_real - 1
+    row = case.written_rows[-1] if case.entry.kind is TensorKind.TABLE else case.num_real - 1
     now[row].copy_(was[row])
 
 
@@ -168,7 +168,7 @@ RECORDINGS: tuple[Fault, ...] = (
     ),
     RecordedFault(
         "baked host value",
-        (Kind.PUBLISHED, *DERIVED, *OUTPUT),
+        (TensorKind.PUBLISHED, *DERIVED, *OUTPUT),
         lambda case: case.row_unlike_padding is not None,
         _bake,
     ),
@@ -182,7 +182,9 @@ class KernelFault(Fault):
     @contextmanager
     def inject(self, case: Case) -> Iterator[None]:
         runner, spec, rows = case.runner, case.runner.spec, case.view
-        saved = rows.clone() if case.entry.kind is Kind.CONSTANT else None  # a trial resets others
+        saved = (
+            rows.clone() if case.entry.kind is TensorKind.CONSTANT else None
+        )  # a trial resets others
 
         def damaged(key: GraphKey, pieces: Pieces) -> None:
             spec.function(key, pieces)
@@ -292,10 +294,10 @@ KERNELS: tuple[Fault, ...] = (
         lambda case: case.entry.tensor.dim() > 1 and _is_written(case),
         _write_column,
     ),
-    KernelFault("written by a kernel", (Kind.CONSTANT,), always, _write_row_0),
+    KernelFault("written by a kernel", (TensorKind.CONSTANT,), always, _write_row_0),
     KernelFault(
         "two rows exchanged",
-        (Kind.CONSTANT,),
+        (TensorKind.CONSTANT,),
         lambda case: case.exchanged is not None,
         _exchange_rows,
     ),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
-from slotzero.graph import Kind
+from slotzero.graph import TensorKind
 from slotzero.graph.transfer import Download, DownloadRing
 from slotzero.speculative.drafter import SPECULATION_TABLES
 
-ALL = tuple(Kind)
-PUBLISHED = (Kind.PUBLISHED,)
+ALL = tuple(TensorKind)
+PUBLISHED = (TensorKind.PUBLISHED,)
 LEFT = dict.fromkeys(("length", *(spec.name for spec in SPECULATION_TABLES)), 1 << 20)
 LEFT["tokens"] = 1
 """Values that a slot's previous owner may leave in tables that every owner writes."""
@@ -173,9 +173,9 @@ def _is_staged(case: Case) -> bool:
 
 
 STAGINGS: tuple[Fault, ...] = (
-    StagingFault("stale row", (Kind.TABLE,), _is_staged, _without_last_slot),
-    StagingFault("off by one", (Kind.TABLE,), _is_staged, _one_slot_on),
-    StagingFault("late host copy", (Kind.TABLE,), _is_staged, _not_yet),
+    StagingFault("stale row", (TensorKind.TABLE,), _is_staged, _without_last_slot),
+    StagingFault("off by one", (TensorKind.TABLE,), _is_staged, _one_slot_on),
+    StagingFault("late host copy", (TensorKind.TABLE,), _is_staged, _not_yet),
 )
 
 
@@ -211,7 +211,7 @@ def _ring_of(case: Case) -> tuple[DownloadRing, int]:
     return results.ring, results.names.index(name)
 
 
-DOWNLOADS: tuple[Fault, ...] = (LateDownload("late host copy", (Kind.OUTPUT,), _is_sent),)
+DOWNLOADS: tuple[Fault, ...] = (LateDownload("late host copy", (TensorKind.OUTPUT,), _is_sent),)
 
 
 @dataclass(frozen=True)

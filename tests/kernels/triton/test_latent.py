@@ -177,7 +177,7 @@ def expanded(monkeypatch):
     """However short a step is, its own tokens are seen in expanded form, in tiles of few; and
     memory that nobody has written yet is NaN."""
     monkeypatch.setattr(mla_prefill, "LEAST", -99)
-    monkeypatch.setattr(mla_prefill, "tile_for", lambda *_: prefill.Tile(16, 16, 4, 2))
+    monkeypatch.setattr(mla_prefill, "tile_for", lambda *_: prefill.PrefillTile(16, 16, 4, 2))
     torch.set_deterministic_debug_mode("warn")
     yield
     torch.set_deterministic_debug_mode("default")
@@ -411,8 +411,8 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
 
 
 def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):
-    assert mla.tile_for(128, 576, 2) == mla.Tile(pairs=32, keys=64, ahead=1, warps=4)
-    assert mla.tile_for(16, 576, 2) == mla.Tile(pairs=16, keys=32, ahead=2, warps=4)
+    assert mla.tile_for(128, 576, 2) == mla.MlaTile(pairs=32, keys=64, ahead=1, warps=4)
+    assert mla.tile_for(16, 576, 2) == mla.MlaTile(pairs=16, keys=32, ahead=2, warps=4)
     monkeypatch.setattr(mla, "shared_memory", lambda: 99 << 10)
     assert mla.tile_for(128, 576, 2).keys == 32
     assert mla.tile_for(16, 576, 2).keys == 32

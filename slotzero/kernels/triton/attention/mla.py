@@ -51,7 +51,7 @@ MOST_PAGES = tl.constexpr(8)  # of a tile, whose numbers every thread may have f
 MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
 
 
-class Tile(NamedTuple):
+class MlaTile(NamedTuple):
     pairs: int
     keys: int
     ahead: int  # tiles that are asked for before one is computed with
@@ -342,7 +342,7 @@ def attend(
     return seen, sums
 
 
-def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
+def tile_for(pairs: int, size: int, itemsize: int) -> MlaTile:
     """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
 
     16 pairs are 191 registers and 93 KB, 32 are 255 (some are spilled, 128 bytes of each thread)
@@ -350,9 +350,12 @@ def tile_for(pairs: int, size: int, itemsize: int) -> Tile:
     compute all scores twice.
     """
     if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
-        tile = Tile(pairs=16, keys=16, ahead=1, warps=8)
+        tile = MlaTile(pairs=16, keys=16, ahead=1, warps=8)
     else:
-        few, many = Tile(16, keys=32, ahead=2, warps=4), Tile(MAX_PAIRS, keys=64, ahead=1, warps=4)
+        few, many = (
+            MlaTile(16, keys=32, ahead=2, warps=4),
+            MlaTile(MAX_PAIRS, keys=64, ahead=1, warps=4),
+        )
         tile = few if pairs <= 16 else many
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)

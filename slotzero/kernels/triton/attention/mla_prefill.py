@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.attention import prefill
-from slotzero.kernels.triton.attention.prefill import BLOCK_FIELDS, Tile, fitted, padded_dim
+from slotzero.kernels.triton.attention.prefill import BLOCK_FIELDS, PrefillTile, fitted, padded_dim
 from slotzero.kernels.triton.attention.verify import softmax_level
 from slotzero.kernels.triton.launch import (
     launch,
@@ -174,9 +174,9 @@ def attend(
     )  # fmt: skip
 
 
-def tile_for(dim: int, value_dim: int, dtype: torch.dtype) -> Tile:
+def tile_for(dim: int, value_dim: int, dtype: torch.dtype) -> PrefillTile:
     if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
-        chosen = Tile(rows=32, keys=32, warps=4, stages=2)
+        chosen = PrefillTile(rows=32, keys=32, warps=4, stages=2)
     else:
-        chosen = Tile(rows=128, keys=64, warps=8, stages=3)
+        chosen = PrefillTile(rows=128, keys=64, warps=8, stages=3)
     return fitted(chosen, dim, value_dim, dtype, shared_memory())

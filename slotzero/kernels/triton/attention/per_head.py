@@ -27,7 +27,7 @@ MAX_BLOCK = 64  # rows of a program
 HELD = 8192  # numbers of a weight that a program has, for each block of rows
 
 
-class Cut(NamedTuple):
+class HeadCut(NamedTuple):
     """What a program has."""
 
     depth: int  # of a weight
@@ -75,7 +75,7 @@ def _per_head_kernel(
     )  # fmt: skip
 
 
-def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | None:
+def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> HeadCut | None:
     """With more blocks of rows a program has as many times the columns, so that rows are not read
     more often. None: cuBLAS."""
     if rows > MAX_ROWS or dtype.itemsize > 2:
@@ -84,7 +84,7 @@ def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> Cut | No
     held = HELD * triton.next_power_of_2(triton.cdiv(rows, block))
     while held > HELD and dtype.itemsize * (held + block * depth) > shared_memory():
         held //= 2
-    return Cut(depth, min(padded_rows(columns, 16), max(16, held // depth)), block)
+    return HeadCut(depth, min(padded_rows(columns, 16), max(16, held // depth)), block)
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -44,7 +44,7 @@ PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against 
 BLOCK_FIELDS = tl.constexpr(5)
 
 
-class Tile(NamedTuple):
+class PrefillTile(NamedTuple):
     rows: int  # (token, head of the group) pairs of a program
     keys: int
     warps: int
@@ -60,7 +60,7 @@ def padded_dim(dim: int) -> int:
     return max(16, int(triton.next_power_of_2(dim)))
 
 
-def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) -> Tile:
+def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) -> PrefillTile:
     """A tile whose registers and shared memory fit a multiprocessor without spilling.
 
     Tuned for an H200: 65536 registers and 227 KB. In 16 bits, 128 rows are two warpgroups; a thread
@@ -71,20 +71,22 @@ def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) 
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
     width = max(dim, value_dim)
     if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
-        chosen = Tile(rows=32 if width <= 128 else 16, keys=32, warps=4, stages=2)
+        chosen = PrefillTile(rows=32 if width <= 128 else 16, keys=32, warps=4, stages=2)
     elif width <= 64:  # 121 registers, 64 KB: two programs share a multiprocessor
-        chosen = Tile(rows=128, keys=64, warps=8, stages=3)
+        chosen = PrefillTile(rows=128, keys=64, warps=8, stages=3)
     elif width == 128:  # 250 registers, 224 KB: one program, whose loads run two tiles ahead
-        chosen = Tile(rows=128, keys=128, warps=8, stages=3)
+        chosen = PrefillTile(rows=128, keys=128, warps=8, stages=3)
     elif width == 256:  # 255 registers, 192 KB
-        chosen = Tile(rows=128, keys=64, warps=8, stages=2)
+        chosen = PrefillTile(rows=128, keys=64, warps=8, stages=2)
     else:  # 244 registers, 196 KB: the accumulators of 128 rows would fill all registers
-        chosen = Tile(rows=64, keys=32, warps=8, stages=2)
+        chosen = PrefillTile(rows=64, keys=32, warps=8, stages=2)
     chosen = chosen._replace(rows=max(chosen.rows, triton.next_power_of_2(group)))
     return fitted(chosen, dim, value_dim, dtype, memory)
 
 
-def fitted(chosen: Tile, dim: int, value_dim: int, dtype: torch.dtype, memory: int) -> Tile:
+def fitted(
+    chosen: PrefillTile, dim: int, value_dim: int, dtype: torch.dtype, memory: int
+) -> PrefillTile:
     while chosen.num_bytes(dim, value_dim, dtype) > memory and chosen.keys > 16:
         if chosen.stages > 2:
             chosen = chosen._replace(stages=2)

@@ -29,7 +29,7 @@ PLAN_BLOCKS = 32  # what one program of `sort` finds
 ADDED_BLOCK = 1024
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     rows: int  # of a block
     features: int
     depth: int
@@ -42,7 +42,7 @@ class Order(NamedTuple):
 
     order: Tensor  # [choices] int32: which choice, token * top_k + i, stands here
     blocks: Tensor  # [blocks, 3] int32: expert or -1, first row, number of rows
-    tile: Tile
+    tile: ExpertTile
 
 
 @triton.jit
@@ -220,12 +220,12 @@ def add_up(results: Tensor, routing_weights: Tensor, experts: Tensor, none: int)
     return out
 
 
-def tile_for(rows_each: float, dtype: torch.dtype, memory: int) -> Tile:
+def tile_for(rows_each: float, dtype: torch.dtype, memory: int) -> ExpertTile:
     """Of blocks, where an expert has so many rows on average. Not tuned yet; `memory` is of a
     program, in bytes."""
     if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
-        return Tile(16, 32, 32, 2, 4)
-    chosen = Tile(16, 64, 128, 3, 4) if rows_each <= 16 else Tile(64, 128, 64, 3, 8)
+        return ExpertTile(16, 32, 32, 2, 4)
+    chosen = ExpertTile(16, 64, 128, 3, 4) if rows_each <= 16 else ExpertTile(64, 128, 64, 3, 8)
     each = (chosen.rows + 2 * chosen.features) * chosen.depth * dtype.itemsize
     return chosen if each * chosen.stages <= memory else chosen._replace(stages=2)
 

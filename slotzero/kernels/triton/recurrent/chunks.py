@@ -137,7 +137,7 @@ def _zeros(out, begin, end, lane, is_dim, stride: tl.constexpr, LANES: tl.conste
         tl.store(target, tl.broadcast_to(nothing, target.shape), mask=(token < end) & is_dim)
 
 
-class Cut(NamedTuple):
+class ChunkCut(NamedTuple):
     """Of rows into chunks, and of what a program takes of them."""
 
     size: int  # tokens of a chunk; snapshots are due at ends of chunks
@@ -153,7 +153,7 @@ class Cut(NamedTuple):
         return min(num_tokens, num_tokens // self.size + 2 * len(rows.slots))
 
 
-def cut_for(shape: Scan, dtype: torch.dtype) -> Cut:
+def cut_for(shape: Scan, dtype: torch.dtype) -> ChunkCut:
     is_wide = dtype is torch.float32
     size = math.gcd(WIDE_CHUNK if is_wide else CHUNK, shape.interval)
     lanes, states = max(LEAST, size), padded(shape.state_size)
@@ -161,7 +161,7 @@ def cut_for(shape: Scan, dtype: torch.dtype) -> Cut:
     keys = states * (3 if shape.kind == "delta" else 2)
     each, held = lanes * (keys + dims + lanes) * dtype.itemsize, states * dims * dtype.itemsize
     stages = 2 if 2 * each + held <= shared_memory() else 1
-    return Cut(size, lanes, states, dims, 8 if is_wide else 4, stages)
+    return ChunkCut(size, lanes, states, dims, 8 if is_wide else 4, stages)
 
 
 def padded(size: int) -> int:
