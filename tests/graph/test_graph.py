@@ -16,6 +16,7 @@ from slotzero.graph import (
     Registry,
     Runner,
     RunnerSpec,
+    TensorKind,
 )
 from slotzero.graph.backend import EagerBackend, backend_for
 from slotzero.graph.transfer import DEPTH, DownloadRing, UploadRing
