@@ -14,10 +14,10 @@ from torch import Tensor
 
 from slotzero.errors import ContractError, RecordingError
 from slotzero.graph.backend import Backend, Pieces, Recording, StepFunction, TraceLine
-from slotzero.graph.structure import Structure, flatten, tensors_of, unflatten
+from slotzero.graph.structure import Structure, builder, collector, flatten
 from slotzero.system.cache_dir import cache_dir, writable
 
-Compiled = Callable[[Sequence[Tensor]], Any]
+Compiled = Callable[[tuple[Any, ...]], Any]  # of the piece's arguments
 
 # The registry's fingerprints already cover what these would check at every call.
 _PATCHES = {
@@ -38,7 +38,7 @@ class RecordingPieces(Pieces):
         if key not in self._compiled:
             self._compiled[key] = compile_piece(function, tensors, structure)
         self.calls.append((function, self._compiled[key]))
-        return self._compiled[key](tensors)
+        return self._compiled[key](arguments)
 
 
 class TracingPieces(Pieces):
@@ -72,7 +72,7 @@ class ReplayingPieces(Pieces):
         recorded, compiled = next(self._calls, (None, None))
         if recorded != function or compiled is None:
             raise ContractError(f"piece {function} differs from the recorded one: {recorded}")
-        return compiled(tensors_of(arguments))
+        return compiled(arguments)
 
 
 class CpuRecording(Recording):
@@ -122,9 +122,10 @@ def trace_piece(
     from torch.fx.experimental.proxy_tensor import make_fx
 
     results: list[Structure] = []
+    build = builder(structure)
 
     def flat(*given: Tensor) -> list[Tensor]:
-        made, structure_of_made = flatten(function(*unflatten(structure, iter(given))))
+        made, structure_of_made = flatten(function(*build(given)))
         results.append(structure_of_made)
         return made
 
@@ -144,7 +145,9 @@ def compile_piece(
             graph, [*tensors], dynamic_shapes="from_example_inputs", options=_PATCHES
         )
 
-    def call(given: Sequence[Tensor]) -> Any:
-        return unflatten(made, iter(artifact(*given)))
+    collect, build = collector(structure), builder(made)
+
+    def call(arguments: tuple[Any, ...]) -> Any:
+        return build(artifact(*collect(arguments)))
 
     return call

@@ -4,7 +4,8 @@ A compiler takes a flat list of tensors. Pieces are called with nested tuples (N
 everything in them that is not a tensor or a tuple is static: it is part of what is compiled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -22,27 +23,54 @@ TENSOR = _Tensor()
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Return the tensors of a nested value in order, and the structure that `unflatten` takes."""
+    """Return the tensors of a nested value in order, and its structure."""
     tensors: list[Tensor] = []
     return tensors, _take_apart(value, tensors)
 
 
-def unflatten(structure: Structure, tensors: Iterator[Tensor]) -> Any:
-    """Put a nested value together again."""
+def collector(structure: Structure) -> Callable[[Any], list[Tensor]]:
+    """Return a function that collects the tensors of a value with this structure.
+
+    It is one generated expression, because a replay calls it for every layer.
+    """
+    paths = ("".join(f"[{i}]" for i in path) for path in _paths(structure))
+    made: Callable[[Any], list[Tensor]] = eval(
+        f"lambda value: [{', '.join(f'value{path}' for path in paths)}]"
+    )
+    return made
+
+
+def builder(structure: Structure) -> Callable[[Sequence[Tensor]], Any]:
+    """Return a function that puts a value with this structure together from its tensors."""
+    names: dict[str, Any] = {}
+    numbers = count()
+
+    def expression(part: Structure) -> str:
+        if part is TENSOR:
+            return f"tensors[{next(numbers)}]"
+        name = f"name{len(names)}"
+        if not isinstance(part, tuple):
+            names[name] = part
+            return name
+        kind, *children = part
+        values = "".join(f"{expression(child)}, " for child in children)
+        if kind is tuple:
+            return f"({values})"
+        name = f"name{len(names)}"
+        names[name] = kind
+        return f"{name}({values})"
+
+    source = f"lambda tensors: {expression(structure)}"
+    made: Callable[[Sequence[Tensor]], Any] = eval(source, names)
+    return made
+
+
+def _paths(structure: Structure, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
     if structure is TENSOR:
-        return next(tensors)
-    if not isinstance(structure, tuple):
-        return structure
-    kind, *children = structure
-    values = [unflatten(child, tensors) for child in children]
-    return tuple(values) if kind is tuple else kind(*values)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a nested value in order: the cheap half of `flatten`, for replays."""
-    tensors: list[Tensor] = []
-    _collect(value, tensors)
-    return tensors
+        yield path
+    elif isinstance(structure, tuple):
+        for i, child in enumerate(structure[1:]):
+            yield from _paths(child, (*path, i))
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Structure:
@@ -52,11 +80,3 @@ def _take_apart(value: Any, tensors: list[Tensor]) -> Structure:
     if isinstance(value, tuple):
         return type(value), *(_take_apart(child, tensors) for child in value)
     return value
-
-
-def _collect(value: Any, tensors: list[Tensor]) -> None:
-    for child in value:
-        if isinstance(child, Tensor):
-            tensors.append(child)
-        elif isinstance(child, tuple):
-            _collect(child, tensors)
