@@ -115,7 +115,7 @@ def step() -> Picture:
     for i, note in enumerate(notes):
         made.text(634, 300 + 17 * i, note, "small")
     made.arrow((330, 272), (330, 206))
-    made.arrow((747, 206), (747, 240), (560, 240), (560, 272))
+    made.arrow((747, 206), (747, 240), (440, 240), (440, 272))
     made.text(634, 392, "No other index is published,", "small")
     made.text(634, 409, "so no stale index can be read.", "small")
     return made
