@@ -96,9 +96,9 @@ def step() -> Picture:
     names, widths = ("slot", "length", "page table", "tokens", "sampling"), (60, 80, 130, 190, 140)
     rows = [
         ("0", "0", "0 0 0 0", "0 0 0 0 0", "neutral"),
-        ("3", "5", "4 0 0 0", "17 9 4 88 2", "temperature 0.8"),
+        ("3", "4", "4 0 0 0", "17 9 4 88 2", "temperature 0.8"),
         ("5", "19", "8 2 0 0", "31 7 7 12 ...", "greedy"),
-        ("7", "3", "6 0 0 0", "5 61 20", "top_p 0.9"),
+        ("7", "2", "6 0 0 0", "5 61 20", "top_p 0.9"),
     ]
     for r, row in enumerate([names, *rows]):
         x = 20
