@@ -1,4 +1,4 @@
-"""Slotzero: an LLM inference engine whose recorded replays cannot be hurt by a padded row.
+"""Slotzero: an LLM inference engine built on CUDA graphs in which padding is provably harmless.
 
     from slotzero import LLM, SamplingParams
     LLM().generate("Once upon a time", SamplingParams(max_tokens=32))

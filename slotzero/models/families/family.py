@@ -1,6 +1,6 @@
 """The contract of a family, and the table of all of them.
 
-A family file defines `FAMILY`. To add one from outside the package, call `register`.
+A family file defines `FAMILIES`. To add one from outside the package, call `register`.
 """
 
 import importlib
