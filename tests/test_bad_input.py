@@ -462,7 +462,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "architecture": (
         config(architectures=["MambaForCausalLM"]),
         Unsupported,
-        ["MambaForCausalLM", "supported: LlamaForCausalLM"],
+        ["MambaForCausalLM", "supported: ", "LlamaForCausalLM"],
     ),
     "no architecture": (
         config(architectures=None, model_type="mamba"),

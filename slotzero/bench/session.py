@@ -4,6 +4,7 @@ must read.
 This module does not know how results are shown.
 """
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from slotzero.graph.runner import Counts
 from slotzero.system.progress import prompts_bar
 
 WARMUP_LEN = 16  # tokens per answer: meets every prompt's shape at little cost
+_EXPERTS = re.compile(r"weight\.moe(_\d+)?(\.moe)?\.(gate_up|down)")  # weights of routed experts
 _SEEN_EVERY = 0.5  # seconds between progress updates, so that they are not measured
 
 
@@ -106,7 +108,7 @@ class BenchSession:
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
         unread += sizes.get("weight.input_embedding", 0)
         if (shape := worker.model.experts) is not None:  # though all layers may be dense
-            stored = sum(sizes.get(f"weight.{name}_experts", 0) for name in ("gate_up", "down"))
+            stored = sum(size for name, size in sizes.items() if _EXPERTS.fullmatch(name))
             routed = stored * shape.num_experts // shape.num_all
             unread += round(routed * (1 - shape.top_k / shape.num_experts) ** rows)
         return worker.weight_bytes - unread

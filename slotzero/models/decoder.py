@@ -99,7 +99,10 @@ class Decoder:
         self._weights = weights
         self._frequencies = frequencies
         self._kernels = kernels
-        self._scale = float(torch.tensor(config.embedding_scale).to(weights.final_norm.dtype))
+        dtype, layer_inputs = weights.final_norm.dtype, config.layer_embedding
+        self._scale = float(torch.tensor(config.embedding_scale).to(dtype))
+        size = 0 if layer_inputs is None else layer_inputs.input_size
+        self._layer_input_scale = float(torch.tensor(size**0.5).to(dtype))
         self._next_norms = [
             *(layer.norms.input for layer in weights.layers[1:]),
             weights.final_norm,
@@ -216,8 +219,9 @@ class Decoder:
         if block is None or weights is None:
             return [None] * self.config.num_layers
         num, size = block.num_layers, block.input_size
-        scale = float(torch.tensor(size**0.5).to(embedded.dtype))
-        own, _ = kernels.embed(batch.tokens, batch.ids, weights.embedding, scale, None, 0.0)
+        own, _ = kernels.embed(
+            batch.tokens, batch.ids, weights.embedding, self._layer_input_scale, None, 0.0
+        )
         projected = kernels.linear(Normed(embedded), weights.projection)
         # scaled by hidden_size**-0.5 before the norm: the same as a larger eps in it
         norms = ResidualNorms(weights.norm, None, block.norm_eps * block.hidden_size)

@@ -58,8 +58,8 @@ def fit_assistant(checkpoint: Checkpoint, target: ModelConfig) -> AssistantConfi
     fits(name, "backbone_hidden_size", config.backbone_size, target.hidden_size)
     fits(name, "vocab_size", config.model.vocab_size, target.vocab_size)
     theirs = {group.name: group for group in target.groups}
-    model = config.model.with_groups(lambda g: _reading(name, g, theirs.get(g.name)))
-    return replace(config, model=model)
+    fitted = {g.name: _reading(name, g, theirs.get(g.name)) for g in config.model.groups}
+    return replace(config, model=config.model.with_groups(lambda group: fitted[group.name]))
 
 
 def _reading(name: str, group: KvGroup, theirs: KvGroup | None) -> KvGroup:

@@ -414,9 +414,7 @@ def test_of_experts_those_that_are_chosen_are_read(model: str) -> None:
     session = BenchSession(model, {"backend": "eager", "show_progress": False})
     worker, shape = session.engine.worker, session.engine.worker.model.experts
     assert shape is not None
-    one = sum(
-        worker.registry[f"weight.{name}_experts"][:, 0].nbytes for name in ("gate_up", "down")
-    )
+    one = sum(worker.registry[f"weight.moe.{name}"][:, 0].nbytes for name in ("gate_up", "down"))
 
     def experts_read(rows: int) -> float:
         unread = session.least_seconds([0] * rows) - session.least_seconds([0] * 10_000)

@@ -29,6 +29,7 @@ from slotzero.graph import Pieces, Runner
 from slotzero.graph.transfer import UploadRing
 from slotzero.kernels import torch_speculation
 from slotzero.kernels.types import Rows, Tokens
+from slotzero.models.families.family import families
 from slotzero.runners.passes import DrafterInputs
 from slotzero.speculative import eagle
 from slotzero.speculative.eagle import EagleDrafter
@@ -324,7 +325,7 @@ def test_layers_that_guess_ahead_pass(
     run: Run, monkeypatch: pytest.MonkeyPatch, num_layers: int
 ) -> None:
     config = {**tiny_configs()["deepseek-v3"], "num_nextn_predict_layers": num_layers}
-    monkeypatch.setitem(tiny_configs(), "deepseek-v3", config)
+    monkeypatch.setitem(families()["DeepseekV3ForCausalLM"].tiny, "deepseek-v3", config)
     words = [*small("deepseek-v3", **SMALLEST), *EAGER, *MTP, str(max(2, num_layers)), "--quick"]
     code, out, _ = run(*words, "--json", "-")
     report = json.loads(out)
@@ -336,7 +337,7 @@ def test_a_layer_that_stores_where_the_one_before_does_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**tiny_configs()["deepseek-v3"], "num_nextn_predict_layers": 2}
-    monkeypatch.setitem(tiny_configs(), "deepseek-v3", config)
+    monkeypatch.setitem(families()["DeepseekV3ForCausalLM"].tiny, "deepseek-v3", config)
     monkeypatch.setattr(eagle, "_one_before", lambda *given: given)
     code, out, _ = run(
         *small("deepseek-v3", **SMALLEST), *EAGER, *MTP, "2", "--quick", "--json", "-"

@@ -258,7 +258,7 @@ def test_an_unknown_name_is_answered_with_what_would_work(name: str) -> None:
 
 
 def test_other_names_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="'tiny:gpt5'; use one of tiny:llama"):
+    with pytest.raises(ModelNotFoundError, match=r"'tiny:gpt5'; use one of tiny:.*tiny:llama"):
         open_checkpoint("tiny:gpt5")
     with pytest.raises(ConfigError, match="'fast' is unknown; use one of auto, dummy"):
         open_checkpoint("tiny:llama", "fast")

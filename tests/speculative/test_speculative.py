@@ -16,7 +16,6 @@ from traced import prompts_of
 from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
-from slotzero.kernels.types import LinearWeight
 from slotzero.models.families.family import parse_config
 from slotzero.speculative.build import PACKAGED_HEAD
 from slotzero.speculative.eagle_config import parse_eagle
@@ -433,8 +432,8 @@ def test_guesses_are_those_of_the_head_that_was_trained(tmp_path, changes):
     (sample,) = collector.collect([Answered([*prompt, sampled], 1)], show_progress=False)
     every = torch.arange(worker.vocab_size)
     embedding, table = (
-        worker.kernels.embed_ids(every, LinearWeight(t, None, len(every)))
-        for t in (worker.weights.embedding, worker.weights.head)
+        worker.kernels.embed_ids(every, weight)
+        for weight in (worker.weights.embedding, worker.weights.head)
     )
     ids = head.draft_ids if head.draft_ids is not None else every
     known = torch.tensor([[*prompt, sampled, *drafts]])

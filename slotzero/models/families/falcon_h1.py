@@ -32,7 +32,9 @@ def parse(config: Config) -> ModelConfig:
         input=multiplier(config, "attention_in_multiplier"),
         out=multiplier(config, "attention_out_multiplier"),
     )
-    attention = Attention(group, config["hidden_size"], qkv_bias=bias, out_bias=bias, scales=scales)
+    attention = Attention(
+        group, positive(config, "hidden_size"), qkv_bias=bias, out_bias=bias, scales=scales
+    )
     gate, down = config.get("mlp_multipliers") or (1.0, 1.0)
     mlp = dense_mlp(
         config, names=MlpNames.below("feed_forward"), gate_scale=float(gate), down_scale=float(down)

@@ -16,6 +16,7 @@ from slotzero.models.families.standard import (
     model,
     sandwich_norms,
 )
+from slotzero.models.fields import positive
 from slotzero.models.layer import DecoderLayer
 
 Config = Mapping[str, Any]
@@ -32,7 +33,7 @@ def gemma_like(
     names, bias = layer_groups(config, is_sliding), bool(config.get("attention_bias", False))
     mixers = {
         name: Attention(
-            group, config["hidden_size"], qkv_bias=bias, out_bias=bias, norm_offset=1.0,
+            group, positive(config, "hidden_size"), qkv_bias=bias, out_bias=bias, norm_offset=1.0,
             **(attention or {}),
         )
         for name, group in kv_groups(config, names, attention_heads(config), **groups).items()
@@ -42,7 +43,7 @@ def gemma_like(
         config,
         [DecoderLayer(norms, mixers[name], mlp) for name in names],
         tied_embeddings=bool(config.get("tie_word_embeddings", True)),
-        embedding_scale=math.sqrt(config["hidden_size"]),
+        embedding_scale=math.sqrt(positive(config, "hidden_size")),
         norm_offset=1.0,
     )
 

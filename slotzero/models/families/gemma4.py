@@ -50,7 +50,7 @@ def parse(config: Config) -> ModelConfig:
         config, lambda layer: (layer + 1) % 6 != 0 and layer + 1 != num_layers, ends_full=True
     )
     config = _with_per_layer_config(config, names)
-    groups = {name: _kv_group(config, name, names) for name in dict.fromkeys(names)}
+    groups = {name: _kv_group(config, name, names) for name in sorted(set(names))}
     norms, embedding = sandwich_norms(config), _layer_embedding(config)
     input_mixer = None
     if embedding is not None:
@@ -81,7 +81,7 @@ def _attention(config: Config, group: KvGroup, reads: bool) -> Attention:
     bias = bool(config.get("attention_bias", False))
     return Attention(
         group,
-        config["hidden_size"],
+        positive(config, "hidden_size"),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm="head",
@@ -101,7 +101,7 @@ def _mlp(config: Config, reads: bool, is_sparse: bool) -> Mlp:
         config, "num_experts", "top_k_experts", "moe_intermediate_size",
         scores="softmax", is_normed=True,
     )  # fmt: skip
-    return MoeBesideMlp(MoeMlp(config["hidden_size"], shape, NAMES), mlp, eps(config))
+    return MoeBesideMlp(MoeMlp(positive(config, "hidden_size"), shape, NAMES), mlp, eps(config))
 
 
 def _sparse(config: Config) -> list[bool]:

@@ -16,7 +16,7 @@ from slotzero.models.families.standard import (
     pre_norms,
 )
 from slotzero.models.families.tiny import layer_types, tiny
-from slotzero.models.fields import require
+from slotzero.models.fields import positive, require
 from slotzero.models.layer import DecoderLayer
 
 Config = Mapping[str, Any]
@@ -39,15 +39,16 @@ def parse(config: Config) -> ModelConfig:
     names = layer_groups(config, lambda layer: layer % 2 == 0)
     bias = bool(config.get("attention_bias", False))
     groups = kv_groups(config, names, attention_heads(config), thetas=(150000.0, 150000.0))
+    hidden = positive(config, "hidden_size")
     mixers = {
-        name: Attention(group, config["hidden_size"], qkv_bias=bias, out_bias=bias, sinks="sinks")
+        name: Attention(group, hidden, qkv_bias=bias, out_bias=bias, sinks="sinks")
         for name, group in groups.items()
     }
     shape = experts(
         config, "num_local_experts", "num_experts_per_tok", "intermediate_size",
         activation="clamped_silu", scores="softmax_of_chosen",
     )  # fmt: skip
-    mlp = MoeMlp(config["hidden_size"], shape, NAMES, has_bias=True)
+    mlp = MoeMlp(positive(config, "hidden_size"), shape, NAMES, has_bias=True)
     norms = pre_norms(config)
     return model(config, [DecoderLayer(norms, mixers[name], mlp) for name in names])
 

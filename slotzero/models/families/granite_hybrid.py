@@ -62,7 +62,7 @@ def _attention(config: Config, kinds: list[str]) -> Attention:
     bias = bool(config.get("attention_bias", False))
     return Attention(
         kv_group(config, FULL, layers, heads, rope_if_asked(config)),
-        config["hidden_size"],
+        positive(config, "hidden_size"),
         qkv_bias=bias,
         out_bias=bias,
         scales=AttentionScales(out=multiplier(config, "residual_multiplier")),
@@ -88,7 +88,7 @@ def _mlps(config: Config) -> list[Mlp]:
         config, "num_local_experts", "num_experts_per_tok", "intermediate_size",
         scores="softmax_of_chosen",
     )  # fmt: skip
-    moe = MoeMlp(config["hidden_size"], shape, NAMES, down_scale=scale)
+    moe = MoeMlp(positive(config, "hidden_size"), shape, NAMES, down_scale=scale)
     both = MoeWithSharedMlp(moe, shared)
     return [both if is_sparse else shared for is_sparse in sparse_layers(config)]
 

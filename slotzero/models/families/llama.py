@@ -19,6 +19,7 @@ from slotzero.models.families.standard import (
     pre_norms,
 )
 from slotzero.models.families.tiny import tiny
+from slotzero.models.fields import positive
 from slotzero.models.layer import DecoderLayer
 
 Config = Mapping[str, Any]
@@ -41,7 +42,7 @@ def llama_like(
     mixers = {
         name: Attention(
             group,
-            config["hidden_size"],
+            positive(config, "hidden_size"),
             qkv_bias=bias if qkv_bias is None else qkv_bias,
             out_bias=bias if out_bias is None else out_bias,
             **attention,

@@ -20,7 +20,7 @@ from slotzero.models.families.standard import (
     sparse_layers,
 )
 from slotzero.models.families.tiny import layer_types, tiny
-from slotzero.models.fields import multiplier
+from slotzero.models.fields import multiplier, positive
 from slotzero.models.layer import DecoderLayer
 
 Config = Mapping[str, Any]
@@ -29,7 +29,7 @@ Config = Mapping[str, Any]
 def parse(config: Config) -> ModelConfig:
     names = layer_groups(config, lambda layer: layer > 0 and (layer + 1) % 6 != 0)
     mixers = {name: _attention(config, name, names) for name in dict.fromkeys(names)}
-    dense, moe = dense_mlp(config), MoeMlp(config["hidden_size"], sigmoid_experts(config))
+    dense, moe = dense_mlp(config), MoeMlp(positive(config, "hidden_size"), sigmoid_experts(config))
     norms, sparse = pre_norms(config), sparse_layers(config, num_dense=1)
     return model(
         config,
@@ -48,7 +48,7 @@ def _attention(config: Config, name: str, names: list[str]) -> Attention:
     rope = rope_of(config, name, 1e4 if is_sliding else 5e6)
     return Attention(
         kv_group(config, name, layers, heads, rope),
-        config["hidden_size"],
+        positive(config, "hidden_size"),
         qkv_bias=bool(config.get("attention_bias", False)),
         sinks="attention_sink_bias" if is_sliding else None,
         scales=AttentionScales(v=multiplier(config, "attention_value_scale")),

@@ -98,7 +98,7 @@ def _attention(config: Config, kinds: list[str]) -> Attention:
     layers = [layer for layer, kind in enumerate(kinds) if kind == ATTENTION]
     rope = rope_if_asked(config)
     group = kv_group(config, FULL, layers, attention_heads(config), rope)
-    return Attention(group, config["hidden_size"], prefix="mixer")
+    return Attention(group, positive(config, "hidden_size"), prefix="mixer")
 
 
 def _mlp(config: Config, prefix: str, size_field: str = "intermediate_size") -> DenseMlp:
@@ -121,7 +121,7 @@ def _moe(config: Config) -> MoeWithSharedMlp:
             f"config field moe_latent_size={config['moe_latent_size']}: experts over a smaller "
             "row are not implemented"
         )
-    moe = MoeMlp(config["hidden_size"], sigmoid_experts(config, activation="relu"), NAMES)
+    moe = MoeMlp(positive(config, "hidden_size"), sigmoid_experts(config, activation="relu"), NAMES)
     size_field = "moe_shared_expert_intermediate_size"
     return MoeWithSharedMlp(moe, _mlp(config, "mixer.shared_experts", size_field))
 

@@ -15,6 +15,7 @@ from slotzero.models.families.standard import (
     pre_norms,
 )
 from slotzero.models.families.tiny import layer_types, tiny
+from slotzero.models.fields import positive
 from slotzero.models.layer import DecoderLayer
 
 Config = Mapping[str, Any]
@@ -25,8 +26,9 @@ def parse(config: Config) -> ModelConfig:
     bias = bool(config.get("attention_bias", False))
     heads = attention_heads(config, norms_whole=True)
     groups = kv_groups(config, names, heads, thetas=(5e5, 5e5), scales_full_only=True)
+    hidden = positive(config, "hidden_size")
     mixers = {
-        name: Attention(group, config["hidden_size"], qkv_bias=bias, out_bias=bias, qk_norm="whole")
+        name: Attention(group, hidden, qkv_bias=bias, out_bias=bias, qk_norm="whole")
         for name, group in groups.items()
     }
     norms = pre_norms(

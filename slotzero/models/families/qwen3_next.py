@@ -62,7 +62,7 @@ def _attention(config: Config, kinds: list[str]) -> Attention:
     bias, rope = bool(config.get("attention_bias", False)), partial_rope(config, 10000.0, 0.25)
     return Attention(
         kv_group(config, FULL, layers, attention_heads(config), rope),
-        config["hidden_size"],
+        positive(config, "hidden_size"),
         qkv_bias=bias,
         out_bias=bias,
         qk_norm="head",
@@ -83,7 +83,7 @@ def _delta_rule(config: Config) -> RecurrentMixer:
     require_groups(scan, "linear_num_value_heads", "linear_num_key_heads")
     return RecurrentMixer(
         scan,
-        config["hidden_size"],
+        positive(config, "hidden_size"),
         prefix="linear_attn",
         norm_eps=eps(config),
         norm_size=scan.head_dim,
@@ -104,7 +104,7 @@ def _mlps(config: Config) -> list[Mlp]:
         config, size_field="shared_expert_intermediate_size",
         names=MlpNames.below("mlp.shared_expert"),
     )  # fmt: skip
-    moe = MoeMlp(config["hidden_size"], shape, MoeNames(shared=None))
+    moe = MoeMlp(positive(config, "hidden_size"), shape, MoeNames(shared=None))
     both = MoeWithSharedMlp(moe, shared, "mlp.shared_expert_gate")
     return [both if is_sparse else dense for is_sparse in sparse_layers(config)]
 
