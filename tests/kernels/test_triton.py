@@ -48,8 +48,9 @@ def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
     monkeypatch.setattr(mla, "shared_memory", lambda: 227 << 10)
     kernel, tile = mla._attend_kernel, mla.tile_for(pairs, 576, 2)
     constants = {
-        "HEADS": pairs, "TURNED": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
-        "KEYS": tile.keys, "TURN": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead, "PDL": True,
+        "HEADS": pairs, "ROPE_DIM": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
+        "KEYS": tile.keys, "ROPE_BLOCK": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead,
+        "PDL": True,
     }  # fmt: skip
     constants |= dict.fromkeys(("firsts", "sizes", "bases", "bits_seen", "sums"))
     kinds = dict.fromkeys(("query", "kv_pages", "out"), "*bf16")

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.launch import (
-    bring_near,
     launch,
     may_follow,
     overlap,
+    prefetch_weights,
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear import linear_tma
@@ -249,9 +249,9 @@ def _staged_kernel(
     apart = tl.cast(num_out, tl.int64) * INNER
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
-    bring_near(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
+    prefetch_weights(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     if ACTIVATION is not None:
-        bring_near(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
+        prefetch_weights(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
@@ -287,7 +287,7 @@ def _shared_kernel(
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
-    bring_near(weight, n, num_out, share * SHARE, INNER, STAGES * DEPTH, PDL)
+    prefetch_weights(weight, n, num_out, share * SHARE, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     end = tl.minimum((share + 1) * SHARE, INNER)

@@ -22,11 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slotzero.kernels.triton.launch import (
     INTERPRETED,
-    bring_near,
     launch,
     may_follow,
     num_processors,
     overlap,
+    prefetch_weights,
     shared_memory,
     wait_for_writer,
 )
@@ -65,10 +65,10 @@ def _bulk_kernel(
     gated: tl.constexpr = ACTIVATION is not None
     each: tl.constexpr = FEATURES // 2 if gated else FEATURES
     m, n = first_m + tl.arange(0, ROWS), part * each + tl.arange(0, each)
-    bring_near(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+    prefetch_weights(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     if gated:
         values = weight + tl.cast(num_out, tl.int64) * INNER
-        bring_near(values, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+        prefetch_weights(values, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     wide: tl.constexpr = ROWS < 64
