@@ -221,7 +221,7 @@ class TorchSpeculation(SpeculationKernels):
             new.ids.gather(1, chosen), is_real)  # fmt: skip
         origins = chosen // topk + (len(owners) // num_rows * up_to(num_rows, slots))[:, None]
         seen = torch.zeros_like(owners, dtype=torch.int64) if front is None else front.branches.seen
-        start = (length + 1 - behind)[:, None]  # of the tree: the place of its first node
+        start = (length + 1 - behind)[:, None]  # the place of the tree's first node
         bases = (start * is_real).flatten()
         positions = bases + (step * is_real.int()).flatten()
         front_rows = Rows(
