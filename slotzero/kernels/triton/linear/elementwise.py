@@ -18,7 +18,7 @@ GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
 
 @triton.jit
 def _scaled(wide, size, eps, dtype: tl.constexpr):
-    """Apply RMSNorm without its weight, rounded before that, as the checkpoints were trained."""
+    """Apply RMSNorm without its weight, and round before it, as the checkpoints were trained."""
     total = tl.sum(wide * wide, axis=0)
     return (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
 

@@ -185,9 +185,7 @@ def _scan_kernel(
             packed = pack(tl.load(logits + near, mask=near < vocab).to(tl.float32), near)
             packed = tl.where((near < vocab) & (packed < top), packed, NO_TOKEN)
             left = tl.where(chunk * GROUPS + group == its_group, tl.max(packed), left)
-        x = tl.load(logits + index, mask=inside, other=-INF).to(
-            tl.float32
-        )  # reloaded for registers
+        x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # saves registers
     if changed != 0:
         _adjust(
             x, index, chunk * CHUNK, slot, position, tables, adjusted, token_stride, mask_stride,
