@@ -1,1 +1,1 @@
-"""Fast kernels, each beside its slow reference."""
+"""Kernel sets: the contract, the reference in plain torch, and fast kernels for CPU and CUDA."""

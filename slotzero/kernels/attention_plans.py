@@ -26,7 +26,7 @@ class DecodePlan(NamedTuple):
     begin: Tensor  # its first position
     end: Tensor  # one past its last position
     first: Tensor  # the first chunk of its row
-    num: Tensor  # chunks of its row
+    num: Tensor  # number of chunks of its row
     done: Tensor  # [rows, kv_heads]: programs that have finished; 0 between layers
     partial: Tensor  # [num_chunks, heads, value_dim] float32
     peak: Tensor  # [num_chunks, heads] float32
@@ -34,16 +34,18 @@ class DecodePlan(NamedTuple):
 
 
 class StreamKPlan(NamedTuple):
-    """All contexts end to end, cut into equal shares; scratch of part (row, share) is at
-    row + share."""
+    """All contexts end to end, cut into equal shares (stream-K).
 
-    row: Tensor  # [shares]: the row of its first tile
+    The scratch of part (row, share) is at index row + share.
+    """
+
+    row: Tensor  # [shares]: the row of the share's first tile
     begin: Tensor  # [shares]: the first key of that tile
-    tile: Tensor  # [shares + 1]: its first tile, counted over all rows; the last one: all tiles
+    tile: Tensor  # [shares + 1]: first tile, counted over all rows; last entry: number of tiles
     slot: Tensor  # [rows + 1], like the next three: the loop reads one row ahead
     newest: Tensor  # the newest position; the keys before it are in the pages
     first: Tensor  # the first of the row's parts
-    num: Tensor  # the row's parts
+    num: Tensor  # number of the row's parts
     done: Tensor  # [rows, kv_heads]: parts that are stored; 0 between layers
     partial: Tensor  # [rows + shares, heads, value_dim] float32
     peak: Tensor  # [rows + shares, heads] float32
@@ -51,7 +53,7 @@ class StreamKPlan(NamedTuple):
 
 
 class VerifyPlan(NamedTuple):
-    """Uniform rows of a few new tokens each behind a stored context.
+    """Uniform rows, each a few new tokens behind a stored context.
 
     `chunks` cut the contexts; its scratch is for all (token, head of the group) pairs of a row:
     [num_chunks, kv_heads, pairs, value_dim], and without value_dim for peak and total.
@@ -77,18 +79,18 @@ class MlaPlan(NamedTuple):
     slots: Tensor  # [T]
     positions: Tensor
     starts: Tensor  # [rows]: the last position that the first token reads from the pages
-    firsts: Tensor | None  # of blocks: the first token, and the number of tokens
+    firsts: Tensor | None  # with blocks: the first token; the next: the number of tokens
     sizes: Tensor | None
     row: Tensor  # [num_chunks], like the next five: as in DecodePlan
     slot: Tensor
     begin: Tensor
-    end: Tensor  # of a row's last chunk: one past the position of the row's first token
+    end: Tensor  # in a row's last chunk: one past the position of the row's first token
     first: Tensor
     num: Tensor
     partial: Tensor  # [2 * spare, pairs of a row, latent] float32
     peak: Tensor  # [2 * spare, pairs of a row] float32
     total: Tensor
-    bases: Tensor | None  # of branches
+    bases: Tensor | None  # this and the next: as in Branches
     seen: Tensor | None
     own: Tensor | None  # blocks of mla_prefill.py; None: all keys are read from the pages
 

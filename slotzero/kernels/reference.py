@@ -1,6 +1,6 @@
-"""The slow reference of every kernel, in plain torch: what the fast ones are tested against.
+"""The slow reference of every kernel, in plain torch, against which the fast ones are tested.
 
-It serves too, slowly, where a machine has no C++ compiler.
+It also serves requests, slowly, on machines without a C++ compiler.
 """
 
 from itertools import pairwise
@@ -83,7 +83,7 @@ class ReferenceKernels(TorchKernels):
         seen: Tensor,
         heads: Heads,
     ) -> Tensor:
-        """q [heads, head_dim] over these positions of the slot with these pages"""
+        """Attend with q [heads, head_dim] to the given positions of the slot with these pages."""
         page_size = kv.pages.shape[1]
         stored = kv.pages[kv.page_table[seen // page_size], seen % page_size]
         stored = stored.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)

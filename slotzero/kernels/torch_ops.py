@@ -1,8 +1,9 @@
-"""The calls of a step, composed of primitives in plain torch: what every fused kernel means.
+"""The operations of a step in plain torch: the definition of every fused kernel.
 
-A set that inherits from this writes its own primitives: matrix products, norms, gates, softmax, a
-page store, paged attention and sampling. The rest is copies, sums and products of single values,
-which round alike wherever they are computed, so a compiler may fuse them.
+They are composed of primitives. A kernel set that inherits from this class supplies its own: matrix
+products, norms, gates, softmax, a page store, paged attention and sampling. The rest is copies, and
+sums and products of two values, which round the same wherever they are computed, so a compiler may
+fuse them.
 """
 
 from abc import abstractmethod
@@ -35,7 +36,7 @@ from slotzero.kernels.types import (
     Tokens,
 )
 
-CLAMP, SLOPE = 7.0, 1.702  # of clamped_silu
+CLAMP, SLOPE = 7.0, 1.702  # constants of clamped_silu
 
 
 class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
@@ -54,8 +55,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return torch.bmm(x.transpose(0, 1), by).transpose(0, 1)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Norm the last axis of x. In float32, rounded before the weight is applied, as the
-        checkpoints were trained."""
+        """Apply RMSNorm to the last axis of x.
+
+        In float32, rounded before the weight is applied, as the checkpoints were trained.
+        """
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return normed.to(x.dtype) if weight is None else normed.to(x.dtype) * weight
@@ -73,7 +76,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return (values + 1) * (gates * torch.sigmoid(SLOPE * gates))
 
     def softmax(self, x: Tensor) -> Tensor:
-        """Over the last axis of x [rows, size]."""
+        """Return the softmax over the last axis of x [rows, size]."""
         return x.softmax(-1)
 
     def softcap(self, x: Tensor, cap: float) -> Tensor:
@@ -87,7 +90,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         kv: PagedKv,
         tokens: Tokens,
     ) -> None:
-        """Writes k and v of every token at its position; tokens of slot 0 write nothing."""
+        """Write k and v of every token at its position; tokens of slot 0 write nothing."""
 
     @abstractmethod
     def attend(
@@ -98,14 +101,17 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         plan: TorchPlan,
         heads: Heads,
     ) -> Tensor:
-        """-> [T, heads, value_dim]; each token attends to its own position and those before it, the
-        last `window` of them, or those of its branch; slot 0 gets zeros."""
+        """Attend to the KV cache -> [T, heads, value_dim].
+
+        Each token attends to its own position and those before it, the last `window` of them, or
+        those of its branch; slot 0 gets zeros.
+        """
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
-        """Nothing here is compiled at its first use."""
+        """Do nothing: no operation of this set is compiled at its first use."""
 
     def refuse(self, heads: Heads) -> None:
-        """Any shape will do."""
+        """Do nothing: every shape is supported."""
 
     def held(self) -> Mapping[str, Tensor]:
         return {}
@@ -201,7 +207,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def experts(
         self, routed: Routed, weights: ExpertWeights, shape: Experts, starts: Tensor
     ) -> Tensor:
-        ordered, order = routed.experts.flatten().sort(stable=True)  # choices of none come last
+        ordered, order = routed.experts.flatten().sort(stable=True)  # `no expert` comes last
         every = torch.arange(len(starts), device=ordered.device)
         starts.copy_(torch.searchsorted(ordered, every))
         rows = routed.rows[order // shape.num_chosen]
@@ -212,7 +218,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         by_token = by_token.view(*routed.weights.shape, -1)
         weighted = by_token * routed.weights[:, :, None].to(results.dtype)
         is_none = (routed.experts == len(starts) - 1)[:, :, None]
-        return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # whatever their weights are
+        return ordered_sum(weighted.masked_fill(is_none, 0), 1)  # even where the weight is NaN
 
     def attention(
         self,
@@ -236,7 +242,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         return self.attend(q, sinks, kv, plan, heads).flatten(1)
 
     def _rotated(self, x: Tensor, norm: Tensor | None, angles: Angles, heads: Heads) -> Tensor:
-        """Queries or keys, [T, size] -> [T, heads, head_dim], under their norm and rotated"""
+        """Norm and rotate queries or keys, [T, size] -> [T, heads, head_dim]."""
         if heads.norms_whole and norm is not None:
             x = self.rms_norm(x, norm, heads.norm_eps)
         x = x.view(len(x), -1, heads.head_dim)
@@ -262,7 +268,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def _top_routed(
         self, scores: Tensor, correction: Tensor | None, shape: Experts
     ) -> tuple[Tensor, Tensor]:
-        """The same without factors and shared experts."""
+        """Do the same without factors and shared experts."""
         if shape.scores == "softmax_of_chosen":
             best, chosen = scores.topk(shape.top_k, dim=-1)
             return self.softmax(best), chosen
@@ -316,7 +322,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         tokens: Tensor,
         sampled: Tensor,
     ) -> None:
-        """A row of slot 0 writes what is there: its length stays 0 and its token stays 0."""
+        """See SamplingKernels. A row of slot 0 rewrites the old values: length and token stay 0."""
         samples = (slots > 0) & (new_length >= target[slots])
         sampled.mul_(samples)
         kept = tokens[slots, new_length]
@@ -325,7 +331,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); arithmetic in float32."""
+    """Apply RoPE to x [T, heads, head_dim]: pairs are (i, i + head_dim / 2); float32 arithmetic."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

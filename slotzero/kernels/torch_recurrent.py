@@ -1,7 +1,7 @@
-"""The calls of recurrent layers in plain torch: what every fused kernel means.
+"""The operations of recurrent layers in plain torch: the definition of every fused kernel.
 
-Rows of many tokens go token by token, so that a token's arithmetic is the same in a prompt, among
-drafts and alone. No value is read by the host.
+Rows of many tokens are computed token by token, so that a token's arithmetic is the same in a
+prompt, among drafts and alone. The host reads no value.
 """
 
 from abc import abstractmethod
@@ -17,19 +17,19 @@ from slotzero.kernels.torch_speculation import put, up_to
 from slotzero.kernels.types import Activation
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States, Trail
 
-L2_EPS = 1e-6  # of keys and queries of a delta rule
+L2_EPS = 1e-6  # for the L2 norm of keys and queries of a delta rule
 Advance = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of states [n, ...] over one token each, given by index: new states, and what comes out."""
+"""Advance states [n, ...] by one token each, given by index -> new states, and outputs."""
 
 
 class TorchRecurrent(RecurrentKernels):
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Norm the last axis of x."""
+        """Apply RMSNorm to the last axis of x."""
 
     @abstractmethod
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-        """activation(gates) * values"""
+        """Return activation(gates) * values."""
 
     def convolve(
         self,
@@ -169,7 +169,7 @@ def begin(tables: _Tables, slots: Tensor, starts: Tensor, shape: Scan) -> Tensor
 def snapshot_row(
     rows: Tensor, slots: Tensor, positions: Tensor, shape: Scan, wanted: Tensor
 ) -> Tensor:
-    """Where the state after these positions is kept; 0: nowhere, or it is not wanted."""
+    """Return the snapshot row of the state after these positions; 0: none, or not wanted."""
     after = positions + 1
     is_there = wanted & (slots > 0) & (after % shape.interval == 0)
     column = (after // shape.interval - 1) * is_there

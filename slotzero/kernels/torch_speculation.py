@@ -1,4 +1,4 @@
-"""The calls of speculation in plain torch: what every fused kernel means."""
+"""The operations of speculation in plain torch: the definition of every fused kernel."""
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class TorchSpeculation(SpeculationKernels):
         num_tried: Tensor,  # [R]
     ) -> tuple[Rows, Tensor]:
         width, start = len(tokens.slots) // len(slots), tables.length[slots]
-        room = tables.limit[slots] - start - 1  # tokens that may still come
+        room = tables.limit[slots] - start - 1  # tokens that may still be added
         num_good = tables.num_drafts[slots] * (tables.drafted_at[slots] == start)
         num_good = torch.minimum(num_good, room - 1)
         num_tried.copy_(torch.where(room > 0, num_good.clamp(0, width - 1) + 1, 0))
@@ -51,7 +51,7 @@ class TorchSpeculation(SpeculationKernels):
     ) -> None:
         tokens, length = tables.tokens, tables.length
         start, place = length[slots], up_to(sampled.shape[1], slots)
-        at = (start[:, None] + 1 + place) * (place < num_tried[:, None])  # where each would stand
+        at = (start[:, None] + 1 + place) * (place < num_tried[:, None])  # where each would go
         is_draft = place < num_tried[:, None] - 1
         is_right = (tokens[slots[:, None], at] == sampled) & is_draft
         num = is_right.int().cumprod(1).sum(1, dtype=torch.int32) + 1
@@ -114,7 +114,7 @@ class TorchSpeculation(SpeculationKernels):
         score = torch.zeros_like(known)
         for back in range(longest):
             newest = known.gather(1, (length - back).clamp_min(0).long()[:, None])
-            moved = torch.roll(known, back, dims=1)  # the token that stands `back` before
+            moved = torch.roll(known, back, dims=1)  # the token `back` positions before
             match = match & (moved == newest) & (place >= back) & (length >= back)[:, None]
             score = score + match.int()
         rank = torch.where(score >= shortest, score * known.shape[1] + place, -1)
@@ -122,7 +122,7 @@ class TorchSpeculation(SpeculationKernels):
         num = torch.where(best >= 0, num, 0)
         for i in range(steps):
             wanted = torch.where(i < num, slots, 0)
-            ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # its guesses too
+            ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # may be drafts of this call
             self.record_ngrams(wanted, length + 1 + i, ids, tokens)
         return num
 
@@ -139,7 +139,7 @@ class TorchSpeculation(SpeculationKernels):
         is_real = tokens.slots.view_as(place) > 0
         above = above * (is_real & (place > 0))
         seen, depth = 1 << place.long(), (place > 0).int()
-        for _ in range(rows.span.bit_length()):  # reaches twice as far each time
+        for _ in range(rows.span.bit_length()):  # reaches twice as far in each iteration
             seen, depth = seen | seen.gather(1, above), depth + depth.gather(1, above)
             above = above.gather(1, above)
         bases = (rows.starts[:, None] * is_real).flatten()
@@ -164,7 +164,8 @@ class TorchSpeculation(SpeculationKernels):
         wanted = sampled.gather(1, parents[slots][:, :width].long() * is_draft)
         is_right = (place == 0) | ((drafts == wanted) & is_draft)
         right = (is_right.long() << place.long()).sum(1, keepdim=True)
-        is_good = (branches.seen.view_as(sampled) & ~right == 0) & is_tried  # with all before it
+        # A node is accepted if all its ancestors are.
+        is_good = (branches.seen.view_as(sampled) & ~right == 0) & is_tried
         num_verified.copy_(is_good.sum(1, dtype=torch.int32))
         is_new = place < num_verified[:, None]
         path.copy_(torch.where(is_good, place, width).sort(dim=1).values * is_new)
@@ -213,14 +214,14 @@ class TorchSpeculation(SpeculationKernels):
         for part, values in zip(guesses, new, strict=True):
             part[:, first : first + values.shape[1]] = values
         best, chosen = (part[:, :topk] for part in _best_first(new.scores))
-        number = up_to(topk, slots) + step * topk  # of its place in the tree
+        number = up_to(topk, slots) + step * topk  # place in the tree
         is_real = (number < room[:, None]) & best.isfinite()
         where = torch.where(is_real, slots[:, None], 0)
         put(tables.tokens, (where, (length[:, None] + 1 + number) * is_real),
             new.ids.gather(1, chosen), is_real)  # fmt: skip
         origins = chosen // topk + (len(owners) // num_rows * up_to(num_rows, slots))[:, None]
         seen = torch.zeros_like(owners, dtype=torch.int64) if front is None else front.branches.seen
-        start = (length + 1 - behind)[:, None]  # of the tree
+        start = (length + 1 - behind)[:, None]  # the place of the tree's first node
         bases = (start * is_real).flatten()
         positions = bases + (step * is_real.int()).flatten()
         front_rows = Rows(
@@ -262,9 +263,9 @@ class TorchSpeculation(SpeculationKernels):
 def _candidates(
     drawn: Sampled, slots: Tensor, topk: int, tables: SamplingTables
 ) -> tuple[Tensor, Tensor]:
-    """Who comes after each token, [T, topk]: ids and scores."""
+    """Return the candidates after each token: ids and scores, [T, topk] each."""
     likely, scores = drawn.top_ids[:, :topk], drawn.top_logprobs[:, :topk]
-    is_passed = (likely == drawn.tokens[:, None]).cumsum(1)[:, :-1] > 0  # what was drawn is first
+    is_passed = (likely == drawn.tokens[:, None]).cumsum(1)[:, :-1] > 0  # the drawn token is first
     others = up_to(topk - 1, slots) + is_passed
     ids = torch.cat((drawn.tokens[:, None], likely.gather(1, others)), 1)
     scores = torch.cat((scores[:, :1], scores.gather(1, others)), 1)
@@ -275,13 +276,13 @@ def _candidates(
 
 
 def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, M], sorted, and which they were; of equals the earlier comes first."""
+    """Sort scores [R, M] in descending order -> values and indices; the earlier of equals first."""
     ordered = scores.sort(dim=1, descending=True, stable=True)
     return ordered.values, ordered.indices
 
 
 def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
-    """Row r gets tokens [r * W, (r + 1) * W), from its start on; `counts` of them are real."""
+    """Give row r the tokens [r * W, (r + 1) * W) from its start on; counts[r] of them are real."""
     width = len(tokens.slots) // len(slots)
     place = up_to(width, slots)
     is_real = place < counts[:, None]
@@ -294,7 +295,7 @@ def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Ro
 
 
 def put(table: Tensor, index: tuple[Tensor, ...], values: Tensor, real: Tensor) -> None:
-    """table[index] = values where real; elsewhere what is there is written again."""
+    """Set table[index] = values where real; elsewhere the old values are written again."""
     kept = table[index]
     real = real.view(*real.shape, *[1] * (kept.dim() - real.dim()))
     table.index_put_(index, torch.where(real, values.to(table.dtype), kept))

@@ -1,4 +1,4 @@
-"""What kernels speak of: the tokens and rows of a step, shapes, and trees of guesses."""
+"""Types shared by all kernels: the tokens and rows of a step, weights, shapes, and draft trees."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -20,10 +20,10 @@ class Rows(NamedTuple):
     """The rows of a step, [R] each: row r is tokens [ends[r] - counts[r], ends[r])."""
 
     slots: Tensor
-    starts: Tensor  # the position of its first token
+    starts: Tensor  # position of the row's first token
     counts: Tensor  # 0 for padding
     ends: Tensor
-    span: int = 0  # tokens that every row takes up; 0: rows are ragged and packed
+    span: int = 0  # tokens of every row, padding included; 0: rows are ragged and packed
 
 
 class LinearWeight(NamedTuple):
@@ -39,7 +39,7 @@ class LinearWeight(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """Rows under RMSNorm: the norm's weight is applied; its scale too, unless it is deferred."""
+    """Rows under RMSNorm: the weight is applied, and the scale too unless it is deferred."""
 
     x: Tensor  # [rows, size]
     squares: Tensor | None = None
@@ -55,8 +55,8 @@ class Normed(NamedTuple):
 class ResidualNorms(NamedTuple):
     """RMSNorm weights around the addition to a residual; None: no norm there."""
 
-    post: Tensor | None  # of what is added
-    next: Tensor | None  # of the sum
+    post: Tensor | None  # applied to the addend
+    next: Tensor | None  # applied to the sum
     eps: float
 
 
@@ -69,7 +69,7 @@ class PairNorms(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """The rotation of each token's heads."""
+    """RoPE angles of each token."""
 
     cos: Tensor  # [T, 1, head_dim / 2] float32
     sin: Tensor
@@ -77,16 +77,16 @@ class Angles(NamedTuple):
 
 @dataclass(frozen=True)
 class MlaShape:
-    """The shape of multi-head latent attention (MLA), in which all heads share one row of a token.
+    """The shape of multi-head latent attention (MLA), in which all heads share one row per token.
 
-    The row is stored as one KV head: `rope_dim` numbers under rope, then the latent. It is the key
-    of every head, once the head's query has been multiplied by up_k, and the latent is the value;
-    a head's result is multiplied by up_v.
+    The row is stored as one KV head: `rope_dim` values under RoPE, then the latent. It is the key
+    of every head once the head's query has been multiplied by up_k, and the latent is the value;
+    each head's output is multiplied by up_v.
     """
 
-    nope_dim: int  # of a head's query, not rotated
+    nope_dim: int  # part of each query head that is not rotated
     rope_dim: int
-    v_head_dim: int  # of a head
+    v_head_dim: int  # output size of each head
 
 
 @dataclass(frozen=True)
@@ -95,25 +95,25 @@ class Heads:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # of queries and keys; with MLA, of a stored row
+    head_dim: int  # size of queries and keys; with MLA, of a stored row
     value_dim: int
     norm_eps: float
     scale: float
     window: int | None = None
-    """A token sees so many keys, its own included; None: all of them."""
+    """Number of keys that a token sees, its own included; None: all of them."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap)."""
     norms_whole: bool = False
-    """Norms of queries and keys are over all heads of a token at once, not head by head."""
+    """The norms of queries and keys cover all heads of a token at once, not each head."""
     norms_values: bool = False
-    """Values are under an RMSNorm too, head by head and without a weight."""
+    """Apply an RMSNorm without a weight to the values of each head too."""
     stores: bool = True
-    """Else a token brings a query alone, and attends to what another layer has stored of it."""
+    """If False, the layer computes queries only and attends to KV that another layer has stored."""
     mla: MlaShape | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Sizes of q, k and v in a qkv row; with MLA, k is the stored row, and v is empty."""
+        """Return the sizes of q, k and v in a qkv row; with MLA, k is the stored row and v is 0."""
         if not self.stores:
             return self.num_heads * self.head_dim, 0, 0
         if self.mla is not None:
@@ -129,7 +129,7 @@ class Heads:
 
     @property
     def row_size(self) -> int:
-        """Of what one KV head stores of a token: a key and its value, which ends the row."""
+        """Return the size that one KV head stores per token: a key, and the value at its end."""
         return self.head_dim if self.mla is not None else self.head_dim + self.value_dim
 
 
@@ -141,7 +141,7 @@ class PagedKv(NamedTuple):
 
 
 class QkNorms(NamedTuple):
-    """RMSNorm weights of queries and keys, [head_dim], or of all heads; None: no norm."""
+    """RMSNorm weights of queries and keys, [head_dim] or [heads * head_dim]; None: no norm."""
 
     q: Tensor | None
     k: Tensor | None
@@ -154,16 +154,17 @@ class MlaWeights(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """Tokens that stand in trees behind what their slots have stored, [T] each; slot 0: anything.
+    """Tokens that are nodes of draft trees behind the stored context of their slots, [T] each.
 
-    Their positions are places: where they are stored, one after another, in whichever branch. A
-    token at place p sees all keys before its base, and in [base, p] those that it is told to. A
-    window reaches back from where it stands in its branch; it is longer than any branch.
+    `Tokens.positions` of such tokens are places: where a node is stored, one after another
+    whatever its branch. A token at place p sees all keys before its base, and in [base, p] those
+    whose bit is set in `seen`. A window reaches back from the token's position in its branch; it is
+    longer than any branch. The values for slot 0 are arbitrary.
     """
 
     bases: Tensor  # int32: the place where the token's tree begins
     seen: Tensor  # int64: bit i: the key at place base + i is seen; the token's own bit is set
-    positions: Tensor  # int32: where it stands in its branch
+    positions: Tensor  # int32: the token's position in the text of its branch
 
     def check(self, tokens: Tokens, rows: Rows | None) -> None:
         if rows is None:
@@ -178,37 +179,37 @@ NO_BRANCHES = (None, None, None)
 
 
 def standing(tokens: Tokens, branches: Branches | None) -> Tokens:
-    """Where they stand in their text, rather than where they are stored."""
+    """Return the tokens at their positions in the text, rather than where they are stored."""
     return tokens if branches is None else Tokens(tokens.slots, branches.positions)
 
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu"]
-"""Of gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and |v| <= 7. An MLP
-without gates gates itself by relu: what is positive is squared."""
+"""Activation of the gates. clamped_silu is gpt-oss's: (v + 1) g sigmoid(1.702 g), with g <= 7 and
+|v| <= 7. An MLP without gates gates itself by relu, which squares positive values."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """How a token chooses among many small networks."""
+    """The shape of a mixture of experts (MoE), and how the router selects from it."""
 
     num_experts: int
     top_k: int
     inner_size: int
     activation: Activation
     scores: Literal["sigmoid", "softmax", "softmax_of_chosen"]
-    """What becomes of the router's numbers. Sigmoids are chosen with a correction added."""
+    """How router logits become scores. Sigmoid scores are selected with a correction added."""
     is_normed: bool = False
-    """What the chosen have is divided by its sum."""
+    """Divide the weights of the selected experts by their sum."""
     factor: float = 1.0
     num_groups: int = 1
-    """Of experts; only the best `top_groups` of them are chosen from, judged by the sum of their so
-    many best."""
+    """Number of expert groups. Experts are selected from the best `top_groups` groups only; a group
+    is judged by the sum of its `judged_by` best scores."""
     top_groups: int = 1
     judged_by: int = 2
     num_shared: int = 0
-    """That every token chooses besides, with a weight of 1; they come after the others."""
+    """Number of shared experts, after the routed ones: every token uses them with weight 1."""
     num_ranks: int = 1
-    """That have as many of the others each, and all shared ones."""
+    """Number of ranks; each holds an equal part of the routed experts, and all shared ones."""
 
     @property
     def num_all(self) -> int:
@@ -216,7 +217,7 @@ class Experts:
 
     @property
     def num_held(self) -> int:
-        """By each rank"""
+        """Return the number of experts that each rank holds."""
         return self.num_experts // self.num_ranks + self.num_shared
 
     @property
@@ -229,7 +230,7 @@ class ExpertWeights(NamedTuple):
     correction: Tensor | None  # [experts] float32
     gate_up: LinearWeight  # [all, 2 * inner, hidden]: gates and then values
     down: LinearWeight  # [all, hidden, inner]
-    factors: Tensor | None = None  # [experts]: scales the result of each
+    factors: Tensor | None = None  # [experts]: scales the result of each expert
 
 
 class Routed(NamedTuple):

@@ -1,10 +1,10 @@
-"""What kernels speak of in recurrent layers: the shape of a mixer, its states, and their trail.
+"""Types of the recurrent kernels: the shape of a mixer, its states, and their trail.
 
-A request's state row is its slot; state 0 is nobody's, holds zeros and is never written. Where a
-row of a step begins is derived from its start, see `begin` in torch_recurrent.py: a text begins
-with zeros, whatever the table holds of an earlier owner, and a row that starts where a snapshot
-stands begins from the snapshot. One that the request took itself holds what its state does, so
-nothing has to say whether it came from the cache.
+A request's state row is its slot. State 0 belongs to no request, holds zeros and is never written.
+The state from which a row of a step begins follows from the row's start, see `begin` in
+torch_recurrent.py: a text begins with zeros, whatever an earlier request has left in the table, and
+a row that starts at a snapshot begins from the snapshot. A snapshot that the request took itself
+equals its state, so no flag has to say whether it came from the cache.
 """
 
 import math
@@ -18,18 +18,19 @@ from slotzero.kernels.types import Rows, Tokens
 
 @dataclass(frozen=True)
 class Scan:
-    """The shape of a recurrent mixer: a short convolution, and a state that every token changes."""
+    """The shape of a recurrent mixer: a short convolution, and a state that every token updates."""
 
     kind: Literal["mamba", "delta"]
     num_heads: int
-    head_dim: int  # of values
+    head_dim: int  # size of a head's values
     num_groups: int
-    """Of B and C, or of keys and queries; each is for as many heads, one after another."""
-    state_size: int  # of B and C, or of a key
+    """Number of groups of B and C, or of keys and queries. Each group serves num_heads / num_groups
+    consecutive heads."""
+    state_size: int  # size of B and C, or of a key
     conv_width: int
-    dt_limit: tuple[float, float] = (0.0, math.inf)  # of mamba
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # mamba only
     interval: int = 0
-    """A snapshot is taken after every so many tokens of a text; 0: none is."""
+    """Take a snapshot after every `interval` tokens of a text; 0: take none."""
 
     @property
     def inner_size(self) -> int:
@@ -37,7 +38,7 @@ class Scan:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of what a token brings, in order: x, B and C of mamba; q, k and v of a delta rule."""
+        """Return the sizes of a token's inputs: x, B and C of mamba; q, k and v of a delta rule."""
         keys = self.num_groups * self.state_size
         if self.kind == "mamba":
             return self.inner_size, keys, keys
@@ -60,21 +61,22 @@ class Scan:
 
 
 class States(NamedTuple):
-    """Of one layer, or stacked: of all of them, with an axis of layers before the others."""
+    """States of one layer; stacked, of all layers, with an axis of layers before the others."""
 
     conv: Tensor  # [slots + 1, channels, conv_width - 1]: the last inputs, the newest last
     scan: Tensor  # [slots + 1, heads, head_dim, state_size]
     conv_kept: Tensor | None = None  # [snapshots + 1, channels, conv_width - 1]
     scan_kept: Tensor | None = None  # [snapshots + 1, heads, head_dim, state_size]
     rows: Tensor | None = None
-    """[slots + 1, max_len / interval] int32, of all layers: where each snapshot of a slot stands;
-    0: it has none, and takes none."""
+    """[slots + 1, max_len / interval] int32, shared by all layers: the row of each snapshot of a
+    slot; 0: there is none, and none is taken."""
 
 
 class Trail(NamedTuple):
-    """States after each token of rows of W tokens: one of them is to become the slot's.
+    """States after each token of rows of W tokens; one of them will become the state of the slot.
 
-    Of one layer; stacked, layers come after W. Tokens of slot 0 leave zeros.
+    The shapes are those of one layer; stacked, the axis of layers comes after W. Tokens of slot 0
+    leave zeros.
     """
 
     conv: Tensor  # [R, W, channels, conv_width - 1]
@@ -99,4 +101,4 @@ class ScanWeights(NamedTuple):
 
     a_log: Tensor
     dt_bias: Tensor
-    d: Tensor | None  # of mamba
+    d: Tensor | None  # mamba only

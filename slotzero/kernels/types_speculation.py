@@ -29,7 +29,7 @@ class DraftRows(NamedTuple):
 
 
 class DraftTargets(NamedTuple):
-    """Drafts that are to be made, one step after another, [steps, R] each; zeros where none is."""
+    """Drafts to make, one step after another, [steps, R] each; zeros where there is none."""
 
     slots: Tensor
     places: Tensor  # position of the token, or of the pair, that the draft is computed from
@@ -41,7 +41,7 @@ class Guesses(NamedTuple):
 
     ids: Tensor
     scores: Tensor  # float32: log probability of the branch; -inf: there is no such candidate
-    parents: Tensor  # index of the candidate that it follows; -1: the newest token
+    parents: Tensor  # index of the parent candidate; -1: the newest token
 
 
 class TreeStep(NamedTuple):
@@ -53,12 +53,12 @@ class TreeStep(NamedTuple):
 
 
 class TreeFront(NamedTuple):
-    """The nodes from which a tree grows on, K of each row; unused ones are slot 0."""
+    """The nodes from which a tree keeps growing, K per row; unused ones are slot 0."""
 
-    tokens: Tokens  # where they, or their pairs, are computed
+    tokens: Tokens  # where the nodes, or their (token, hidden state) pairs, are computed
     rows: Rows
     branches: Branches
     after: Tensor  # [T]: index of the token that is drafted next
-    origins: Tensor  # [T]: the row of the logits that they were chosen from
+    origins: Tensor  # [T]: the row of the logits that each node was chosen from
     nodes: Tensor  # [T]: index among the guesses
     scores: Tensor  # [T]

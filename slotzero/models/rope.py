@@ -18,11 +18,12 @@ from slotzero.models.fields import mapping
 
 @dataclass(frozen=True)
 class RopeConfig:
-    kind: str  # default, proportional, linear, dynamic, llama3, yarn; none: nothing turns
+    kind: str  # default, proportional, linear, dynamic, llama3, yarn; none: no rotation
     theta: float
     head_dim: int
     rotary_dim: int
-    """Of each head, what is rotated: its first so many, or if proportional its first pairs."""
+    """Number of dimensions of each head that are rotated: the first ones, or, for `proportional`,
+    those of the first pairs."""
     original_max_position: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -32,17 +33,20 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     is_interleaved: bool = False
-    """In a checkpoint, pairs that rotate together are neighbours."""
+    """The checkpoint stores the two elements of a rotated pair next to each other."""
 
     def extended(self, max_position: int) -> int:
-        """The context that this scaling reaches; linear and llama3 configs state it themselves."""
+        """Return the context length that this scaling reaches.
+
+        Configs with linear or llama3 scaling state it themselves.
+        """
         if self.kind in ("dynamic", "yarn"):
             return max(max_position, int(self.original_max_position * self.factor))
         return max_position
 
     @property
     def depends_on_prompt(self) -> bool:
-        """Keys of one prompt then differ from keys of a longer one with the same beginning."""
+        """Whether the keys of a prompt differ from those of a longer prompt that begins with it."""
         return self.kind == "dynamic"
 
 
@@ -67,10 +71,13 @@ _FIELDS: Mapping[str, set[str]] = {
 
 
 def refuse_two_ropes(config: Mapping[str, Any]) -> None:
-    """rope_parameters is the newer name; who adds the older one, as many a model's page says to,
-    means it."""
-    newer, older = (_of_kind(mapping(config, f"rope_{n}")) for n in ("parameters", "scaling"))
-    newer = _of_kind(mapping(newer, "full_attention")) or newer
+    """Raise if rope_parameters and rope_scaling disagree.
+
+    rope_parameters is the newer name. Many model pages tell users to add rope_scaling, so ignoring
+    it would ignore what the user asked for.
+    """
+    newer, older = (_normalized(mapping(config, f"rope_{n}")) for n in ("parameters", "scaling"))
+    newer = _normalized(mapping(newer, "full_attention")) or newer
     if newer and older and any(newer.get(field) != older[field] for field in older):
         raise UnsupportedModelError(
             "config fields rope_parameters and rope_scaling do not agree: write what is meant into "
@@ -78,8 +85,8 @@ def refuse_two_ropes(config: Mapping[str, Any]) -> None:
         )
 
 
-def _of_kind(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, its kind under one name"""
+def _normalized(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy that names the scaling rule `rope_type`, never `type`."""
     if not given:
         return {}
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -87,7 +94,7 @@ def _of_kind(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
-    given = _of_kind(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
+    given = _normalized(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
     kind = given.pop("rope_type", "default")
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     rotary_dim = int(head_dim * (given.pop("partial_rotary_factor", None) or 1.0))
@@ -113,7 +120,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         )
     original = given.get("original_max_position_embeddings") or max_position
     if kind == "dynamic":
-        original = max_position  # the base grows from here on, whatever the field says
+        original = max_position  # the base grows from this length on, whatever the field says
     factor = float(given.get("factor") or (max_position / original if kind == "yarn" else 1.0))
     known: dict[str, Any] = {
         field: float(given[field])
@@ -146,58 +153,60 @@ def _mscale(scale: float, weight: float = 1.0) -> float:
 
 
 def correction(config: Mapping[str, Any], rope: RopeConfig) -> float:
-    """By how much more than cos and sin tell, keys and queries of a scaled context are scaled."""
+    """Return the factor on queries and on keys beyond the one in cos and sin (mscale_all_dim)."""
     given = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     weight = given.get("mscale_all_dim")
     return _mscale(rope.factor, weight) if rope.kind != "default" and weight else 1.0
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
-    """Radians per position of each pair: [head_dim / 2], float32 on the CPU."""
+    """Return the radians per position of each pair: [head_dim / 2], float32 on the CPU."""
     whole = rope.head_dim if rope.kind == "proportional" else rope.rotary_dim
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / whole
-    plain = 1.0 / (rope.theta**exponent)
+    unscaled = 1.0 / (rope.theta**exponent)
     if rope.kind == "none":
-        return torch.zeros_like(plain)
-    if rope.rotary_dim < rope.head_dim:  # what is not rotated turns by nothing
-        plain = torch.cat((plain, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
+        return torch.zeros_like(unscaled)
+    if rope.rotary_dim < rope.head_dim:  # the other dimensions have frequency 0
+        unscaled = torch.cat((unscaled, torch.zeros((rope.head_dim - rope.rotary_dim) // 2)))
     if rope.kind in ("linear", "proportional"):
-        return plain / rope.factor
+        return unscaled / rope.factor
     if rope.kind == "llama3":
-        return _llama3(rope, plain)
+        return _llama3(rope, unscaled)
     if rope.kind == "yarn":
-        return _yarn(rope, plain)
-    return plain
+        return _yarn(rope, unscaled)
+    return unscaled
 
 
 def halves(rope: RopeConfig) -> list[int] | None:
-    """The order in which a head's rows go, if another than the checkpoint's: pairs that rotate
-    together lie half a head apart, as they do where all of it is rotated."""
+    """Return the order of a head's rows if it differs from the checkpoint's, else None.
+
+    Elements of a rotated pair lie half a head apart, as they do where the whole head is rotated.
+    """
     if rope.is_interleaved:
         return [*range(0, rope.head_dim, 2), *range(1, rope.head_dim, 2)]
     if rope.rotary_dim == rope.head_dim or rope.kind == "proportional":
         return None
-    half, turned = rope.head_dim // 2, rope.rotary_dim // 2
-    still = list(range(rope.rotary_dim, rope.head_dim))
-    first = [*range(turned), *still[: half - turned]]
-    return [*first, *range(turned, rope.rotary_dim), *still[half - turned :]]
+    half, rotated = rope.head_dim // 2, rope.rotary_dim // 2
+    unrotated = list(range(rope.rotary_dim, rope.head_dim))
+    first = [*range(rotated), *unrotated[: half - rotated]]
+    return [*first, *range(rotated, rope.rotary_dim), *unrotated[half - rotated :]]
 
 
-def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
-    wavelength = 2 * math.pi / plain
+def _llama3(rope: RopeConfig, unscaled: Tensor) -> Tensor:
+    """Stretch long wavelengths, keep short ones, and blend those between."""
+    wavelength = 2 * math.pi / unscaled
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
     span = rope.high_freq_factor - rope.low_freq_factor
     blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / span
-    blended = (1 - blend) * plain / rope.factor + blend * plain
-    stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
+    blended = (1 - blend) * unscaled / rope.factor + blend * unscaled
+    stretched = torch.where(wavelength > longest, unscaled / rope.factor, unscaled)
     between = (wavelength >= shortest) & (wavelength <= longest)
     return torch.where(between, blended, stretched)
 
 
-def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """A ramp over the pairs, from kept (fast rotations) to stretched (slow ones)."""
+def _yarn(rope: RopeConfig, unscaled: Tensor) -> Tensor:
+    """Blend along a ramp over the pairs, from kept (fast rotations) to stretched (slow ones)."""
 
     def pair_of(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
@@ -209,13 +218,13 @@ def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, rope.head_dim - 1)
     pairs = torch.arange(rope.head_dim // 2, dtype=torch.float32)
     ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-    return plain / rope.factor * ramp + plain * (1 - ramp)
+    return unscaled / rope.factor * ramp + unscaled * (1 - ramp)
 
 
 def speeds(
     rope: RopeConfig, frequency: Tensor, slots: Tensor, positions: Tensor, prompt_len: Tensor
 ) -> Tensor:
-    """Radians per position, [head_dim / 2]; where they depend on the token, [T, head_dim / 2].
+    """Return radians per position, [head_dim / 2]; if they depend on the token, [T, head_dim / 2].
 
     slots and positions are [T], prompt_len is [slots + 1].
     """
@@ -225,7 +234,7 @@ def speeds(
 
 
 def _dynamic(rope: RopeConfig, positions: Tensor, prompt_len: Tensor) -> Tensor:
-    """The base grows with the length seen: the whole prompt at first, then token by token."""
+    """Grow the base with the length seen: the whole prompt at first, then token by token."""
     seen = torch.maximum(positions + 1, prompt_len).clamp_min(rope.original_max_position)
     ratio = rope.factor * seen.float() / rope.original_max_position - (rope.factor - 1)
     theta = rope.theta * ratio ** (rope.head_dim / (rope.head_dim - 2))  # [T]

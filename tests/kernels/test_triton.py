@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "triton"
 SHORT = ("experts", "kernels", "trees", "tune")
-"""Which take less time than a process of their own takes to start"""
+"""Tests that take less time than starting a separate process for each"""
 NAMES = sorted(file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py"))
 GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
 
@@ -21,7 +21,7 @@ GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
 @pytest.mark.parametrize("names", GROUPS, ids="-".join)
 def test_through_the_interpreter(names):
     pytest.importorskip("triton", reason="triton has no wheel for this platform")
-    quick = ("-p", "no:schemathesis")  # it takes a second to load, and none of them wants it
+    quick = ("-p", "no:schemathesis")  # it takes a second to load, and no test needs it
     files = [f"{FOLDER}/test_{name}.py" for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *quick, "-rp", *files],
@@ -37,8 +37,8 @@ def test_through_the_interpreter(names):
 
 @pytest.mark.parametrize("pairs", [16, 128])
 def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
-    """Compiled for an H200, which takes no card: if the compiler gave up copying rows while it
-    computes, the results would be the same."""
+    """Compile for an H200, which needs no GPU. If the compiler no longer copied rows ahead of their
+    use, the results would not show it."""
     triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -48,8 +48,9 @@ def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
     monkeypatch.setattr(mla, "shared_memory", lambda: 227 << 10)
     kernel, tile = mla._attend_kernel, mla.tile_for(pairs, 576, 2)
     constants = {
-        "HEADS": pairs, "TURNED": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
-        "KEYS": tile.keys, "TURN": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead, "PDL": True,
+        "HEADS": pairs, "ROPE_DIM": 64, "LATENT": 512, "PAGE": 16, "PAIRS": tile.pairs,
+        "KEYS": tile.keys, "ROPE_BLOCK": 64, "WIDTH": 512, "RUN": 16, "AHEAD": tile.ahead,
+        "PDL": True,
     }  # fmt: skip
     constants |= dict.fromkeys(("firsts", "sizes", "bases", "bits_seen", "sums"))
     kinds = dict.fromkeys(("query", "kv_pages", "out"), "*bf16")

@@ -44,8 +44,8 @@ class Kernels(
 
     @abstractmethod
     def held(self) -> Mapping[str, Tensor]:
-        """Return by name the kernel set's own memory that a recording uses. Every step leaves it
-        as it was."""
+        """Return by name the kernel set's own buffers that a captured graph uses. Every step leaves
+        them unchanged."""
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -62,7 +62,7 @@ class AttentionKernels(ABC):
         q: Tensor,  # [T, heads * (nope_dim + rope_dim)]
         k: Tensor,  # [T, rope_dim + latent], before norm and rope
         weights: MlaWeights,
-        angles: Angles,  # of rope_dim
+        angles: Angles,  # for rope_dim
         kv: PagedKv,
         plan: AttentionPlan,
         heads: Heads,

@@ -21,7 +21,7 @@ class LinearKernels(ABC):
 
     @abstractmethod
     def pack(self, weight: Tensor) -> Tensor:
-        """[..., out_features, in_features] -> [..., *packed_shape]"""
+        """Pack a weight [..., out_features, in_features] -> [..., *packed_shape]."""
 
     @abstractmethod
     def embed(
@@ -29,7 +29,7 @@ class LinearKernels(ABC):
         tokens: Tokens,
         table: Tensor,  # [slots + 1, max_len]: token ids by position
         embedding: LinearWeight,  # [vocab, hidden]
-        scale: float,  # of the embeddings, rounded to their dtype
+        scale: float,  # multiplies the embeddings; rounded to their dtype
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
@@ -48,7 +48,7 @@ class LinearKernels(ABC):
         hidden: Tensor,  # [T, hidden]
         norms: PairNorms,
     ) -> Tensor:
-        """Concatenate every token's embedding and a hidden state, each normed -> [T, 2 * hidden]"""
+        """Concatenate each token's embedding and hidden state, both normed -> [T, 2 * hidden]."""
 
     @abstractmethod
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
@@ -61,12 +61,12 @@ class LinearKernels(ABC):
 
     @abstractmethod
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
-        """x [rows, in_features] -> [rows, out_features]"""
+        """Multiply x [rows, in_features] by the weight -> [rows, out_features]."""
 
     @abstractmethod
     def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
-        """`gate` of `linear`: the weight has the features of the gates and then those of the
-        values."""
+        """Return `gate` of the result of `linear`; the weight has the features of the gates first,
+        then those of the values."""
 
     @abstractmethod
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
@@ -76,7 +76,7 @@ class LinearKernels(ABC):
     def linear_add_norm(
         self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        """`add_norm` of `linear`."""
+        """Return `add_norm` of the result of `linear`."""
 
     @abstractmethod
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:

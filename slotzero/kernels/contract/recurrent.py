@@ -35,14 +35,14 @@ class RecurrentKernels(ABC):
     def scan(
         self,
         mixed: Tensor,  # [T, channels], after `convolve`
-        gates: Tensor,  # [T, heads]: dt of mamba, a of a delta rule, before dt_bias and softplus
-        beta: Tensor | None,  # [T, heads], of a delta rule, before its sigmoid
+        gates: Tensor,  # [T, heads]: dt (mamba) or a (delta rule), before dt_bias and softplus
+        beta: Tensor | None,  # [T, heads], delta rule only, before its sigmoid
         weights: ScanWeights,
         step: RecurrentStep,
         shape: Scan,
     ) -> Tensor:
         """Update the state h [head_dim, state_size] of each head by every token and read it ->
-        [T, heads * head_dim]. Arithmetic is in float32 whatever the dtype of the states.
+        [T, heads * head_dim]. Arithmetic is in float32, whatever the dtype of the states.
 
         mamba: dt = clamp(softplus(gates + dt_bias), dt_limit);
                h <- exp(-exp(a_log) dt) h + dt x B^T; y = h C + d x

@@ -12,8 +12,8 @@ class SamplingKernels(ABC):
     def decode_positions(
         self, slots: Tensor, length: Tensor, token_slots: Tensor, positions: Tensor, after: Tensor
     ) -> None:
-        """Write the tokens of a decode step: slot, position (the length of the slot) and the length
-        after it."""
+        """Write slot, position (the length of the slot) and next length of each token of a decode
+        step."""
 
     @abstractmethod
     def sample(

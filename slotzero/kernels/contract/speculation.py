@@ -40,14 +40,14 @@ class SpeculationKernels(ABC):
         self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         """Lay out the tokens between drafter_len and length -> the rows, and [R]: the index of each
-        row's last token; of its first one where it has none."""
+        row's last token, or of its first one if it has no new token."""
 
     @abstractmethod
     def accept(
         self,
         slots: Tensor,
         num_tried: Tensor,  # [R], from locate_drafts
-        sampled: Tensor,  # [R, W]: what follows each token
+        sampled: Tensor,  # [R, W]: the token sampled after each token
         tables: DraftTables,
         num_verified: Tensor,  # [R]
     ) -> None:
@@ -80,7 +80,7 @@ class SpeculationKernels(ABC):
 
     @abstractmethod
     def load_features(self, slots: Tensor, table: Tensor) -> Tensor:
-        """table [slots + 1, W, size] -> [R * W, size]"""
+        """Return the slots' rows of table [slots + 1, W, size] -> [R * W, size]."""
 
     @abstractmethod
     def draft_budget(self, slots: Tensor, tables: DraftTables, most: int) -> DraftRows:
@@ -126,15 +126,15 @@ class SpeculationKernels(ABC):
         self,
         slots: Tensor,
         num_tried: Tensor,
-        sampled: Tensor,  # [R, W]: what follows each node
+        sampled: Tensor,  # [R, W]: the token sampled after each node
         parents: Tensor,
         branches: Branches,
         tables: DraftTables,
         num_verified: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:
-        """Accept the path of nodes that are each what was sampled after their parent, like
-        `accept`. `path` gets these nodes, from the root on, and then zeros."""
+        """Accept the path of nodes whose tokens equal the token sampled after their parent, like
+        `accept`. `path` gets these nodes from the root on, then zeros."""
 
     @abstractmethod
     def move_kv(

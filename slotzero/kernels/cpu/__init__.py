@@ -1,1 +1,1 @@
-"""The C++ kernels of the CPU: one library, built once per machine and torch version."""
+"""C++ kernels for the CPU: one library, built once per machine and torch version."""

@@ -1,10 +1,10 @@
-// Paged attention and the KV store of the CPU, float32.
+// Paged attention and the KV store on the CPU, in float32.
 //
 // A token is (slot, position). It reads positions (position - window, position] of its slot through
-// the page table and nothing else; one that stands in a tree reads all that is before the tree, and
-// in it what it is told to. A token of slot 0 writes no KV and gets zeros. Keys come in blocks that
-// begin at multiples of a constant, so each token's arithmetic is the same whether it comes alone
-// (decode) or beside others of its prompt (prefill).
+// the page table and nothing else; a node of a draft tree reads all positions before the tree, and
+// those in the tree whose bit is set. A token of slot 0 writes no KV and gets zeros. Keys are read
+// in blocks that begin at multiples of a constant, so each token's arithmetic is the same alone
+// (decode) and among others of its prompt (prefill).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -26,12 +26,12 @@ constexpr int TOKENS = 8;   // queries of one prompt that share a pass over the 
 constexpr int KEYS = 16;    // keys scored before one rescaling of the sums
 constexpr int64_t WORTH_THREADS = 1 << 14;  // products below which waking threads costs more
 constexpr int UNIT = 8;     // keys in registers at once; the order of sums does not depend on it
-constexpr int PLACES = 63;  // of a tree, at most: the same as in tree_shape.py
+constexpr int PLACES = 63;  // most nodes of a tree: the same as in tree_shape.py
 
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data_ptr()); }
 const int32_t* ints(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
-// The dot products of one vector with BLOCK others that lie `stride` apart.
+// Dot products of one vector with BLOCK others, `stride` apart.
 template <int BLOCK>
 void dots(const float* a, const float* b, int64_t stride, int64_t n, float* out) {
   Vec acc[BLOCK];
@@ -46,7 +46,7 @@ void dots(const float* a, const float* b, int64_t stride, int64_t n, float* out)
     for (int j = 0; j < BLOCK; ++j) out[j] += a[i] * b[j * stride + i];
 }
 
-// y += sum of BLOCK vectors that lie `stride` apart, weighted, in order.
+// y += weighted sum of BLOCK vectors, `stride` apart, in order.
 template <int BLOCK>
 void add_weighted(float* y, const float* weight, const float* x, int64_t stride, int64_t n) {
   int64_t i = 0;
@@ -73,8 +73,8 @@ struct Shape {
 struct Query {
   const float* q;
   float* out;
-  int32_t begin, end;  // it sees positions [begin, end)
-  int32_t base;        // from here on, only those whose bit is set
+  int32_t begin, end;  // visible positions: [begin, end)
+  int32_t base;        // from here on, only positions whose bit in `seen` is set
   int64_t seen;
   float max, sum;
 
@@ -84,8 +84,8 @@ struct Query {
   }
 };
 
-// Folds positions [first, first + count) into the query's softmax, as far as it sees them. `kv` is
-// the key of the first; its value ends the row.
+// Folds the visible ones of positions [first, first + count) into the query's softmax. `kv` is the
+// row of the first position: its key, and the value at its end.
 void fold(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   const int unseen = std::max(0, query.begin - first);
   count = std::min<int>(count, query.end - first) - unseen;
@@ -114,7 +114,7 @@ void fold(Query& query, const float* kv, int32_t first, int count, const Shape& 
     add_weighted<1>(query.out, score + j, values + j * stride, stride, value_dim);
 }
 
-// The same of a block that a tree reaches into: one run of seen keys after another.
+// Does the same for a block that a tree reaches into: one run of visible keys after another.
 void fold_branch(Query& query, const float* kv, int32_t first, int count, const Shape& shape) {
   for (int begin = 0, end = 0; begin < count; begin = end + 1) {
     for (end = begin; end < count && query.sees(first + end);) ++end;
@@ -138,8 +138,9 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
   return runs;
 }
 
-// q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, row], a row being a key and
-// then its value, or a latent key that ends in it; page_table [slots + 1, width]; out [T, heads, V]
+// q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, row], where a row is a key and
+// then its value, or an MLA key that ends in its value (the latent); page_table [slots + 1, width];
+// out [T, heads, V]
 void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
             Tensor positions, std::optional<Tensor> bases, std::optional<Tensor> seen,
             std::optional<Tensor> stands, double softmax_scale,
@@ -196,7 +197,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
       first = std::min(first, begin);
       last = std::max(last, end);
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        // A sink is a score of which the sum begins with 1; without, that 1 is shrunk to nothing.
+        // With a sink, the sum begins with the sink's weight, 1; without one, that 1 decays to 0.
         const float sink = sp ? sp[head] : -std::numeric_limits<float>::infinity();
         const float* vector = qp + (t * heads + head) * head_dim;
         float* sums = op + (t * heads + head) * value_dim;
@@ -218,8 +219,8 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
   }
 }
 
-// k [T, kv_heads, D] and v [T, kv_heads, V] go side by side to position `positions[t]` of slot
-// `slots[t]`; slot 0 is dropped.
+// Stores k [T, kv_heads, D] and v [T, kv_heads, V] side by side at position `positions[t]` of slot
+// `slots[t]`; drops slot 0.
 void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slots,
               Tensor positions) {
   STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && kv_pages.is_contiguous() &&

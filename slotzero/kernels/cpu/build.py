@@ -1,4 +1,4 @@
-"""Builds the C++ kernels at first use and loads them as `torch.ops.slotzero.*`.
+"""Build the C++ kernels at first use and load them as `torch.ops.slotzero.*`.
 
 They bind through torch's stable ABI, which compiles in seconds. The library is named by a hash of
 its sources, its flags, the compiler and torch, so a stale one is never loaded; it is renamed into
@@ -40,14 +40,14 @@ _HERE = Path(__file__).parent
 
 
 def compiler() -> str | None:
-    """The C++ compiler that would be used: $CXX, else g++, c++ or clang++."""
+    """Return the C++ compiler to use: $CXX, else g++, c++ or clang++; None if there is none."""
     wanted = os.environ.get("CXX")
     return next((c for c in (wanted, "g++", "c++", "clang++") if c and shutil.which(c)), None)
 
 
 @functools.cache
 def load() -> None:
-    """Builds (once per machine) and loads the kernels; raises CapacityError without a compiler."""
+    """Build (once per machine) and load the kernels; raise CapacityError without a compiler."""
     library = _library_path()
     if not library.exists():
         _build(library)
@@ -62,7 +62,7 @@ def _library_path() -> Path:
 
 
 def _flags() -> tuple[str, ...]:
-    """SLOTZERO_CPU_ISA names the instruction set to build for; by default the machine's own."""
+    """Return the compiler flags. SLOTZERO_CPU_ISA names the instruction set; default: native."""
     isa = os.environ.get("SLOTZERO_CPU_ISA", "native")
     if isa not in _ISAS:
         raise ConfigError(f"SLOTZERO_CPU_ISA={isa}: must be one of {', '.join(_ISAS)}")
@@ -70,12 +70,12 @@ def _flags() -> tuple[str, ...]:
 
 
 def _machine() -> tuple[str, str | None, str]:
-    """What `-march=native` depends on."""
+    """Return what the result of `-march=native` depends on."""
     return platform.machine(), compiler(), cpu_features()
 
 
 def cpu_features() -> str:
-    """The processor's instruction set extensions as the kernel lists them; "" where it does not."""
+    """Return the CPU's instruction set extensions as the kernel lists them; "" if it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -117,7 +117,7 @@ def _shared_libstdcxx(cxx: str) -> tuple[str, ...]:
 
 
 def _run(scratch: Path, command: tuple[str, ...]) -> None:
-    """All that the compiler writes is in the cache folder, and what it says is in English."""
+    """Run a compiler, with temporary files in the cache folder and messages in English."""
     env = os.environ | {"TMPDIR": str(scratch), "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode == 0:

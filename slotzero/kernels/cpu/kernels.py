@@ -1,7 +1,8 @@
-"""The CPU's kernel set: the C++ library behind the contract, in float32.
+"""The CPU kernel set: the C++ library behind the contract, in float32.
 
-Every kernel treats each row by itself and in one order, so a row's result is the same to the bit in
-every batch. What is left to torch rounds alike everywhere: copies, sums and products of two values.
+Every kernel computes each row by itself and in one order, so a row's result is bitwise identical in
+every batch. The operations left to torch (copies, sums and products of two values) round the same
+everywhere.
 """
 
 import functools
@@ -28,7 +29,7 @@ from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu")
-"""By number; the same order as in rowwise.cpp."""
+"""Activations by number, in the same order as in rowwise.cpp."""
 NO_ROWS = (None, None, None, None)
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
@@ -172,7 +173,7 @@ class CpuKernels(TorchKernels):
 
 @functools.cache
 def _register_shapes() -> None:
-    """Every op writes into tensors that it is given, so the compiler has no shape to infer."""
+    """Register fake ops. Every op writes into given tensors, so there is no shape to infer."""
     for name in (
         "linear", "grouped", "per_head", "rms_norm", "add_norm", "gate", "softmax", "softcap",
         "rope_angles", "store_kv", "attend", "convolve", "scan", "sample",

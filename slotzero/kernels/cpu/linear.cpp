@@ -2,7 +2,7 @@
 // one per head.
 //
 // W is packed: [ceil(N / 16), K, 16], sixteen output features side by side, so that a row of x
-// meets the weights as one sequential stream. Each output is the sum over k in ascending order in
+// reads the weights as one sequential stream. Each output is the sum over k in ascending order in
 // one accumulator, whatever the number of rows: a row's result never depends on its neighbours.
 
 #include <torch/csrc/stable/library.h>
@@ -25,7 +25,7 @@ constexpr int ROWS = 4;                       // rows of x in one register tile
 constexpr int64_t ROWS_IN_CACHE = 32;         // rows of x that stay in the first-level cache
 constexpr int64_t WORTH_THREADS = 1 << 16;    // products below which waking threads costs more
 
-// Where the rows of x, of the weight and of y begin: so many floats after one another.
+// Distances, in floats, between consecutive rows of x, of the weight and of y.
 struct Strides {
   int64_t x, w, y;
 };
@@ -83,12 +83,12 @@ void linear(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor out) {
   }
 }
 
-// Rows [begin, end) of a batch, which meet the same weight.
+// Rows [begin, end) of a batch, which are multiplied by the same weight.
 struct Stretch {
   int64_t begin, end, which;
 };
 
-// The rows behind the last weight's meet none.
+// Rows after those of the last weight are multiplied by none.
 std::vector<Stretch> stretches_of(const int32_t* starts, int64_t experts, int64_t num_rows) {
   std::vector<Stretch> stretches;
   for (int64_t e = 0; e <= experts; ++e) {
@@ -102,7 +102,7 @@ std::vector<Stretch> stretches_of(const int32_t* starts, int64_t experts, int64_
 }
 
 // x [M, K], weights [experts, ceil(N / 16), K, 16], biases [experts, N], starts [experts + 1], out
-// [M, N]. Rows [starts[e], starts[e + 1]) are `linear` of weights[e]; those behind are zeros.
+// [M, N]. Rows [starts[e], starts[e + 1]) are `linear` of weights[e]; the rows after are zeros.
 void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor starts, Tensor out) {
   STD_TORCH_CHECK(x.is_contiguous() && weights.is_contiguous() && starts.is_contiguous() &&
                       out.is_contiguous() && (!biases || biases->is_contiguous()),
@@ -135,8 +135,8 @@ void grouped(Tensor x, Tensor weights, std::optional<Tensor> biases, Tensor star
   }
 }
 
-// x [T, H, K]; out [T, H, N]: each head times its own weight, weights [H, K, N]. As `tile`, but the
-// weight is not packed: where its last block is not whole, that block is copied.
+// x [T, H, K]; out [T, H, N]: each head times its own weight, weights [H, K, N]. Like `tile`, but
+// the weight is not packed: if its last block is partial, that block is copied.
 void per_head_rows(const float* x, const float* w, float* y, int64_t T, int64_t K, int64_t N,
                    Strides by, int64_t n) {
   if (n + FEATURES <= N) return block(x, w + n, nullptr, y + n, T, K, by, FEATURES);
@@ -145,7 +145,7 @@ void per_head_rows(const float* x, const float* w, float* y, int64_t T, int64_t 
   block(x, packed.data(), nullptr, y + n, T, K, {by.x, FEATURES, by.y}, N - n);
 }
 
-// As above with weights [H, N, K], which are read along K.
+// The same with weights [H, N, K], which are read along K.
 void per_head_dots(const float* x, const float* w, float* y, int64_t T, int64_t K, int64_t N,
                    Strides by, int64_t n) {
   const int64_t end = std::min(n + FEATURES, N);

@@ -1,9 +1,9 @@
-// Recurrent layers of the CPU, float32: a short convolution, and a state that every token changes.
+// Recurrent layers on the CPU, in float32: a short convolution, and a state updated by every token.
 //
-// A row goes token by token, and a channel or head of it by itself, so each token's arithmetic is
-// the same in a prompt, among drafts and alone. Where a row begins and where it leaves snapshots is
-// read from its positions and the table of snapshot rows. A token of slot 0 gets zeros and changes
-// nothing, and ends its row.
+// A row is computed token by token, and each of its channels or heads by itself, so each token's
+// arithmetic is the same in a prompt, among drafts and alone. The state from which a row begins and
+// the snapshots that it takes follow from its positions and the table of snapshot rows. A token of
+// slot 0 gets zeros, changes nothing and ends its row.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -39,7 +39,7 @@ void blend(float* y, float a, float b, const float* x, int64_t n) {
 
 struct Row {
   int32_t slot, start;
-  int64_t begin, end;  // its tokens; those that are real
+  int64_t begin, end;  // its real tokens
 };
 
 std::vector<Row> rows_of(const Tensor& slots, const Tensor& positions,
@@ -62,7 +62,7 @@ std::vector<Row> rows_of(const Tensor& slots, const Tensor& positions,
   return rows;
 }
 
-// States of one kind: those of slots, their snapshots, and the trail. A row of each holds `size`.
+// States of one kind: those of slots, their snapshots, and the trail. Each row has `size` values.
 struct Places {
   float *table, *kept, *trail;
   const int32_t* rows;
@@ -88,7 +88,7 @@ struct Places {
                     "recurrent: snapshots have a table of rows and an interval");
   }
 
-  // Where the state after so many tokens of a slot is kept; null: nowhere
+  // The snapshot for the state after `num_tokens` tokens of a slot; null: none
   float* snapshot(int32_t slot, int64_t num_tokens) const {
     if (!kept || num_tokens == 0 || num_tokens % interval) return nullptr;
     const int64_t column = num_tokens / interval - 1;
@@ -96,7 +96,7 @@ struct Places {
     return row ? kept + row * size : nullptr;
   }
 
-  // `n` numbers of a row from `at` on
+  // Reads the state from which a row begins: `n` values from `at` on
   void begin(const Row& row, int64_t at, int64_t n, float* into) const {
     const float* from = snapshot(row.slot, row.start);
     if (!from) from = table + row.slot * size;
@@ -117,7 +117,7 @@ struct Places {
     if (token == row.end - 1) std::copy_n(state, n, table + row.slot * size + at);
   }
 
-  // Tokens that are not real leave zeros.
+  // Writes zeros for padding tokens.
   void clear_trail(const Tensor& slots) const {
     for (int64_t t = 0; trail && t < slots.size(0); ++t)
       if (!ints(slots)[t])
@@ -170,10 +170,10 @@ void convolve(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor slots,
 struct Shape {
   bool is_delta;
   int64_t heads, groups, head_dim, state_size;
-  float least, most;  // of a step of mamba
+  float least, most;  // limits of dt (mamba)
 };
 
-// One token of one head: the state h [head_dim, state_size] changes, and y [head_dim] is read.
+// One token of one head: updates the state h [head_dim, state_size] and reads y [head_dim] from it.
 void advance(float* h, float* y, float gate, float strength, float a_log, float skip,
              const float* values, const float* key, const float* query, const Shape& shape) {
   const int64_t n = shape.state_size;

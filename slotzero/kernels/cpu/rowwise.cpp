@@ -1,7 +1,7 @@
 // Norms, gates, softmax, soft caps and RoPE angles on the CPU, in float32.
 //
 // Each row is computed by itself, from its first value to its last, by the same instructions
-// whatever its place in the batch: a row's result is the same to the bit alone and among others.
+// whatever its place in the batch: a row's result is bitwise identical alone and in any batch.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t WORTH_THREADS = 1 << 15;  // values below which waking threads costs more
 
-// The rows of a tensor [..., size] with at most two leading axes; slices of wider rows too.
+// The rows of a tensor [..., size] with at most two leading axes; they may be slices of wider rows.
 struct RowView {
   float* data;
   int64_t outer, inner, size;
@@ -72,7 +72,7 @@ void each_row(int64_t rows, int64_t size, const Compute& compute) {
   for (int64_t i = 0; i < rows; ++i) compute(i);
 }
 
-// What a row is multiplied by under RMSNorm.
+// The factor by which RMSNorm multiplies a row.
 float rms_scale(const float* x, int64_t size, float eps) {
   Vec sums{};
   each_register(size, [&](int64_t i, int64_t count) {
@@ -108,8 +108,8 @@ void rms_norm(Tensor x, std::optional<Tensor> weight, double eps, Tensor out) {
   });
 }
 
-// new_residual = residual + x, or + x under the norm `after`; normed is it under the norm `norm`.
-// All [rows, size]; without `norm`, normed is not written.
+// new_residual = residual + x, where the norm `after`, if given, is applied to x; normed is
+// new_residual under the norm `norm`. All are [rows, size]; without `norm`, normed is not written.
 void add_norm(Tensor x, Tensor residual, std::optional<Tensor> after, std::optional<Tensor> norm,
               double eps, Tensor new_residual, Tensor normed) {
   const RowView change(x, "add_norm: x"), before(residual, "add_norm: residual");
@@ -135,7 +135,7 @@ void add_norm(Tensor x, Tensor residual, std::optional<Tensor> after, std::optio
 // The order is that of ACTIVATIONS in kernels.py.
 enum Activation { SILU, GELU_TANH, CLAMPED_SILU, SIGMOID, RELU };
 
-constexpr float CLAMP = 7.0f, SLOPE = 1.702f;  // of CLAMPED_SILU: the same as in torch_ops.py
+constexpr float CLAMP = 7.0f, SLOPE = 1.702f;  // of CLAMPED_SILU, as in torch_ops.py
 
 Vec gated(Vec gate, Vec value, int64_t activation) {
   switch (activation) {
@@ -156,7 +156,7 @@ Vec gated(Vec gate, Vec value, int64_t activation) {
   }
 }
 
-// out = activation(gates) * values, [rows, size] each; a gate may be one for its whole row.
+// out = activation(gates) * values, [rows, size] each; a row may have a single gate.
 void gate(Tensor gates, Tensor values, int64_t activation, Tensor out) {
   const RowView g(gates, "gate: gates"), v(values, "gate: values"), y(out, "gate: out");
   STD_TORCH_CHECK(activation >= SILU && activation <= RELU, "gate: no such activation");
@@ -188,7 +188,7 @@ void softcap(Tensor x, double cap, Tensor out) {
   });
 }
 
-// Over the last axis of x [rows, size].
+// Softmax over the last axis of x [rows, size].
 void softmax(Tensor x, Tensor out) {
   const RowView from(x, "softmax: x"), to(out, "softmax: out");
   STD_TORCH_CHECK(from.rows() == to.rows() && from.size == to.size && from.stride && to.stride,

@@ -1,16 +1,17 @@
-// Choosing the next token of each row on the CPU; slotzero/sampling/reference.py defines it.
+// Sampling the next token of each row on the CPU; slotzero/sampling/reference.py defines it.
 //
 // A row reads its logits, its slot's rows and its position, and nothing else. Every stage is linear
 // in the vocabulary and none sorts it:
 //
 // - A greedy row is one pass for the maximum and a search for its first place. The logits are
 //   copied only if a mask, a penalty, a bias or a ban changes some of them.
-// - Filters are floors. top-k and top-p both ask for the lowest value that has less than a budget
-//   of weight strictly above it, and `WeightedFloor` finds it digit by digit.
-// - Noise costs two logarithms, so few are taken: a bound that needs none rules out nearly all.
+// - Filters are thresholds (floors). top-k and top-p both need the lowest value that has less than
+//   a budget of weight strictly above it, and `WeightedFloor` finds it digit by digit.
+// - Exact noise costs two logarithms, so it is computed for few tokens: a bound that needs no
+//   logarithm rules out nearly all.
 //
-// Do not build with -ffast-math: NaN and infinities mean something here. Products that must round
-// as torch rounds them are taken in double and cut to float, so that no compiler fuses them.
+// Do not build with -ffast-math: NaN and infinities are meaningful here. Products that must
+// round as in torch are computed in double and rounded to float, so that no compiler fuses them.
 
 #include "sample.h"
 
@@ -51,7 +52,7 @@ template <class Visit>
 inline void each_register(const float* x, int64_t n, const Visit& visit) {
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) visit(i, load(x + i));
-  // The last, partial register is filled up with -inf: it can neither win nor weigh.
+  // The last, partial register is padded with -inf, which neither wins nor has weight.
   if (i < n) visit(i, load_tail(x + i, n - i, -INF));
 }
 
@@ -59,7 +60,7 @@ inline void each_register(const float* x, int64_t n, const Visit& visit) {
 
 // The maximum, or NaN if there is a NaN: finite exactly when the row has a distribution.
 float peak_of(const float* x, int64_t n) {
-  constexpr int APART = 4;  // maxima that do not wait for one another
+  constexpr int APART = 4;  // independent maxima, which do not wait for one another
   Vec best[APART];
   Ints bad[APART] = {};
   UNROLL for (int j = 0; j < APART; ++j) best[j] = all(-INF);
@@ -103,7 +104,7 @@ double sum_exp(const float* x, int64_t n, float peak) {
   return total;
 }
 
-// ---- memory that a thread keeps between rows ----
+// ---- scratch memory of a thread, reused for every row ----
 
 struct Scratch {
   int64_t capacity = 0;
@@ -169,7 +170,7 @@ void copy_allowed(const Row& row, float* x) {
 // a * b as its own rounding: the compiler would fuse a float product with the sum that follows.
 float rounded_product(float a, float b) { return static_cast<float>(static_cast<double>(a) * b); }
 
-// A token's tally is 1 for having been seen, plus 1 for each time in the output.
+// A token's tally is 1 if it occurs at all, plus 1 for each occurrence in the output.
 void penalise(const Row& row, float* x, std::vector<int32_t>& tally) {
   const SampleTables& t = row.tables;
   const int32_t* tokens = t.tokens + row.slot * t.max_len;
@@ -216,12 +217,13 @@ const float* adjust(const Row& row, Scratch& scratch) {
 
 // ---- filters ----
 
-// Scaled logits are at most 0, so the bits of their magnitude order them: small is likely.
+// Scaled logits are at most 0, so the bits of their magnitude order them: the smallest key is the
+// likeliest token.
 inline uint32_t key_of(float scaled) { return std::bit_cast<uint32_t>(scaled) & 0x7fffffffu; }
 
 // The lowest of `values` that has less than `budget` of weight strictly above it. The 31-bit keys
-// are taken as digits of 9, 11 and 11 bits: add up the weight of each digit, walk to the one in
-// which the budget runs out, and go on with that digit's members alone.
+// are split into digits of 9, 11 and 11 bits: sum the weight of each digit, walk to the digit in
+// which the budget runs out, and continue with the members of that digit only.
 class WeightedFloor {
  public:
   WeightedFloor(double budget, Scratch& scratch)
@@ -229,7 +231,7 @@ class WeightedFloor {
 
   template <class Weight>
   float find(const float* values, int64_t n, const Weight& weight) {
-    // Neighbours often share a digit; separate sums keep one from waiting for the other.
+    // Neighbours often share a digit; separate sums avoid waiting for the previous addition.
     double sums[FIRST][APART] = {};
     bool used[FIRST] = {};
     for (int64_t i = 0; i < n; ++i) {
@@ -258,7 +260,7 @@ class WeightedFloor {
     return (parts[0] + parts[1]) + (parts[2] + parts[3]);
   }
 
-  // The digit in which the budget runs out, or the last one used if rounding never lets it.
+  // The digit in which the budget runs out, or the last used one if rounding prevents that.
   uint32_t walk(const double* totals, const bool* used, int digits) {
     uint32_t last = 0;
     for (int digit = 0; digit < digits; ++digit) {
@@ -313,8 +315,8 @@ float top_p_floor(const float* scaled, int64_t n, float top_p, Scratch& scratch)
   return WeightedFloor(top_p * total, scratch).find(scaled, n, weight);
 }
 
-// Copies the values that are not below the floor; returns how many. A floor asks only for values.
-// It may copy within one array.
+// Copies the values that are not below the floor and returns their number. A floor needs only the
+// values. `kept` may be the same array as `scaled`.
 int64_t gather_kept(const float* scaled, int64_t n, float floor, float* kept) {
   int64_t count = 0;
   for (int64_t begin = 0; begin < n; begin += BLOCK) {
@@ -334,7 +336,7 @@ float floor_of(const Row& row, const float* scaled, Scratch& scratch) {
   const float floor_m = std::log(row.tables.min_p[row.slot]);
   int64_t n = row.vocab;
   float floor = -INF;
-  if (is_masked(row) && (top_k > 0 || top_p < 1.0f)) {  // the rest weighs nothing, and is most
+  if (is_masked(row) && (top_k > 0 || top_p < 1.0f)) {  // masked values have no weight
     n = gather_kept(scaled, n, std::numeric_limits<float>::lowest(), scratch.kept.data());
     scaled = scratch.kept.data();
   }
@@ -347,7 +349,7 @@ float floor_of(const Row& row, const float* scaled, Scratch& scratch) {
   return std::max(floor, floor_m);
 }
 
-// ---- noise; the integers are those of slotzero/sampling/noise.py ----
+// ---- noise: the same integers as in slotzero/sampling/noise.py ----
 
 constexpr float MAX_GUMBEL = 16.7f;  // the largest is 16.64
 
@@ -379,8 +381,8 @@ struct Noise {
     return -std::log(-std::log(uniform));
   }
 
-  // At least gumbel(index): -log(-log u) <= -log(1 - u), and the bits of a float, read as an
-  // integer, are a lower bound of its logarithm in base 2.
+  // An upper bound of gumbel(index): -log(-log u) <= -log(1 - u), and the bits of a float, read as
+  // an integer, are a lower bound of its logarithm in base 2.
   Vec bound(Words index) const {
     const Vec cells = __builtin_convertvector((Ints)cell(index), Vec);
     const Vec rest = (8388608.0f - cells) - 0.5f;  // (1 - u) * 2^23
@@ -395,8 +397,8 @@ Words indices_from(int64_t begin) {
   return index;
 }
 
-// The first place of the largest scaled logit plus noise, among those not below the floor.
-// `scaled` is whole blocks: past the vocabulary it holds -inf.
+// The first index of the largest scaled logit plus noise, among those not below the floor.
+// `scaled` is padded to whole blocks with -inf.
 int64_t noisy_argmax(const float* scaled, int64_t n, float floor, const Noise& noise) {
   float best = -INF;
   int64_t chosen = 0;
@@ -422,7 +424,7 @@ int64_t noisy_argmax(const float* scaled, int64_t n, float floor, const Noise& n
   return chosen;
 }
 
-// (x - peak) / temperature, filled up with -inf to a whole block.
+// (x - peak) / temperature, padded to a whole block with -inf.
 void scale_row(const float* x, int64_t n, float peak, float temperature, float* scaled) {
   each_register(x, n, [&](int64_t i, Vec v) { store(scaled + i, (v - peak) / temperature); });
   std::fill(scaled + n, scaled + (n + BLOCK - 1) / BLOCK * BLOCK, -INF);
@@ -455,7 +457,7 @@ void largest(const float* x, int64_t n, int64_t count, int32_t* ids) {
   }
 }
 
-// `peak` is the maximum of the model's own logits; without one every answer is NaN.
+// `peak` is the maximum of the model's own logits; if there is none, every result is NaN.
 void report(const Row& row, float peak, int64_t chosen, int64_t count, float* logprob,
             int32_t* top_ids, float* top_logprobs) {
   count = std::min(count, row.vocab);

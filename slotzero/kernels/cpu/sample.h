@@ -1,6 +1,6 @@
-// Choosing the next token of each row: the arguments, as plain pointers.
+// Sampling the next token of each row: the arguments, as raw pointers.
 //
-// What a row yields is defined in slotzero/sampling/reference.py; this is the same function, fast.
+// slotzero/sampling/reference.py defines the result of a row; this is a fast implementation of it.
 #pragma once
 
 #include <cstdint>

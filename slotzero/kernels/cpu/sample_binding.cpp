@@ -1,4 +1,4 @@
-// `torch.ops.slotzero.sample`: checks every tensor by name, then hands raw pointers to sample.cpp.
+// `torch.ops.slotzero.sample`: checks every tensor by name, then passes raw pointers to sample.cpp.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,8 +1,8 @@
-// One SIMD register of floats, whatever the machine calls it.
+// One SIMD register of floats on any instruction set.
 //
-// Products are added by `fused` alone and the compiler contracts nothing (-ffp-contract=off): it
+// Products are added by `fused` only, and the compiler contracts nothing (-ffp-contract=off): it
 // would fuse in one instance of a template and not in another, and a row's result would then
-// depend on how many rows came with it.
+// depend on the number of rows in the batch.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // exp, tanh and sigmoid of one SIMD register.
 //
 // Every lane computes the same function of its own value, so a result does not depend on the lane:
-// the last, partial register of a row is filled up and computed like any other. (torch's silu, gelu,
+// the last, partial register of a row is padded and computed like any other. (torch's silu, gelu,
 // sigmoid and softplus switch to scalar code there, which rounds differently.)
 #pragma once
 

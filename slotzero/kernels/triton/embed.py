@@ -1,9 +1,8 @@
-"""The opening of a step: where its tokens are, how far their heads turn, and every token's id,
-embedding and first norm, alone or beside a hidden state.
+"""The start of a step: decode positions, RoPE angles, token ids, embeddings and the first norm.
 
-`turn`, `open_step` and `open_pair` let the next kernel start early, and do not start early
-themselves: whatever was derived before the last of them, such as the plan of attention, may be read
-by all that follow without a wait.
+`rope_angles`, `embed` and `embed_pair` let the next kernel start early but do not start early
+themselves. So all later kernels may read without a wait what was derived before the last of them,
+such as the attention plan.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -18,7 +17,7 @@ from slotzero.kernels.types import Angles, LinearWeight, Normed, PairNorms, Toke
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _open_kernel(
+def _embed_kernel(
     slots, positions, table, embedding, norm, residual, out, squares,
     size, table_stride, scale, eps,
     SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -51,12 +50,12 @@ def _open_kernel(
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _open_pair_kernel(
+def _embed_pair_kernel(
     slots, positions, table, embedding, embed_norm, hidden, hidden_norm, out,
     table_stride, hidden_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The embedding of a token, or the hidden state beside it."""
+    """Write the normed embedding of a token, or the normed hidden state next to it."""
     may_follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     target = out + token * (2 * SIZE)
@@ -70,7 +69,7 @@ def _open_pair_kernel(
 
 
 @triton.jit
-def _turn_kernel(
+def _rope_kernel(
     positions, frequency, cos, sin, half, frequency_stride, factor,
     HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +86,7 @@ def _turn_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _locate_kernel(slots, length, token_slots, positions, after, rows, BLOCK: tl.constexpr):
+def _positions_kernel(slots, length, token_slots, positions, after, rows, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row, mask=row < rows, other=0)
     position = tl.load(length + slot, mask=row < rows, other=0)
@@ -101,7 +100,7 @@ def decode_positions(
 ) -> None:
     rows, block = len(slots), 128
     launch(
-        _locate_kernel, (triton.cdiv(rows, block),),
+        _positions_kernel, (triton.cdiv(rows, block),),
         slots, length, token_slots, positions, after, rows, BLOCK=block, num_warps=1,
     )  # fmt: skip
 
@@ -110,7 +109,7 @@ def rope_angles(tokens: Tokens, frequency: Tensor, factor: float) -> Angles:
     num, half = len(tokens.positions), frequency.shape[-1]
     cos, sin = torch.empty(2, num, 1, half, device=frequency.device)
     launch(
-        _turn_kernel, (num,), tokens.positions, frequency, cos, sin,
+        _rope_kernel, (num,), tokens.positions, frequency, cos, sin,
         half, half if frequency.dim() == 2 else 0, factor,
         HALF=triton.next_power_of_2(half), num_warps=1, PDL=overlap()["PDL"],
     )  # fmt: skip
@@ -134,7 +133,7 @@ def embed(
         normed = Normed(torch.empty_like(residual), squares, eps)
     block = triton.next_power_of_2(size)
     launch(
-        _open_kernel, (num,), *tokens, table, embedding, norm, residual, normed.x, normed.squares,
+        _embed_kernel, (num,), *tokens, table, embedding, norm, residual, normed.x, normed.squares,
         size, table.stride(0), scale, eps, SCALED=scale != 1, BLOCK=block,
         num_warps=num_warps(block), PDL=overlap()["PDL"],
     )  # fmt: skip
@@ -148,12 +147,12 @@ def embed_pair(
     hidden: Tensor,  # [T, hidden]
     norms: PairNorms,
 ) -> Tensor:
-    """-> [T, 2 * hidden]"""
+    """Return the normed embeddings and hidden states side by side, [T, 2 * hidden]."""
     num, size = hidden.shape
     out = torch.empty(num, 2 * size, dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(size)
     launch(
-        _open_pair_kernel, (num, 2),
+        _embed_pair_kernel, (num, 2),
         *tokens, table, embedding.data, norms.embed, hidden, norms.hidden, out,
         table.stride(0), hidden.stride(0), norms.eps,
         SIZE=size, BLOCK=block, num_warps=num_warps(block), PDL=overlap()["PDL"],

@@ -1,4 +1,4 @@
-"""CUDA's kernel set: Triton for everything but products over many rows, which are cuBLAS's.
+"""The CUDA kernel set: Triton for everything except products over many rows, which use cuBLAS.
 
 Nothing here reads device memory from the host, so a whole step can be captured.
 """
@@ -65,8 +65,8 @@ from slotzero.kernels.types import (
     Tokens,
 )
 
-MAX_DIM = 512  # what the tiles of attention hold
-MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads of a KV head; of heads above 256
+MAX_DIM = 512  # largest head that the attention tiles hold
+MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads per KV head; for head sizes above 256
 NO_NORMS = QkNorms(None, None)
 T = TypeVar("T")
 
@@ -226,7 +226,7 @@ class TritonKernels(Kernels):
     def linear_add_norm(
         self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        if norms.post is not None or norms.next is None:  # no program of a product has a whole row
+        if norms.post is not None or norms.next is None:  # no program of a product sees a whole row
             return self.add_norm(self.linear(Normed(x), weight), residual, norms)
 
         def run(way: Way, weight: LinearWeight) -> Normed:
@@ -290,7 +290,7 @@ class TritonKernels(Kernels):
         return prefill.attend(q, sinks, kv, plan, heads).flatten(1)
 
     def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
-        """Of a choice: what may make another tile the fastest."""
+        """Return the key of a tuned choice: everything that may change which tile is fastest."""
         return f"{card_name()}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
 
     def _run(
@@ -301,15 +301,15 @@ class TritonKernels(Kernels):
         run: Callable[[Way, LinearWeight], T],
         changes: Tensor | None = None,
     ) -> T:
-        """The way that is the fastest: by our own kernel, or by cuBLAS.
+        """Run the product in the fastest way: by one of our kernels, or by cuBLAS.
 
-        `changes` is what a run reads and writes, to be put back after a trial.
+        `changes` is a tensor that a run reads and writes; it is restored after timing.
         """
         rows, (out_features, in_features) = len(x), weight.data.shape
-        if not _is_few(rows, x.dtype):
+        if not _uses_own_kernels(rows, x.dtype):
             return run(LIBRARY, weight)
         ways = _named_ways(rows, in_features, kind, linear_tma.takes(x, weight.data))
-        if INTERPRETED:  # there is no library
+        if INTERPRETED:  # without cuBLAS
             return run(next((w for w in ways.values() if isinstance(w, Tile)), LIBRARY), weight)
         key = self.key(kind, out_features, in_features, rows)
         name = self.choices.known(key, tuple(ways))
@@ -333,18 +333,20 @@ def _named_ways(rows: int, inner: int, kind: str, in_bulk: bool) -> dict[str, Wa
     return {str(way): way for way in ways if in_bulk or isinstance(way, Cublas) or not way.rows}
 
 
-def _is_few(rows: int, dtype: torch.dtype) -> bool:
-    """Whether rows may be multiplied by our kernels.
+def _uses_own_kernels(rows: int, dtype: torch.dtype) -> bool:
+    """Return whether our kernels may multiply these rows.
 
-    They may come under a late norm, which multiplies rows that were not scaled yet: bfloat16 holds
-    them, float16 may not.
+    Rows with a deferred norm scale are multiplied before they are scaled: bfloat16 can represent
+    them, float16 may overflow.
     """
     return rows <= MAX_ROWS and dtype is torch.bfloat16
 
 
 def _is_late(rows: int, dtype: torch.dtype) -> bool:
-    """Whether what norms rows leaves the scaling to a product: cuBLAS, which more rows may be given
-    to, does not do it."""
+    """Return whether a norm defers its scale to the product that follows.
+
+    More rows may be multiplied by cuBLAS, which does not apply it.
+    """
     return rows <= STAGED_ROWS and dtype is torch.bfloat16
 
 

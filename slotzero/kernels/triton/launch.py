@@ -1,11 +1,11 @@
-"""How kernels of this set are launched: compiled ahead in parallel, and overlapping one another.
+"""Kernel launches: compiled ahead in parallel, and overlapping by programmatic dependent launch.
 
-A kernel launched with `**overlap()` starts while the one before it still runs (programmatic
-dependent launch, where the card has it). Two rules make that safe, and every kernel that takes PDL
-keeps both: call `may_follow` first, so that the next one can start in turn; call `wait_for_writer`
-in every program before touching anything that an earlier kernel writes. Before it, only constants
-may be read, and what was written before the last kernel that took no part in this. To ask for
-something to be near (`bring_near`) is no reading.
+A kernel launched with `**overlap()` starts while the previous one still runs (programmatic
+dependent launch, PDL, on cards that support it). Two rules make that safe, and every kernel with a
+PDL argument keeps both: call `may_follow` first, so that the next kernel can start in turn; call
+`wait_for_writer` in every program before accessing anything that an earlier kernel writes. Before
+the wait, a kernel may read only constants, and data written before the last kernel that was
+launched without overlap. A prefetch into the L2 cache (`prefetch_weights`) is not a read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -25,12 +25,12 @@ from torch.overrides import TorchFunctionMode
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NEAR_BYTES = tl.constexpr(64)  # that one request brings into a card's cache
+PREFETCH_BYTES = tl.constexpr(64)  # per prefetch instruction
 
 _UNWRITTEN = {
     torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided
 }  # fmt: skip
-# While compiling ahead: what was asked for. Other threads launch as ever.
+# While compiling ahead: the kernels requested so far. Other threads launch as usual.
 _ahead: ContextVar[set[tuple[Any, ...]] | None] = ContextVar("_ahead", default=None)
 
 
@@ -47,14 +47,14 @@ def wait_for_writer(PDL: tl.constexpr):
 
 
 @triton.jit
-def bring_near(
+def prefetch_weights(
     weight, n, num_out, begin, INNER: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Asks for WHOLE weights of each feature n, from `begin` on, to be in the card's cache soon, so
-    that the memory is busy while a writer is waited for. Of bfloat16, [features, INNER]."""
+    """Prefetch WHOLE weights of each feature n, from `begin` on, into the L2 cache, so that the
+    memory is busy during the wait for the writer. The weight is bfloat16, [features, INNER]."""
     if PDL:
         whole: tl.constexpr = min(WHOLE, INNER)
-        step: tl.constexpr = NEAR_BYTES // 2
+        step: tl.constexpr = PREFETCH_BYTES // 2
         k = tl.arange(0, triton.next_power_of_2(triton.cdiv(whole, step))) * step
         k = tl.minimum(begin, INNER - whole) + tl.minimum(k, whole - 1)
         at = weight + tl.minimum(n, num_out - 1)[:, None].to(tl.int64) * INNER + k[None, :]
@@ -65,7 +65,7 @@ def bring_near(
 
 @functools.cache
 def overlap() -> dict[str, Any]:
-    """Keywords of a launch: the kernel's PDL flag, and the launch attribute that goes with it."""
+    """Return launch keywords: the kernel's PDL flag, and the matching launch attribute."""
     if INTERPRETED or torch.cuda.get_device_capability() < (9, 0):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
@@ -73,7 +73,7 @@ def overlap() -> dict[str, Any]:
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes that one program may have on this card."""
+    """Return the bytes of shared memory that one program may use on this card."""
     if INTERPRETED:
         return 227 << 10
     device = triton.runtime.driver.active
@@ -87,7 +87,7 @@ def card_name() -> str:
 
 @functools.cache
 def num_processors() -> int:
-    """Of this card."""
+    """Return the number of multiprocessors of this card."""
     if INTERPRETED:
         return 132
     return torch.cuda.get_device_properties().multi_processor_count
@@ -105,7 +105,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
 
 def _kind(argument: Any) -> object:
-    """What a kernel is compiled for"""
+    """Return the properties of an argument that a kernel is specialized for."""
     if isinstance(argument, Tensor):
         return argument.dtype
     if isinstance(argument, int):
@@ -118,8 +118,11 @@ def is_compiling() -> bool:
 
 
 class _Zeroed(TorchFunctionMode):
-    """Memory that nobody has written yet is zeros. Of the calls that our code makes: a mode of the
-    dispatcher would see more, and imports a compiler, which takes seconds."""
+    """Zeroes newly allocated memory.
+
+    It sees the calls that our code makes. A dispatch mode would see more, but importing it imports
+    a compiler, which takes seconds.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -130,8 +133,10 @@ class _Zeroed(TorchFunctionMode):
 
 class _Compilers(ThreadPoolExecutor):
     def submit(self, compile_kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """With what launches the kernel, which some versions of Triton compile too, and would one
-        by one, each at a first launch."""
+        """Compile the kernel together with its launcher.
+
+        Some versions of Triton compile launchers too, one by one, each at its first launch.
+        """
 
         def compile_both() -> Any:
             kernel = compile_kernel(*args, **kwargs)
@@ -143,10 +148,11 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Inside, launches only ask for their kernel; all are compiled, side by side, at the end.
+    """Compile the kernels launched inside, all in parallel at the end, instead of running them.
 
-    What no kernel has written is zeros: a place that other calls, which do run, can look up. A
-    kernel that does not compile is left for its first launch, where its error is expected.
+    Memory that no kernel has written is zeros, so that other calls, which do run, can use it as
+    indices. A kernel that does not compile raises at its first launch instead, where callers expect
+    the error.
     """
     with _Compilers() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         before = _ahead.set(set())

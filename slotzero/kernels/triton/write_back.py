@@ -1,4 +1,4 @@
-"""The closing of a step: what was sampled, and the new length, are written to each slot's row."""
+"""The end of a step: the sampled token and the new length are written to each slot's row."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -34,8 +34,8 @@ def advance(
     tokens: Tensor,
     sampled: Tensor,
 ) -> None:
-    """Each slot's length becomes new_length, and where that has reached the target, the sampled
-    token is written there; elsewhere it becomes 0. Slot 0 writes to no table."""
+    """Set each slot's length to new_length and, if that has reached the target, write the sampled
+    token there; elsewhere `sampled` becomes 0. Slot 0 writes to no table."""
     rows, block = slots.shape[0], 128
     launch(
         _advance_kernel, (triton.cdiv(rows, block),),

@@ -1,8 +1,8 @@
-"""CPU kernels: a row's result is the same to the bit alone, in every batch and at every place.
+"""CPU kernels: a row's result is bitwise identical alone, in every batch and at every place.
 
-Each primitive is tried with every number of rows up to ROWS, in random orders, with sizes that fill
-registers of 4, 8 and 16 floats and sizes that do not. Instruction sets other than this machine's
-best run in a process of their own, since a process loads the kernels once.
+Each primitive is tested with every number of rows up to ROWS, in random orders, with sizes that
+fill registers of 4, 8 and 16 floats and sizes that do not. Instruction sets other than this
+machine's best run in a separate process, since a process loads the kernels only once.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The CPU's kernels against their slow reference, with hostile memory wherever they must not look.
+"""The CPU kernels against their slow reference, with NaN in all memory that they must not read.
 
-Triton's are in tests/kernels/triton.
+The Triton kernels are tested in tests/kernels/triton.
 """
 
 import dataclasses
@@ -179,14 +179,14 @@ class Tree(NamedTuple):
     """Tokens of one slot at places base, base + 1, ...: the parent of each, counted from base."""
 
     base: int
-    parents: list[int | None]  # ROOT: a child of what is stored; None: nobody stands there
+    parents: list[int | None]  # ROOT: a child of what is stored; None: the place is empty
 
     def branch(self, i: int) -> list[int]:
         """Token i and those it comes from, first things first."""
         return [] if i == ROOT else [*self.branch(self.parents[i]), i]
 
     def bits(self, i: int) -> int:
-        """Nobody asks for those past its own."""
+        """Bits past the token's own are set; they must be ignored."""
         return sum(1 << j for j in self.branch(i)) | (2**MAX_PLACES - (2 << i))
 
 
@@ -209,7 +209,7 @@ class Branching(NamedTuple):
     trees: list[Tree]
 
     def pages(self) -> tuple[Tensor, Tensor]:
-        """Where nobody stands is NaN too."""
+        """Empty places hold NaN too."""
         kv, table = self.attending.pages()
         for slot, tree in enumerate(self.trees, start=1):
             for place, parent in enumerate(tree.parents, start=tree.base):
@@ -219,17 +219,17 @@ class Branching(NamedTuple):
         return kv, table
 
     def tokens(self) -> tuple[Tokens, Branches]:
-        """Padding between slots and where nobody stands, with branches out of this world."""
-        nobody = (0, 0, -(2**31), -1, -(2**31))
-        rows = [nobody]
+        """Padding is between slots and at empty places, with invalid branches."""
+        padding = (0, 0, -(2**31), -1, -(2**31))
+        rows = [padding]
         for slot, tree in enumerate(self.trees, start=1):
             for i, parent in enumerate(tree.parents):
                 if parent is None:
-                    rows.append(nobody)
+                    rows.append(padding)
                     continue
                 stands = tree.base + len(tree.branch(i)) - 1
                 rows.append((slot, tree.base + i, tree.base, tree.bits(i), stands))
-            rows += [nobody] * (slot % 3)
+            rows += [padding] * (slot % 3)
         slots, places, bases, seen, stand = zip(*rows, strict=True)
         branches = Branches(ints(bases), torch.tensor(seen), ints(stand))
         return Tokens(ints(slots), ints(places)), branches
@@ -321,14 +321,14 @@ def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
 
 @pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
 def test_a_branch_is_what_it_would_be_alone(kind):
-    """Tokens of a tree are stored side by side and turned by their depth."""
+    """Tokens of a tree are stored side by side and rotated by their depth."""
     kernels = kind()
     heads, tree = heads_of(6, 2, 16, value_dim=10), grown(5, 12, Random(1), gaps=0)
     frequency, table = torch.rand(8), ints([0, 0, 0, 0, 0, 3, 1, 5, 2, 4]).view(2, 5)
     joined = torch.randn(17, sum(heads.sizes))  # of what is stored, and of the tree
 
     def attention(which: list[int], depths: list[int], branches: Branches | None) -> Tensor:
-        """Of a prompt and then of these tokens, at places that follow"""
+        """Run attention over a prompt, then over these tokens, at the places after it."""
         kv = torch.full((6, 4, 2, 26), torch.nan)
         out = joined[:0]
         for begin, end, how in ((0, 5, None), (5, 5 + len(which), branches)):
@@ -728,7 +728,7 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
     if norms_values:
         v = norm(v, torch.ones(10))
     turns = torch.polar(torch.ones(1).double(), torch.arange(7)[:, None, None] * frequency.double())
-    q, k = turned(q, turns), turned(k, turns)
+    q, k = rotated(q, turns), rotated(k, turns)
     expected = torch.zeros(7, 6, 10, dtype=torch.float64)
     for t in range(7):
         seen = slice(max(0, t + 1 - (window or 7)), t + 1)
@@ -750,7 +750,7 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
     torch.testing.assert_close(kv, before, rtol=0, atol=0, equal_nan=True)
 
 
-def turned(x: Tensor, turns: Tensor) -> Tensor:
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
     """Pairs (i, i + size / 2) are complex numbers."""
     pairs = torch.complex(*x.chunk(2, -1)) * turns
     return torch.cat((pairs.real, pairs.imag), -1)

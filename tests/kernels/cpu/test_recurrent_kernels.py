@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers: any way to cut a text into steps computes the same."""
+"""Recurrent kernels: every way to cut a text into steps gives the same result."""
 
 import math
 from typing import NamedTuple
@@ -115,10 +115,10 @@ class Mixer(NamedTuple):
         return out[width : width + num_right]
 
 
-def same(mixer: Mixer, mine: Tensor, theirs: Tensor) -> bool:
-    """Of the reference torch rounds a few values otherwise, by where they stand."""
-    is_close = torch.allclose(mine, theirs, atol=1e-5)
-    return is_close if mixer.kernels.name == "reference" else torch.equal(mine, theirs)
+def same(mixer: Mixer, mine: Tensor, other: Tensor) -> bool:
+    """In the reference, torch rounds a few values differently depending on their place."""
+    is_close = torch.allclose(mine, other, atol=1e-5)
+    return is_close if mixer.kernels.name == "reference" else torch.equal(mine, other)
 
 
 def inputs(shape: Scan) -> Tensor:
@@ -173,11 +173,11 @@ class TestCuts:
         outs += [cut.verify(x[8:12], 2, 8, 3), cut.prefill(x[11:20], 2, 11)]
         outs += [cut.decode(x[20:], 2, 20)]
         assert same(cut, torch.cat(outs), wanted)
-        for mine, theirs in zip(cut.states, whole.states, strict=True):
-            assert same(cut, mine, theirs)
+        for mine, other in zip(cut.states, whole.states, strict=True):
+            assert same(cut, mine, other)
         untouched = Mixer.of(kernels, shape).states
-        for mine, theirs in zip(cut.states[:2], untouched[:2], strict=True):
-            assert torch.equal(mine[[0, 1, 3]], theirs[[0, 1, 3]])
+        for mine, other in zip(cut.states[:2], untouched[:2], strict=True):
+            assert torch.equal(mine[[0, 1, 3]], other[[0, 1, 3]])
 
     @pytest.mark.parametrize("taken_by", ["prefill", "decode", "verify"])
     def test_snapshots_go_on_elsewhere(self, kernels: Kernels, shape: Scan, taken_by: str) -> None:

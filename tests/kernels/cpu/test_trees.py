@@ -1,4 +1,4 @@
-"""Trees of guesses, call by call against the book: who sees whom, who is right, what grows."""
+"""Draft trees, operation by operation against explicit examples: masks, acceptance and growth."""
 
 import math
 from random import Random
@@ -132,7 +132,7 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
 
 
 def sampling_tables(params: list[SamplingParams]) -> SamplingTables:
-    """Of slots 1 and on."""
+    """Return tables for slots 1 and up."""
     rows = [encode(p, 0, 3, frozenset()) for p in params]
     parts = {"tokens": torch.zeros(len(rows) + 1, 90, dtype=torch.int32)}
     for spec in SAMPLING_TABLES:

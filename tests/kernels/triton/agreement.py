@@ -1,4 +1,4 @@
-"""Both kernel sets on the same values: what they make of them is the same to the bit."""
+"""Run two kernel sets on the same values and require bitwise identical results."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
-"""Triton's interpreter, made quicker: what it does for each operation anew, though the answer is
-always the same, it does once. It knows no kernel, and no value that a kernel computes."""
+"""A faster Triton interpreter: work that it repeats for every operation with the same result is
+cached. The cache depends on no kernel, and on no value that a kernel computes."""
 
 import dataclasses
 import functools
@@ -99,8 +99,7 @@ def same_or(equals: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
 
 
 def remember_conversions() -> None:
-    """What two types become when they meet follows from the types. A tensor of the type that is
-    asked for is not cast."""
+    """Cache the common type of two types. A tensor that has the requested type is not cast."""
     semantic = type(interpreter.interpreter_semantic)
     broadcast, common, cast = (
         semantic.broadcast_impl_value,

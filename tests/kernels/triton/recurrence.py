@@ -1,5 +1,5 @@
-"""A recurrent mixer, its states and steps over them, on whichever kernel set: what tests of the
-kernels share. Whatever nobody may read is NaN."""
+"""A recurrent mixer, its states and steps over them, on any kernel set: shared by the tests of
+recurrent kernels. Memory that must not be read is NaN."""
 
 import math
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class Mixer:
         return torch.randn(size, generator=self.draw).to(self.device)
 
     def given(self, step: Step) -> tuple[Tensor, Tokens, Rows | None]:
-        """What the mixer takes: inputs are parts of something wider."""
+        """Return the inputs of the mixer, which are slices of wider rows."""
         tokens, rows = step.tokens(), step.row_table()
         x = self.texts[tokens.slots, tokens.positions]
         tokens = Tokens(*(t.to(self.device) for t in tokens))
@@ -163,21 +163,21 @@ class Pair:
     def verify(self, step: Step, num_right: list[int]) -> None:
         (out, trail), (want, left) = self.card.verify(step), self.reference.verify(step)
         self.same(out, want)
-        for mine, theirs in zip(trail, left, strict=True):
-            self.same(mine[:, :, 1].cpu(), theirs[:, :, 1])
+        for mine, expected in zip(trail, left, strict=True):
+            self.same(mine[:, :, 1].cpu(), expected[:, :, 1])
         self.card.commit(step, trail, num_right)
         self.reference.commit(step, left, num_right)
         self.same_states()
 
     def same_states(self) -> None:
-        for mine, theirs in zip(self.card.states[:4], self.reference.states[:4], strict=True):
-            if mine is not None and theirs is not None:
-                self.same(mine.cpu(), theirs)
+        for mine, expected in zip(self.card.states[:4], self.reference.states[:4], strict=True):
+            if mine is not None and expected is not None:
+                self.same(mine.cpu(), expected)
 
-    def same(self, mine: Tensor, theirs: Tensor) -> None:
-        assert torch.equal(mine.isnan(), theirs.isnan()), "a place that is another's was touched"
-        mine, theirs = mine.nan_to_num().float(), theirs.nan_to_num().float()
-        assert (mine - theirs).norm() <= self.near * theirs.norm()
-        size = float(theirs.square().mean().sqrt())
+    def same(self, mine: Tensor, expected: Tensor) -> None:
+        assert torch.equal(mine.isnan(), expected.isnan()), "a place that is another's was touched"
+        mine, expected = mine.nan_to_num().float(), expected.nan_to_num().float()
+        assert (mine - expected).norm() <= self.near * expected.norm()
+        size = float(expected.square().mean().sqrt())
         near = self.near if self.card.dtype is torch.float32 else 10 * self.near
-        assert torch.allclose(mine, theirs, rtol=near, atol=near * size)
+        assert torch.allclose(mine, expected, rtol=near, atol=near * size)

@@ -1,4 +1,4 @@
-"""Decode attention against the reference: every length in one grid, over hostile pages."""
+"""Decode attention against the reference: every length in one grid, over pages with NaN."""
 
 import itertools
 
@@ -37,7 +37,7 @@ class Case:
             for at in range(low, length - self.heads.stores):
                 seen = torch.randn(kv_heads, dim + value_dim)
                 self.kv[self.table[slot, at // page], at % page] = seen
-            self.table[slot, : low // page] = 0  # nobody's any more
+            self.table[slot, : low // page] = 0  # no longer in use
         slots, positions = [0], [0]
         for slot, length in enumerate(lengths, start=1):
             slots += [slot, 0]
@@ -65,7 +65,7 @@ class Case:
         return out, pages
 
     def run(self, num_layers=1, kind=decode):
-        """Of the last of some equal layers, which share one plan."""
+        """Return the result of the last of some equal layers, which share one plan."""
         joined = self.joined.to(self.device, self.dtype)
         constants = (*self.norms, self.sinks)
         *norms, sinks = (None if c is None else c.to(self.device, self.dtype) for c in constants)
@@ -98,7 +98,7 @@ def same_pages(got, expected, atol):
 
 @pytest.fixture
 def small_grid(monkeypatch):
-    """Of few programs, in which short rows are in several chunks."""
+    """A grid of few programs, in which short rows have several chunks."""
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
 
 
@@ -107,7 +107,7 @@ SHORT = decode_stream_k.Shape(programs=1, keys=16, warps=1, stages=3, row_cost=2
 
 @pytest.fixture
 def few_shares(monkeypatch):
-    """Of a line, in which rows are in several shares and shares have several rows."""
+    """A stream-K plan in which rows are in several shares and shares have several rows."""
     monkeypatch.setattr(decode_stream_k, "num_processors", lambda: 10)
     monkeypatch.setattr(decode_stream_k, "shape_for", lambda _: SHORT)
     monkeypatch.setattr(decode_stream_k, "SMALLEST", 1)
@@ -156,7 +156,7 @@ def test_a_window_in_a_small_and_a_large_batch(device, small_grid, num_others):
 
 @pytest.mark.parametrize("window", [None, 1, 90])
 def test_a_sink_takes_its_share_once(device, small_grid, window):
-    """Of rows in one chunk and in several."""
+    """Rows are in one chunk and in several."""
     Case((6, 2, 16, 8), LENGTHS, device, sinks=True, window=window).check()
 
 

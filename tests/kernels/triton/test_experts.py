@@ -1,4 +1,4 @@
-"""Experts against torch_ops.py: every way to route, and rows that choose nobody."""
+"""Experts against torch_ops.py: every routing rule, and rows without experts."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ KINDS = [
 
 
 def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
-    """Where there is a choice, nobody chooses expert 1, whose weights are NaN."""
+    """Where there is a choice, no token chooses expert 1, whose weights are NaN."""
 
     def random(*size: int) -> torch.Tensor:
         return (torch.randn(size, device=device) * size[-1] ** -0.5).to(dtype)
@@ -163,7 +163,7 @@ def test_the_first_of_equal_ones_is_chosen(device):
 def test_blocks_cover_every_choice_once(device, monkeypatch, tokens, num_experts, top_k):
     monkeypatch.setattr(experts, "SORTED_BLOCK", 256)
     chosen = torch.rand(tokens, num_experts).topk(top_k).indices
-    chosen[::3] = num_experts  # nobody's
+    chosen[::3] = num_experts  # no expert
     chosen[1::2, 0] = num_experts - 1  # one that many choose
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     order, blocks, tile = experts.sort(chosen.to(device), starts, torch.float32)

@@ -1,4 +1,4 @@
-"""The set as a whole: its calls against torch_ops.py, and what it refuses."""
+"""The kernel set as a whole: its operations against torch_ops.py, and the shapes it refuses."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def test_open(device, half, is_half, with_norm, scale):
 @pytest.mark.parametrize("norms", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("is_half", [True, False])
 def test_embed_pair(device, half, is_half, norms, size):
-    """Hidden states are a part of something wider, and nobody writes to them."""
+    """Hidden states are slices of wider rows, and they are not written to."""
     dtype = half if is_half else torch.float32
     slots, positions = [0, 2, 1, 0, 2], [0, 5, 131071, 0, 6]
     tokens = Tokens(*(torch.tensor(v, device=device).int() for v in (slots, positions)))
@@ -169,7 +169,7 @@ def test_products_are_added_and_normed(device, rows, with_after, with_norm):
 
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_norms_over_all_heads(device, is_decode):
-    """Of a joined row that is a part of something wider, and which nobody writes to."""
+    """The qkv rows are slices of wider rows, and they are not written to."""
     heads = Heads(6, 2, 16, 24, 1e-6, 0.25, norms_whole=True)
     q_size, k_size, _ = heads.sizes
     slots, positions = ([1, 0, 2], [2, 0, 0]) if is_decode else ([1, 1, 1, 0], [0, 1, 2, 0])
@@ -197,8 +197,8 @@ def test_norms_over_all_heads(device, is_decode):
 
 
 def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
-    """Behind 3 stored tokens of slot 1: 0 and 1 are siblings, 2 and 4 are children of 0, nobody is
-    at place 3; slot 2 has a tree of one token and then padding."""
+    """Behind 3 stored tokens of slot 1: 0 and 1 are siblings, 2 and 4 are children of 0, and
+    place 3 is empty; slot 2 has a tree of one token and then padding."""
     heads = Heads(6, 2, 16, 24, 1e-6, 0.25)
 
     def ints(*values: int) -> torch.Tensor:

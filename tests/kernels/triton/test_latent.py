@@ -1,4 +1,4 @@
-"""Attention of latent heads against the reference: rows of every kind, over hostile pages."""
+"""Multi-head latent attention (MLA) against the reference: all kinds of rows, pages with NaN."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ from slotzero.kernels.types import (
 )
 
 REFERENCE = ReferenceKernels()
-SHAPES = [  # heads, latent, turned, plain, result, page size
+SHAPES = [  # heads, latent, rope_dim, nope_dim, v_head_dim, page size
     (4, 32, 8, 16, 16, 16),
     (7, 16, 16, 8, 12, 24),
     (3, 48, 6, 10, 8, 1),
@@ -34,38 +34,38 @@ OF_TILES = [(4, 64), (1, 256)]  # the same of 16 bits, whose tiles have more key
 
 
 class Case:
-    """Rows of (start, count): so many real tokens behind a stored context. A start of None is
-    padding, a row of slot 0. Whatever nobody stored is NaN, and so is a query of padding; a page
-    that is nobody's is page 0.
+    """Rows of (start, count): `count` real tokens behind a stored context of `start` tokens. A
+    start of None is padding, a row of slot 0. Memory that was never stored is NaN, and so is a
+    query of padding; unused pages are page 0.
 
-    A `span` is what every row takes up, 1 that of a decode step; without one, rows are packed, and
-    four tokens of padding follow. With `older`, rows are of trees, which began so much before. A
-    row that begins before the text begins with padding.
+    `span` is the number of tokens of every row, 1 in a decode step; without it, rows are packed,
+    and four tokens of padding follow. With `older`, rows are new nodes of trees that began `older`
+    places before. A row that begins before the text begins with padding.
     """
 
     def __init__(
         self, shape, rows, device, span=None, dtype=torch.float32, older=None, decode=False
     ) -> None:
-        num_heads, size, turned, plain, result, page = shape
+        num_heads, size, rope_dim, nope_dim, v_head_dim, page = shape
         self.heads = Heads(
-            num_heads, 1, turned + size, size, 1e-6, (plain + turned) ** -0.5,
-            mla=MlaShape(plain, turned, result),
+            num_heads, 1, rope_dim + size, size, 1e-6, (nope_dim + rope_dim) ** -0.5,
+            mla=MlaShape(nope_dim, rope_dim, v_head_dim),
         )  # fmt: skip
         self.device, self.dtype, self.decode, self.span = device, dtype, decode, span
         self.owners = [(i, *row) for i, row in enumerate(rows, start=1) if row[0] is not None]
         self.trees = {} if older is None else {i: grown(*row, older) for i, *row in self.owners}
         self._place(rows)
         self._store(page)
-        num, d = len(self.tokens.slots), plain + turned
+        num, d = len(self.tokens.slots), nope_dim + rope_dim
         self.q = torch.randn(num, num_heads * d + 8)[:, :-8]
-        self.k = torch.randn(num, 8 + turned + size)[:, 8:]
-        angle = torch.rand(num, 1, turned // 2) * 6
+        self.k = torch.randn(num, 8 + rope_dim + size)[:, 8:]
+        angle = torch.rand(num, 1, rope_dim // 2) * 6
         for hostile in (self.q, angle):
             hostile[self.tokens.slots == 0] = torch.nan
         self.angles = Angles(angle.cos(), angle.sin())
         self.k_norm = torch.rand(size) + 0.5
-        self.up_k = torch.randn(num_heads, plain, size) * size**-0.5
-        self.up_v = torch.randn(num_heads, result, size) * size**-0.5
+        self.up_k = torch.randn(num_heads, nope_dim, size) * size**-0.5
+        self.up_v = torch.randn(num_heads, v_head_dim, size) * size**-0.5
 
     def _place(self, rows):
         """Which token is where."""
@@ -145,8 +145,8 @@ class Case:
 
 
 def grown(start, count, older):
-    """-> base, bits and standing of each token of a row, whose tree began `older` places before.
-    Bits that nobody asks for are set."""
+    """Return base, bits and position of each token of a row whose tree began `older` places before.
+    Bits past a token's own are set."""
     random, older = Random(start + count), min(older, start)
     nodes = [(0, -1)]  # bits and depth of those that a token may follow
     for i in range(older + count):
@@ -160,7 +160,7 @@ def grown(start, count, older):
 
 
 def keys(base, bits, end):
-    """Of a token of a tree, before `end`"""
+    """Return the keys before `end` that a token of a tree sees."""
     return [*range(base), *(at for at in range(base, end) if bits >> (at - base) & 1)]
 
 
@@ -174,8 +174,8 @@ def cut(request, monkeypatch):
 
 @pytest.fixture
 def expanded(monkeypatch):
-    """However short a step is, its own tokens are seen in expanded form, in tiles of few; and
-    memory that nobody has written yet is NaN."""
+    """Use expanded form for a step's own tokens even in short steps, in small tiles; and fill
+    memory that was never written with NaN."""
     monkeypatch.setattr(mla_prefill, "LEAST", -99)
     monkeypatch.setattr(mla_prefill, "tile_for", lambda *_: prefill.PrefillTile(16, 16, 4, 2))
     torch.set_deterministic_debug_mode("warn")
@@ -216,7 +216,7 @@ def test_ragged_rows_expanded(device, expanded, cut):
 
 @pytest.mark.parametrize("rows", [PROMPTS, [(33, 1), (2, 1), (None, 0)], [(None, 0)] * 2], ids=len)
 def test_steps_of_one_kind_expanded(device, expanded, rows):
-    """Prompts behind nothing, single tokens, and nobody."""
+    """Prompts without context, single tokens, and only padding."""
     Case(SMALL, rows, device).check()
 
 

@@ -100,7 +100,7 @@ def test_other_activations(device, half, rows, activation):
 
 
 def check_gated(device, half, rows, shape, activation, tiles) -> None:
-    """Of gates and values that are large enough for a clamp"""
+    """Gates and values are large enough for a clamp."""
     x, weight, bias, norm = made(rows, *shape, device, half)
     size = shape[0] // 2
     joined = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
@@ -249,7 +249,7 @@ def test_whole_rows_of_weights_are_covered_once():
 def test_tiles_that_do_not_fill_the_card_are_split(
     device, half, monkeypatch, rows, processors, out
 ):
-    """Of three or six tiles the last is split, or the last two; and all of one or two."""
+    """The last of three tiles or the last two of six are split; with one or two tiles, all are."""
     monkeypatch.setattr(linear_tma, "num_processors", lambda: processors)  # with two programs each
     x, weight, bias, _ = made(rows, out, 328, device, half)
     norm = torch.randn(out, device=device).to(half)

@@ -1,4 +1,4 @@
-"""Whole models by the Triton set, layer upon layer, against transformers."""
+"""Whole models on the Triton kernel set against transformers."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_recurrent_layers_equal_transformers(tmp_path, family):
 @pytest.mark.skipif(INTERPRETED, reason="too much for the interpreter")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_drafts_of_recurrent_layers_change_nothing(family, monkeypatch):
-    """Of three guesses some are wrong, in every place; snapshots are taken on the way."""
+    """Some of three drafts are wrong, in every place; snapshots are taken on the way."""
     settings = {"backend": "eager", "dtype": "float32", "kv_cache_memory": 1 << 24}
     settings |= {"max_num_seqs": 1, "snapshot_interval": 16, "skip_tokenizer_init": True}
     prompt = {"prompt_token_ids": [*range(20)]}
@@ -128,7 +128,7 @@ class Gemma4:
         return self.target.forward(batch, self.kv, PlainPieces()).x[tokens.slots > 0].cpu()
 
     def guess(self, slots, length):
-        """What the assistant makes of all before the newest token."""
+        """Return the assistant's drafts after all tokens before the newest one."""
         slots, stands = self.ints(slots), self.ints(length)
         normed = self.assistant.forward_from(
             self.begin, Tokens(slots, (stands - 1).clamp_min(0)), Tokens(slots, stands),

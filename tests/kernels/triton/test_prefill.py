@@ -1,4 +1,4 @@
-"""Ragged prefill against the slow reference, with hostile memory wherever it must not look."""
+"""Ragged prefill against the slow reference, with NaN in all memory that it must not read."""
 
 from random import Random
 
@@ -65,7 +65,7 @@ class Step:
             at = torch.arange(low, start if self.heads.stores else start + count)
             pages = self.table[slot, at // page]
             self.kv[pages, at % page] = self.exact(torch.randn(len(at), *self.kv.shape[2:]))
-            self.table[slot, : low // page] = 0  # nobody's any more
+            self.table[slot, : low // page] = 0  # no longer in use
 
         ints = {"dtype": torch.int32}
         self.counts = torch.tensor([count for _, count in rows] + [0] * pad_rows, **ints)
@@ -168,9 +168,9 @@ class Step:
         assert got[self.token_slots == 0].abs().max() == 0
 
     def grow(self) -> "Step":
-        """Rows become trees, of which `begun` places came in an earlier step. Where nobody stands,
-        pages hold NaN, the token is padding, and it is said to see what is not there. So do keys
-        that are before every window."""
+        """Turn rows into trees, of which `begun` places came in an earlier step. At empty places
+        pages hold NaN, and the token is padding with invalid branches. Keys before every window are
+        NaN too."""
         random, page = Random(0), self.kv.shape[1]
         self.branches = bases, seen, stands = Branches(
             torch.full((self.num_tokens,), -(2**31), dtype=torch.int32),
@@ -206,8 +206,8 @@ class Step:
 
 
 def grown(size: int, random: Random) -> list[int | None]:
-    """What each place of a tree sees of it, in bits; None where nobody stands. Past its own, which
-    nobody asks for, all are set."""
+    """Return the bits that each place of a tree sees; None for empty places. Bits past a place's
+    own, which must be ignored, are set."""
     seen: list[int | None] = []
     for i in range(size):
         above = random.choice([0, *(bits for bits in seen if bits is not None)])
@@ -416,7 +416,7 @@ def test_trees_of_nobody_are_zeros(device):
 
 
 def test_rows_that_end_in_padding(device):
-    """The last tokens of a row are slot 0: NaN where they would be stored hurts nobody."""
+    """The last tokens of a row are slot 0: NaN where they would be stored does no harm."""
     torch.manual_seed(0)
     heads = Heads(4, 2, 32, 32, 1e-5, 32**-0.5)
     width, page, counts = 5, 16, [5, 2, 0, 1]

@@ -1,4 +1,4 @@
-"""Recurrent layers against what they mean in plain torch: all kinds of steps, hostile states."""
+"""Recurrent kernels against their definition in plain torch: all kinds of steps, invalid states."""
 
 from dataclasses import replace
 from random import Random
@@ -66,7 +66,7 @@ def test_a_row_of_drafts_without_a_trail_ends_with_its_last_real_token(device, s
 @of_kinds
 def test_snapshots_are_taken_and_begun_from(device, shape):
     """Slot 1 takes its own while it is read, token by token, and among drafts; slot 3 begins from
-    those, and nobody's are NaN."""
+    those, and unused snapshots are NaN."""
     i, shape = 8, shape.every(8)
     assert recurrent_chunks.cut_for(shape, torch.float32)[:2] == (8, 16)
     pair = Pair(device, shape, NEAR)
@@ -195,13 +195,13 @@ def same_bits(one, other) -> bool:
 @pytest.mark.parametrize("gates_first", [True, False])
 @pytest.mark.parametrize(("size", "group", "of_weight"), [(96, 96, 96), (96, 24, 96), (96, 24, 24)])
 def test_gates_and_norms(device, half, is_half, gates_first, size, group, of_weight):
-    """Of parts of something wider"""
+    """Inputs are slices of wider rows."""
     dtype = half if is_half else torch.float32
     wide, weight = torch.randn(5, 2 * size + 7).to(dtype), torch.randn(of_weight).to(dtype)
     x, gates = wide[:, :size], wide[:, size + 3 : 2 * size + 3]
     near = 2 * torch.finfo(dtype).eps
     for by in (weight, None):
-        group = 0 if by is None else group  # which nobody asks for
+        group = 0 if by is None else group  # not used
         want = ReferenceKernels().gate_norm(x, gates, by, 1e-6, group, gates_first)
         moved = wide.to(device)
         got = TritonKernels().gate_norm(

@@ -1,4 +1,4 @@
-"""Fused sampling against the plain definition: every parameter, over hostile tables and outputs."""
+"""Fused sampling against the reference: every parameter, over tables and outputs with garbage."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -432,10 +432,10 @@ def test_rows_of_slot_zero_are_zeros(device: torch.device) -> None:
         table[0] = 7
     hostile = torch.tensor([NAN, INF, 5.0])[:, None].expand(3, logits.shape[1])
     padded = torch.cat([hostile[:1], logits, hostile[1:]])
-    nobody = ints(0)
+    padding = ints(0)
     result = run(
         padded,
-        torch.cat([nobody, slots, nobody, nobody]),
+        torch.cat([padding, slots, padding, padding]),
         torch.cat([ints(2**31 - 1), positions, ints(-5, 3)]),
         tables,
         device,
@@ -483,12 +483,12 @@ def test_a_recording_reads_nothing_of_its_time(device: torch.device) -> None:
         top_ids=torch.zeros(rows, MAX_LOGPROBS, dtype=torch.int32, device=device),
         top_logprobs=torch.zeros(rows, MAX_LOGPROBS, device=device),
     )
-    nobody = slots.clone().zero_()
-    sample.sample(logits, nobody, positions, tables, out)  # compiles
+    row_slots = slots.clone().zero_()
+    sample.sample(logits, row_slots, positions, tables, out)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample.sample(logits, nobody, positions, tables, out)
-    nobody.copy_(slots)
+        sample.sample(logits, row_slots, positions, tables, out)
+    row_slots.copy_(slots)
     for sign in (1, -1):
         expected = run(logits * sign, slots, positions, tables, device)
         saved = logits.clone()

@@ -1,6 +1,7 @@
-"""What stands between the models of speculation: every kernel against its meaning, bit for bit.
+"""Speculation kernels: every kernel against torch_speculation.py, bit for bit.
 
-Of slot 0 the tables hold what they hold in an engine; of every other slot, used or not, anything.
+The tables have the same values for slot 0 as in an engine, and arbitrary ones for every other slot,
+used or not.
 """
 
 from typing import NamedTuple
@@ -315,7 +316,7 @@ def test_logits_are_spread_over_the_vocabulary(device, half, is_half, drafts, vo
 
 @pytest.mark.parametrize(("drafter", "topk"), [("eagle3", 1), ("eagle3", 3), ("ngram", 1)])
 def test_no_token_changes(device, monkeypatch, few_programs, drafter, topk):
-    """Of a prompt that repeats itself."""
+    """The prompt repeats itself, so that n-grams match."""
     settings = {
         "backend": "eager", "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 1,
         "show_progress": False, "max_model_len": 64, "kv_cache_memory": 1 << 24,

@@ -1,7 +1,7 @@
-"""Trees of guesses: every kernel against torch_speculation.py, bit for bit.
+"""Draft trees: every kernel against torch_speculation.py, bit for bit.
 
-Of slot 0 the tables hold what they hold in an engine; of every other slot, used or not, anything.
-What nobody may look at is spoilt.
+The tables have the same values for slot 0 as in an engine, and arbitrary ones for every other slot,
+used or not. Memory that must not be read holds invalid values.
 """
 
 import pytest
@@ -249,7 +249,7 @@ def test_the_best_guesses_are_selected(device, rows, size, most):
 
 
 def test_one_compiled_kernel_serves_every_tree(device):
-    """What is allocated for several at once is aligned for each."""
+    """Tensors that share one allocation are each aligned."""
     ones = torch.ones(3, dtype=torch.int32, device=device)
     front = trees._new_front(ones, 3)
     parts = (*front.tokens, *front.rows[:4], *front.branches, *front[3:])

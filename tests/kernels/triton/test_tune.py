@@ -1,4 +1,4 @@
-"""The memory of tuned choices: what ships is valid, and a bad file is no obstacle."""
+"""Tuned choices: the shipped ones are valid, and a corrupt cache file is ignored."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Attention of uniform rows against a plain loop and the prefill path, over hostile pages."""
+"""Attention of uniform rows against a plain loop and the prefill path, over pages with NaN."""
 
 from random import Random
 
@@ -17,10 +17,11 @@ GROUPS = [(2, 2, 16, 4), (6, 2, 24, 16), (8, 1, 64, 32)]  # heads, KV heads, hea
 
 
 class Case:
-    """Rows of which the first `counts[r]` tokens are real. Whatever nobody stored is NaN, and so is
-    what padding brings with it; a page that is nobody's is page 0.
+    """Rows in which the first `counts[r]` tokens are real. Memory that was never stored is NaN, and
+    so are the inputs of padding; unused pages are page 0.
 
-    With `steps` they are trees: 0, whole ones; else what grows on trees of so many rows before.
+    With `steps` the rows are trees: 0, whole trees; else new nodes of trees with `steps` earlier
+    rows.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Case:
         return zip(range(1, len(self.counts) + 1), self.starts, self.counts, strict=True)
 
     def grown(self, steps):
-        """-> base, bits and depth of each token of each row. Bits that nobody asks for are set."""
+        """Return base, bits and depth of each token of each row. Bits past its own are set."""
         random, trees = Random(self.span), []
         for _, start, count in self.rows():
             row, levels = [], min(steps, start // self.span)
@@ -167,7 +168,7 @@ class Case:
         return self.joined, *self.norms, self.sinks
 
     def run(self, num_layers=1):
-        """Of the last of some equal layers, which share one plan."""
+        """Return the result of the last of some equal layers, which share one plan."""
         taken, tokens, rows = self.given()
         plan = verify.plan(tokens.slots, rows, self.heads, self.branches())
         for _ in range(num_layers):

@@ -1,15 +1,15 @@
-"""Paged attention of a decode step: one token a row, each with its own length.
+"""Paged attention of a decode step: one token per row, each row with its own length.
 
-The grid of a size is fixed; how it is shared out is derived in the graph, once a step, by `plan`.
-The keys that a row sees, all or the window at its end, are cut into chunks of one
-common size, chosen so that all chunks fit the grid, and one program takes one chunk of one KV head.
-Whoever finishes a row last merges its chunks, in order, so the result does not depend on who that
-was. A sink is counted by the program with the newest position alone.
+The grid of a graph size is fixed; `plan` derives its distribution in the graph, once per step. The
+keys that a row sees (all, or the window at its end) are cut into chunks of one common size, chosen
+so that all chunks fit the grid, and one program takes one chunk of one KV head. The program that
+finishes a row last merges its chunks, in order, so the result does not depend on which one that is.
+Only the program with the newest position counts the sink.
 
-The same program norms and rotates its query heads, and the one with the newest position its key,
-which it stores with the value and attends to without reading them back. Heads that do not store
-find them in the pages, written earlier in this step. Rows of slot 0 store nothing and get zeros.
-Pages hold of the positions before what earlier steps wrote, so they are read before the wait.
+Each program norms and rotates its own query heads. The one with the newest position also does so
+for the key, stores it with the value, and attends to both without reading them back. Layers that do
+not store find them in the pages, written earlier in this step. Rows of slot 0 store nothing and get
+zeros. Earlier steps wrote the pages of all positions before, so they are read before the wait.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -32,10 +32,10 @@ def plan_kernel(
     WINDOW: tl.constexpr, SPAN: tl.constexpr, APART: tl.constexpr, BEFORE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. Never launched to overlap: what follows it may read the plan at once. A window
-    reaches back from where the first of a row's SPAN tokens stands. With APART the newest position,
-    which is not stored yet, is a chunk of its own. With BEFORE a row may begin before the text,
-    where nothing is."""
+    """Compute the plan, in one program. Never launched with overlap: the kernels after it may read
+    the plan without a wait. A window reaches back from the position of the first of a row's SPAN
+    tokens. With APART the newest position, which is not stored yet, is a chunk of its own. With
+    BEFORE a row may begin at position -1, before any key."""
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
     position = tl.load(positions + r, mask=r < rows, other=0)
@@ -78,7 +78,7 @@ def plan_kernel(
 
 @triton.jit
 def load_norm(norm, half, DIM: tl.constexpr):
-    """A norm's weight in two halves, [1, half] each"""
+    """Load a norm's weight in two halves, [1, half] each."""
     present = half < DIM // 2
     a = tl.load(norm + half, mask=present, other=0.0).to(tl.float32)[None, :]
     b = tl.load(norm + DIM // 2 + half, mask=present, other=0.0).to(tl.float32)[None, :]
@@ -87,7 +87,7 @@ def load_norm(norm, half, DIM: tl.constexpr):
 
 @triton.jit
 def norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Heads in two halves, [heads, half] each, rounded where torch_ops.py rounds"""
+    """Norm and rotate heads in two halves, [heads, half] each; round where torch_ops.py rounds."""
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
     if NORM:
@@ -100,7 +100,7 @@ def norm_and_rotate(a, b, by_a, by_b, cos, sin, eps, DIM: tl.constexpr, NORM: tl
 
 @triton.jit
 def norm_values(v, eps, VALUE_DIM: tl.constexpr):
-    """[rows, dim]: each under an RMSNorm without a weight; zeros past VALUE_DIM"""
+    """Apply an RMSNorm without a weight to each row of v [rows, dim]; zeros past VALUE_DIM."""
     wide = v.to(tl.float32)
     square = tl.sum(wide * wide, axis=1) / VALUE_DIM
     return (wide * (1.0 / tl.sqrt_rn(square + eps))[:, None]).to(v.dtype)
@@ -116,7 +116,7 @@ def load_pages(
     kv_pages, v_pages, page, kv_head, key, known, half, dim,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros where not known."""
+    """Load keys in two halves, [half, keys] each, and values, [keys, dim]; zeros if not known."""
     at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
     key_at = kv_pages + at[None, :] + half[:, None]
     present = known[None, :] & (half < DIM // 2)[:, None]
@@ -129,7 +129,7 @@ def load_pages(
 
 @triton.jit
 def apply_softcap(score, SOFTCAP: tl.constexpr):
-    """A scaled score, in powers of two"""
+    """Apply the softcap to a scaled score; the result is an exponent of base 2."""
     if SOFTCAP is not None:
         score = tanh(score) * (SOFTCAP * LOG2E)
     return score
@@ -137,7 +137,7 @@ def apply_softcap(score, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
-    """One more tile of keys: the usual running softmax, in powers of two."""
+    """Add one tile of keys to the running softmax, in base 2."""
     score = tl.dot(qa, a, input_precision="ieee")
     score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(known[None, :], score, float("-inf"))
@@ -157,15 +157,15 @@ def attend_own(
     HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
     STORES: tl.constexpr,
 ):  # fmt: skip
-    """The newest position, before any other, and the sink -> peak, total, sums. Stored too."""
+    """Begin the softmax with the newest position and the sink -> peak, total, acc; store the KV."""
     half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
-    turn = half[None, :] < DIM // 2
+    in_half = half[None, :] < DIM // 2
     if NORM_VALUES:
         own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
     if STORES:
         ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
-        tl.store(kv_pages + place + half[None, :], ka, mask=turn)
-        tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=turn)
+        tl.store(kv_pages + place + half[None, :], ka, mask=in_half)
+        tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=in_half)
         tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
     product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
     peak = apply_softcap(tl.sum(product, axis=1) * scale, SOFTCAP)
@@ -185,8 +185,8 @@ def merge_chunks(
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of a row, in order, into its heads of one KV head; a batch of them at a time, so
-    that their loads wait together"""
+    """Merge all chunks of a row, in order, into the heads of one KV head; a batch at a time, so
+    that their loads overlap."""
     g, lane = tl.arange(0, MERGED), tl.arange(0, BATCH)
     real = g < GROUP_SIZE
     head = kv_head * GROUP_SIZE + g
@@ -233,11 +233,11 @@ def _decode_kernel(
     group_size: tl.constexpr = HEADS // KV_HEADS
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     head = kv_head * group_size + g
-    # values_at is DIM, not known to the compiler: a constant here costs it registers
+    # values_at is DIM, but not a constant for the compiler, which would cost registers.
     v_pages, table = kv_pages + values_at, page_table + slot * table_stride
     stored = end - is_last.to(tl.int32)  # the newest position is not in the pages yet
 
-    # constants, and what earlier steps stored, can be on their way before the query is known
+    # Constants and keys stored by earlier steps are loaded before the query is known.
     key = begin + tl.arange(0, KEYS)
     page = load_table(table, key, stored, PAGE)
     if EARLY:
@@ -259,22 +259,25 @@ def _decode_kernel(
     wait_for_writer(PDL)
 
     row64 = row.to(tl.int64)
-    turn = half[None, :] < DIM // 2
+    in_half = half[None, :] < DIM // 2
     q_at = joined + row64 * joined_stride + head[:, None] * DIM + half[None, :]
-    q_inside = (g < group_size)[:, None] & turn
+    q_inside = (g < group_size)[:, None] & in_half
     qa = tl.load(q_at, mask=q_inside, other=0.0)
     qb = tl.load(q_at + DIM // 2, mask=q_inside, other=0.0)
     k_at = kv_pages + place
     if STORES:
         k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
-    ka = tl.load(k_at + half[None, :], mask=turn, other=0.0)
-    kb = tl.load(k_at + DIM // 2 + half[None, :], mask=turn, other=0.0)
+    ka = tl.load(k_at + half[None, :], mask=in_half, other=0.0)
+    kb = tl.load(k_at + DIM // 2 + half[None, :], mask=in_half, other=0.0)
     v_at = v_pages + place
     if STORES:
         v_at = joined + row64 * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
     angle = row64 * (DIM // 2) + half[None, :]
-    c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
+    c, s = (
+        tl.load(cos + angle, mask=in_half, other=0.0),
+        tl.load(sin + angle, mask=in_half, other=0.0),
+    )
     inside = (g < group_size)[:, None] & (dim < VALUE_DIM)[None, :]
     out_at = out + (row64 * HEADS + head[:, None]) * VALUE_DIM + dim[None, :]
     if slot == 0:
@@ -302,14 +305,14 @@ def _decode_kernel(
             )
     for start in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
         key = start + tl.arange(0, KEYS)
-        if EARLY:  # the compiler runs it ahead, which a short loop likes better
+        if EARLY:  # the compiler pipelines this form better in short loops
             page = load_table(table, key, stored, PAGE)
         a, b, v = load_pages(
             kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
             KV_HEADS, DIM, VALUE_DIM, PAGE,
         )  # fmt: skip
         if not EARLY:
-            page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+            page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead
         peak, total, acc = attend_keys(
             qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
         )
@@ -322,7 +325,7 @@ def _decode_kernel(
     tl.store(partial + flat[:, None] * VALUE_DIM + dim[None, :], acc, mask=inside)
     tl.store(peak_of + flat, peak, mask=g < group_size)
     tl.store(total_of + flat, total, mask=g < group_size)
-    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+    tl.debug_barrier()  # all writes of the program, then the count that publishes them
     if tl.atomic_add(done + row * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
         tl.store(done + row * KV_HEADS + kv_head, 0)  # for the next layer
         tl.debug_barrier()
@@ -382,20 +385,20 @@ def attend(
 
 
 def cut_for(rows: int) -> tuple[int, int]:
-    """-> programs to spread contexts over, and the fewest keys of one; see benchmarks/h200.
+    """Return the programs to spread contexts over, and the fewest keys of one; see benchmarks/h200.
 
-    A small batch is cut so that every processor has some. A large one is cut too, less finely: of
-    whole rows the longest would end long after the others.
+    A small batch is cut so that every multiprocessor has work. A large one is cut too, less finely:
+    if rows were whole, the longest would end long after the others.
     """
     return (512, 64) if rows <= 64 else (4096, 256)
 
 
 def shape_for(rows: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
-    """-> keys in a tile, warps, stages, whether to read a tile early; see benchmarks/h200.
+    """Return keys per tile, warps, stages, and whether to load a tile early; see benchmarks/h200.
 
-    A small batch wants short programs, a large one as many at once as fit. Float32 and large heads
-    (`size` is of a key and its value) have half the keys in the same memory. Of the largest, a tile
-    that was read early would not fit the registers.
+    A small batch needs short programs, a large one as many at once as fit. Float32 and large heads
+    (`size` is that of a key plus its value) have half the keys in the same memory. With the largest
+    heads, a tile that was loaded early would not fit the registers.
     """
     if size > 512:
         return (32, 4, 2, False) if itemsize <= 2 else (16, 8, 2, False)

@@ -1,14 +1,15 @@
-"""Decode attention of a large batch: all rows end to end, cut into equal shares.
+"""Stream-K decode attention for large batches: all rows end to end, cut into equal shares.
 
-decode.py gives every program one chunk of one row. Many rows are then more programs than run at
-once, and the last of them leave most of the card idle. Here a fixed number of programs, as many as
-run at once, take equal shares of the line of tiles that all rows make (a tile: KEYS keys from a
-multiple of KEYS on), so all end together, and one loop runs on from row to row: while a row ends
-and the next one begins, tiles of the next one are already on their way.
+decode.py gives every program one chunk of one row. With many rows there are more programs than run
+at once, and the last of them leave most of the card idle. Here a fixed number of programs, as many
+as run at once, take equal shares of the sequence of tiles of all rows (a tile: KEYS keys from a
+multiple of KEYS on), so all end together, and one loop continues from row to row: while a row ends
+and the next one begins, the tiles of the next one are already being loaded.
 
-`plan`, once a step, says where each share begins. A row in one share is done there; of others every
-share stores its part, and whoever ends last merges them in order, as in decode.py. What it costs to
-begin a row counts as some tiles more. Rows of slot 0 are a tile without keys.
+`plan` computes, once per step, where each share begins. A row within one share is finished there.
+For other rows every share stores its part, and the program that finishes last merges them in order,
+as in decode.py. The cost of beginning a row is counted as additional tiles. A row of slot 0 is one
+tile without keys.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -38,26 +39,26 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.activation import LOG2E
 from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
 
-FEWEST_ROWS = 17  # below, every row is cut, and decode.py cuts finer
-MOST_SIZE, MOST_GROUP = 512, 16  # of a key and its value; query heads of a KV head
-MOST_SHARES = 512  # a row may have them all, and the plan goes through them in turn
-FEWEST_SHARES = 0.9  # of the most, to have rows cut alike
-SMALLEST = 4  # tiles of a share: a short line is cut into fewer
+FEWEST_ROWS = 17  # with fewer, every row is cut, and decode.py cuts finer
+MOST_SIZE, MOST_GROUP = 512, 16  # key plus value; query heads per KV head
+MOST_SHARES = 512  # one row may have all shares, and the plan visits them one by one
+FEWEST_SHARES = 0.9  # fraction of the most, if that cuts all rows the same way
+SMALLEST = 4  # tiles of a share, at least: few tiles are cut into fewer shares
 
 
 class Shape(NamedTuple):
-    """How a line is walked along."""
+    """Launch shape of the stream-K kernel."""
 
-    programs: int  # of one processor, as many as run at once
-    keys: int  # of a tile
+    programs: int  # per multiprocessor, as many as run at once
+    keys: int  # per tile
     warps: int
     stages: int
-    row_cost: int  # of a row's beginning, in tiles
+    row_cost: int  # cost of beginning a row, in tiles
 
 
 @triton.jit
 def _lowest(newest, WINDOW: tl.constexpr, KEYS: tl.constexpr):
-    """The first key of a row's first tile"""
+    """Return the first key of a row's first tile."""
     low = newest * 0
     if WINDOW is not None:
         low = tl.maximum(newest + 1 - WINDOW, 0) // KEYS * KEYS
@@ -71,9 +72,10 @@ def _plan_kernel(
     WINDOW: tl.constexpr, KEYS: tl.constexpr, COST: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program. Never launched to overlap: what follows it may read the plan at once.
+    """Compute the plan, in one program. Never launched with overlap: the kernels after it may read
+    the plan without a wait.
 
-    Share i begins i / shares of the way down the line, in tiles and COST for each row before it.
+    Share i begins at i / shares of the total cost: all tiles, plus COST per row.
     """
     r = tl.arange(0, ROWS)
     slot = tl.load(slots + r, mask=r < rows, other=0)
@@ -85,7 +87,7 @@ def _plan_kernel(
     after, tile = tl.cumsum(cost, axis=0), tl.cumsum(tiles, axis=0) - tiles
     before, whole = after - cost, tl.sum(cost, axis=0)
     shares = tl.minimum(num_shares, tl.maximum(whole // smallest, 1))
-    # the last share that begins no later than the row's first tile, and its last
+    # The last shares that begin no later than the row's first tile, and than its last tile.
     first = ((before + COST + 1) * shares - 1) // whole
     last = ((before + COST + tiles) * shares - 1) // whole
     tl.store(slot_of + r, slot, mask=r <= rows)
@@ -119,7 +121,7 @@ def _load_page(table, key, end, KNOWN: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_four(table, begin, end, KEYS: tl.constexpr, PAGE: tl.constexpr):
-    """The pages of a tile, as numbers that no layout has to be found for: four at most"""
+    """Return the page numbers of a tile, at most four, as scalars, which need no layout."""
     a = _load_page(table, begin, end, True, PAGE)
     b = _load_page(table, begin + PAGE, end, KEYS >= 2 * PAGE, PAGE)
     c = _load_page(table, begin + 2 * PAGE, end, KEYS >= 4 * PAGE, PAGE)
@@ -133,7 +135,7 @@ def _load_tile(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys in two halves, [half, keys] each, and values, [keys, dim]; zeros where not known."""
+    """Load keys in two halves, [half, keys] each, and values, [keys, dim]; zeros if not known."""
     key = tl.arange(0, KEYS)
     size: tl.constexpr = DIM + VALUE_DIM
     if KEYS <= 4 * PAGE:
@@ -145,7 +147,7 @@ def _load_tile(
     start = page * PAGE
     if PAGE > KEYS:
         start += begin % PAGE
-    # what differs from tile to tile is of few numbers, the rest is computed once
+    # Few values differ from tile to tile; the rest is computed once.
     at, beside = (start * KV_HEADS + kv_head) * size, key % PAGE * (KV_HEADS * size)
     key_at = kv_pages + at[None, :] + (beside[None, :] + half[:, None])
     present = known[None, :] & (half < DIM // 2)[:, None]
@@ -164,25 +166,28 @@ def _begin_row(
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """-> its queries in two halves, and the softmax of its newest position or of nothing"""
+    """Return a row's queries in two halves, and the softmax of its newest position or of no key."""
     group_size: tl.constexpr = HEADS // KV_HEADS
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     head = kv_head * group_size + g
-    turn = half[None, :] < DIM // 2
+    in_half = half[None, :] < DIM // 2
     mine = joined + row.to(tl.int64) * joined_stride
     q_at = mine + head[:, None] * DIM + half[None, :]
-    q_inside = (g < group_size)[:, None] & turn
+    q_inside = (g < group_size)[:, None] & in_half
     qa = tl.load(q_at, mask=q_inside, other=0.0)
     qb = tl.load(q_at + DIM // 2, mask=q_inside, other=0.0)
     angle = row.to(tl.int64) * (DIM // 2) + half[None, :]
-    c, s = tl.load(cos + angle, mask=turn, other=0.0), tl.load(sin + angle, mask=turn, other=0.0)
+    c, s = (
+        tl.load(cos + angle, mask=in_half, other=0.0),
+        tl.load(sin + angle, mask=in_half, other=0.0),
+    )
     by_qa, by_qb, by_ka, by_kb = 1.0, 1.0, 1.0, 1.0
     if NORM:
         by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
-    # slot 0 has a key of weight one and value zero, so that it ends with zeros
+    # Slot 0 gets a key with weight 1 and value 0, so that its result is zeros.
     peak = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, float("-inf"), 0.0)
     total = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, 0.0, 1.0)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
@@ -193,8 +198,8 @@ def _begin_row(
         if STORES:
             k_at, v_at = mine + (HEADS + kv_head) * DIM, mine + (HEADS + KV_HEADS) * DIM
             v_at += kv_head * VALUE_DIM
-        ka = tl.load(k_at + half[None, :], mask=turn, other=0.0)
-        kb = tl.load(k_at + DIM // 2 + half[None, :], mask=turn, other=0.0)
+        ka = tl.load(k_at + half[None, :], mask=in_half, other=0.0)
+        kb = tl.load(k_at + DIM // 2 + half[None, :], mask=in_half, other=0.0)
         own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
         sink = 0.0
         if sinks is not None:
@@ -211,7 +216,7 @@ def _begin_row(
 def _store_sums(
     at, acc, real, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """In two halves: the way to a layout for stores takes half the shared memory"""
+    """Store in two halves: converting to a layout for stores then takes half the shared memory."""
     half: tl.constexpr = WIDTH // 2
     dim = tl.arange(0, half)
     lower, upper = tl.split(tl.permute(tl.reshape(acc, [GROUP, 2, half]), (0, 2, 1)))
@@ -221,7 +226,7 @@ def _store_sums(
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _line_kernel(
+def _stream_k_kernel(
     joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
     row_of, begin_of, tile_of, slot_of, newest_of, first_of, count_of, done,
     partial, peak_of, total_of,
@@ -243,13 +248,13 @@ def _line_kernel(
     next_slot, next_newest = tl.load(slot_of + row + 1), tl.load(newest_of + row + 1)
     table = page_table + slot.to(tl.int64) * table_stride
     p0, p1, p2, p3 = _load_four(table, begin, newest, KEYS, PAGE)
-    from_start = begin == _lowest(newest, WINDOW, KEYS)  # else an earlier share has begun the row
+    from_start = begin == _lowest(newest, WINDOW, KEYS)  # else an earlier share began the row
 
     group_size: tl.constexpr = HEADS // KV_HEADS
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     head = kv_head * group_size + g
     inside = (g < group_size)[:, None] & (dim < VALUE_DIM)[None, :]
-    # values_at is DIM, not known to the compiler: as in decode.py
+    # values_at is DIM, but not a constant for the compiler: see decode.py.
     v_pages, first_row, is_new = kv_pages + values_at, row, row >= 0
     scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
     qa = tl.zeros([GROUP, HALF], joined.dtype.element_ty)
@@ -257,7 +262,7 @@ def _line_kernel(
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
-    # stages are the launch's: given here, the loads of page numbers would become copies that wait
+    # The launch sets the stages: set here, the loads of page numbers would become blocking copies.
     for i in range(tile, end_tile):
         key = begin + tl.arange(0, KEYS)
         known = key < newest
@@ -267,7 +272,7 @@ def _line_kernel(
             kv_pages, v_pages, table, p0, p1, p2, p3, begin, known, newest, kv_head, half, dim,
             KV_HEADS, DIM, VALUE_DIM, PAGE, KEYS,
         )  # fmt: skip
-        # all that the next tile's loads need, a tile ahead
+        # Everything that the loads of the next tile need, one tile ahead.
         its_row, its_slot, its_newest, its_table = row, slot, newest, table
         is_end = begin + KEYS >= newest
         row += is_end.to(tl.int32)
@@ -278,7 +283,7 @@ def _line_kernel(
         next_slot, next_newest = tl.load(slot_of + row + 1), tl.load(newest_of + row + 1)
 
         if is_new:
-            wait_for_writer(PDL)  # behind the first tiles, which earlier steps have written
+            wait_for_writer(PDL)  # after the first tiles, which earlier steps have written
             qa, qb, peak, total, acc = _begin_row(
                 joined, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, its_table, its_row,
                 its_slot, its_newest, from_start, kv_head, joined_stride, eps, scale,
@@ -301,12 +306,12 @@ def _line_kernel(
         from_start |= is_end
         is_new = is_end
 
-    # only its first row and its last one can have parts elsewhere
+    # Only the first and the last row of a share can have parts in other shares.
     last_row = row - is_new.to(tl.int32)
     for its in range(first_row, last_row + 1, tl.maximum(last_row - first_row, 1)):
         count = tl.load(count_of + its)
         if count > 1:
-            tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+            tl.debug_barrier()  # all writes of the program, then the count that publishes them
             if tl.atomic_add(done + its * KV_HEADS + kv_head, 1, sem="acq_rel") == count - 1:
                 tl.store(done + its * KV_HEADS + kv_head, 0)  # for the next layer
                 tl.debug_barrier()
@@ -333,15 +338,15 @@ def plan(slots: Tensor, positions: Tensor, heads: Heads) -> StreamKPlan:
     done, parts = slots.new_empty(rows, kv_heads), rows + shares
     partial = torch.empty(parts, heads.num_heads, heads.value_dim, device=slots.device)
     peak, total = torch.empty(2, parts, heads.num_heads, device=slots.device).unbind()
-    line = StreamKPlan(
+    made = StreamKPlan(
         row[:-1], begin[:-1], tile, slot, newest, first, num, done, partial, peak, total
     )
     launch(
-        _plan_kernel, (1,), slots, positions, rows, *line[:8], rows * kv_heads, shares, SMALLEST,
+        _plan_kernel, (1,), slots, positions, rows, *made[:8], rows * kv_heads, shares, SMALLEST,
         WINDOW=heads.window, KEYS=shape.keys, COST=shape.row_cost,
         ROWS=max(256, triton.next_power_of_2(rows + 1)), BLOCK=1024,
     )  # fmt: skip
-    return line
+    return made
 
 
 def attend(
@@ -360,7 +365,7 @@ def attend(
     shape = shape_for(heads)
     warps = min(8, shape.warps * (4 if qkv.dtype.itemsize > 2 else 1))
     launch(
-        _line_kernel, (kv_heads, len(plan.row)),
+        _stream_k_kernel, (kv_heads, len(plan.row)),
         qkv, *norms, sinks, *angles, *kv, out, *plan,
         qkv.stride(0), dim, kv.page_table.stride(0), heads.norm_eps, heads.scale,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim,
@@ -374,14 +379,18 @@ def attend(
 
 
 def _shares(rows: int, most: int) -> int:
-    """Nearly the most, so many that rows of one length are all cut alike or not at all"""
+    """Return the number of shares: close to `most`, and if possible one that cuts all rows of equal
+    length in the same places, or not at all."""
     alike = most // rows * rows if rows <= most else triton.cdiv(rows, triton.cdiv(rows, most))
     return alike if alike >= FEWEST_SHARES * most else most
 
 
 def shape_for(heads: Heads) -> Shape:
-    """See benchmarks/h200. By the heads alone: a plan does not know in what they are stored. All
-    are for 16 bits; of 32, fewer programs run at once."""
+    """Return the launch shape, see benchmarks/h200.
+
+    It depends on the heads alone, since a plan does not know the dtype of the KV cache. The shapes
+    are tuned for 16 bits; with 32, fewer programs run at once.
+    """
     size = heads.head_dim + heads.value_dim
     if size > 256:
         return Shape(programs=2, keys=32, warps=4, stages=3, row_cost=2)

@@ -1,23 +1,25 @@
-"""Paged attention of latent heads, in absorbed form: a token's stored row is the key of all its
-heads, and the latent that ends it their value.
+"""Paged multi-head latent attention (MLA) in absorbed form: a token's stored row is the key of all
+heads, and the latent at its end is their value.
 
-Queries are brought to the latents by a product a head, results are brought back by another; between
-them all heads of a token read the same rows. So a program takes as many (token, head) pairs of one
-row of the step as its tile holds, reads a tile of stored rows once for all of them, and uses it
-twice. Rows are those of the step where they are uniform, one token each in a decode step; ragged
-ones are cut into blocks by prefill's plan, and a block is a row.
+A per-head product (up_k) maps queries into the latent space, and another (up_v) maps results back;
+between them all heads of a token read the same rows. So a program takes as many (token, head) pairs
+of one row of the step as its tile holds, loads a tile of stored rows once for all of them, and uses
+it both as keys and as values. Uniform rows are taken as they are, with one token each in a decode
+step; ragged rows are cut into blocks by prefill's plan, and a block is a row.
 
-The rows are stored before anyone attends, so a token's own key is like any other. The grid of a
-size is fixed, and shared out by decode's plan: keys up to a row's first token are cut into chunks
-of one common size, and the last chunk has the keys of the row's other tokens too. Results of rows
-in several chunks are merged, in order, by a kernel after it: a chunk's are so large that one
-program could not read those of a long row in time, so as many share them as the row has chunks.
+The rows are stored before attention, so a token's own key is like any other. The grid of a graph
+size is fixed, and decode's plan distributes it: keys up to a row's first token are cut into chunks
+of one common size, and the last chunk also has the keys of the row's other tokens. The results of
+rows with several chunks are merged, in order, by a second kernel: they are so large that a single
+program could not read those of a long row in time, so it uses as many programs as the row has
+chunks.
 
-Only `mla_attention` knows of the products. In a step whose rows may be long, only keys before a
-row's first token are seen like this, and its own in expanded form: see mla_prefill.py.
+Only `mla_attention` knows the products. In a step whose rows may be long, only keys before a row's
+first token are attended to in absorbed form, and the row's own keys in expanded form: see
+mla_prefill.py.
 
-Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
-or that nobody sees.
+Padding stores nothing, gets zeros and is never read. Nor is a key that was not stored, or that no
+token sees.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -34,7 +36,7 @@ from slotzero.kernels.triton.attention import mla_prefill
 from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
-from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
+from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
 from slotzero.kernels.triton.attention.verify import padded_rows, softmax_level
 from slotzero.kernels.triton.launch import (
     launch,
@@ -46,19 +48,19 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.activation import LOG2E
 from slotzero.kernels.types import Angles, Heads, MlaShape, MlaWeights, PagedKv, Tokens
 
-MAX_LATENT, MAX_TURNED = 512, 64  # what the tiles hold, of any number of heads
-MOST_PAGES = tl.constexpr(8)  # of a tile, whose numbers every thread may have for itself
-MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # of a group; at a time; of a batch
+MAX_LATENT, MAX_ROPE_DIM = 512, 64  # what the tiles hold, for any number of heads
+MOST_PAGES = tl.constexpr(8)  # of a tile, if every thread is to hold their numbers
+MERGED_PAIRS, MERGED_TILE, MERGED_CHUNKS = 8, 2, 4  # per group; at a time; per batch
 
 
 class MlaTile(NamedTuple):
     pairs: int
     keys: int
-    ahead: int  # tiles that are asked for before one is computed with
+    ahead: int  # tiles that are loaded ahead of their use
     warps: int
 
     def num_bytes(self, size: int, itemsize: int) -> int:
-        """Of shared memory: queries, stored rows, weights."""
+        """Return the shared memory needed: queries, stored rows, softmax weights."""
         rows = self.pairs + self.ahead * self.keys
         return (rows * size + self.pairs * self.keys) * itemsize + 512
 
@@ -68,14 +70,14 @@ def _attend_kernel(
     query, kv_pages, page_table, out, token_slots, starts, firsts, sizes,
     row_of, slot_of, begin_of, end_of, first_of, count_of, partial, peak_of, total_of,
     bases, bits_seen, sums, table_stride, span, parts, scale,
-    HEADS: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
-    PAIRS: tl.constexpr, KEYS: tl.constexpr, TURN: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
+    PAIRS: tl.constexpr, KEYS: tl.constexpr, ROPE_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     RUN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk, some pairs of its row. RUN keys at a time are in one page.
+    """Compute some pairs of a row over one chunk. RUN consecutive keys are in one page.
 
-    What the plan says, slots and the first pages are read before the wait: the plan is never
-    launched to overlap, and comes after all that it is made of."""
+    The plan, slots and the first page numbers are read before the wait: the plan's kernel is never
+    launched with overlap, and it runs after everything that it is derived from."""
     may_follow(PDL)
     part, chunk = tl.program_id(0) % parts, tl.program_id(0) // parts
     row, slot = tl.load(row_of + chunk), tl.load(slot_of + chunk).to(tl.int64)
@@ -90,10 +92,10 @@ def _attend_kernel(
         if part * PAIRS >= size * HEADS:
             wait_for_writer(PDL)
             return
-    pair, turn = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, TURN)
-    low = tl.arange(0, WIDTH // 2)  # of a latent, which is in two halves: see below
+    pair, rope = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, ROPE_BLOCK)
+    low = tl.arange(0, WIDTH // 2)  # of the latent, which is taken in two halves: see below
     high = WIDTH // 2 + low
-    place = pair // HEADS  # of the token in its row
+    place = pair // HEADS  # index of the token in its row
     inside = place < size
     real = tl.load(token_slots + token + place, mask=inside, other=0) > 0
     newest = start + place  # the last key that a pair may see
@@ -103,52 +105,52 @@ def _attend_kernel(
     end = tl.where(chunk == first + count - 1, length, tl.minimum(end, length))
     if bits_seen is not None:
         base, bits = load_branches(bases, bits_seen, token + place, newest, real)
-        plain = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before it
-        last_base, any_bits = anyone_of(base, bits)
+        tree_start = tl.min(tl.where(real, base, length), axis=0)  # all pairs see all keys before
+        last_base, any_bits = union_of(base, bits)
     table = page_table + slot * table_stride
-    few: tl.constexpr = KEYS // RUN <= MOST_PAGES
-    if few:
+    holds_pages: tl.constexpr = KEYS // RUN <= MOST_PAGES
+    if holds_pages:
         pages = _load_pages(table, begin, end, KEYS, RUN, PAGE)
         next_pages = _load_pages(table, begin + KEYS, end, KEYS, RUN, PAGE)
     wait_for_writer(PDL)
-    if sums is not None:  # noqa: SIM102  the compiler decides this one
+    if sums is not None:  # noqa: SIM102  decided at compile time
         if begin >= end:
             nothing = tl.full([PAIRS], float("-inf"), tl.float32)
             tl.store(sums + token * HEADS + pair, nothing, mask=inside)
             return
 
-    q_at = query + (token * HEADS + pair)[:, None] * (TURNED + LATENT)
-    q_turned = _load_rows(q_at, turn, real, TURNED)
-    q_low = _load_rows(q_at + TURNED, low, real, LATENT)
-    q_high = _load_rows(q_at + TURNED, high, real, LATENT)
+    q_at = query + (token * HEADS + pair)[:, None] * (ROPE_DIM + LATENT)
+    q_rope = _load_rows(q_at, rope, real, ROPE_DIM)
+    q_low = _load_rows(q_at + ROPE_DIM, low, real, LATENT)
+    q_high = _load_rows(q_at + ROPE_DIM, high, real, LATENT)
 
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
-    totals = tl.zeros([PAIRS, KEYS], tl.float32)  # added up at the end: sums across warps are slow
+    totals = tl.zeros([PAIRS, KEYS], tl.float32)  # summed at the end: sums across warps are slow
     acc_low = tl.zeros([PAIRS, WIDTH // 2], tl.float32)
     acc_high = acc_low
-    # Rows of AHEAD tiles are asked for before one is computed with, and the pages of each two tiles
-    # before its rows. Scores of few pairs are two sums, which matrix units work on by turns: one
-    # would be a chain of additions that takes longer than the rows to come. Each is scaled by
-    # itself: of a plain sum the compiler makes one chain again.
+    # The rows of AHEAD tiles are loaded ahead of their use, and the page numbers of each tile two
+    # tiles before its rows. With few pairs the scores are two sums, between which matrix units
+    # alternate: one sum would be a chain of additions that takes longer than loading the rows. Each
+    # is scaled separately, because the compiler would make one chain of a plain sum again.
     for tile in tl.range(begin, end, KEYS, num_stages=AHEAD + 1):
         key = tile + tl.arange(0, KEYS)
         known = key < end
         if bits_seen is not None:
             known = known & sees(key, last_base, any_bits)
-        if few:
+        if holds_pages:
             page = tl.zeros([KEYS], tl.int32)
             for i in tl.static_range(KEYS // RUN):
                 page = tl.where(tl.arange(0, KEYS) // RUN == i, pages[i], page)
-            pages = _made(next_pages, KEYS // RUN)
+            pages = _copied(next_pages, KEYS // RUN)
             next_pages = _load_pages(table, tile + 2 * KEYS, end, KEYS, RUN, PAGE)
         else:
             page = tl.load(table + key // PAGE, mask=key < end, other=0)
         at = (page * PAGE + key % PAGE).to(tl.int64)
-        stored = kv_pages + (at * (TURNED + LATENT))[:, None]
-        k_turned = _load_rows(stored, turn, known, TURNED)
-        k_low = _load_rows(stored + TURNED, low, known, LATENT)
-        k_high = _load_rows(stored + TURNED, high, known, LATENT)
-        score = tl.dot(q_turned, k_turned.T, input_precision="ieee")
+        stored = kv_pages + (at * (ROPE_DIM + LATENT))[:, None]
+        k_rope = _load_rows(stored, rope, known, ROPE_DIM)
+        k_low = _load_rows(stored + ROPE_DIM, low, known, LATENT)
+        k_high = _load_rows(stored + ROPE_DIM, high, known, LATENT)
+        score = tl.dot(q_rope, k_rope.T, input_precision="ieee")
         score = tl.dot(q_low, k_low.T, score, input_precision="ieee")
         if PAIRS > 16:
             score = tl.dot(q_high, k_high.T, score, input_precision="ieee") * scale
@@ -156,7 +158,7 @@ def _attend_kernel(
             score = score * scale + tl.dot(q_high, k_high.T, input_precision="ieee") * scale
         if bits_seen is None:
             score = tl.where(key[None, :] <= newest[:, None], score, float("-inf"))
-        elif tile + KEYS > plain:
+        elif tile + KEYS > tree_start:
             mine = sees(key[None, :], base[:, None], bits[:, None])
             score = tl.where(mine, score, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(score, axis=1))
@@ -190,7 +192,7 @@ def _attend_kernel(
 
 @triton.jit
 def _load_pages(table, first, end, KEYS: tl.constexpr, RUN: tl.constexpr, PAGE: tl.constexpr):
-    """Of KEYS keys, RUN of which are in one page: numbers, which need no layout"""
+    """Return the page numbers of KEYS keys, RUN of which share a page: scalars without layout."""
     pages = ()
     for i in tl.static_range(0, KEYS, RUN):
         page = tl.load(table + (first + i) // PAGE, mask=first + i < end, other=0)
@@ -199,8 +201,8 @@ def _load_pages(table, first, end, KEYS: tl.constexpr, RUN: tl.constexpr, PAGE: 
 
 
 @triton.jit
-def _made(pages, NUM: tl.constexpr):
-    """The same: of a loop that hands on what it was given, the compiler asks for no tile ahead."""
+def _copied(pages, NUM: tl.constexpr):
+    """Copy the values: the compiler does not pipeline a loop that passes on its own arguments."""
     made = ()
     for i in tl.static_range(NUM):
         made += (tl.maximum(pages[i], 0),)  # type: ignore[assignment]
@@ -209,7 +211,7 @@ def _made(pages, NUM: tl.constexpr):
 
 @triton.jit
 def _load_rows(at, dim, known, SIZE: tl.constexpr):
-    """[rows, dim]: zeros past SIZE, and of rows that are not known"""
+    """Load [rows, dim]: zeros past SIZE, and for rows that are not known."""
     return tl.load(at + dim[None, :], mask=known[:, None] & (dim < SIZE)[None, :], other=0.0)
 
 
@@ -222,8 +224,8 @@ def _store_pairs(target, pair, dim, values, wanted, LATENT: tl.constexpr):
 
 @triton.jit
 def _partial_of(chunk, first, row):
-    """Where a chunk's results are. Chunks beyond one a row are no more than the spare ones: those
-    of rows that have any are counted twice, which makes room for all."""
+    """Return where a chunk's results are stored. At most `spare` chunks are beyond one per row, so
+    rows with several chunks have at most 2 * spare of them in all."""
     return (chunk + first - 2 * row).to(tl.int64)
 
 
@@ -234,8 +236,8 @@ def _merge_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of a row, in order, a batch at a time, for a group of its pairs, of which each of
-    its chunks' programs takes some tiles. Of padding there is nothing, and zeros remain."""
+    """Merge all chunks of a row, in order, a batch at a time, for a group of its pairs. The
+    programs of the row's chunks share the tiles of the group. Padding gets zeros."""
     may_follow(PDL)
     group, chunk = tl.program_id(0) % groups, tl.program_id(0) // groups
     row, first = tl.load(row_of + chunk), tl.load(first_of + chunk)
@@ -258,7 +260,9 @@ def _merge_kernel(
         peak = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         acc = tl.zeros([TILE, WIDTH], tl.float32)
-        for start in tl.range(0, count, BATCH, num_stages=3):  # in stages: all loads at once
+        for start in tl.range(
+            0, count, BATCH, num_stages=3
+        ):  # stages: all loads are issued at once
             known = real[:, None] & (start + lane < count)[None, :]
             at = pair[:, None] + (start + lane)[None, :] * (span * HEADS)
             its_peak = tl.load(peak_of + at, mask=known, other=float("-inf"))
@@ -277,17 +281,17 @@ def _merge_kernel(
         tl.store(out_at, result, mask=(pair < end)[:, None] & (dim < LATENT)[None, :])
         if sums is not None:
             tl.store(sums + token * HEADS + pair, peak + tl.log2(total), mask=real)
-    wait_for_writer(PDL)  # who had no tile
+    wait_for_writer(PDL)  # programs without a tile
 
 
 def limits(latent: int, shape: MlaShape) -> tuple[tuple[str, int, int], ...]:
-    """-> the name of a size, its value and the most that it may be"""
-    return ("latent", latent, MAX_LATENT), ("rope_dim", shape.rope_dim, MAX_TURNED)
+    """Return the name of each limited size, its value and its maximum."""
+    return ("latent", latent, MAX_LATENT), ("rope_dim", shape.rope_dim, MAX_ROPE_DIM)
 
 
 def mla_attention(
-    q: Tensor,  # [T, heads * (plain + turned)]
-    k: Tensor,  # [T, turned + latent]
+    q: Tensor,  # [T, heads * (nope_dim + rope_dim)]
+    k: Tensor,  # [T, rope_dim + latent]
     weights: MlaWeights,
     angles: Angles,
     kv: PagedKv,
@@ -308,18 +312,21 @@ def mla_attention(
 
 
 def attend(
-    query: Tensor,  # [T, heads, turned + latent]
+    query: Tensor,  # [T, heads, rope_dim + latent]
     kv: PagedKv,
     plan: MlaPlan,
     heads: Heads,
 ) -> tuple[Tensor, Tensor | None]:
-    """-> [T, heads, latent]: what each pair gets of the latents that it sees in pages; and where
-    that is not all, [T, heads]: log2 of its softmax's sum, -inf of nothing, which is not written"""
+    """Attend to the stored rows -> [T, heads, latent].
+
+    If the step's own rows are attended to separately, also return log2 of each pair's softmax sum,
+    [T, heads]: -inf for a pair without stored keys, whose result is not written.
+    """
     num_heads, latent, page = heads.num_heads, heads.value_dim, kv.pages.shape[1]
-    turned = heads.head_dim - latent
-    turn, width = padded_rows(turned, 16), padded_rows(latent, 32)
+    rope_dim = heads.head_dim - latent
+    rope, width = padded_rows(rope_dim, 16), padded_rows(latent, 32)
     pairs, num_chunks = plan.peak.shape[1], len(plan.row)
-    tile = tile_for(pairs, turn + width, query.dtype.itemsize)
+    tile = tile_for(pairs, rope + width, query.dtype.itemsize)
     parts, groups = triton.cdiv(pairs, tile.pairs), triton.cdiv(pairs, MERGED_PAIRS)
     seen, sums = query.new_empty(len(query), num_heads, latent), None
     if plan.own is not None:
@@ -328,9 +335,9 @@ def attend(
         _attend_kernel, (num_chunks * parts,),
         query, *kv, seen, plan.slots, *plan[2:-1], sums,
         kv.page_table.stride(0), pairs // num_heads, parts, heads.scale * LOG2E.value,
-        HEADS=num_heads, TURNED=turned, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
-        KEYS=tile.keys, TURN=turn, WIDTH=width, RUN=math.gcd(page, tile.keys), AHEAD=tile.ahead,
-        num_warps=tile.warps, **overlap(),
+        HEADS=num_heads, ROPE_DIM=rope_dim, LATENT=latent, PAGE=page, PAIRS=tile.pairs,
+        KEYS=tile.keys, ROPE_BLOCK=rope, WIDTH=width, RUN=math.gcd(page, tile.keys),
+        AHEAD=tile.ahead, num_warps=tile.warps, **overlap(),
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
@@ -343,20 +350,20 @@ def attend(
 
 
 def tile_for(pairs: int, size: int, itemsize: int) -> MlaTile:
-    """Of rows of `pairs`; `size` is of what is stored. Compiled for an H200 with latents of 512:
+    """Return the tile for rows of `pairs` pairs; `size` is the padded size of a stored row.
 
-    16 pairs are 191 registers and 93 KB, 32 are 255 (some are spilled, 128 bytes of each thread)
-    and 115 KB, and two such programs share a multiprocessor. With 64, two groups of warps would
-    compute all scores twice.
+    Compiled for an H200 with latents of 512, 16 pairs take 191 registers and 93 KB, 32 take 255
+    registers (128 bytes per thread are spilled) and 115 KB, and two such programs share a
+    multiprocessor. With 64 pairs, two warpgroups would both compute all scores.
     """
-    if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+    if itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         tile = MlaTile(pairs=16, keys=16, ahead=1, warps=8)
     else:
-        few, many = (
+        small, large = (
             MlaTile(16, keys=32, ahead=2, warps=4),
             MlaTile(MAX_PAIRS, keys=64, ahead=1, warps=4),
         )
-        tile = few if pairs <= 16 else many
+        tile = small if pairs <= 16 else large
     while tile.num_bytes(size, itemsize) > shared_memory() and tile.keys > 16:
         tile = tile._replace(keys=tile.keys // 2)
     return tile

@@ -1,4 +1,4 @@
-"""Which programs see which of the latent rows: once a step, for all its layers."""
+"""The MLA attention plan: which programs read which stored rows, once per step for all layers."""
 
 import torch
 import triton
@@ -11,15 +11,15 @@ from slotzero.kernels.triton.attention.verify import padded_rows
 from slotzero.kernels.triton.launch import launch, num_processors
 from slotzero.kernels.types import NO_BRANCHES, Branches, Heads, Rows, Tokens
 
-MAX_PAIRS = 32  # (token, head) pairs of a tile
-BLOCK_HEADS = 16  # ragged rows are cut as if there were no more: into no fewer than eight tokens
-MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: their results, twice, are 64 MB at most
+MAX_PAIRS = 32  # (token, head) pairs of a tile, at most
+BLOCK_HEADS = 16  # assumed at most when ragged rows are cut: blocks of at least eight tokens
+MAX_PARTIAL = 1 << 14  # pairs of all spare chunks: two results of each take at most 64 MB
 
 
 def plan(
     tokens: Tokens, rows: Rows | None, heads: Heads, branches: Branches | None = None
 ) -> MlaPlan:
-    """What all layers of a step share, for rows of any kind."""
+    """Return the plan of a step, for rows of any kind."""
     assert heads.mla is not None
     firsts = sizes = own = None
     if rows is None:
@@ -40,10 +40,10 @@ def plan(
     row, slot, begin, end, first, num = slots.new_empty(6, num_chunks).unbind()
     partial = torch.empty(2 * spare, pairs, heads.value_dim, device=slots.device)
     peak, total = (torch.empty(2 * spare, pairs, device=slots.device) for _ in range(2))
-    nobody = row, 0  # counts the programs that are done
+    no_done = row, 0  # MLA does not count finished programs
     launch(
         plan_kernel, (1,), slots, starts, starts, num_rows, row, slot, begin, end, first, num,
-        *nobody, num_chunks, spare, smallest,
+        *no_done, num_chunks, spare, smallest,
         WINDOW=None, SPAN=1, APART=False, BEFORE=True, ROWS=padded_rows(num_rows, 256), BLOCK=1024,
     )  # fmt: skip
     bases, seen, _ = branches or NO_BRANCHES
@@ -54,17 +54,18 @@ def plan(
 
 
 def _columns(blocks: Tensor) -> tuple[Tensor, ...]:
-    """Each contiguous and, like whatever else a kernel is given, aligned"""
+    """Return the columns, each contiguous and aligned, like all kernel arguments."""
     num = len(blocks)
     return blocks.new_empty(blocks.shape[1], num + -num % 4)[:, :num].copy_(blocks.t()).unbind()
 
 
 def cut_for(rows: int, pairs: int) -> tuple[int, int]:
-    """-> chunks beyond one a row, and the fewest keys of one, in whole tiles; `pairs` of a row.
+    """Return the number of chunks beyond one per row, and the fewest keys of a chunk (whole tiles).
 
-    Contexts are spread over as many programs as run at a time, two of each processor; a row's last
-    chunk counts as half a one. But who merges a row reads all of its chunks: more than 64 of a row,
-    or short ones in a large batch, cost more than they save.
+    `pairs` is the number of (token, head) pairs of a row. Contexts are spread over as many programs
+    as run at once, two per multiprocessor; a row's last chunk counts as half a chunk. But merging a
+    row reads all of its chunks: more than 64 of them, or short ones in a large batch, cost more
+    than they save.
     """
     parts = triton.cdiv(pairs, MAX_PAIRS)
     spread = min(triton.cdiv(2 * num_processors(), parts) - rows // 2, 64 * rows)

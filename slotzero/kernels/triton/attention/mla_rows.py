@@ -1,9 +1,9 @@
-"""Tokens of latent heads before they attend: a row of each is normed, turned and stored; of each
-head's query one part is turned, and the other brought to the latents by the head's own product.
+"""Preparation of MLA tokens for attention: the row of each token is normed, rotated and stored. The
+rope part of each query head is rotated, and its nope part multiplied by up_k (absorbed).
 
-In a step of few tokens all of it is one kernel, of programs of three kinds.
+In a step of few tokens all of it is one kernel, with programs of three kinds.
 
-A token of slot 0 stores nothing; what becomes of its queries nobody reads.
+A token of slot 0 stores nothing, and its queries are never read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -18,7 +18,7 @@ from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for
 from slotzero.kernels.triton.linear.elementwise import norm_part
 from slotzero.kernels.types import Angles, Heads, MlaWeights, PagedKv, Tokens
 
-HEADS_PER_PROGRAM = 16  # of queries
+HEADS_PER_PROGRAM = 16  # query heads
 
 
 @triton.jit(do_not_specialize=["table_stride", "tokens", "products", "column_blocks"])
@@ -26,23 +26,23 @@ def _store_kernel(
     q, k, k_norm, up_k, cos, sin, kv_pages, page_table, slots, positions, query, own,
     q_stride, k_stride, up_head, up_inner, up_column, table_stride, eps, tokens, products,
     column_blocks,
-    HEADS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, LATENT: tl.constexpr,
+    HEADS: tl.constexpr, NOPE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr,
     PAGE: tl.constexpr, SOME: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """First programs of products, if there are any: ROWS tokens by BLOCK columns of a head. Then of
-    a token: its row, or what is turned of SOME of its heads' queries."""
+    """The first programs, if any, compute products: ROWS tokens by BLOCK columns of a head. The
+    others take one token each: its row, or the rope part of SOME of its query heads."""
     may_follow(PDL)
-    size: tl.constexpr = TURNED + LATENT
-    if ROWS > 0:  # noqa: SIM102  the compiler decides this one
+    size: tl.constexpr = ROPE_DIM + LATENT
+    if ROWS > 0:  # noqa: SIM102  decided at compile time
         if tl.program_id(0) < products:
             program = tl.program_id(0) // HEADS
             multiply_head(
-                q, up_k, query + TURNED, tokens, tl.program_id(0) % HEADS,
+                q, up_k, query + ROPE_DIM, tokens, tl.program_id(0) % HEADS,
                 program % column_blocks * BLOCK, program // column_blocks * ROWS,
-                q_stride, PLAIN + TURNED, up_head, up_inner, up_column, HEADS * size, size,
-                PLAIN, LATENT, DEPTH, BLOCK, ROWS, PDL,
+                q_stride, NOPE_DIM + ROPE_DIM, up_head, up_inner, up_column, HEADS * size, size,
+                NOPE_DIM, LATENT, DEPTH, BLOCK, ROWS, PDL,
             )  # fmt: skip
             return
     program = tl.program_id(0) - products
@@ -50,30 +50,30 @@ def _store_kernel(
     head, half, one = tl.arange(0, SOME), tl.arange(0, HALF), tl.arange(0, 1)
     wait_for_writer(PDL)
 
-    c, s = load_angles(cos, sin, token + one, one == 0, half, TURNED)
+    c, s = load_angles(cos, sin, token + one, one == 0, half, ROPE_DIM)
     if part > 0:
         head += (part - 1) * SOME
-        source = q + token * q_stride + head * (PLAIN + TURNED) + PLAIN
-        a, b = load_halves(source, TURNED // 2, head < HEADS, half, TURNED)
-        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
+        source = q + token * q_stride + head * (NOPE_DIM + ROPE_DIM) + NOPE_DIM
+        a, b = load_halves(source, ROPE_DIM // 2, head < HEADS, half, ROPE_DIM)
+        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, False)
         target = query + (token * HEADS + head)[:, None] * size + half[None, :]
-        inside = (head < HEADS)[:, None] & (half < TURNED // 2)[None, :]
+        inside = (head < HEADS)[:, None] & (half < ROPE_DIM // 2)[None, :]
         tl.store(target, a, mask=inside)
-        tl.store(target + TURNED // 2, b, mask=inside)
+        tl.store(target + ROPE_DIM // 2, b, mask=inside)
         return
     slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token)
     if slot > 0:
         page = tl.load(page_table + slot * table_stride + position // PAGE).to(tl.int64)
         stored = kv_pages + (page * PAGE + position % PAGE) * size
         source = k + token * k_stride
-        a, b = load_halves(source + one, TURNED // 2, one == 0, half, TURNED)
-        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, TURNED, False)
-        _store_halves(stored, a, b, half, TURNED)
-        norm_part(source + TURNED, k_norm, stored + TURNED, eps, LATENT, WIDTH)
+        a, b = load_halves(source + one, ROPE_DIM // 2, one == 0, half, ROPE_DIM)
+        a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, False)
+        _store_halves(stored, a, b, half, ROPE_DIM)
+        norm_part(source + ROPE_DIM, k_norm, stored + ROPE_DIM, eps, LATENT, WIDTH)
         if own is not None:
             own += token * size
-            _store_halves(own, a, b, half, TURNED)
-            norm_part(source + TURNED, k_norm, own + TURNED, eps, LATENT, WIDTH)
+            _store_halves(own, a, b, half, ROPE_DIM)
+            norm_part(source + ROPE_DIM, k_norm, own + ROPE_DIM, eps, LATENT, WIDTH)
 
 
 @triton.jit
@@ -84,23 +84,23 @@ def _store_halves(target, a, b, half, DIM: tl.constexpr):
 
 
 def store(
-    q: Tensor,  # [T, heads * (plain + turned)]
-    k: Tensor,  # [T, turned + latent]
+    q: Tensor,  # [T, heads * (nope_dim + rope_dim)]
+    k: Tensor,  # [T, rope_dim + latent]
     weights: MlaWeights,
     angles: Angles,
     kv: PagedKv,
     tokens: Tokens,
-    query: Tensor,  # [T, heads, turned + latent]
-    own: Tensor | None,  # [T, turned + latent]
+    query: Tensor,  # [T, heads, rope_dim + latent]
+    own: Tensor | None,  # [T, rope_dim + latent]
     heads: Heads,
 ) -> None:
-    """The rows into their pages, and into `own` if it is given; the queries into `query`."""
+    """Write the rows to their pages, and to `own` if it is given; write the queries to `query`."""
     assert heads.mla is not None
     shape, latent, num, num_heads = heads.mla, heads.value_dim, len(q), heads.num_heads
     cut, products, column_blocks = cut_for(num, shape.nope_dim, latent, q.dtype), 0, 1
     if cut is None:
-        straight = q.view(num, num_heads, -1)[:, :, : shape.nope_dim]
-        per_head(straight, weights.up_k, query[:, :, shape.rope_dim :])
+        q_nope = q.view(num, num_heads, -1)[:, :, : shape.nope_dim]
+        per_head(q_nope, weights.up_k, query[:, :, shape.rope_dim :])
     else:
         column_blocks, row_blocks = cut.blocks(num, latent)
         products = num_heads * column_blocks * row_blocks
@@ -111,7 +111,7 @@ def store(
         q, k, weights.k_norm, weights.up_k, *angles, *kv, *tokens, query, own,
         q.stride(0), k.stride(0), *weights.up_k.stride(), kv.page_table.stride(0), heads.norm_eps,
         num, products, column_blocks,
-        HEADS=num_heads, PLAIN=shape.nope_dim, TURNED=shape.rope_dim, LATENT=latent,
+        HEADS=num_heads, NOPE_DIM=shape.nope_dim, ROPE_DIM=shape.rope_dim, LATENT=latent,
         PAGE=kv.pages.shape[1], SOME=HEADS_PER_PROGRAM,
         HALF=triton.next_power_of_2(shape.rope_dim // 2), WIDTH=triton.next_power_of_2(latent),
         PARTS=parts, DEPTH=depth, BLOCK=columns, ROWS=rows, num_warps=4, **overlap(),

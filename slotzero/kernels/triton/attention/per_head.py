@@ -1,8 +1,8 @@
-"""A product of each head's own, over few rows: what is absorbed into queries of latent heads, and
-what becomes of the latents that they see.
+"""Per-head matrix products over few rows: up_k absorbed into MLA queries, and up_v applied to the
+attended latents.
 
-A program takes some columns of one head's weight, requested before the wait for the rows, and all
-rows or a block of them.
+A program takes some columns of one head's weight, loaded before the wait for the rows, and all rows
+or a block of them.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -22,20 +22,20 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 
-MAX_ROWS = 256  # above, cuBLAS
+MAX_ROWS = 256  # more rows use cuBLAS
 MAX_BLOCK = 64  # rows of a program
-HELD = 8192  # numbers of a weight that a program has, for each block of rows
+HELD = 8192  # weight values that a program holds, per block of rows
 
 
 class HeadCut(NamedTuple):
-    """What a program has."""
+    """The part of a product that one program computes."""
 
-    depth: int  # of a weight
+    depth: int  # padded inner dimension of the weight
     columns: int
     rows: int
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
-        """-> of columns, and of rows"""
+        """Return the number of blocks of columns, and of rows."""
         return triton.cdiv(columns, self.columns), triton.cdiv(rows, self.rows)
 
 
@@ -46,7 +46,7 @@ def multiply_head(
     INNER: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows from the `first` on, by BLOCK columns; it waits for who writes the rows."""
+    """Multiply ROWS rows, from `first` on, by BLOCK columns; wait for the writer of the rows."""
     head = head.to(tl.int64)
     k, n = tl.arange(0, DEPTH), column + tl.arange(0, BLOCK)
     at = weight + head * weight_head + k[:, None] * weight_inner + n[None, :] * weight_column
@@ -76,8 +76,10 @@ def _per_head_kernel(
 
 
 def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> HeadCut | None:
-    """With more blocks of rows a program has as many times the columns, so that rows are not read
-    more often. None: cuBLAS."""
+    """Return how to cut a product; None: use cuBLAS.
+
+    With n blocks of rows a program takes n times the columns, so that rows are not read more often.
+    """
     if rows > MAX_ROWS or dtype.itemsize > 2:
         return None
     depth, block = padded_rows(inner, 16), min(padded_rows(rows, 16), MAX_BLOCK)
@@ -88,8 +90,10 @@ def cut_for(rows: int, inner: int, columns: int, dtype: torch.dtype) -> HeadCut 
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """x [rows, heads, inner] by weight [heads, inner, columns] -> out [rows, heads, columns]; the
-    last dimension of x and out is contiguous, of the weight either is"""
+    """Multiply x [rows, heads, inner] by weight [heads, inner, columns] -> [rows, heads, columns].
+
+    The last dimension of x and out is contiguous; of the weight, one of the last two is.
+    """
     rows, heads, inner = x.shape
     columns = weight.shape[2]
     cut = cut_for(rows, inner, columns, x.dtype)

@@ -4,18 +4,19 @@ Rows are ragged: row r holds `counts[r]` tokens of `slots[r]` from position `sta
 prompts, chunks over stored prefixes and single decode tokens share one step. Three kernels, whose
 grids follow from the padded sizes alone:
 
-- `rope_store` puts K and V of every token in its page; tokens of slot 0 store nothing, and heads
-  that do not store have queries alone.
-- `plan` cuts the rows into blocks of at most `block_tokens(group)` tokens, longest context first.
-  The blocks that are left over cover the padding tokens. Once per step; all layers share it.
+- `rope_store` writes K and V of every token to its page; tokens of slot 0 store nothing, and layers
+  that do not store have queries only.
+- `cut_rows` cuts the rows into blocks of at most `block_tokens(group)` tokens, longest context
+  first. The remaining blocks cover the padding tokens. Once per step; all layers share it.
 - `attend` gives each (block, KV head) a program. Its matrix tile holds every (token, head of the
   group), so K and V are read once for a group. Blocks of padding write zeros.
 
-A token meets its keys in tiles that start at position 0, whatever its block: its bits do not
-depend on how its prompt was cut, nor on its neighbours. With a window a block begins at the tile
-that holds the first key of whichever token stands first; a tile of which a token sees nothing
-leaves it as it was. No key past its row's last is read, nor one before the window of all of a
-block's tokens. With branches, no key is read that no real token of the block sees.
+A token's keys come in tiles that start at position 0, whatever its block: its result is bitwise
+independent of how its prompt was cut, and of its neighbours. With a window a block begins at the
+tile that holds the first key of the token with the lowest position; a tile without visible keys
+leaves a token's softmax unchanged. No key past the row's last token is read, nor one before the
+windows of all tokens of the block. With branches, only keys that a real token of the block sees are
+read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.attention_plans import PrefillPlan
-from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
+from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -38,20 +39,20 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
 from slotzero.kernels.types import NO_BRANCHES, Angles, Heads, PagedKv, QkNorms, Rows, Tokens
 
-BLOCK_ROWS = 128  # (token, head of the group) pairs of a block of the plan
-HEADS_PER_PROGRAM = 16  # of rope_store: with head size 128, each thread of 4 warps moves 16 bytes
-PLAN_BLOCKS, PLAN_ROWS = 32, 128  # what one program of plan ranks, and against how many at a time
+BLOCK_ROWS = 128  # (token, head of the group) pairs per block of the plan
+HEADS_PER_PROGRAM = 16  # of rope_store: at head size 128, each thread of 4 warps moves 16 bytes
+PLAN_BLOCKS, PLAN_ROWS = 32, 128  # blocks that one program ranks; rows compared at a time
 BLOCK_FIELDS = tl.constexpr(5)
 
 
 class PrefillTile(NamedTuple):
-    rows: int  # (token, head of the group) pairs of a program
+    rows: int  # (token, head of the group) pairs per program
     keys: int
     warps: int
     stages: int
 
     def num_bytes(self, dim: int, value_dim: int, dtype: torch.dtype) -> int:
-        """Of shared memory, at most: queries, and keys and values of every stage."""
+        """Return the most shared memory needed: queries, and keys and values of every stage."""
         ahead = self.keys * self.stages
         return (self.rows * dim + ahead * (dim + value_dim)) * dtype.itemsize
 
@@ -61,7 +62,7 @@ def padded_dim(dim: int) -> int:
 
 
 def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) -> PrefillTile:
-    """A tile whose registers and shared memory fit a multiprocessor without spilling.
+    """Return a tile whose registers and shared memory fit a multiprocessor without spilling.
 
     Tuned for an H200: 65536 registers and 227 KB. In 16 bits, 128 rows are two warpgroups; a thread
     then holds dim / 2 accumulators, keys / 2 scores and keys / 4 registers of weights. Shared
@@ -70,7 +71,7 @@ def tile(dim: int, value_dim: int, group: int, dtype: torch.dtype, memory: int) 
     """
     dim, value_dim = padded_dim(dim), padded_dim(value_dim)
     width = max(dim, value_dim)
-    if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+    if dtype.itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         chosen = PrefillTile(rows=32 if width <= 128 else 16, keys=32, warps=4, stages=2)
     elif width <= 64:  # 121 registers, 64 KB: two programs share a multiprocessor
         chosen = PrefillTile(rows=128, keys=64, warps=8, stages=3)
@@ -107,7 +108,7 @@ def _rope_store_kernel(
     PAGE: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Heads are taken in two halves; of an odd value both have the number in the middle."""
+    """Norm, rotate and store heads in two halves; an odd size has its middle value in both."""
     may_follow(PDL)
     all_heads: tl.constexpr = HEADS + 2 * KV_HEADS if STORES else HEADS
     dim: tl.constexpr = 2 * HALF
@@ -179,7 +180,7 @@ def _plan_kernel(
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     wait_for_writer(PDL)
 
-    # In row order first: block b belongs to the row with begin <= b < begin + its blocks.
+    # First in row order: block b belongs to the row with begin <= b < begin + its blocks.
     row = tl.zeros([BLOCKS], tl.int32)
     begin = tl.zeros([BLOCKS], tl.int32)
     used = 0
@@ -209,7 +210,7 @@ def _plan_kernel(
         r_count = tl.load(counts + r, mask=r < num_rows, other=0)[None, :]
         r_start = tl.load(starts + r, mask=r < num_rows, other=0)[None, :]
         parts = (r_count + TOKENS - 1) // TOKENS
-        limit = reach[:, None] - (r[None, :] < row[:, None]).to(tl.int32)  # earlier rows win ties
+        limit = reach[:, None] - (r[None, :] < row[:, None]).to(tl.int32)  # earlier rows first
         shorter = tl.minimum(tl.maximum(limit - r_start, 0) // TOKENS, parts)
         rank += tl.sum(tl.where(r_start + r_count > limit, parts - shorter, 0), axis=1)
 
@@ -237,13 +238,13 @@ def _attend_kernel(
 ):  # fmt: skip
     may_follow(PDL)
     kv_head = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS * TOKENS  # a small tile takes a block in parts
+    part = tl.program_id(0) % PARTS * TOKENS  # small tiles take a block in parts
     block = blocks + tl.program_id(1) * BLOCK_FIELDS
     group: tl.constexpr = HEADS // KV_HEADS
     row = tl.arange(0, ROWS)
     dim, value_dim = tl.arange(0, DIM_BLOCK), tl.arange(0, VALUE_BLOCK)
     stored: tl.constexpr = DIM + VALUE_DIM
-    offset = row // group  # of the token in the block
+    offset = row // group  # index of the token in the block
     wait_for_writer(PDL)
 
     size = tl.minimum(tl.load(block + 2) - part, TOKENS)
@@ -252,13 +253,14 @@ def _attend_kernel(
     slot = tl.load(block).to(tl.int64)
     token = tl.load(block + 1).to(tl.int64) + part
     start = tl.load(block + 3) + part
-    # a row may end in padding: keys past its last token were never stored
+    # A row may end in padding: keys past its last token were never stored.
     real = tl.load(slots + token + offset, mask=offset < size, other=0) > 0
     length = tl.max(tl.where(real, start + offset + 1, 0), axis=0)
     if seen is not None:
         base, bits = load_branches(bases, seen, token + offset, start + offset, real)
-        plain = tl.min(tl.where(real, base, length), axis=0)  # all tokens see all keys before it
-        last_base, any_bits = anyone_of(base, bits)
+        # All tokens see all keys before the first tree.
+        tree_start = tl.min(tl.where(real, base, length), axis=0)
+        last_base, any_bits = union_of(base, bits)
     pages = page_table + slot * table_stride
     begin = 0
     key = tl.arange(0, KEYS)
@@ -308,17 +310,17 @@ def _attend_kernel(
         if SOFTCAP is not None:
             score, unit = tanh(score * scale), SOFTCAP * LOG2E
         if seen is not None:
-            if first + KEYS > plain:  # the tile reaches into a tree
+            if first + KEYS > tree_start:  # the tile reaches into a tree
                 mine = sees(key[None, :], base[:, None], bits[:, None])
                 score = tl.where(mine, score, float("-inf"))
         elif first + KEYS > start + 1:  # the tile crosses the diagonal
             score = tl.where(key[None, :] <= (start + offset)[:, None], score, float("-inf"))
-        if WINDOW is not None:  # noqa: SIM102  the compiler decides this one
+        if WINDOW is not None:  # noqa: SIM102  decided at compile time
             if first < all_since:  # some token does not see all of the tile
                 score = tl.where(key[None, :] < since[:, None], float("-inf"), score)
         new_best = tl.maximum(best, tl.max(score, axis=1) * unit)
         peak = new_best
-        if WINDOW is not None or seen is not None:  # who has seen no key yet stays so
+        if WINDOW is not None or seen is not None:  # a softmax may have no key so far
             peak = tl.where(new_best == float("-inf"), 0.0, new_best)
         weight = tl.exp2(score * unit - peak[:, None])
         shrink = tl.exp2(best - peak)
@@ -342,7 +344,7 @@ def rope_store(
     tokens: Tokens,
     heads: Heads,
 ) -> Tensor:
-    """-> q [T, heads, head_dim], normed and rotated; K (likewise) and V are in their pages, if
+    """Norm and rotate q -> [T, heads, head_dim], and store k (likewise) and v in their pages, if
     these heads store any."""
     num_tokens, kv_heads, half = len(qkv), heads.num_kv_heads, heads.head_dim // 2
     q = torch.empty(num_tokens, heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -362,10 +364,10 @@ def rope_store(
 
 
 def cut_rows(rows: Rows, num_tokens: int, group: int) -> Tensor:
-    """-> [blocks, 5] int32: of each block its slot, first token, number of tokens and first
-    position, and the first position of its row.
+    """Cut rows into blocks -> [blocks, 5] int32: slot, first token, number of tokens and first
+    position of each block, and the first position of its row.
 
-    Rows need at most ceil(T / size) + R blocks, and what they leave is enough for the padding.
+    Rows need at most ceil(T / size) + R blocks, and the remaining ones suffice for the padding.
     """
     size = block_tokens(group)
     num_blocks = triton.cdiv(num_tokens, size) + len(rows.slots)
@@ -388,8 +390,8 @@ def attend(
     plan: PrefillPlan,
     heads: Heads,
 ) -> Tensor:
-    """Each token attends to the positions of its slot up to its own, the last `window` of them, or
-    those of its branch; padding gets zeros -> [T, heads, value_dim]"""
+    """Attend from each token to the positions of its slot up to its own, the last `window` of them,
+    or those of its branch -> [T, heads, value_dim]; padding gets zeros."""
     num_heads, kv_heads, dim, value_dim = (
         heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.value_dim
     )  # fmt: skip

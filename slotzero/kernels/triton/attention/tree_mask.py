@@ -1,4 +1,4 @@
-"""What a token of a tree sees, in bits: shared by the kernels that attend."""
+"""Bit masks of the keys that a token of a draft tree sees, shared by the attention kernels."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -11,7 +11,7 @@ PLACES = tl.constexpr(MAX_PLACES)
 
 @triton.jit
 def load_branches(bases, seen, token, place, real):
-    """The base of each token, and what it sees from there up to its place."""
+    """Return the base of each token, and the bits of the keys seen from there to its place."""
     base = tl.load(bases + token, mask=real, other=0)
     bits = tl.load(seen + token, mask=real, other=0)
     own = tl.minimum(tl.where(real, place - base, 0), PLACES - 1)
@@ -25,7 +25,7 @@ def sees(key, base, bits):
 
 
 @triton.jit
-def anyone_of(base, bits):
-    """-> a base and bits with which all is seen that one of these tokens sees"""
+def union_of(base, bits):
+    """Return a base and bits that cover every key that at least one of these tokens sees."""
     last = tl.max(base, axis=0)
     return last, tl.reduce_or(bits >> tl.minimum(last - base, 63), axis=0)

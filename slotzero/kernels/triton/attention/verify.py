@@ -1,19 +1,19 @@
-"""Paged attention of uniform rows: some new tokens behind a stored context, as a verify pass has.
+"""Paged attention of uniform rows: a few new tokens behind a stored context, as in a verify pass.
 
-Row r is tokens [r * span, (r + 1) * span): the first of them are stored one after another from the
-row's start on, the rest is padding, slot 0. It is decode.py with more queries, all (token, head of
-the group) pairs of a row and KV head, which is why a context is read once for all of them; or as
-many as a tile holds, and then by as many programs. The plan is decode's too, of each row's first
-token: keys before the start are cut into chunks, and the program with the newest chunk takes the
-row's own keys from `joined`, norms, rotates and stores them, and attends to them without reading
-them back; heads that do not store have them from the pages. With a window a chunk may hold nothing
-that a late token sees; it then leaves the token as it was.
+Row r is tokens [r * span, (r + 1) * span): the real ones are stored one after another from the
+row's start on, the rest is padding, slot 0. This is decode.py with more queries: a program takes
+all (token, head of the group) pairs of a row and KV head, so that the context is read once for all
+of them; if a tile does not hold them all, several programs share them. The plan is decode's too,
+made for each row's first token: keys before the start are cut into chunks, and the program with the
+newest chunk takes the row's own keys from `joined`, norms, rotates and stores them, and attends to
+them without reading them back; layers that do not store read them from the pages. With a window a
+chunk may hold no key that a later token sees; it then leaves the token's softmax unchanged.
 
-With branches a row is a tree, or what grows on one: it may have begun before the row's start, so
-both stored and own keys are seen by their bits. No token stands before the first of its row.
+With branches a row is a tree, or new nodes of one: the tree may have begun before the row's start,
+so bits select both stored and own keys. No token has a position before that of its row's first.
 
-Padding stores nothing and gets zeros, and nothing of it is read. Nor is a key that was not stored,
-or that nobody sees.
+Padding stores nothing, gets zeros and is never read. Nor is a key that was not stored, or that no
+token sees.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -32,7 +32,7 @@ from slotzero.kernels.triton.attention.decode import (
     norm_values,
     plan_kernel,
 )
-from slotzero.kernels.triton.attention.tree_mask import anyone_of, load_branches, sees
+from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -43,16 +43,16 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.activation import LOG2E
 from slotzero.kernels.types import NO_BRANCHES, Angles, Branches, Heads, PagedKv, QkNorms, Rows
 
-MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head: what a tile holds
-LARGE_PAIRS = 32  # of heads above 256, whose sums would fill all registers
-MAX_PARTS = 4  # tiles of a row: each of them reads its context
-FEW_ROWS = 8  # whose own keys are a chunk apart: a program more, but each of them is done sooner
+MAX_PAIRS = 128  # (token, head of the group) pairs of a row and KV head that a tile holds
+LARGE_PAIRS = 32  # for head sizes above 256, whose sums would fill all registers
+MAX_PARTS = 4  # tiles of a row; each of them reads the context
+FEW_ROWS = 8  # up to here, own keys are a chunk of their own: more but shorter programs
 MERGED_PAIRS = 16  # at a time
 
 
 @triton.jit
 def load_halves(source, apart, real, half, DIM: tl.constexpr):
-    """Rows in two halves, [rows, half] each; zeros where a row is not real"""
+    """Load rows in two halves, [rows, half] each; zeros where a row is not real."""
     at = source[:, None] + half[None, :]
     inside = real[:, None] & (half < DIM // 2)[None, :]
     return tl.load(at, mask=inside, other=0.0), tl.load(at + apart, mask=inside, other=0.0)
@@ -67,7 +67,7 @@ def load_angles(cos, sin, token, real, half, DIM: tl.constexpr):
 
 @triton.jit
 def _in_window(key, end, stand, WINDOW: tl.constexpr):
-    """Which keys before `end` are in the window of each pair's token: [pairs or 1, keys]"""
+    """Return which keys before `end` are in the window of each pair's token, [pairs or 1, keys]."""
     seen = (key < end)[None, :]
     if WINDOW is not None:
         seen = seen & (key[None, :] > stand[:, None] - WINDOW)
@@ -76,7 +76,7 @@ def _in_window(key, end, stand, WINDOW: tl.constexpr):
 
 @triton.jit
 def softmax_level(peak):
-    """What to subtract from scores: who has seen no key yet stays so."""
+    """Return what to subtract from scores: 0 instead of -inf for a softmax without keys so far."""
     return tl.where(peak == float("-inf"), 0.0, peak)
 
 
@@ -85,14 +85,14 @@ def _attend_keys(
     qa, qb, a, b, v, seen, key, past, tree, scale, peak, total, acc,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One more tile, as decode's, of keys before `past`. Each pair sees those that it is told to,
-    by `seen` and by its branch."""
+    """Add one tile of keys before `past` to the running softmax, as in decode.py. Each pair sees
+    the keys that `seen` and its branch allow."""
     score = tl.dot(qa, a, input_precision="ieee")
     score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(seen, score, float("-inf"))
     if tree is not None:
-        plain, base, bits = tree
-        if past > plain:
+        tree_start, base, bits = tree
+        if past > tree_start:
             mine = sees(key[None, :], base[:, None], bits[:, None])
             score = tl.where(mine, score, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(score, axis=1))
@@ -112,8 +112,8 @@ def _merge(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SPAN: tl.constexpr,
     MERGED: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """All chunks of a row, in order, a batch at a time, as decode's; of tokens [begin, end), some
-    pairs after others. Of padding there is nothing, and zeros remain."""
+    """Merge all chunks of a row, in order, a batch at a time, as in decode.py, for tokens
+    [begin, end), a few pairs at a time. Padding has no results and gets zeros."""
     group: tl.constexpr = HEADS // KV_HEADS
     lane = tl.arange(0, BATCH)
     its = (first.to(tl.int64) * KV_HEADS + kv_head) * (SPAN * group)
@@ -167,16 +167,16 @@ def _verify_kernel(
         return
     is_last = chunk == first + count - 1
     group: tl.constexpr = HEADS // KV_HEADS
-    # the program's tokens: [first_place, last_place) of the row
+    # The program has tokens [first_place, last_place) of the row.
     first_place, last_place = part * TOKENS, tl.minimum((part + 1) * TOKENS, SPAN)
     pair, own = first_place * group + tl.arange(0, PAIRS), tl.arange(0, OWN)
     half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
-    place, head = pair // group, kv_head * group + pair % group  # place: of the token in its row
-    # values_at is DIM, not known to the compiler: a constant here costs it registers
+    place, head = pair // group, kv_head * group + pair % group  # place: index in the row
+    # values_at is DIM, but not a constant for the compiler, which would cost registers.
     v_pages, table = kv_pages + values_at, page_table + slot * table_stride
-    stored = end - is_last.to(tl.int32)  # the first token's own key, which is not in the pages
+    stored = end - is_last.to(tl.int32)  # the first token's own key is not in the pages
 
-    # constants, and what earlier steps stored, can be on their way before the query is known
+    # Constants and keys stored by earlier steps are loaded before the query is known.
     key = begin + tl.arange(0, KEYS)
     page = load_table(table, key, stored, PAGE)
     if EARLY:
@@ -192,9 +192,10 @@ def _verify_kernel(
     if bits_seen is not None:
         its = row64 * SPAN + place
         base, bits = load_branches(bases, bits_seen, its, start + place, real)
-        plain = tl.min(tl.where(real, base, start), axis=0)  # all tokens see all keys before it
-        last_base, any_bits = anyone_of(base, bits)
-        tree = (plain, base, bits)
+        # All tokens see all keys before the first tree.
+        tree_start = tl.min(tl.where(real, base, start), axis=0)
+        last_base, any_bits = union_of(base, bits)
+        tree = (tree_start, base, bits)
         if WINDOW is not None:
             stand = tl.load(stands + its, mask=real, other=0)
     new_page = tl.load(table + (start + own) // PAGE, mask=is_own, other=0).to(tl.int64)
@@ -241,9 +242,9 @@ def _verify_kernel(
         if STORES:
             ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
             is_mine = own < tl.where(part == 0, num_real, 0)  # to store
-            turned = is_mine[:, None] & (half < DIM // 2)[None, :]
-            tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=turned)
-            tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=turned)
+            stored_half = is_mine[:, None] & (half < DIM // 2)[None, :]
+            tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=stored_half)
+            tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=stored_half)
             mine = is_mine[:, None] & (dim < VALUE_DIM)[None, :]
             tl.store(v_pages + at[:, None] + dim[None, :], own_v, mask=mine)
         seen = _in_window(start + own, start + num_real, stand, WINDOW)
@@ -265,7 +266,7 @@ def _verify_kernel(
             )  # fmt: skip
     for tile in tl.range(begin_loop, stored, KEYS, num_stages=STAGES):
         key = tile + tl.arange(0, KEYS)
-        if EARLY:  # the compiler runs it ahead, which a short loop likes better
+        if EARLY:  # the compiler pipelines this form better in short loops
             page = load_table(table, key, stored, PAGE)
         known = key < stored
         if tree is not None:
@@ -274,7 +275,7 @@ def _verify_kernel(
             kv_pages, v_pages, page, kv_head, key, known, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
         )
         if not EARLY:
-            page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead of its use
+            page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead
         seen = _in_window(key, stored, stand, WINDOW)
         peak, total, acc = _attend_keys(
             qa, qb, a, b, v, seen, key, tile + KEYS, tree, scale,
@@ -291,7 +292,7 @@ def _verify_kernel(
     tl.store(partial + flat[:, None] * VALUE_DIM + dim[None, :], acc, mask=known)
     tl.store(peak_of + flat, peak, mask=real)
     tl.store(total_of + flat, total, mask=real)
-    tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+    tl.debug_barrier()  # all writes of the program, then the count that publishes them
     done += row * (KV_HEADS * PARTS) + tl.program_id(0)
     if tl.atomic_add(done, 1, sem="acq_rel") == count - 1:
         tl.store(done, 0)  # for the next layer
@@ -304,15 +305,15 @@ def _verify_kernel(
 
 
 def takes(span: int, heads: Heads) -> bool:
-    """Whether rows of so many tokens are for these tiles, on this card."""
+    """Return whether rows of `span` tokens fit these tiles on this card."""
     most = tile_tokens(heads)
     return most > 0 and 0 < span <= MAX_PARTS * most
 
 
 def tile_tokens(heads: Heads) -> int:
-    """Of a row, at most, whose pairs one tile holds."""
+    """Return the largest number of a row's tokens whose pairs one tile holds."""
     size = padded_rows(max(heads.head_dim, heads.value_dim), 32)
-    # In shared memory, at most: all queries in float32, and the keys and values that are ahead.
+    # Shared memory holds at most all queries in float32, and the keys and values loaded ahead.
     pairs = MAX_PAIRS if size <= 256 else LARGE_PAIRS
     while 4 * pairs * size + (64 << 10) > shared_memory() and pairs > 16:
         pairs //= 2
@@ -371,7 +372,7 @@ def attend(
         PARTS=parts, TOKENS=tokens, PAIRS=pairs, OWN=padded_rows(span, 16), MERGED=MERGED_PAIRS,
         BATCH=max(1, min(16, 2048 * warps // (MERGED_PAIRS * width))),
         HALF=padded_rows(dim // 2, 16), WIDTH=width, KEYS=keys, STAGES=stages,
-        EARLY=early and plan.branches is None,  # what a tree sees is known too late
+        EARLY=early and plan.branches is None,  # a tree's bits are known too late
         NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
         STORES=heads.stores, num_warps=warps, **overlap(),
     )  # fmt: skip
@@ -379,10 +380,10 @@ def attend(
 
 
 def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int, bool]:
-    """-> chunks beyond one a row, the fewest keys of one, and whether a row's own keys are apart.
+    """Return chunks beyond one per row, the fewest keys of one, and whether own keys are a chunk.
 
-    Contexts are spread over 512 programs, as decode's of a small batch. But whoever merges a row
-    reads all pairs of its chunks alone: the more pairs, the fewer and longer chunks pay.
+    Contexts are spread over 512 programs, as in a small decode batch. But a single program merges a
+    row and reads all pairs of its chunks: the more pairs, the fewer and longer chunks pay off.
     """
     most = max(16, 512 // pairs) * rows
     spare = max(rows, min(triton.cdiv(512, kv_heads) - rows, most))
@@ -391,14 +392,14 @@ def cut_for(rows: int, kv_heads: int, pairs: int) -> tuple[int, int, bool]:
 
 
 def shape_for(pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool]:
-    """-> keys in a tile, warps, stages, whether to read a tile early.
+    """Return keys per tile, warps, stages, and whether to load a tile early.
 
-    With more stages than two, the compiler waits for one load after another unless a tile was read
-    early. `size` is of a key and its value. Threads share the queries and their sums: of more, more
-    of them, so that none spills; with 128 pairs of heads of 256, or 32 of 512, once a program, they
-    do.
+    With more than two stages, the compiler waits for one load after another unless a tile was
+    loaded early. `size` is that of a key plus its value. Queries and their sums are distributed
+    over the threads: more pairs use more threads, so that no register spills; with 128 pairs of
+    head size 256, or 32 of 512, some do, once per program.
     """
-    if itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+    if itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         return 16, 8, 2, False
     if size > 256:
         return 32, 8, 2, False
@@ -408,7 +409,7 @@ def shape_for(pairs: int, itemsize: int, size: int) -> tuple[int, int, int, bool
 
 
 def _cut(span: int, heads: Heads) -> tuple[int, int]:
-    """-> tiles of a row, and tokens of a tile"""
+    """Return the number of tiles of a row, and of tokens per tile."""
     parts = triton.cdiv(span, tile_tokens(heads))
     return parts, triton.cdiv(span, parts)
 

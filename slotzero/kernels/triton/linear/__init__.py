@@ -1,1 +1,1 @@
-"""Matrix products and what is fused into them."""
+"""Matrix products, and the operations fused into them."""

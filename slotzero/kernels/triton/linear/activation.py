@@ -1,4 +1,4 @@
-"""Functions of one number that several kernels apply, in float32 and of no state."""
+"""Elementwise functions shared by several kernels, in float32."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -13,7 +13,7 @@ GELU_SLOPE = tl.constexpr(2 * (2 / 3.141592653589793) ** 0.5)
 
 @triton.jit
 def tanh(x):
-    """0 of 0, and never past 1."""
+    """Return tanh(x), exactly 0 for 0 and never beyond 1 in magnitude."""
     power = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     size = (1.0 - power) / (1.0 + power)
     return tl.where(x < 0, -size, size)
@@ -21,7 +21,7 @@ def tanh(x):
 
 @triton.jit
 def activate(gate, value, ACTIVATION: tl.constexpr):
-    """-> the two factors of torch_ops.gated; a NaN stays one."""
+    """Return the two factors of `gate` in torch_ops.py; NaN stays NaN."""
     if ACTIVATION == "silu":
         gate = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu_tanh":  # (1 + tanh(x)) / 2 is the sigmoid of 2 x

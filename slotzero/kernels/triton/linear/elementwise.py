@@ -1,5 +1,7 @@
-"""What stands beside products that are left to cuBLAS: residual and RMSNorm, activation, softcap;
-and the norms over all heads of a token, of which a program of attention sees a few."""
+"""Elementwise kernels around cuBLAS products: residual and RMSNorm, activation, softcap.
+
+Norms over all heads of a token are here too, since an attention program sees only some heads.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import torch
@@ -16,7 +18,7 @@ GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
 
 @triton.jit
 def _scaled(wide, size, eps, dtype: tl.constexpr):
-    """Under RMSNorm but for its weight, rounded before that, as the checkpoints were trained"""
+    """Apply RMSNorm without its weight, and round before it, as the checkpoints were trained."""
     total = tl.sum(wide * wide, axis=0)
     return (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
 
@@ -110,7 +112,7 @@ def _norm_heads_kernel(
     Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Queries, keys or values of a token; values as they are."""
+    """Norm the queries or the keys of a token, or copy its values."""
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     source, target = joined + row * joined_stride, out + row * (Q_SIZE + K_SIZE + V_SIZE)
@@ -126,7 +128,7 @@ def _norm_heads_kernel(
 
 @triton.jit
 def norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row under its RMSNorm; without one, as it is"""
+    """Copy a row under its RMSNorm; without one, unchanged."""
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(source + column, mask=inside, other=0.0)
@@ -137,7 +139,7 @@ def norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
-    """x [rows, size] under a norm"""
+    """Apply RMSNorm to x [rows, size]; if late, defer its scale, see Normed."""
     return add_norm(x, None, ResidualNorms(None, weight, eps), late)
 
 
@@ -179,8 +181,8 @@ def apply_norm(x: Normed) -> Tensor:
 
 
 def gate(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
-    """[rows, size] each, parts of wider rows maybe -> activation(gate) * value; a row may have one
-    gate, expanded"""
+    """Return activation(gates) * values, [rows, size] each, which may be slices of wider rows; a
+    row may have one gate, expanded."""
     rows, size = values.shape
     out = values.new_empty(rows, size)
     launch(
@@ -192,14 +194,14 @@ def gate(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
 
 
 def cap(x: Tensor, softcap: float) -> None:
-    """softcap * tanh(x / softcap), in place"""
+    """Replace x by softcap * tanh(x / softcap), in place."""
     rows, size = x.shape
     grid = (rows, triton.cdiv(size, CAPPED_BLOCK))
     launch(_cap_kernel, grid, x, size, x.stride(0), softcap, BLOCK=CAPPED_BLOCK, **overlap())
 
 
 def norm_heads(qkv: Tensor, norms: QkNorms, heads: Heads) -> Tensor:
-    """Each token's queries under one RMSNorm and its keys under another, its values as they are"""
+    """Apply one RMSNorm to each token's queries and another to its keys; copy its values."""
     sizes = heads.sizes
     out = qkv.new_empty(len(qkv), sum(sizes))
     q_block, k_block, v_block = (triton.next_power_of_2(size) for size in sizes)

@@ -1,7 +1,7 @@
-"""What surrounds a product and is fused into it: RMSNorm, bias, activation, the residual.
+"""Prologue and epilogue of a fused product: RMSNorm, bias, activation, residual.
 
-The program that adds to the residual multiplies by the next norm's weight and leaves the sum of its
-squares; the product that follows adds those up and scales its result, so that nobody waits for a
+The program that adds to the residual multiplies by the next norm's weight and stores the sum of its
+squares; the following product adds these up and scales its result, so that no kernel waits for a
 norm.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -13,11 +13,11 @@ from slotzero.kernels.triton.linear.activation import activate
 
 
 @triton.jit
-def ask(
+def load_early(
     squares, norm, out, m, n, rows, num_out, num_parts, out_stride,
     PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What is needed at the end, requested at the beginning: the squares and the residual."""
+    """Load at the beginning what the epilogue needs: the squares and the residual."""
     parts = tl.zeros([PARTS, ROWS], tl.float32)
     if squares is not None:
         for first in range(0, num_parts, PARTS):
@@ -37,8 +37,8 @@ def finish(
     result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, part,
     m, n, rows, num_out, out_stride, eps, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """result and second are [rows, features], the part-th of them. With a norm, out is the residual
-    and added to."""
+    """Apply the epilogue to result and second, which are part `part` of [rows, features]. With a
+    norm, out is the residual, and the result is added to it."""
     row, feature = m[:, None], n[None, :]
     inside = (row < rows) & (feature < num_out)
     if squares is not None:

@@ -1,9 +1,9 @@
-"""Matrix products over few rows (1 to 256), where the time is the time to read the weight.
+"""Matrix products over few rows (1 to 256), which are bound by the time to read the weight.
 
-Each program owns a few output features; their weights are read once, the rows come from cache. What
-surrounds a product is fused into it (`ends.py`). The first weights are requested before the wait
-for the rows, into registers where they fit, into the card's cache elsewhere. From 2 rows on a tile
-may be copied in bulk (`linear_tma.py`).
+Each program owns a few output features; their weights are read once, the rows come from cache.
+Norm, bias, activation and residual are fused (`epilogue.py`). The first weights are loaded before
+the wait for the rows: into registers if they fit, else into the L2 cache. From 2 rows on a tile may
+be copied by the tensor memory accelerator (`linear_tma.py`).
 
 Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
@@ -15,19 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.launch import (
-    bring_near,
     launch,
     may_follow,
     overlap,
+    prefetch_weights,
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
-from slotzero.kernels.triton.linear.epilogue import ask, finish
+from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
 from slotzero.kernels.types import Activation, LinearWeight, Normed, ResidualNorms
 
-VARYING = ["rows", "num_parts"]  # arguments that are not worth a kernel of their own
+VARYING = ["rows", "num_parts"]  # arguments that kernels are not specialized for
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _one_row_kernel(
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Plain multiply-adds over one row."""
+    """Multiply one row, without matrix units."""
     may_follow(PDL)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
     m, k = tl.arange(0, 1), tl.arange(0, DEPTH)
@@ -56,7 +56,9 @@ def _one_row_kernel(
         w2 = _load_weight(at + apart, k[None, :], n[:, None], num_out, INNER, EVEN)
     wait_for_writer(PDL)
     value = tl.load(x + k, mask=k < INNER, other=0.0)
-    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1)
+    parts, before = load_early(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, 1
+    )
 
     acc = tl.zeros([FEATURES, DEPTH], tl.float32)
     acc2 = acc
@@ -88,7 +90,7 @@ def _load_tiles(
     at, k, n, num_out,
     INNER: tl.constexpr, EVEN: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """DEPTH in tiles of STEP, all requested before the first is used."""
+    """Load DEPTH in tiles of STEP, all issued before the first is used."""
     tiles = ()
     for i in tl.static_range(0, DEPTH, STEP):
         tile = _load_weight(at + i, k + i, n, num_out, INNER, EVEN)
@@ -97,17 +99,18 @@ def _load_tiles(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _plain_kernel(
+def _scalar_kernel(
     x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     SIDE: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Plain multiply-adds over few rows. SIDE warps or more lie side by side, each with FEATURES /
-    SIDE features; LANES hold four neighbours of a tile each, for every row. The lanes are the first
-    dimension, because a compiler deals out threads in that order: weight and rows then lie alike,
-    none is exchanged, and how many rows there are does not change the order of a sum."""
+    """Multiply a few rows, without matrix units. At least SIDE warps lie side by side, each with
+    FEATURES / SIDE features; each of LANES holds four neighbouring values of a tile, for every row.
+    The lanes are the first dimension, because the compiler assigns threads in that order: weight
+    and rows then have the same layout, no values are exchanged, and the number of rows does not
+    change the order of a sum."""
     may_follow(PDL)
     each: tl.constexpr = FEATURES // SIDE
     step: tl.constexpr = 4 * LANES
@@ -125,7 +128,9 @@ def _plain_kernel(
     x_at = x + xm.to(tl.int64) * x_stride + (k + 0 * side)  # [lanes, side, 1, rows, 4]
     wait_for_writer(PDL)
     value = _load_tiles(x_at, k, xm, rows, INNER, False, DEPTH, step)
-    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
+    parts, before = load_early(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
 
     acc = tl.zeros([LANES, SIDE, each, ROWS, 4], tl.float32)
     acc2 = acc
@@ -155,22 +160,23 @@ def _plain_kernel(
 
 @triton.jit
 def _sum_lanes(acc, FEATURES: tl.constexpr, ROWS: tl.constexpr):
-    """[lanes, side, each, rows, 4] -> [rows, features]"""
+    """Sum over lanes: [lanes, side, each, rows, 4] -> [rows, features]."""
     return tl.trans(tl.reshape(tl.sum(tl.sum(acc, axis=4), axis=0), [FEATURES, ROWS]))
 
 
 @triton.jit
 def _dot_slices(w, value, acc, WIDE: tl.constexpr):
-    """[slices, features, depth] by [slices, depth, rows], added to either way round"""
+    """Add the product of w [slices, features, depth] and value [slices, depth, rows] to acc, which
+    is transposed if not WIDE."""
     if WIDE:
         return tl.dot(w, value, acc)
-    else:  # noqa: RET505  a compiler that does not see that the rest is never reached
+    else:  # noqa: RET505  the compiler does not see that the rest is unreachable
         return tl.dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
 
 
 @triton.jit
 def _sum_slices(acc, WIDE: tl.constexpr):
-    """-> [rows, features]"""
+    """Sum over slices -> [rows, features]."""
     if WIDE:
         return tl.trans(tl.sum(acc, axis=0))
     else:  # noqa: RET505
@@ -185,8 +191,8 @@ def _sliced_kernel(
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
     AHEAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Matrix units, with slices of the inner dimension side by side, each for warps of its own.
-    What there are 16 of, features or rows, leads: matrix units want that."""
+    """Multiply with matrix units, with slices of the inner dimension side by side, each for its own
+    warps. The dimension of size 16, features or rows, comes first, as matrix units require."""
     may_follow(PDL)
     step: tl.constexpr = SLICES * DEPTH
     block: tl.constexpr = AHEAD * step
@@ -204,7 +210,9 @@ def _sliced_kernel(
     x_at = x + xm.to(tl.int64) * x_stride + xk  # [slices, depth, rows]
     wait_for_writer(PDL)
     value = _load_tiles(x_at, xk, xm, rows, INNER, False, block, step)
-    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
+    parts, before = load_early(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
 
     wide: tl.constexpr = FEATURES >= 16
     acc = tl.zeros([SLICES, FEATURES if wide else ROWS, ROWS if wide else FEATURES], tl.float32)
@@ -249,9 +257,9 @@ def _staged_kernel(
     apart = tl.cast(num_out, tl.int64) * INNER
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
     acc2 = acc
-    bring_near(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
+    prefetch_weights(weight, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     if ACTIVATION is not None:
-        bring_near(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
+        prefetch_weights(weight + apart, n, num_out, 0, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     for first in tl.range(0, INNER, DEPTH, num_stages=STAGES):
@@ -265,7 +273,9 @@ def _staged_kernel(
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
             acc2 = tl.dot(value, w2, acc2)
-    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
+    parts, before = load_early(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
     finish(
         acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
         tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
@@ -273,12 +283,13 @@ def _staged_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING[:1])
-def _shared_kernel(
+def _split_k_kernel(
     x, weight, bias, out, rows, num_out, x_stride,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One share of the inner dimension, in float32, into out [shares, rows, features]."""
+    """Write the product over one share of the inner dimension, in float32, to out [shares, rows,
+    features] (split-K)."""
     may_follow(PDL)
     share = tl.program_id(1)
     n = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -287,7 +298,7 @@ def _shared_kernel(
     x_at = x + m[:, None].to(tl.int64) * x_stride + k[None, :]
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
     acc = tl.zeros([ROWS, FEATURES], tl.float32)
-    bring_near(weight, n, num_out, share * SHARE, INNER, STAGES * DEPTH, PDL)
+    prefetch_weights(weight, n, num_out, share * SHARE, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     end = tl.minimum((share + 1) * SHARE, INNER)
@@ -315,8 +326,10 @@ def linear(
     activation: Activation | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """Rows under a norm times weight [features, inner] -> out; with an activation the weight has
-    gates and then values; with slots, rows of slot 0 get zeros."""
+    """Multiply rows, with a deferred norm scale or without, by weight [features, inner] -> out.
+
+    With an activation the weight has gates and then values; with slots, rows of slot 0 get zeros.
+    """
     _launch(x, weight, out, tile, activation=activation, slots=slots)
     return out
 
@@ -341,7 +354,7 @@ def _in_shares(x: Tensor, weight: LinearWeight, tile: Tile) -> Tensor:
     out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(inner, tile.depth)
     launch(
-        _shared_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
+        _split_k_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
         x, weight.data, weight.bias, out, rows, num_out, x.stride(0),
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
@@ -379,7 +392,7 @@ def _launch(
         block *= tile.slices * tile.ahead
     elif rows > 1:
         side, size = min(tile.features, tile.num_warps), 4 if rows <= 4 else PLAIN_ROWS
-        kernel, parts = _plain_kernel, 2048 // size
+        kernel, parts = _scalar_kernel, 2048 // size
         sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
     weighted, squares_out = (None, None) if made is None else made[:2]
     launch(

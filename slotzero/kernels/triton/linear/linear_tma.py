@@ -1,14 +1,15 @@
-"""Matrix products over 2 to 256 rows, whose tiles are copied in bulk (by a card's tensor memory
-accelerator), several stages ahead of the matrix units.
+"""Matrix products over 2 to 256 rows whose tiles are copied by the tensor memory accelerator (TMA),
+several stages ahead of the matrix units.
 
 A program owns some features for some of the rows. Programs that share features are neighbours, so
-that the weights come from memory once. Of a gated product a tile has as many gates as values: both
-lie in one accumulator, and a thread that has a gate has its value too. Past the end of rows,
-features or depth a copy gives zeros. What there are 64 of, rows or features, leads: matrix units
-want that.
+that the weights are read from memory once. A tile of a gated product has as many gates as values:
+both are in one accumulator, and the thread that has a gate also has its value. Past the end of
+rows, features or depth a copy yields zeros. The dimension of size 64, rows or features, comes
+first, as matrix units require.
 
-Tiles that do not fill the card once more are split along the inner dimension, so that all
-processors have some. Whoever finishes such a tile last adds its shares up, in order.
+The last tiles, which would not fill the card once more, are split along the inner dimension
+(split-K), so that all multiprocessors have work. The program that finishes such a tile last adds up
+its shares, in order.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -22,27 +23,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slotzero.kernels.triton.launch import (
     INTERPRETED,
-    bring_near,
     launch,
     may_follow,
     num_processors,
     overlap,
+    prefetch_weights,
     shared_memory,
     wait_for_writer,
 )
-from slotzero.kernels.triton.linear.epilogue import ask, finish
+from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.tiles import Tile
 from slotzero.kernels.types import Activation, LinearWeight, Normed
 
 ALIGNED = 16  # bytes
-PARTS = 32  # of squares, read at a time
-MOST_SHARES, LEAST_SHARE = 8, 512  # of one tile; of the inner dimension
-MOST_SPLIT = 1024  # tiles: more than a card has programs at once
-SPARE_BYTES = 2048  # that a program has beside its stages
+PARTS = 32  # partial sums of squares that are read at a time
+MOST_SHARES, LEAST_SHARE = 8, 512  # per tile; values of the inner dimension
+MOST_SPLIT = 1024  # split tiles: more than programs run at once on any card
+SPARE_BYTES = 2048  # shared memory of a program besides its stages
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts", "whole"])
-def _bulk_kernel(
+def _tma_kernel(
     x_box, weight_box, weight, bias, squares, slots, norm, out, weighted, squares_out, partial,
     arrived,
     rows, num_out, num_parts, whole, out_stride, eps,
@@ -50,7 +51,7 @@ def _bulk_kernel(
     ROWS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first tiles are whole, the others in SHARES."""
+    """Multiply one tile or one share of it: the first tiles are whole, the others in SHARES."""
     may_follow(PDL)
     tile, begin, end = tl.program_id(0), 0, INNER
     split = tile - whole
@@ -65,10 +66,10 @@ def _bulk_kernel(
     gated: tl.constexpr = ACTIVATION is not None
     each: tl.constexpr = FEATURES // 2 if gated else FEATURES
     m, n = first_m + tl.arange(0, ROWS), part * each + tl.arange(0, each)
-    bring_near(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+    prefetch_weights(weight, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     if gated:
         values = weight + tl.cast(num_out, tl.int64) * INNER
-        bring_near(values, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
+        prefetch_weights(values, n, num_out, begin, INNER, STAGES * DEPTH, PDL)
     wait_for_writer(PDL)
 
     wide: tl.constexpr = ROWS < 64
@@ -83,11 +84,11 @@ def _bulk_kernel(
             w = weight_box.load([part * each, k])
         acc = tl.dot(w, value.T, acc) if wide else tl.dot(value, w.T, acc)
 
-    if SHARES > 1:  # noqa: SIM102  a compiler that looks at both sides of an `and`
+    if SHARES > 1:  # noqa: SIM102  the compiler evaluates both sides of an `and`
         if split >= 0:
             at = partial + tl.arange(0, lead)[:, None] * follow + tl.arange(0, follow)[None, :]
             tl.store(at + split * (ROWS * FEATURES), acc)
-            tl.debug_barrier()  # all of the program's writes, then the count that makes them known
+            tl.debug_barrier()  # all writes of the program, then the count that publishes them
             its = split // SHARES
             if tl.atomic_add(arrived + its, 1, sem="acq_rel") < SHARES - 1:
                 return
@@ -107,7 +108,9 @@ def _bulk_kernel(
     elif wide:
         result = tl.trans(acc)
         second = result
-    parts, before = ask(squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS)
+    parts, before = load_early(
+        squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
+    )
     finish(
         result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
         part, m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
@@ -115,7 +118,7 @@ def _bulk_kernel(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether both begin, and every row of them, where a copy may begin."""
+    """Return whether both tensors, and all of their rows, are aligned for TMA copies."""
     return all(
         t.data_ptr() % ALIGNED == 0 and t.stride(0) * t.itemsize % ALIGNED == 0 for t in (x, weight)
     )
@@ -131,7 +134,7 @@ def product(
     norm: Tensor | None,
     made: Normed | None,
 ) -> None:
-    """As linear.py launches any other tile."""
+    """Launch a TMA tile, with the same arguments as the other kernels of linear.py."""
     rows, num_out = out.shape
     each = tile.features if activation is None else tile.features // 2
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
@@ -144,7 +147,7 @@ def product(
     num_parts = 0 if x.squares is None else len(x.squares)
     weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
-        _bulk_kernel, (tiles - split + split * shares,),
+        _tma_kernel, (tiles - split + split * shares,),
         _rows(x.x, tile), _weights(weight.data, tile, activation is not None),
         weight.data, weight.bias, x.squares, slots, norm, out, weighted, squares_out,
         partial, arrived, rows, num_out, num_parts, tiles - split, out.stride(0), x.eps,
@@ -155,7 +158,7 @@ def product(
 
 
 def _split(tiles: int, inner: int, tile: Tile) -> tuple[int, int]:
-    """-> how many of the last tiles are split, and into how many shares"""
+    """Return how many of the last tiles are split, and into how many shares."""
     at_once = num_processors() * _resident(tile)
     rest = tiles % at_once
     shares = at_once // rest if rest else 1
@@ -163,7 +166,7 @@ def _split(tiles: int, inner: int, tile: Tile) -> tuple[int, int]:
 
 
 def _resident(tile: Tile) -> int:
-    """Programs of one processor: two, where its memory and its registers hold them."""
+    """Return the programs per multiprocessor: two if shared memory and registers hold them."""
     staged = 2 * tile.stages * (tile.rows + tile.features) * tile.depth
     sums = tile.rows * tile.features // (32 * tile.num_warps)  # registers of a thread
     fits = 2 * (staged + SPARE_BYTES) <= shared_memory() and tile.num_warps * (sums + 64) <= 1024
@@ -172,7 +175,7 @@ def _resident(tile: Tile) -> int:
 
 @functools.cache
 def arrivals() -> Tensor:
-    """How many shares of a split tile are there; zeros between products."""
+    """Return the counters of finished shares per split tile; zeros between products."""
     device = "cpu" if INTERPRETED else "cuda"
     return torch.zeros(MOST_SPLIT, dtype=torch.int32, device=device)
 

@@ -1,27 +1,29 @@
-"""How a product over few rows may be cut, and which cuts are worth trying."""
+"""Tile shapes of products over few rows, and the candidates worth timing."""
 
 import functools
 from dataclasses import dataclass
 
 MAX_ROWS = 256
-PLAIN_ROWS = 8  # up to here a product may do without matrix units
+PLAIN_ROWS = 8  # up to here a product may be computed without matrix units
 SLICED_ROWS = 16  # up to here a product may be sliced along the inner dimension
 STAGED_ROWS = 64  # up to here a tile has all the rows
-BULK_ROWS = 128  # that a large tile has
+BULK_ROWS = 128  # rows of a large TMA tile
 PADDED_ROWS = (1, 8, 16, 64, 104, 128, 232, MAX_ROWS)
-SHARES, WHOLE = 2, 8  # of a product of the library; numbers that are read at once
-WHOLE_RUN = 384  # weights of a feature, at most, that one warp asks for at once
+SHARES, WHOLE = 2, 8  # of a cuBLAS product; values that are read at once
+WHOLE_RUN = 384  # weights of a feature that one warp loads at once, at most
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut: `features` by `depth` weights at a time. Either `slices` of them lie
-    side by side along the inner dimension, summed at the end, or loads run `stages` ahead. With
-    several `shares`, the inner dimension is split over programs; another kernel adds them up. Of
-    slices, several lots may be requested `ahead`, before the first is used. One slice is plain
-    multiply-adds; over several rows each warp has features of its own, and where a program has
-    fewer of them than warps, these split its depth. A tile with `rows` is copied in bulk, and has
-    that many; other tiles have all."""
+    """How a product is cut: `features` by `depth` weights at a time.
+
+    Either `slices` of them lie side by side along the inner dimension and are summed at the end, or
+    loads run `stages` ahead. With several `shares`, the inner dimension is split over programs
+    (split-K), and another kernel adds the shares up. With slices, `ahead` sets of them are loaded
+    before the first is used. One slice does not use matrix units; over several rows each warp then
+    has its own features, and if a program has fewer features than warps, the warps split its depth.
+    A tile with `rows` is copied by TMA and has that many rows; other tiles have all rows.
+    """
 
     features: int
     depth: int
@@ -43,8 +45,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cublas:
-    """A product that is left to the library: at once, or as several `shares` of the inner
-    dimension, in float32; another kernel adds them up."""
+    """A product computed by cuBLAS: at once, or in float32 as several `shares` of the inner
+    dimension, which another kernel adds up."""
 
     shares: int = 1
 
@@ -57,16 +59,20 @@ LIBRARY = Cublas()
 
 
 def padded_rows(rows: int) -> int:
-    """The rows that a choice is made for, and up to 64 those that a kernel is compiled for; few
-    sizes, because each is timed, or compiled, at the start."""
+    """Return the row count that a tile is chosen for and, up to 64, a kernel is compiled for.
+
+    There are few sizes, because each is timed, or compiled, at startup.
+    """
     return next(size for size in PADDED_ROWS if rows <= size)
 
 
 @functools.cache
 def ways_for(rows: int, inner: int, kind: str) -> tuple[Way, ...]:
-    """What is worth trying: what the library can do, and tiles. It would share out many a product
-    over more than 64 rows itself, but then adds the shares up in a kernel of its own, before ours
-    that adds them to the residual."""
+    """Return the candidates worth timing: cuBLAS, and tiles.
+
+    cuBLAS would split many products over more than 64 rows itself, but it adds the shares up in a
+    separate kernel, before ours that adds them to the residual.
+    """
     shared = kind == "add" and rows > STAGED_ROWS and inner % (SHARES * WHOLE) == 0
     library = (LIBRARY, Cublas(SHARES)) if shared else (LIBRARY,)
     return *library, *tiles_for(rows, inner, kind)
@@ -74,10 +80,12 @@ def ways_for(rows: int, inner: int, kind: str) -> tuple[Way, ...]:
 
 @functools.cache
 def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
-    """What is worth trying for that many rows, found on an H200, see benchmarks/h200. A product
-    that is added to the residual ("add") has few features, so its inner dimension may be shared
-    out; a stage of a "gated" one holds twice the weights. All rows of one padded size have the
-    same: a choice is made once for them."""
+    """Return the tiles worth timing for that many rows, found on an H200, see benchmarks/h200.
+
+    A product that is added to the residual ("add") has few features, so its inner dimension may be
+    split; a stage of a "gated" product holds twice the weights. All row counts of one padded size
+    have the same tiles: the choice is made once for them.
+    """
     if rows == 1:
         shapes = ((8, 1024, 4), (8, 512, 4), (2, 2048, 4), (4, 2048, 8), (2, 4096, 8), (1, 4096, 4))
         return tuple(Tile(f, depth, 1, 0, warps) for f, depth, warps in shapes)
@@ -114,9 +122,11 @@ def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
 
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
-    """Few, because each is compiled where a model's shapes are not known. Over more than 16 rows,
-    none that adds to the residual was ever the fastest. Those of 128 rows are for rows that all but
-    fill them: 80 took a third longer than 128 (H200)."""
+    """Return the TMA tiles: few, because each is compiled for shapes that have not been tuned.
+
+    Above 16 rows, no TMA tile that adds to the residual was ever the fastest. Tiles of 128 rows are
+    only for row counts that almost fill them: 80 rows took a third longer than 128 (H200).
+    """
     if rows <= SLICED_ROWS:
         size, cuts = 16, [(64, 128, 5, 4), (64, 256, 3, 4)]
     elif adds:
@@ -134,10 +144,10 @@ def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
 
 
 def _whole(inner: int) -> list[Tile]:
-    """All weights of 16 features at once, in as few tiles as fit, where registers hold them."""
+    """Return tiles that load all weights of 16 features at once, if registers hold them."""
     tiles = []
     for slices in (4, 8):
-        run = -(-inner // (16 * slices)) * 16  # of one slice, in matrix units
+        run = -(-inner // (16 * slices)) * 16  # per slice, for matrix units
         depth = next(depth for depth in (64, 32, 16) if run % depth == 0)
         if run <= WHOLE_RUN:
             tiles.append(Tile(16, depth, slices, 0, num_warps=slices, ahead=run // depth))

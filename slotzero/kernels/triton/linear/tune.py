@@ -1,9 +1,10 @@
-"""Which way to multiply is fastest for a shape: tried once per machine and remembered on disk.
+"""Autotuning of matrix products: the fastest candidate per shape, timed once and stored on disk.
 
-A choice is asked for by name. What this machine has tried before is in the cache folder; what we
-have tried on cards we know comes with the package; anything else is timed on first use, over copies
-of the weight that together exceed the cache of the card, as a chain in a graph, as it will run. Few
-are timed, as each has to be compiled before: those that were the fastest for shapes nearby.
+A choice is looked up by key. Earlier results of this machine are in the cache folder; results for
+known cards ship with the package (tuned.json); anything else is timed at first use, over copies of
+the weight that together exceed the L2 cache, as a chain in a CUDA graph, as it will run. Few
+candidates are timed, since each has to be compiled first: those that were fastest for similar
+shapes.
 """
 
 import contextlib
@@ -24,16 +25,16 @@ from slotzero.system.cache_dir import cache_dir
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "tuned.json"
-SOURCES = (  # of what is timed
+SOURCES = (  # files whose change invalidates earlier timings
     *(HERE / f"{name}.py" for name in ("linear", "linear_tma", "epilogue", "tiles", "elementwise")),
     *(HERE.parent / f"{name}.py" for name in ("launch", "kernels")),
 )
-COLD_BYTES = 256 << 20  # several times the cache of a card
+COLD_BYTES = 256 << 20  # several times the L2 cache of a card
 LEAST_CALLS, MOST_COPIES = 8, 64
-NEIGHBOURS = 3  # shapes whose best are tried
+NEIGHBOURS = 3  # similar shapes whose fastest candidates are timed
 REPEATS = 5
 
-Run = Callable[[str, Tensor], object]  # a candidate, over a copy of the weight
+Run = Callable[[str, Tensor], object]  # runs a candidate, with a copy of the weight
 
 
 class Choices:
@@ -51,8 +52,11 @@ class Choices:
         return None
 
     def likely(self, key: str, candidates: Sequence[str]) -> list[str]:
-        """Of candidates, the first and those that neighbours in what ships have, of this card if it
-        is there; all where there are none. They are the same throughout a start."""
+        """Return the first candidate and those that the shipped choices have for similar shapes.
+
+        Choices for this card are preferred. Without any, return all candidates. The result is
+        constant within a process.
+        """
         card, kind, shape, rows = key.rsplit("/", 3)
         near: list[tuple[bool, float, str]] = []
         for other, name in self._shipped.items():
@@ -63,11 +67,11 @@ class Choices:
         return [c for i, c in enumerate(candidates) if i == 0 or c in names or not names]
 
     def choose(self, names: Mapping[str, str]) -> None:
-        """From here on in this process, whatever was found before; nothing is remembered."""
+        """Use these names from now on in this process; they are not stored."""
         self._chosen.update(names)
 
     def find(self, key: str, candidates: Sequence[str], weight: Tensor, run: Run) -> str:
-        """Times them all; not inside a capture."""
+        """Time all candidates and store the fastest. Must not be called during graph capture."""
         copies = -(-COLD_BYTES // (weight.numel() * weight.itemsize))
         weights = [weight, *(weight.clone() for _ in range(min(copies, MOST_COPIES) - 1))]
         calls = [weights[i % len(weights)] for i in range(max(len(weights), LEAST_CALLS))]
@@ -78,7 +82,7 @@ class Choices:
 
     def _remember(self, key: str, name: str) -> None:
         self._tried[key] = name
-        with contextlib.suppress(OSError):  # a folder that cannot be written: tried again next time
+        with contextlib.suppress(OSError):  # an unwritable folder: timed again next time
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
                 "w", dir=self._file.parent, suffix=".json", delete=False
@@ -88,13 +92,13 @@ class Choices:
 
 
 def _distance(one: str, other: str) -> float:
-    """Of shapes, as "4096x1024": by how many doublings they differ"""
+    """Return by how many doublings two shapes, such as "4096x1024", differ."""
     sizes = zip(one.split("x"), other.split("x"), strict=True)
     return sum(abs(math.log2(int(a) / int(b))) for a, b in sizes)
 
 
 def _version() -> str:
-    """A choice is forgotten when the kernels or their compiler change."""
+    """Return a hash of the kernels and their compiler; stored choices are valid for one hash."""
     digest = hashlib.sha256(triton.__version__.encode())
     for source in SOURCES:
         digest.update(source.read_bytes())
@@ -118,8 +122,8 @@ def _seconds(run: Callable[[Tensor], object], weights: list[Tensor]) -> float:
             for weight in weights:
                 run(weight)
     except torch.OutOfMemoryError:
-        raise  # says nothing of the tile
-    except Exception:  # a tile that this card cannot hold
+        raise  # not a property of the tile
+    except Exception:  # the tile does not fit this card
         return float("inf")
     times: list[float] = []
     for _ in range(REPEATS):

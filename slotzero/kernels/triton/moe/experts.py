@@ -1,9 +1,9 @@
-"""Products in which every row has a weight of its own choice: the experts of a mixture.
+"""Grouped products of a mixture of experts (MoE): every row is multiplied by its expert's weight.
 
-Rows are sorted by the expert that they chose, and those of one expert are cut into blocks, so that
-a block reads one weight. The grid has as many blocks as any choice could need; which expert and
-which rows a block has is found on the device, and one that has none returns at once. Rows that
-chose nobody come last and belong to no block: nothing is computed for them, or read.
+Rows are sorted by expert, and those of one expert are cut into blocks, so that a block reads one
+weight. The grid has as many blocks as any routing could need; the device computes the expert and
+the rows of each block, and an unused block returns at once. Rows without an expert come last and
+belong to no block: they are neither computed nor read.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -24,13 +24,13 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.activation import activate
 from slotzero.kernels.types import Activation, LinearWeight
 
-SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices that are looked at together
-PLAN_BLOCKS = 32  # what one program of `sort` finds
+SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices examined at a time: at most, at least
+PLAN_BLOCKS = 32  # blocks per program of `sort`
 ADDED_BLOCK = 1024
 
 
 class ExpertTile(NamedTuple):
-    rows: int  # of a block
+    rows: int  # per block
     features: int
     depth: int
     stages: int
@@ -38,17 +38,17 @@ class ExpertTile(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Choices, one by one, in the order of their experts."""
+    """Choices, that is (token, expert) pairs, sorted by expert."""
 
-    order: Tensor  # [choices] int32: which choice, token * top_k + i, stands here
+    order: Tensor  # [choices] int32: the choice, token * top_k + i, at each sorted place
     blocks: Tensor  # [blocks, 3] int32: expert or -1, first row, number of rows
     tile: ExpertTile
 
 
 @triton.jit
 def _sort_kernel(experts, order, starts, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program an expert, and one for nobody: it counts who stands before, and then sets down its
-    own in their order."""
+    """Sort choices: one program per expert, and one for choices of no expert. It counts the choices
+    of lower experts, then writes its own in order."""
     may_follow(PDL)
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     wait_for_writer(PDL)
@@ -72,7 +72,7 @@ def _blocks_kernel(
     EXPERTS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """starts [experts + 1]: expert e has rows [starts[e], starts[e + 1])."""
+    """Compute the blocks. starts [experts + 1]: expert e has rows [starts[e], starts[e + 1])."""
     may_follow(PDL)
     block, expert = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, LANES)
     wait_for_writer(PDL)
@@ -98,8 +98,9 @@ def _product_kernel(
     EVEN: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With an activation, x is of tokens, each of SHARED choices, and the result in the order of
-    experts; without one, x is in that order and the result in the order of choices."""
+    """Multiply a block of rows by its expert's weight. With an activation, x has one row per token,
+    which SHARED choices share, and the result is sorted by expert; without one, x is sorted by
+    expert and the result is in the order of choices."""
     may_follow(PDL)
     block = blocks + tl.program_id(1) * 3
     n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
@@ -165,8 +166,8 @@ def _add_up_kernel(
 
 
 def sort(chosen: Tensor, starts: Tensor, dtype: torch.dtype) -> Order:
-    """chosen [T, top_k]: experts, or as many as there are for none; starts [experts + 1] is
-    written; dtype is of what will be multiplied"""
+    """Sort chosen [T, top_k], the expert of each choice or num_experts for none, and write starts
+    [experts + 1]. `dtype` is that of the rows to be multiplied."""
     num_experts, num = len(starts) - 1, chosen.numel()
     tile = tile_for(num / num_experts, dtype, shared_memory())
     order = starts.new_empty(num)
@@ -191,7 +192,7 @@ def gated(
     chosen: Order,
     activation: Activation,
 ) -> Tensor:
-    """-> [choices, inner], in the order of their experts"""
+    """Multiply by the weights of gates and values, and gate -> [choices, inner], by expert."""
     out = x.new_empty(len(chosen.order), weights.out_features // 2)
     shared = len(chosen.order) // len(x)
     _product(x, weights, chosen, out, shared, activation)
@@ -199,7 +200,7 @@ def gated(
 
 
 def product(x: Tensor, weights: LinearWeight, chosen: Order) -> Tensor:
-    """x in the order of their experts -> [choices, features], in the order of tokens"""
+    """Multiply x, sorted by expert -> [choices, features], in the order of tokens."""
     out = x.new_empty(len(x), weights.out_features)
     _product(x, weights, chosen, out, 1, None)
     return out
@@ -221,9 +222,11 @@ def add_up(results: Tensor, routing_weights: Tensor, experts: Tensor, none: int)
 
 
 def tile_for(rows_each: float, dtype: torch.dtype, memory: int) -> ExpertTile:
-    """Of blocks, where an expert has so many rows on average. Not tuned yet; `memory` is of a
-    program, in bytes."""
-    if dtype.itemsize > 2:  # plain multiply-adds, for exactness; speed is no aim
+    """Return the tile for an average of `rows_each` rows per expert.
+
+    `memory` is the shared memory of a program in bytes. The tiles are not tuned.
+    """
+    if dtype.itemsize > 2:  # scalar multiply-adds, for exactness rather than speed
         return ExpertTile(16, 32, 32, 2, 4)
     chosen = ExpertTile(16, 64, 128, 3, 4) if rows_each <= 16 else ExpertTile(64, 128, 64, 3, 8)
     each = (chosen.rows + 2 * chosen.features) * chosen.depth * dtype.itemsize

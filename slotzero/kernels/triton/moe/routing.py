@@ -1,7 +1,7 @@
-"""Which experts a token chooses: torch_ops.py's `route`, a program a token.
+"""The MoE router: `route` of torch_ops.py, with one program per token.
 
-The experts lie in groups, one where a model has none. The best are taken out one after another, the
-first of equal ones first. Rows of slot 0 choose nobody, whatever their scores are.
+Experts are in groups; a model without groups has one. The best experts are taken one after another,
+the first of equal ones first. Rows of slot 0 get no expert, whatever their scores are.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -64,7 +64,7 @@ def _route_kernel(
         wanted = tl.where(is_open[:, None], wanted, float("-inf"))
 
     choice, last, is_free = tl.arange(0, CHOICES), GROUPS * EACH - 1, inside
-    chosen = GROUPS * EACH + choice - TOP_K  # shared ones, behind those that are chosen
+    chosen = GROUPS * EACH + choice - TOP_K  # shared experts, after the routed ones
     its_weight = tl.zeros([CHOICES], tl.float32)
     for i in tl.static_range(TOP_K):
         best = tl.max(tl.max(wanted, axis=1), axis=0)
@@ -80,7 +80,7 @@ def _route_kernel(
         its_weight = tl.where(is_chosen, its_weight, float("-inf"))
         its_weight = _exp(its_weight - tl.max(its_weight, axis=0))
         its_weight /= tl.sum(its_weight, axis=0)
-        its_weight = its_weight.to(scores.dtype.element_ty).to(tl.float32)  # as they are trained
+        its_weight = its_weight.to(scores.dtype.element_ty).to(tl.float32)  # as in training
     else:
         if IS_NORMED:
             its_weight /= tl.sum(tl.where(is_chosen, its_weight, 0.0), axis=0) + 1e-20
@@ -88,7 +88,7 @@ def _route_kernel(
     if factors is not None:
         its_weight *= tl.load(factors + chosen, mask=is_chosen, other=1.0).to(tl.float32)
     its_weight = tl.where(is_chosen, its_weight, 1.0)
-    its_weight = tl.where(is_broken, float("nan"), its_weight)  # a NaN stays one
+    its_weight = tl.where(is_broken, float("nan"), its_weight)  # NaN stays NaN
     chosen = tl.where(is_real, chosen, GROUPS * EACH + SHARED)
     at, is_kept = token * (TOP_K + SHARED) + choice, choice < TOP_K + SHARED
     tl.store(routing_weights + at, its_weight, mask=is_kept)
@@ -98,8 +98,8 @@ def _route_kernel(
 def route(
     scores: Tensor, slots: Tensor, weights: ExpertWeights, shape: Experts
 ) -> tuple[Tensor, Tensor]:
-    """scores [T, experts] -> weight and index of the experts that each token chooses, [T,
-    num_chosen]; one past the last for none"""
+    """Select experts by scores [T, experts] -> routing weight and index of each token's experts,
+    [T, num_chosen] each; the index for none is one past the last expert."""
     each = shape.num_experts // shape.num_groups
     routing_weights = torch.empty(len(scores), shape.num_chosen, device=scores.device)
     experts = torch.empty(routing_weights.shape, dtype=torch.int32, device=scores.device)

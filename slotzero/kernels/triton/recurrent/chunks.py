@@ -1,17 +1,17 @@
-"""The state of recurrent layers over long rows: the pass from chunk to chunk of a row.
+"""The scan over long rows: the pass that carries the state from chunk to chunk of a row.
 
-What a chunk's tokens are to each other was computed before, for all chunks at once (see
-recurrent_mamba.py and recurrent_delta.py). With that, the tokens i of a chunk, and the state h
-[state_size, dim] before it:
+The relations between the tokens of a chunk were computed before, for all chunks at once (see
+mamba.py and delta.py). From them, for the tokens i of a chunk and the state h [state_size, dim]
+before it:
 
     change = values - removed h
     y_i    = into_i (q_i h) + sum over j of pairs_ij change_j + skip value_i
     h     <- passed h + sum over j of k_j (onto_j change_j)
 
-where `passed` is of the last token, and only a delta rule has `removed`. A program has some value
-dims of one head of one row, and takes the row's chunks in turn. Products are of the model's dtype
-with float32 sums. The grid follows from the padded sizes alone; padding gets zeros. Rows of one
-token are left to step.py.
+where `passed` is that of the last token, and only a delta rule has `removed`. A program has some
+value dims of one head of one row, and takes the row's chunks in order. Products are in the model's
+dtype with float32 sums. The grid follows from the padded sizes alone; padding gets zeros. Rows of
+one token are left to step.py.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -35,15 +35,15 @@ from slotzero.kernels.triton.recurrent.step import constants
 from slotzero.kernels.types import Rows, Tokens
 from slotzero.kernels.types_recurrent import Scan, States
 
-CHUNK, WIDE_CHUNK = 64, 16  # tokens; of float32, whose products are plain multiply-adds
-LEAST = 16  # lanes of a matrix product
-DIMS, WIDE_DIMS = 32, 16  # value dims of a program
+CHUNK, WIDE_CHUNK = 64, 16  # tokens; in float32, whose products do not use matrix units
+LEAST = 16  # lanes of a matrix product, at least
+DIMS, WIDE_DIMS = 32, 16  # value dims per program; in float32
 
 
 class Chunks(NamedTuple):
-    """Of a step's tokens to the others of their chunks."""
+    """Relations between each token of a step and the other tokens of its chunk."""
 
-    pairs: Tensor  # [T, heads, lanes]: what a token sees of each token of its chunk
+    pairs: Tensor  # [T, heads, lanes]: weight of each token of the chunk
     scales: Tensor  # [3, T, heads] float32: into, onto and passed
     changes: Tensor | None = None  # [T, heads, dim], instead of values
     removed: Tensor | None = None  # [T, heads, state_size]
@@ -73,7 +73,7 @@ def _pass_kernel(
     out += head * DIM + dim[None, :]
     wait_for_writer(PDL)
 
-    if row == num_rows:  # tokens behind the last row
+    if row == num_rows:  # tokens after the last row
         _zeros(out, tl.load(row_ends + num_rows - 1), num_tokens, lane, is_dim, HEADS * DIM, LANES)
         return
     slot = tl.load(row_slots + row).to(tl.int64)
@@ -138,18 +138,20 @@ def _zeros(out, begin, end, lane, is_dim, stride: tl.constexpr, LANES: tl.conste
 
 
 class ChunkCut(NamedTuple):
-    """Of rows into chunks, and of what a program takes of them."""
+    """How rows are cut into chunks, and the tile of a program."""
 
     size: int  # tokens of a chunk; snapshots are due at ends of chunks
-    lanes: int  # that these are in a matrix product
-    states: int  # the state's size there
-    dims: int  # value dims of a program
+    lanes: int  # the same, padded for a matrix product
+    states: int  # the state size, padded
+    dims: int  # value dims per program
     warps: int
-    stages: int  # chunks of which a program holds what it reads
+    stages: int  # chunks whose inputs a program holds at once
 
     def num_chunks(self, num_tokens: int, rows: Rows) -> int:
-        """That a step of so many tokens, padding included, has at most. Both ends of a row may be
-        in a chunk that is not full."""
+        """Return the most chunks that a step of `num_tokens` tokens, padding included, can have.
+
+        Both ends of a row may be in a chunk that is not full.
+        """
         return min(num_tokens, num_tokens // self.size + 2 * len(rows.slots))
 
 

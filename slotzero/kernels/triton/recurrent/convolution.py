@@ -1,10 +1,10 @@
 """The short convolution of recurrent layers, over tokens of any step.
 
-A program takes some tokens in turn, and hands each input on to those that come after it. Where a
-row begins, or the program does, it looks up the inputs before: those of the row, and before these
-what the row began with. A step of one token a row shifts the state in place, and one with a trail
-writes what each token leaves. Among longer rows others may still read what a row began with, so its
-last inputs become its state in a kernel of their own.
+A program takes some tokens in order and passes each input on to the tokens after it. Where a row or
+the program begins, it loads the inputs before: those of the row, and before these the state that
+the row began with. A step with one token per row shifts the state in place, and a step with a trail
+writes the state after each token. With longer rows other programs may still read the state that a
+row began with, so a second kernel writes the row's last inputs to the state.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -17,7 +17,7 @@ from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for
 from slotzero.kernels.triton.recurrent.rows import load_begin, num_real, snapshot_row
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan
 
-TOKENS, CHANNELS = 16, 512  # of a program
+TOKENS, CHANNELS = 16, 512  # per program
 MAX_WIDTH = 4
 
 
@@ -26,8 +26,8 @@ def _input(
     x, table, kept, rows, token, before, slot, start, channel, is_channel, x_stride, rows_stride,
     LAG: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr,
 ):  # fmt: skip
-    """What came so many tokens before one, of whose row `before` come before it; zeros where the
-    convolution does not reach"""
+    """Return the input LAG tokens before a token that has `before` tokens of its row before it;
+    zeros where the convolution does not reach."""
     value = tl.zeros(channel.shape, tl.float32)
     if LAG < WIDTH:
         is_own = tl.where(before >= LAG, is_channel, False)
@@ -47,7 +47,7 @@ def _inputs(
     x, table, kept, rows, token, before, slot, start, channel, is_channel, x_stride, rows_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr,
 ):  # fmt: skip
-    """The last three before a token, the oldest first"""
+    """Return the last three inputs before a token, the oldest first."""
     oldest = _input(
         x, table, kept, rows, token, before, slot, start, channel, is_channel,
         x_stride, rows_stride, 3, SIZE, WIDTH, INTERVAL,
@@ -64,8 +64,8 @@ def _inputs(
 
 
 @triton.jit
-def _leave(target, oldest, older, old, channel, is_channel, WIDTH: tl.constexpr):
-    """Three inputs, as many of them as the state holds"""
+def _store_inputs(target, oldest, older, old, channel, is_channel, WIDTH: tl.constexpr):
+    """Store the last inputs, up to three: as many as the state holds."""
     dtype: tl.constexpr = target.dtype.element_ty
     at = target + channel * (WIDTH - 1) + (WIDTH - 2)
     tl.store(at, old.to(dtype), mask=is_channel)
@@ -77,7 +77,7 @@ def _leave(target, oldest, older, old, channel, is_channel, WIDTH: tl.constexpr)
 
 @triton.jit
 def _weight(weight, channel, is_channel, LAG: tl.constexpr, WIDTH: tl.constexpr):
-    """Of the input so many tokens before"""
+    """Load the weights of the input LAG tokens before."""
     by = tl.zeros(channel.shape, tl.float32)
     if LAG < WIDTH:
         at = weight + channel * WIDTH + (WIDTH - 1 - LAG)
@@ -92,7 +92,7 @@ def _convolve_kernel(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, SPAN: tl.constexpr, INTERVAL: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPAN: tokens of every row; 0: rows are ragged"""
+    """Convolve some channels of some tokens. SPAN: tokens of every row; 0: rows are ragged."""
     may_follow(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel, first = channel < SIZE, tl.program_id(1).to(tl.int64) * TOKENS
@@ -113,7 +113,7 @@ def _convolve_kernel(
         slot, position = tl.load(slots + token).to(tl.int64), tl.load(positions + token)
         new = tl.load(x + token * x_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
         if (slot > 0) & ((slot != last_slot) | (position != last_position + 1)):
-            before = 0  # tokens of its row, or as many as are seen
+            before = 0  # tokens of its row before it, at most three
             if SPAN != 1:
                 before = _num_before(slots, positions, token, slot, position)
             oldest, older, old = _inputs(
@@ -128,23 +128,25 @@ def _convolve_kernel(
 
         if trail is not None:
             target = trail + token // SPAN * trail_stride + token % SPAN * trail_step
-            _leave(
+            _store_inputs(
                 target, tl.where(slot > 0, oldest, 0.0), tl.where(slot > 0, older, 0.0),
                 tl.where(slot > 0, old, 0.0), channel, is_channel, WIDTH,
             )  # fmt: skip
         elif slot > 0:
             if SPAN == 1:
-                tl.debug_barrier()  # what is written here was read by all
-                _leave(table + slot * held, oldest, older, old, channel, is_channel, WIDTH)
+                tl.debug_barrier()  # every thread has read the old state
+                _store_inputs(table + slot * held, oldest, older, old, channel, is_channel, WIDTH)
             if INTERVAL > 0:
                 into = snapshot_row(rows, slot, position + 1, rows_stride, INTERVAL)
                 if into > 0:
-                    _leave(kept + into * held, oldest, older, old, channel, is_channel, WIDTH)
+                    _store_inputs(
+                        kept + into * held, oldest, older, old, channel, is_channel, WIDTH
+                    )
 
 
 @triton.jit
 def _num_before(slots, positions, token, slot, position):
-    """Tokens of its row right before one, up to three"""
+    """Return how many tokens of its row are right before a token, at most three."""
     num, is_near = 0, 1
     for lag in tl.static_range(1, 4):
         there = token >= lag
@@ -156,12 +158,12 @@ def _num_before(slots, positions, token, slot, position):
 
 
 @triton.jit(do_not_specialize=["rows_stride"])
-def _leave_kernel(
+def _store_state_kernel(
     x, slots, row_slots, row_starts, row_counts, row_ends, table, kept, rows, x_stride, rows_stride,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, INTERVAL: tl.constexpr, PADDED: tl.constexpr,
     CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of a row become its slot's."""
+    """Write the last inputs of a row to the state of its slot."""
     may_follow(PDL)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row, is_channel = tl.program_id(1), channel < SIZE
@@ -179,8 +181,10 @@ def _leave_kernel(
         x, table, kept, rows, past, before, slot, start, channel, is_channel,
         x_stride, rows_stride, SIZE, WIDTH, INTERVAL,
     )  # fmt: skip
-    tl.debug_barrier()  # what is written here was read by all
-    _leave(table + slot * (SIZE * (WIDTH - 1)), oldest, older, old, channel, is_channel, WIDTH)
+    tl.debug_barrier()  # every thread has read the old state
+    _store_inputs(
+        table + slot * (SIZE * (WIDTH - 1)), oldest, older, old, channel, is_channel, WIDTH
+    )
 
 
 def convolve(
@@ -213,7 +217,7 @@ def convolve(
     )  # fmt: skip
     if rows is not None and not is_alone and trail is None:
         launch(
-            _leave_kernel, (triton.cdiv(size, CHANNELS), len(rows.slots)),
+            _store_state_kernel, (triton.cdiv(size, CHANNELS), len(rows.slots)),
             x, tokens.slots, *rows[:4], states.conv, states.conv_kept, kept_rows,
             x.stride(0), rows_stride,
             SIZE=size, WIDTH=shape.conv_width, INTERVAL=shape.interval, PADDED=span > 0,

@@ -1,4 +1,4 @@
-"""The gated delta rule over long rows: what the tokens of a chunk are to each other, for all chunks
+"""The gated delta rule over long rows: the relations between the tokens of a chunk, for all chunks
 at once.
 
 A token changes the state h before it to g h + u k^T, with u = beta (v - g h k). Written out over a
@@ -12,7 +12,7 @@ So with the inverse X of 1 + A, u = X (beta v) - X (beta g k) h: `changes` and `
     pairs_ij = (q_i k_j) g(j, i]  for j <= i
     into_i = passed_i = g(.., i], from the chunk's beginning;  onto_j = g(j, ..], to its end
 
-Lengths of q and k are divided out where they are multiplied by other scales.
+The L2 norms of q and k are divided out where other scales are applied.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -34,9 +34,11 @@ EPS = tl.constexpr(L2_EPS)
 
 @triton.jit
 def _inverse(below, lane, LANES: tl.constexpr, PRECISION: tl.constexpr):
-    """Of 1 + below, which is strictly lower triangular: blocks on the diagonal are inverted, and
-    then those of twice the size. Where P and Q are two, and B is to the left of Q, what stands
-    there in the inverse of all three is -1/Q B 1/P."""
+    """Return the inverse of 1 + below, where `below` is strictly lower triangular.
+
+    Blocks on the diagonal are inverted, then those of twice the size: for neighbours P and Q on the
+    diagonal and B to the left of Q, the inverse has -1/Q B 1/P in the place of B.
+    """
     inverse = tl.where(lane[:, None] == lane[None, :], 1.0, 0.0)
     size = 1
     while size < LANES:
@@ -92,7 +94,7 @@ def _relate_kernel(
     below = tl.dot(key, key.T, input_precision=PRECISION) * fall * (strength * k_scale)[:, None]
     below = tl.where(lane[:, None] > lane[None, :], below, 0.0)
     inverse = _inverse(below, lane, LANES, EXACT)
-    # read late, and the key once more: registers are short while a chunk is inverted
+    # Loaded late, and the key again: registers are scarce during the inversion.
     value = tl.load(at + VALUES_AT + head * DIM + dim, mask=is_dim, other=0.0)
     by_value = (inverse * strength[None, :]).to(value.dtype)
     change = tl.dot(by_value, value, input_precision=PRECISION)
@@ -113,7 +115,7 @@ def _relate_kernel(
 
 @triton.jit
 def _scale(x):
-    """That gives each row the length 1"""
+    """Return the factor that gives each row L2 norm 1."""
     wide = x.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
 

@@ -1,4 +1,4 @@
-"""What closes a recurrent mixer: silu of gates, before or after an RMSNorm of each group."""
+"""The end of a recurrent mixer: silu gates, before or after an RMSNorm of each group."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.elementwise import num_warps
 
-TILE = 1024  # numbers of small groups that one program takes
+TILE = 1024  # values of small groups per program
 
 
 @triton.jit

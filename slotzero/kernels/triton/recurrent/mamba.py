@@ -1,4 +1,4 @@
-"""Mamba-2 over long rows: what the tokens of a chunk are to each other, for all chunks at once.
+"""Mamba-2 over long rows: the relations between the tokens of a chunk, for all chunks at once.
 
 With the decays a_i = exp(-rate dt_i), and a(j, i] their product over the tokens after j up to i:
 
@@ -21,7 +21,7 @@ from slotzero.kernels.triton.recurrent.step import constants
 from slotzero.kernels.types import Rows, Tokens
 from slotzero.kernels.types_recurrent import Scan, ScanWeights
 
-MAX_HEADS = 8  # of a program
+MAX_HEADS = 8  # per program
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])

@@ -1,20 +1,20 @@
-"""What kernels of recurrent layers share: where a row begins, where snapshots stand, how long rows
-are cut into chunks, and softplus.
+"""Shared functions of the recurrent kernels: initial states of rows, snapshot rows, cutting long
+rows into chunks, and softplus.
 
-Chunks are cut at multiples of their size in the text, so a row's arithmetic does not depend on
-where it stands in the step, and a snapshot is always due at the end of one.
+Chunks are cut at multiples of their size in the text, so a row's arithmetic does not depend on its
+place in the step, and a snapshot is always due at the end of a chunk.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
 import triton.language as tl
 
-COUNTED = tl.constexpr(128)  # rows, or tokens of one, that are looked at in one go
+COUNTED = tl.constexpr(128)  # rows, or tokens of a row, that are examined at a time
 
 
 @triton.jit
 def snapshot_row(rows, slot, after, rows_stride, INTERVAL: tl.constexpr):
-    """Where the state after so many tokens of a slot's text is kept; 0: nowhere"""
+    """Return the snapshot row of the state after the first `after` tokens of a slot; 0: none."""
     is_there = (slot > 0) & (after > 0) & (after % INTERVAL == 0)
     at = rows + slot * rows_stride + after // INTERVAL - 1
     return tl.load(at, mask=is_there, other=0).to(tl.int64)
@@ -25,8 +25,8 @@ def load_begin(
     table, kept, rows, slot, start, rows_stride, offset, inside,
     SIZE: tl.constexpr, INTERVAL: tl.constexpr,
 ):  # fmt: skip
-    """What a row begins with, at an offset of its state, in float32: zeros at the start of a text,
-    the snapshot that stands there, or else the slot's own"""
+    """Load the state that a row begins with, at an offset, in float32: zeros at the start of a
+    text, the snapshot at its start if there is one, else the slot's state."""
     own = tl.where((slot > 0) & (start > 0), inside, False)
     if INTERVAL > 0:
         found = snapshot_row(rows, slot, start, rows_stride, INTERVAL)
@@ -41,7 +41,7 @@ def load_begin(
 
 @triton.jit
 def num_real(slots, begin, count, row_slot, PADDED: tl.constexpr):
-    """Tokens of a row that are not padding, which come first"""
+    """Return the number of real tokens of a row, which precede its padding."""
     num = tl.where(row_slot > 0, count, 0)
     if PADDED:
         past = begin + num
@@ -54,9 +54,9 @@ def num_real(slots, begin, count, row_slot, PADDED: tl.constexpr):
 
 @triton.jit
 def find_chunk(chunk, row_slots, row_starts, row_counts, num_rows, SIZE: tl.constexpr):
-    """Of the chunks of all rows, in their order -> its row, and the position at which it begins; a
-    row past the last: there are not so many chunks. Rows of one token have none."""
-    row, first, used = 0, 0, 0  # first: of the row, the number of its first chunk
+    """Find a chunk by its index over all rows, in order -> its row, and the position at which it
+    begins. The row is past the last if there is no such chunk. Rows of one token have none."""
+    row, first, used = 0, 0, 0  # first: index of the row's first chunk
     for low in range(0, num_rows, COUNTED):
         r = low + tl.arange(0, COUNTED)
         is_row = r < num_rows
@@ -78,8 +78,8 @@ def chunk_tokens(
     row, low, lane, slots, row_slots, row_starts, row_counts, row_ends,
     SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's chunk that begins at position low, lane by lane -> its token, and whether it has
-    one that is no padding"""
+    """Return the token of each lane of a row's chunk that begins at position `low`, and whether the
+    lane has a real token."""
     count, start = tl.load(row_counts + row), tl.load(row_starts + row)
     begin = tl.load(row_ends + row) - count
     num = num_real(slots, begin, count, tl.load(row_slots + row), PADDED)
@@ -90,7 +90,7 @@ def chunk_tokens(
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), to the last digits also where it is small"""
+    """Return log(1 + exp(x)), accurate also where it is small."""
     power = tl.exp(-tl.abs(x))
     one = 1.0 + power
     small = tl.where(
@@ -101,6 +101,7 @@ def softplus(x):
 
 @triton.jit
 def falling(total, lane):
-    """[i, j]: what is left at i of what came at j <= i, of the logs of decays, added up; else 0"""
+    """Return the decay from token j to token i >= j as [i, j], else 0; `total` holds cumulative
+    sums of log decays."""
     left = total[:, None] - total[None, :]
     return tl.exp(tl.where(lane[:, None] >= lane[None, :], left, float("-inf")))

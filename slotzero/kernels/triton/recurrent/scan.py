@@ -1,4 +1,4 @@
-"""The scan of recurrent layers: a few tokens of a row in turn, ragged rows in chunks."""
+"""The scan of recurrent layers: short rows token by token, long ragged rows in chunks."""
 
 from torch import Tensor
 

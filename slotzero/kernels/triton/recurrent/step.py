@@ -1,8 +1,9 @@
-"""The state of recurrent layers, token by token: one token a row, or a few with a trail.
+"""The scan of recurrent layers token by token: one token per row, or a few with a trail.
 
 A program has some value dims of one head of one row. It reads their states once, takes the row's
-tokens in turn, and writes the states, or, with a trail, what each token leaves. All is float32, and
-a token's arithmetic is the same in both. Rows of one token among longer ones are computed here too.
+tokens in order, and writes the states or, with a trail, the state after each token. Everything is
+in float32, and a token's arithmetic is the same in both cases. Rows of one token among longer rows
+are computed here too.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -15,7 +16,7 @@ from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for
 from slotzero.kernels.triton.recurrent.rows import load_begin, snapshot_row, softplus
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
 
-TILE = 4096  # numbers of a state: each thread of 4 warps moves 8 times 16 bytes of float32
+TILE = 4096  # values of a state: each thread of 4 warps moves 8 times 16 bytes of float32
 EPS = tl.constexpr(L2_EPS)
 
 
@@ -30,7 +31,7 @@ def _step_kernel(
     SPAN: tl.constexpr, INTERVAL: tl.constexpr,
     DIMS: tl.constexpr, STATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With beta, a delta rule; else mamba. With counts, only rows of one token"""
+    """Compute a delta rule if beta is given, else mamba. With counts, only rows of one token."""
     may_follow(PDL)
     parts: tl.constexpr = (DIM + DIMS - 1) // DIMS
     held: tl.constexpr = HEADS * DIM * STATE
@@ -76,7 +77,7 @@ def _step_kernel(
         target = out + token * (HEADS * DIM) + head * DIM + dim
         tl.store(target, y.to(out.dtype.element_ty), mask=is_dim)
         if trail is not None:
-            # of 64 bits, since a trail may have more numbers than 32 bits count
+            # 64-bit offsets: a trail may have more values than 32 bits can index.
             target = trail + row * trail_stride + (token - first) * trail_step + offset
             left = tl.where(real, h, 0.0).to(trail.dtype.element_ty)
             tl.store(target, left, mask=inside)
@@ -97,8 +98,8 @@ def scan_in_turn(
     shape: Scan,
     out: Tensor,
 ) -> None:
-    """Of rows of as many tokens as the trail has. Without one, of rows of one token: all that are
-    given, or, without rows, each token"""
+    """Scan rows of as many tokens as the trail has. Without a trail, scan rows of one token: those
+    among the given rows or, without rows, every token."""
     tokens, rows, states, trail = step
     left = None if trail is None else trail.scan
     span, strides = (1, (0, 0)) if left is None else (left.shape[1], left.stride()[:2])
@@ -118,7 +119,7 @@ def scan_in_turn(
 
 
 def constants(shape: Scan) -> dict[str, int]:
-    """The shape, and where a token's values, keys and queries are: x, B and C of mamba"""
+    """Return the shape, and the offsets of a token's values, keys and queries (mamba: x, B, C)."""
     first, second, _ = shape.sizes
     places = (0, first, first + second) if shape.kind == "mamba" else (first + second, first, 0)
     return {

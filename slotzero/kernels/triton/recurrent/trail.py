@@ -1,4 +1,4 @@
-"""After a verify step: of the states that its tokens left, those that were right are kept."""
+"""After a verify step: the state after the last accepted token becomes the state of the slot."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -18,7 +18,7 @@ def _commit_kernel(
     LAYERS: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, INTERVAL: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A part of one layer's state of one row"""
+    """Commit a part of one layer's state of one row."""
     may_follow(PDL)
     parts: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row, layer = tl.program_id(1).to(tl.int64), (tl.program_id(0) // parts).to(tl.int64)
@@ -34,7 +34,7 @@ def _commit_kernel(
     target = table + (layer * num_slots + slot) * SIZE + at
     tl.store(target, last.to(table.dtype.element_ty), mask=inside)
     if INTERVAL > 0:
-        after = tl.load(length + slot) - num + 1  # the text's length with the first of them
+        after = tl.load(length + slot) - num + 1  # the length with the first accepted token
         for i in range(num):
             into = snapshot_row(rows, slot, after + i, rows_stride, INTERVAL)
             if into > 0:

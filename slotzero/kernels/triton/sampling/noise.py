@@ -1,4 +1,4 @@
-"""The noise of sampling: the integers of sampling/noise.py, and a cheap bound of what they give."""
+"""Gumbel noise of sampling: the integers of sampling/noise.py, and a cheap bound of the noise."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -30,7 +30,7 @@ def cell_of(index, noise):
 
 @triton.jit
 def gumbel(cell):
-    """Each logarithm is rounded to float32, as the reference rounds it."""
+    """Return the Gumbel noise, each logarithm rounded to float32 as in the reference."""
     uniform = (cell.to(tl.float32) + 0.5) * 2.0**-23
     inner = tl.log(uniform.to(tl.float64)).to(tl.float32)
     return -tl.log(-inner.to(tl.float64)).to(tl.float32)
@@ -38,7 +38,10 @@ def gumbel(cell):
 
 @triton.jit
 def gumbel_bound(cell):
-    """-log(-log u) <= -log(1 - u), and the bits of a float, read as an integer, are a lower bound
-    of its logarithm in base 2."""
+    """Return an upper bound of the noise without a logarithm.
+
+    -log(-log u) <= -log(1 - u), and the bits of a float, read as an integer, are a lower bound of
+    its logarithm in base 2.
+    """
     rest = (2.0 - (cell | 0x3F800000).to(tl.float32, bitcast=True)) - 2.0**-24  # 1 - u
     return (127.0 - rest.to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-23) * 0.6931472 + 1e-3

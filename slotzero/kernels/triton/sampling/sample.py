@@ -1,20 +1,21 @@
-"""Choosing the next token of each row on the GPU; sampling/reference.py defines it.
+"""Sampling the next token of each row on the GPU; sampling/reference.py defines it.
 
-A row costs what it asks for: who asks for less leaves each kernel early. No kernel sorts.
+A row costs only what its parameters need: programs without work return early. No kernel sorts.
 
-- `_scan_kernel`, a program per chunk of a row: the chunk's highest logit. Logits that a mask, a
-  penalty, a bias or a ban changes are written down in float32; whoever owns a chunk counts the
-  tokens that fall into it. Filtered rows also get the highest logit of every 64, and rows with log
-  probabilities the sum and the top of the logits as they came.
-- `floor_kernel` of floors.py, a program per row: the lowest value that its filters leave.
-- `_choose_kernel`, a few programs per row. Exact noise costs two logarithms in double, so only
-  those get it whose cheap upper bound beats the best so far. Who finishes a row last reports it; a
-  greedy row has but one program, which only reports.
+- `_scan_kernel`, one program per chunk of a row: the chunk's highest logit. Logits that a mask, a
+  penalty, a bias or a ban changes are written in float32; the program of a chunk counts the tokens
+  that belong to it. Filtered rows also get the highest logit of every 64, and rows with log
+  probabilities the sum and the top of the original logits.
+- `floor_kernel` of thresholds.py, one program per row: the lowest value that passes its filters.
+- `_choose_kernel`, a few programs per row. Exact noise costs two logarithms in double, so it is
+  computed only for tokens whose cheap upper bound beats the best so far. The program that finishes
+  a row last writes its outputs; a greedy row has a single program, which only does that.
 
-The rules: nothing depends on the batch or on who comes first. Chunks are cut from the row alone,
-a sum is taken by one program in one order, and between programs only integers are compared and
-counted. A value and its place travel as one integer, of which the largest is the highest value and,
-among equals, the first. Whatever must be zero is zeroed in the same call.
+The rules: nothing depends on the batch or on the order of programs. Chunks depend on the row alone,
+a sum is computed by one program in one order, and between programs only integers are compared and
+counted. A value and its index are packed into one integer, so that the largest integer is the
+highest value and, among equal values, the first. Memory that must be zero is zeroed in the same
+call.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -39,7 +40,7 @@ from slotzero.kernels.triton.sampling.packed import (
     GROUP,
     GROUPS,
     INF,
-    NOBODY,
+    NO_TOKEN,
     is_finite,
     mass_of,
     pack,
@@ -58,26 +59,26 @@ BIAS_LANES = tl.constexpr(triton.next_power_of_2(MAX_LOGIT_BIAS))
 MAX_STOP = tl.constexpr(MAX_STOP_IDS)
 MAX_TOP = tl.constexpr(MAX_LOGPROBS)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
-CHOOSERS = 2112  # programs that choosing is spread over: 16 to each of 132 processors
+CHOOSERS = 2112  # programs of `_choose_kernel`: 16 for each of 132 multiprocessors
 
 NAN = tl.constexpr(float("nan"))
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
 class Scratch(NamedTuple):
-    """What the kernels of one call tell each other."""
+    """Scratch tensors that the kernels of one call share."""
 
-    best: Tensor  # [rows, chunks] int64: the highest adjusted logit and its place, packed
-    raw_top: Tensor  # [rows, chunks, MAX_LOGPROBS] int64: the highest logits as they came, packed
-    noisy: Tensor  # [rows, choosers] int64: the highest logit with noise and its place, packed
+    best: Tensor  # [rows, chunks] int64: the highest adjusted logit and its index, packed
+    raw_top: Tensor  # [rows, chunks, MAX_LOGPROBS] int64: the highest original logits, packed
+    noisy: Tensor  # [rows, choosers] int64: the highest logit with noise and its index, packed
     mass: Tensor  # [rows, chunks] float64: the sum of exp((logit - chunk's best) / temperature)
-    raw_mass: Tensor  # [rows, chunks] float64: the sum of exp(logit - chunk's best), as they came
+    raw_mass: Tensor  # [rows, chunks] float64: the sum of exp(original logit - chunk's best)
     groups: Tensor  # [rows, chunks * GROUPS] float32: the highest adjusted logit of each group
-    listed: Tensor  # [rows, chunks * GROUPS] int32: groups in which a floor is looked for
+    listed: Tensor  # [rows, chunks * GROUPS] int32: groups in which the floor is searched
     adjusted: Tensor  # [rows, chunks * CHUNK] float32, where `changed`
-    changed: Tensor  # [rows] int32: 0 where the logits are used as they came
+    changed: Tensor  # [rows] int32: 0 where the original logits are used
     floor: Tensor  # [rows] float32: the lowest scaled logit that may be chosen
-    arrived: Tensor  # [rows] int32: choosers that are done
+    arrived: Tensor  # [rows] int32: programs of `_choose_kernel` that are done
 
 
 # ---- mask, penalties, bias, ban ----
@@ -99,7 +100,7 @@ def _is_changed(slot, position, tables):
 
 @triton.jit
 def _adjust(x, index, begin, slot, position, tables, adjusted, token_stride, mask_stride, vocab):
-    """Writes one chunk of the row's `adjusted`, where its tokens are counted first."""
+    """Write one chunk of the row's `adjusted` logits, in which its tokens are first counted."""
     num_masked = tl.where(tl.load(tables.is_masked + slot) != 0, vocab, 0)
     words = tables.allowed + slot * mask_stride
     word = tl.load(words + (index >> 5), mask=index < num_masked, other=-1)
@@ -160,8 +161,8 @@ def _scan_kernel(
     inside = index < vocab
     x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # [GROUPS, GROUP]
     slot = tl.load(slots + row).to(tl.int64)
-    # Both are on their way before either is used. So rows of slot 0 are scanned like others: to
-    # leave them out would be to wait twice.
+    # Both loads are issued before either is used. So rows of slot 0 are scanned like others:
+    # skipping them would mean waiting twice.
     tl.debug_barrier()
     adjusted = scratch.adjusted + row * chunks * CHUNK
     temperature = tl.load(tables.temperature + slot)
@@ -174,7 +175,7 @@ def _scan_kernel(
         tl.store(scratch.changed + row, changed)
         tl.store(scratch.arrived + row, 0)
     if num_top >= 0:
-        left = tl.max(tl.where(inside, pack(x, index), NOBODY), axis=1)  # [GROUPS]
+        left = tl.max(tl.where(inside, pack(x, index), NO_TOKEN), axis=1)  # [GROUPS]
         tl.store(scratch.raw_mass + at, mass_of(x, value_of(tl.max(left)), 1.0))
         for i in range(tl.maximum(num_top, 1)):
             top = tl.max(left)
@@ -182,22 +183,22 @@ def _scan_kernel(
             its_group = tl.minimum(place_of(top), vocab - 1) // GROUP
             near = its_group * GROUP + lane
             packed = pack(tl.load(logits + near, mask=near < vocab).to(tl.float32), near)
-            packed = tl.where((near < vocab) & (packed < top), packed, NOBODY)
+            packed = tl.where((near < vocab) & (packed < top), packed, NO_TOKEN)
             left = tl.where(chunk * GROUPS + group == its_group, tl.max(packed), left)
-        x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # not held so long
+        x = tl.load(logits + index, mask=inside, other=-INF).to(tl.float32)  # saves registers
     if changed != 0:
         _adjust(
             x, index, chunk * CHUNK, slot, position, tables, adjusted, token_stride, mask_stride,
             vocab,
         )  # fmt: skip
         x = tl.load(adjusted + index, mask=inside, other=-INF)
-    # The maximum forgets NaN, a sum does not. Shrunk, no sum of finite ones is infinite, and
-    # where two infinities make a NaN, the higher one has broken the row anyway.
+    # The maximum drops NaN, a sum does not. Scaled down, no sum of finite values is infinite, and
+    # if two infinities sum to NaN, the positive one makes the row invalid anyway.
     total = tl.sum(x * 2.0**-16)
     highest = tl.max(x, axis=1)  # [GROUPS]
     near = chunk * CHUNK + place_of(tl.max(pack(highest, group))) * GROUP + lane
     packed = pack(read_logits(logits, adjusted, changed, vocab, near), near)
-    best = tl.max(tl.where(near < vocab, packed, NOBODY))
+    best = tl.max(tl.where(near < vocab, packed, NO_TOKEN))
     best = tl.where(total == total, best, BROKEN)
     tl.store(scratch.best + at, best)
     if is_filtered & (temperature > 0):
@@ -205,24 +206,24 @@ def _scan_kernel(
         tl.store(scratch.mass + at, mass_of(x, value_of(best), temperature))
 
 
-# ---- the choice and the report ----
+# ---- the choice and the outputs ----
 
 
 @triton.jit
 def _with_noise(index, row, noise, floor):
-    """One token, packed; nobody if it is below the floor."""
+    """Return one token with its noise, packed; NO_TOKEN if it is below the floor."""
     scaled = scaled_logit(row, index)
-    return tl.where(scaled >= floor, pack(scaled + gumbel(cell_of(index, noise)), index), NOBODY)
+    return tl.where(scaled >= floor, pack(scaled + gumbel(cell_of(index, noise)), index), NO_TOKEN)
 
 
 @triton.jit
 def _choose(winner, chunk, top, row, noise, floor):
-    """The highest with noise, packed, of `winner` and a chunk whose highest logit is `top`."""
+    """Return the highest token with noise, packed, of `winner` and a chunk with maximum `top`."""
     logits, adjusted, changed, vocab, peak, temperature = row
     ceiling = tl.div_rn(top - peak, temperature)
     if (ceiling >= floor) & (ceiling + MAX_GUMBEL >= value_of(winner)):
         index = chunk * CHUNK + tl.arange(0, CHUNK)
-        # Not a division, and never below it.
+        # Cheaper than the exact division, and never below its result (scaled logits are <= 0).
         scale = (1 - 2.0**-20) / tl.maximum(temperature, 2.0**-126)
         scaled = (read_logits(logits, adjusted, changed, vocab, index) - peak) * scale
         bound = scaled + gumbel_bound(cell_of(index, noise))
@@ -232,21 +233,21 @@ def _choose(winner, chunk, top, row, noise, floor):
             likeliest = tl.max(left)
             while value_of(likeliest) >= value_of(winner):
                 winner = tl.maximum(winner, _with_noise(place_of(likeliest), row, noise, floor))
-                left = tl.where(left == likeliest, NOBODY, left)
+                left = tl.where(left == likeliest, NO_TOKEN, left)
                 likeliest = tl.max(left)
     return winner
 
 
 @triton.jit
 def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.constexpr):
-    """Writes a row's outputs; num_top is -1 where no log probability is wanted."""
+    """Write a row's outputs; num_top is -1 where no log probability is wanted."""
     lane, chunk = tl.arange(0, TOP_LANES), tl.arange(0, CHUNKS)
     logprob = 0.0
     top_ids = tl.zeros_like(lane)
     top_logprobs = tl.zeros((TOP_LANES,), tl.float32)
     if num_top >= 0:
         at = r * chunks + chunk
-        best = tl.load(scratch.raw_top + at * MAX_TOP, mask=chunk < chunks, other=NOBODY)
+        best = tl.load(scratch.raw_top + at * MAX_TOP, mask=chunk < chunks, other=NO_TOKEN)
         peak = value_of(tl.max(best))
         mass = tl.load(scratch.raw_mass + at, mask=chunk < chunks, other=0.0)
         total = tl.sum(mass * tl.exp((value_of(best) - peak).to(tl.float64)))
@@ -254,12 +255,12 @@ def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.c
         logprob = (tl.load(logits + token).to(tl.float32) - peak) - log_total
         wanted = (lane < num_top)[None, :] & (chunk < chunks)[:, None]
         left = scratch.raw_top + (at * MAX_TOP)[:, None] + lane[None, :]
-        left = tl.load(left, mask=wanted, other=NOBODY)
-        found = tl.full((TOP_LANES,), NOBODY, tl.int64)
+        left = tl.load(left, mask=wanted, other=NO_TOKEN)
+        found = tl.full((TOP_LANES,), NO_TOKEN, tl.int64)
         for i in range(num_top):
             top = tl.max(left)
             found = tl.where(lane == i, top, found)
-            left = tl.where(left == top, NOBODY, left)
+            left = tl.where(left == top, NO_TOKEN, left)
         num_found = tl.minimum(num_top, vocab)
         num_ids = tl.where(is_finite(peak), num_found, 0)
         top_ids = tl.where(lane < num_ids, place_of(found), 0)
@@ -287,7 +288,7 @@ def _choose_kernel(
         num_top = tl.minimum(tl.load(tables.num_logprobs + slot), MAX_TOP)
         best = scratch.best + r * chunks
         chunk = tl.arange(0, CHUNKS)
-        highest = tl.max(tl.load(best + chunk, mask=chunk < chunks, other=NOBODY))
+        highest = tl.max(tl.load(best + chunk, mask=chunk < chunks, other=NO_TOKEN))
         peak = value_of(highest)
         token = tl.where(is_finite(peak), place_of(highest), 0)
         if (temperature > 0) & is_finite(peak):
@@ -307,7 +308,7 @@ def _choose_kernel(
             is_last = tl.atomic_add(scratch.arrived + r, 1) == choosers - 1
             if is_last:
                 noisy = scratch.noisy + r * choosers + chunk
-                token = place_of(tl.max(tl.load(noisy, mask=chunk < choosers, other=NOBODY)))
+                token = place_of(tl.max(tl.load(noisy, mask=chunk < choosers, other=NO_TOKEN)))
                 token = tl.where(token < vocab, token, 0)
     if is_last:
         _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS)
@@ -316,7 +317,7 @@ def _choose_kernel(
 def sample(
     logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, out: Sampled
 ) -> None:
-    """`logits` [rows, vocab]; `positions` [rows]: the index that the new token will have."""
+    """Sample from logits [rows, vocab]; positions [rows]: the index that the new token gets."""
     rows, vocab = logits.shape
     stride, token_stride = logits.stride(0), tables.tokens.stride(0)
     mask_stride = tables.allowed.stride(0)

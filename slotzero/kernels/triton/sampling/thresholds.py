@@ -1,8 +1,9 @@
-"""Filters of a row's tokens as one floor: the lowest scaled logit that may be chosen.
+"""The filters of a row (top-k, top-p, min-p) as one threshold, the floor: the lowest scaled logit
+that may be sampled.
 
-A floor is the lowest value with less than a budget of weight above it (top-k: one each; top-p: its
-probability). The k highest values lie in the k highest groups of 64, so few groups are read, and no
-kernel sorts. Sums are taken by one program in one order.
+A floor is the lowest value with less than a budget of weight above it (top-k: 1 per token; top-p:
+its probability). The k highest values are in the k highest groups of 64, so few groups are read,
+and no kernel sorts. Sums are computed by one program in one order.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -15,26 +16,26 @@ from slotzero.kernels.triton.sampling.packed import (
     GROUP,
     GROUPS,
     INF,
-    NOBODY,
+    NO_TOKEN,
     SIGNLESS,
     is_finite,
     scaled_logit,
     value_of,
 )
 
-LAST_KEY = tl.constexpr(0x7F800000)  # of -inf
+LAST_KEY = tl.constexpr(0x7F800000)  # the key of -inf
 
 
 @triton.jit
 def _key(scaled):
-    """The bits of the magnitude, which order what is at most 0: small is likely."""
+    """Return the bits of the magnitude, which order values <= 0; the smallest is likeliest."""
     return scaled.to(tl.int32, bitcast=True) & SIGNLESS
 
 
 @triton.jit
 def _list_groups(keys, lane, num_groups, num_wanted, listed):
-    """Lists the groups that reach an edge: `num_wanted`, ties and at most as many more; or all but
-    those of -inf alone, of which a grammar makes many."""
+    """List the groups that reach a threshold: `num_wanted`, ties, and at most as many more; or all
+    except those of only -inf, of which a grammar makes many."""
     low = 0 * num_wanted
     edge = low + LAST_KEY
     num_members = num_groups
@@ -48,7 +49,7 @@ def _list_groups(keys, lane, num_groups, num_wanted, listed):
             num_members = num_above
     member = (lane < num_groups) & (keys <= edge) & (keys < LAST_KEY)
     count = tl.cumsum(member.to(tl.int32), axis=0)
-    tl.debug_barrier()  # every thread is done with an earlier list
+    tl.debug_barrier()  # every thread is done with the previous list
     tl.store(listed + count - 1, lane, mask=member)
     tl.debug_barrier()
     return edge, tl.max(count)
@@ -56,9 +57,9 @@ def _list_groups(keys, lane, num_groups, num_wanted, listed):
 
 @triton.jit
 def _split(mid, listed, num_listed, row, BY_MASS: tl.constexpr):
-    """Of listed values: the weight of those above `mid`, the last key above, the first not above.
+    """Return the weight of listed values above `mid`, the last key above, and the first not above.
 
-    A value weighs 1, or by mass exp(scaled logit).
+    The weight of a value is 1 or, by mass, exp(scaled logit).
     """
     group, lane = tl.arange(0, GROUPS), tl.arange(0, GROUP)
     weight = tl.zeros((GROUPS, GROUP), tl.float64)
@@ -68,8 +69,8 @@ def _split(mid, listed, num_listed, row, BY_MASS: tl.constexpr):
         at = tl.load(listed + first + group, mask=first + group < num_listed, other=1 << 24)
         scaled = scaled_logit(row, (at * GROUP)[:, None] + lane[None, :])
         key = _key(scaled)
-        share = tl.exp(scaled) if BY_MASS else 1.0
-        weight += tl.where(key < mid, share, 0.0).to(tl.float64)
+        each = tl.exp(scaled) if BY_MASS else 1.0
+        weight += tl.where(key < mid, each, 0.0).to(tl.float64)
         above = tl.maximum(above, tl.where(key < mid, key, 0))
         below = tl.minimum(below, tl.where(key < mid, LAST_KEY, key))
     return tl.sum(weight), tl.max(above), tl.min(below)
@@ -77,7 +78,7 @@ def _split(mid, listed, num_listed, row, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _find_floor(budget, high, listed, num_listed, row, BY_MASS: tl.constexpr):
-    """The lowest listed value with less than `budget` of weight above it, as a key up to `high`."""
+    """Return the lowest listed value with less than `budget` weight above it: a key <= `high`."""
     low = 0 * high
     while low < high:
         mid = low + (high - low + 1) // 2
@@ -105,7 +106,7 @@ def floor_kernel(
         floor = tl.log(tl.load(tables.min_p + slot).to(tl.float64)).to(tl.float32)
         by_k = (top_k > 0) & (top_k < vocab)
         chunk = tl.arange(0, CHUNKS)
-        best = tl.load(scratch.best + r * chunks + chunk, mask=chunk < chunks, other=NOBODY)
+        best = tl.load(scratch.best + r * chunks + chunk, mask=chunk < chunks, other=NO_TOKEN)
         peak = value_of(tl.max(best))
         if (by_k | (top_p < 1)) & is_finite(peak):
             adjusted = scratch.adjusted + r * chunks * CHUNK
@@ -121,7 +122,7 @@ def floor_kernel(
             listed = scratch.listed + r * num_groups
             num_wanted = tl.where(by_k, top_k, GROUPS)
             edge, num_listed, is_enough = LAST_KEY, 0, False
-            while not is_enough:  # a top-p alone may ask for more groups than it got
+            while not is_enough:  # top-p alone may need more groups than listed
                 edge, num_listed = _list_groups(keys, lane, num_groups, num_wanted, listed)
                 if by_k:
                     edge = _find_floor(top_k.to(tl.float64), edge, listed, num_listed, row, False)

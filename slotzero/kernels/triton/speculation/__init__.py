@@ -1,1 +1,1 @@
-"""Draft bookkeeping and trees of drafts."""
+"""Kernels of speculative decoding: draft bookkeeping and draft trees."""

@@ -1,10 +1,11 @@
-"""What stands between the models of speculation: where drafts are, which of them were right, what
-is kept of the target, who guesses next. torch_speculation.py defines it; each is one kernel.
+"""Speculation between the passes of target and drafter: token layout, acceptance, stored features
+and n-gram drafts. torch_speculation.py defines the operations; each is one kernel.
 
-It does not know models or sampling. Kernels that derive where tokens are take no part in overlaps:
-all that follow may read what they wrote without a wait. `fetch` lets the next kernel start early
-and does not start early itself, as the kernels of embed.py. Those that close something or write
-to tables do both. A slot has one row of a step, so what a program reads of it no other one writes.
+This module does not know models or sampling. Kernels that derive token layouts are not launched
+with overlap: all later kernels may read their outputs without a wait. `load_features` lets the next
+kernel start early but does not start early itself, like the kernels of embed.py. Kernels that end
+a pass or write to tables do both. A slot has one row per step, so no other program writes what a
+program reads of its slot.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -21,13 +22,13 @@ from slotzero.kernels.types_speculation import (
     DraftTargets,
 )
 
-ITEMS = 128  # rows or tokens of a program with one warp
+ITEMS = 128  # rows or tokens per program with one warp
 ACCEPTED_ROWS = 16
-COPIED_BLOCK, SPREAD_BLOCK, SEARCHED_BLOCK = 1024, 2048, 1024
-ALIGNED = 4  # int32: a kernel is compiled once more for addresses that are no multiple of 16 bytes
+COPIED_BLOCK, VOCAB_BLOCK, SEARCHED_BLOCK = 1024, 2048, 1024
+ALIGNED = 4  # int32 values: other addresses than multiples of 16 bytes need another compilation
 
 
-# ---- where tokens are ----
+# ---- token layout ----
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def _lay_out(
     token, slot, start, count, token_slots, positions, row_slots, row_starts, row_counts, row_ends,
     num_tokens, width,
 ):  # fmt: skip
-    """Tokens, and the row of each that is a row's first -> which tokens are real"""
+    """Write tokens, and a row for each first token of a row -> which tokens are real."""
     inside = token < num_tokens
     row, place = token // width, token % width
     is_real = place < count
@@ -132,12 +133,12 @@ def new_rows(slots: Tensor, width: int) -> Rows:
 
 
 def aligned(num: int, size: int, like: Tensor) -> Tensor:
-    """[num, size] int32, each of them aligned"""
+    """Return an uninitialized tensor [num, size] of int32 whose rows are aligned."""
     padded = triton.cdiv(size, ALIGNED) * ALIGNED
     return like.new_empty(num, padded, dtype=torch.int32)[:, :size]
 
 
-# ---- which drafts were right, and what is kept ----
+# ---- acceptance and stored features ----
 
 
 @triton.jit(do_not_specialize=["num_rows", "sampled_stride", "token_stride"])
@@ -146,7 +147,7 @@ def _accept_kernel(
     num_rows, sampled_stride, token_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What is written of a row depends on all that was read of it, so nothing is read too late."""
+    """Accept drafts. Every write of a row depends on all its reads, so no read comes too late."""
     may_follow(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, WIDTH)[None, :]
@@ -172,7 +173,7 @@ def _keep_kernel(
     slots, counts, last, path, x, table, width, size, path_stride, x_stride, slot_stride,
     place_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One of the first `counts` of a row, or of its path; or what is `last`, in its only place."""
+    """Copy one of the first `counts` items of a row or of its path; or item `last`, to place 0."""
     may_follow(PDL)
     item = tl.program_id(0)
     row, place = item // width, item % width
@@ -222,7 +223,7 @@ def _follow_kernel(
 
 
 @triton.jit(do_not_specialize=["width"])
-def _fetch_kernel(
+def _load_features_kernel(
     slots, table, out, width, size, slot_stride, place_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +241,7 @@ def _fetch_kernel(
 def accept(
     slots: Tensor,
     num_tried: Tensor,  # [R], from locate_drafts
-    sampled: Tensor,  # [R, W]: what follows each token
+    sampled: Tensor,  # [R, W]: the token sampled after each token
     tables: DraftTables,
     num_verified: Tensor,  # [R]
 ) -> None:
@@ -274,7 +275,7 @@ def _keep(
     place_stride: int,
 ) -> None:
     size = x.shape[1]
-    if size:  # a drafter may want to know nothing
+    if size:  # a drafter may need no features
         launch(
             _keep_kernel, (len(slots) * width, triton.cdiv(size, COPIED_BLOCK)),
             slots, counts, last, path, x, table, width, size,
@@ -307,18 +308,18 @@ def load_features(slots: Tensor, table: Tensor) -> Tensor:
     out = table.new_empty(len(slots) * width, size)
     if size:
         launch(
-            _fetch_kernel, (len(out), triton.cdiv(size, COPIED_BLOCK)),
+            _load_features_kernel, (len(out), triton.cdiv(size, COPIED_BLOCK)),
             slots, table, out, width, size, table.stride(0), table.stride(1),
             BLOCK=COPIED_BLOCK, PDL=overlap()["PDL"],
         )  # fmt: skip
     return out
 
 
-# ---- who guesses what ----
+# ---- drafts ----
 
 
 @triton.jit(do_not_specialize=["num_rows", "most"])
-def _allot_kernel(
+def _draft_budget_kernel(
     slots, length, limit, paged, speculates, target, its_length, num, num_rows, most,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -333,7 +334,7 @@ def _allot_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_aims", "stride", "behind"])
-def _aim_kernel(
+def _draft_targets_kernel(
     slots, length, num, wanted, places, after, num_rows, num_aims, stride, behind,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -350,7 +351,7 @@ def _aim_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "token_stride"])
-def _note_kernel(
+def _record_ngrams_kernel(
     slots, positions, ids, tokens, num_rows, token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     may_follow(PDL)
@@ -363,16 +364,16 @@ def _note_kernel(
 
 
 @triton.jit(do_not_specialize=["columns"])
-def _recall_kernel(
+def _propose_ngrams_kernel(
     slots, length, num, tokens, num_found, columns,
     STEPS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. From the end of what is known to its begin, or until no match could be better."""
+    """Search one row, from its end to its beginning, or until no match could be better."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     newest, wanted = tl.load(length + row), tl.load(num + row)
     known = tokens + slot * columns
-    best = tl.full([], -1, tl.int32)  # the score of a match, and then its place
+    best = tl.full([], -1, tl.int32)  # rank: match length, then position
     first = tl.where((slot > 0) & (wanted > 0), (newest - 1) // BLOCK * BLOCK, -1)
     while (first >= 0) & (best < LONGEST * columns):
         place = first + tl.arange(0, BLOCK)
@@ -388,7 +389,7 @@ def _recall_kernel(
         first -= BLOCK
     found = tl.where(best >= 0, wanted, 0)
     tl.store(num_found + row, found)
-    # past the newest token its guesses are what is known, over and over
+    # Past the newest token the drafts themselves continue the text, which repeats with a period.
     at, step = best % columns, tl.arange(0, STEPS)
     period = tl.maximum(newest - at, 1)
     ids = tl.load(known + at + 1 + step % period, mask=step < found, other=0)
@@ -409,7 +410,7 @@ def _close_draft_kernel(
 
 
 @triton.jit
-def _spread_kernel(
+def _expand_vocab_kernel(
     logits, draft_of, out, vocab, logits_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     may_follow(PDL)
@@ -425,7 +426,7 @@ def _spread_kernel(
 def draft_budget(slots: Tensor, tables: DraftTables, most: int) -> DraftRows:
     num_rows, (its_length, num) = len(slots), aligned(2, len(slots), slots).unbind()
     launch(
-        _allot_kernel, (triton.cdiv(num_rows, ITEMS),),
+        _draft_budget_kernel, (triton.cdiv(num_rows, ITEMS),),
         slots, tables.length, tables.limit, tables.paged, tables.speculates, tables.target,
         its_length, num, num_rows, most, BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
@@ -436,7 +437,7 @@ def draft_targets(rows: DraftRows, steps: int, behind: int) -> DraftTargets:
     num_rows, num_aims = len(rows.slots), steps * len(rows.slots)
     aims = DraftTargets(*aligned(3 * steps, num_rows, rows.slots).view(3, steps, num_rows).unbind())
     launch(
-        _aim_kernel, (triton.cdiv(num_aims, ITEMS),),
+        _draft_targets_kernel, (triton.cdiv(num_aims, ITEMS),),
         *rows, *aims, num_rows, num_aims, aims.slots.stride(0), behind,
         BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
@@ -446,7 +447,7 @@ def draft_targets(rows: DraftRows, steps: int, behind: int) -> DraftTargets:
 def record_ngrams(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
     num_rows = len(slots)
     launch(
-        _note_kernel, (triton.cdiv(num_rows, ITEMS),),
+        _record_ngrams_kernel, (triton.cdiv(num_rows, ITEMS),),
         slots, positions, ids, tokens, num_rows, tokens.stride(0),
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip
@@ -457,7 +458,7 @@ def propose_ngrams(
 ) -> Tensor:
     num_found = torch.empty_like(rows.num)
     launch(
-        _recall_kernel, (len(rows.slots),), *rows, tokens, num_found, tokens.stride(0),
+        _propose_ngrams_kernel, (len(rows.slots),), *rows, tokens, num_found, tokens.stride(0),
         STEPS=triton.next_power_of_2(steps), SHORTEST=shortest, LONGEST=longest,
         BLOCK=SEARCHED_BLOCK,
     )  # fmt: skip
@@ -477,7 +478,7 @@ def expand_draft_vocab(logits: Tensor, draft_of: Tensor) -> Tensor:
     rows, vocab = len(logits), len(draft_of)
     out = logits.new_empty(rows, vocab)
     launch(
-        _spread_kernel, (rows, triton.cdiv(vocab, SPREAD_BLOCK)),
-        logits, draft_of, out, vocab, logits.stride(0), BLOCK=SPREAD_BLOCK, **overlap(),
+        _expand_vocab_kernel, (rows, triton.cdiv(vocab, VOCAB_BLOCK)),
+        logits, draft_of, out, vocab, logits.stride(0), BLOCK=VOCAB_BLOCK, **overlap(),
     )  # fmt: skip
     return out

@@ -1,11 +1,11 @@
-"""Trees of guesses: what a node sees, which of them were right, where these move, and how a tree
-grows. torch_speculation.py defines it; each is one kernel, and a row of it one program.
+"""Draft trees: tree masks, acceptance, moving accepted KV, and tree growth. torch_speculation.py
+defines the operations; each is one kernel, with one program per row.
 
-They are small: a tree has at most 63 nodes, chosen from a few hundred guesses, so who is best is
-found by comparing all with all. As in speculation.py, those that derive where tokens are take no
-part in overlaps, and those that close something do.
+Trees are small: at most 63 nodes, chosen from a few hundred candidates, so the best are found by
+comparing all with all. As in speculation.py, kernels that derive token layouts are not launched
+with overlap, and those that end a pass are.
 
-Nothing is read of a node that is not real, its parent least of all.
+Nothing of a node that is not real is read, in particular not its parent.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -27,17 +27,17 @@ from slotzero.kernels.types_speculation import (
 )
 from slotzero.sampling.tables import Sampled, SamplingTables
 
-MOVED_PLACES, MOVED_BLOCK = 8, 1024  # of a path, and of what is stored in a place
-COMPARED = 16  # guesses with which all are compared at a time
+MOVED_PLACES, MOVED_BLOCK = 8, 1024  # places of a path, and values of a place, at a time
+COMPARED = 16  # candidates that all others are compared with at a time
 
 
 @triton.jit
 def _bit(place):
-    """Of places from 64 on there is none."""
+    """Return the bit of a place; 0 from place 64 on."""
     return tl.where(place < 64, tl.full(place.shape, 1, tl.int64) << (place & 63), 0)
 
 
-# ---- a tree that is verified ----
+# ---- verification of a tree ----
 
 
 @triton.jit(do_not_specialize=["width", "parent_stride"])
@@ -45,7 +45,7 @@ def _branch_kernel(
     row_slots, starts, token_slots, parents, bases, seen, stands, width, parent_stride,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """All nodes go up to their root at once."""
+    """Walk from all nodes to their root at once."""
     row, place = tl.program_id(0), tl.arange(0, WIDTH)
     token, inside = row * width + place, place < width
     is_real = tl.load(token_slots + token, mask=inside, other=0) > 0
@@ -54,7 +54,7 @@ def _branch_kernel(
     node = tl.where(is_real, place, 0)
     while tl.max(node, axis=0) > 0:
         above = tl.load(its_parents + node, mask=node > 0, other=0)
-        above = tl.minimum(above, tl.maximum(node - 1, 0))  # whatever is there, this ends
+        above = tl.minimum(above, tl.maximum(node - 1, 0))  # ends even with invalid parents
         bits |= tl.where(node > 0, _bit(above), 0)
         depth += (node > 0).to(tl.int32)
         node = above
@@ -72,7 +72,7 @@ def _accept_tree_kernel(
     width, sampled_stride, parent_stride, token_stride, path_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """What is written of a row depends on all that was read of it, so nothing is read too late."""
+    """Accept a path. Every write of a row depends on all its reads, so no read comes too late."""
     may_follow(PDL)
     row, place = tl.program_id(0), tl.arange(0, WIDTH)
     wait_for_writer(PDL)
@@ -86,7 +86,7 @@ def _accept_tree_kernel(
     is_right = is_tried & (drafted == tl.load(its_sampled + above, mask=is_tried, other=0))
     right = tl.sum(tl.where(is_right | (place == 0), _bit(place), 0), axis=0)
     bits = tl.load(seen + row * width + place, mask=is_tried, other=0)
-    is_good = is_tried & ((bits & ~right) == 0)  # with all before it
+    is_good = is_tried & ((bits & ~right) == 0)  # and so are all its ancestors
     good = is_good.to(tl.int32)
     num, before = tl.sum(good, axis=0), tl.cumsum(good, axis=0) - good
     order = tl.where(is_good, before, num + place - before)
@@ -110,7 +110,7 @@ def _move_kv_kernel(
     size, layer_stride, page_stride, place_stride,
     PAGE: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One layer of a row. A path ascends, so nothing moves to where a later one comes from."""
+    """Move one layer of a row. A path ascends, so no target is the source of a later move."""
     may_follow(PDL)
     row, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -127,7 +127,7 @@ def _move_kv_kernel(
         target = _stored_at(pages, start + place, is_moved, page_stride, place_stride, PAGE)
         inside = is_moved[:, None] & (column < size)[None, :]
         value = tl.load(kv + source[:, None] + column[None, :], mask=inside, other=0.0)
-        tl.debug_barrier()  # all are read before one is written
+        tl.debug_barrier()  # all reads come before the first write
         tl.store(kv + target[:, None] + column[None, :], value, mask=inside)
 
 
@@ -145,7 +145,7 @@ def branch(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
 def accept_tree(
     slots: Tensor,
     num_tried: Tensor,
-    sampled: Tensor,  # [R, W]: what follows each node
+    sampled: Tensor,  # [R, W]: the token sampled after each node
     parents: Tensor,
     branches: Branches,
     tables: DraftTables,
@@ -185,24 +185,24 @@ def _new_branches(num_tokens: int, like: Tensor) -> Branches:
     return Branches(bases, like.new_empty(num_tokens, dtype=torch.int64), stands)
 
 
-# ---- a tree that grows ----
+# ---- growth of a tree ----
 
 
 @triton.jit
 def _candidates(
     drawn, tables, token, child, owner, inside, id_stride, score_stride, K: tl.constexpr
 ):
-    """What comes after a token as its child: an id and a score."""
+    """Return id and score of each child candidate of a token."""
     its_ids = drawn.top_ids + token * id_stride
     first = tl.load(drawn.tokens + token, mask=inside, other=0)
-    is_passed = tl.zeros_like(child)  # what was drawn is among the likelier ones
+    is_passed = tl.zeros_like(child)  # the drawn token is among the likelier ones
     for i in tl.static_range(K - 1):
         likely = tl.load(its_ids + i, mask=inside, other=0)
         is_passed |= ((likely == first) & (i < child)).to(tl.int32)
-    which = tl.maximum(child - 1, 0) + is_passed
-    other = tl.load(its_ids + which, mask=inside, other=0)
+    index = tl.maximum(child - 1, 0) + is_passed
+    other = tl.load(its_ids + index, mask=inside, other=0)
     score = tl.load(
-        drawn.top_logprobs + token * score_stride + which, mask=inside, other=float("-inf")
+        drawn.top_logprobs + token * score_stride + index, mask=inside, other=float("-inf")
     )
     has_penalty = (
         (tl.load(tables.repetition_penalty + owner) != 1.0)
@@ -214,12 +214,12 @@ def _candidates(
 
 
 @triton.jit(do_not_specialize=["step", "first", "behind", "guess_stride", "token_stride"])
-def _sprout_kernel(
+def _grow_tree_kernel(
     slots, length, room, drawn, front, guesses, out, tables,
     step, first, behind, id_stride, score_stride, guess_stride, token_stride,
     K: tl.constexpr, FRONT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row: children of FRONT tokens, and the best K of them."""
+    """Grow the tree of one row: children of FRONT tokens, and the best K of them."""
     row, i = tl.program_id(0), tl.arange(0, SIZE)
     inside = i < FRONT * K
     token, child = row * FRONT + i // K, i % K
@@ -240,7 +240,7 @@ def _sprout_kernel(
 
     worth = pack(score, i)
     rank = tl.sum((worth[None, :] > worth[:, None]).to(tl.int32), axis=1)
-    is_best, number = inside & (rank < K), step * K + rank  # number: of its place in the tree
+    is_best, number = inside & (rank < K), step * K + rank  # number: place in the tree
     is_real = is_best & (number < tl.load(room + row)) & is_finite(score)
     its_tokens = tables.tokens + slot.to(tl.int64) * token_stride + newest + 1
     tl.store(its_tokens + number, ids, mask=is_real)
@@ -308,7 +308,7 @@ def grow_tree(
     out, num_parents = _new_front(rows.slots, topk), 1 if front is None else topk
     size = triton.next_power_of_2(num_parents * topk)
     launch(
-        _sprout_kernel, (len(rows.slots),),
+        _grow_tree_kernel, (len(rows.slots),),
         *rows, drawn, front, guesses, out, tables,
         at.step, min(at.step, 1) * topk + max(at.step - 1, 0) * topk**2, at.behind,
         drawn.top_ids.stride(0), drawn.top_logprobs.stride(0), guesses.ids.stride(0),
