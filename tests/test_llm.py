@@ -50,7 +50,7 @@ def _nothing_is_left(llm: LLM):
     for request_id in left:  # or every test that follows would fail as well
         llm.engine.cancel(request_id)
     assert not left
-    assert not llm.engine.lanes.has_work
+    assert not llm.engine.schedulers.has_work
     llm.engine.check()
 
 
@@ -494,7 +494,7 @@ def test_closing_a_stream_early_cancels_it(llm: LLM) -> None:
         read = [chunk for chunk, _ in zip(stream, range(2 * num_read), strict=False)]
         stream.close()
         assert llm.engine._handles == {}
-        assert not llm.engine.lanes.has_work
+        assert not llm.engine.schedulers.has_work
         assert llm.engine.step() == []  # the step that was in flight
         assert not llm.engine.has_work
         llm.engine.check()

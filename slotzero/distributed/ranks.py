@@ -31,7 +31,7 @@ class Ranks:
         return ALONE if self.dp_attention else self
 
     @property
-    def num_lanes(self) -> int:
+    def num_dp_ranks(self) -> int:
         """Number of ranks that have requests of their own."""
         return self.size if self.dp_attention else 1
 

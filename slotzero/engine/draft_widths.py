@@ -31,7 +31,7 @@ class DraftWidths:
         self.policy = FixedWidth(1)
 
     def learn(self, step: Step, results: Sequence[Results]) -> None:
-        """Count the drafts of a committed step; `results` are by lane."""
+        """Count the drafts of a committed step; `results` are by DP rank."""
         stats = self.stats
         if stats is None or (step.width == 1 and not step.is_decode):
             return  # a prompt has no drafts
@@ -40,7 +40,7 @@ class DraftWidths:
             return
         depth = min(step.width - 1, stats.num_positions)
         uncut = 2 * (depth + 1) + self._ahead - depth  # tokens left with which a draft is whole
-        drafts = (of_row for of_lane in results for of_row in of_lane.drafts())
+        drafts = (of_row for of_rank in results for of_row in of_rank.drafts())
         for row, (num_drafts, num_right) in zip(step.rows, drafts, strict=True):
             stats.add(num_drafts, num_right)
             has_room = row.request.max_len - row.start > min(uncut, MAX_UNCUT)

@@ -10,7 +10,7 @@ The rule, among engines that are ready:
     least    the least loaded, one with a free slot before any without; among equals, the one
              chosen longest ago
     crowded  no free slot while the least loaded has one, or a load above twice the least plus 16;
-             for lanes, which step together, a load above the least plus 8
+             for DP ranks, which step together, a load above the least plus 8
     chosen   the engine, among those that are not crowded, that knows the most of the prompt;
              among equals, the least loaded
 """

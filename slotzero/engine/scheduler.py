@@ -1,11 +1,11 @@
 """The scheduler: which requests run in the next step, and what becomes of them after it.
 
 It knows requests, slots and pages, and neither tensors nor text. `choose` and `advance` make its
-part of a step, which lanes.py joins with that of others. Requests advance as if the step had run,
-because the engine launches every step it plans, in order, on one stream. `commit` may come one or
-more steps later. Until then a sampled token is in flight: it has a position, not yet an id. What
-`commit` frees, a launched step may still touch; that is safe, because the write that gives the slot
-or page to another is applied after it.
+part of a step, which dp_schedulers.py joins with that of the other DP ranks. Requests advance as if
+the step had run, because the engine launches every step it plans, in order, on one stream. `commit`
+may come one or more steps later. Until then a sampled token is in flight: it has a position, not
+yet an id. A launched step may still touch what `commit` frees; that is safe, because the write that
+gives the slot or page to another request is applied after it.
 
 The rules it keeps:
 

@@ -262,9 +262,9 @@ class _Builder:
     def _writers(
         self, limits: Limits, memory: _Memory, page_tables: Sequence[str]
     ) -> tuple[TableWriter, ...]:
-        """One for each lane, this rank's first."""
+        """Make one writer for each DP rank, this rank's first."""
         tables = memory.tables
-        remote = range(1, self._ranks.num_lanes)
+        remote = range(1, self._ranks.num_dp_ranks)
         stagings = [tables, *(Staging(limits.max_num_seqs, tables.specs) for _ in remote)]
         return tuple(
             TableWriter(

@@ -32,11 +32,11 @@ class RankGroup:
         self.ranks = ranks
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """One for each lane, before rank 0 does its own."""
+        """Send one message for each DP rank, before rank 0 runs its own."""
 
-    def sampled(self, lane: int) -> Arriving:
-        """Return what another lane samples in the step that it was sent last. Read in order."""
-        raise ContractError(f"lane {lane} has no rank in this group")
+    def sampled(self, dp_rank: int) -> Arriving:
+        """Return what another DP rank samples in the step it was sent last. Read in order."""
+        raise ContractError(f"DP rank {dp_rank} is not in this group")
 
     @contextlib.contextmanager
     def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
@@ -71,8 +71,8 @@ class RemoteRanks(RankGroup):
                     f"timed out: rank {rank} took no orders for {self._seconds:g} s"
                 ) from None
 
-    def sampled(self, lane: int) -> Arriving:
-        return _Sent(lane, self._connections[lane], self._seconds)
+    def sampled(self, dp_rank: int) -> Arriving:
+        return _Sent(dp_rank, self._connections[dp_rank], self._seconds)
 
 
 class _Sent:

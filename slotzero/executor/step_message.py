@@ -17,7 +17,7 @@ class Orders:
     writes: np.ndarray | None  # [2, n] int32: words of the tables and their values
     slots: list[int]
     counts: list[int]
-    num_tokens: int  # in the largest lane
+    num_tokens: int  # on the largest DP rank
     num_rows: int
     launches: list[GraphKey]
     width: int

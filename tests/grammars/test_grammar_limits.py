@@ -701,11 +701,11 @@ def test_offline_grammars_of_a_batch_are_compiled_at_the_same_time(
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_request_that_no_lane_takes_leaves_nothing_behind(
+def test_a_request_that_no_scheduler_takes_leaves_nothing_behind(
     engine: Engine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise RequestError("no lane takes it")
+        raise RequestError("no scheduler takes it")
 
     params = shaped({"regex": f"refused {is_compiled}"})
     if is_compiled:
@@ -713,12 +713,12 @@ def test_a_request_that_no_lane_takes_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr(DpSchedulers, "add", refuse)
         if is_compiled:
-            with pytest.raises(RequestError, match="no lane takes it"):
+            with pytest.raises(RequestError, match="no scheduler takes it"):
                 engine.add("one", [1, 2], params)
         else:
             answer = engine.add("one", [1, 2], params)
             run(engine)
-            assert (answer.finish_reason, answer.failure) == ("abort", "no lane takes it")
+            assert (answer.finish_reason, answer.failure) == ("abort", "no scheduler takes it")
     assert not any(worker.answers for worker in engine.admission.grammars._workers.values())
     check_nothing_leaked(engine)
     assert engine.add("one", [1, 2], params)  # the id is free again

@@ -47,7 +47,7 @@ def test_chunked_cached_and_preempted(oracles, family):
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    scheduler = traced.engine.lanes[0]
+    scheduler = traced.engine.schedulers[0]
     assert scheduler.num_preemptions > 0 and scheduler.ledger.cache.stats.num_hit_tokens > 40
 
 

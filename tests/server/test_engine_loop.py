@@ -126,9 +126,9 @@ def test_a_cancelled_request_leaves_its_slot_within_two_steps(make_desk: MakeDes
         desk.turn()
     steps = desk.engine.num_steps
     after = desk.turn(Cancel("a"), Cancel("nobody"))
-    assert desk.engine.lanes.num_running == 0
+    assert desk.engine.schedulers.num_running == 0
     assert desk.engine.num_steps <= steps + 2
-    assert desk.engine.lanes[0].slots.num_free == 4
+    assert desk.engine.schedulers[0].slots.num_free == 4
     assert not kinds(after + desk.finish(), Progress)
     desk.engine.check()
 

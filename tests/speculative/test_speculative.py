@@ -155,8 +155,8 @@ def test_chunks_prefixes_and_preemption(drafter):
     )
     for _ in range(2):
         assert answers(guessing, prompts, GREEDY) == expected
-    assert guessing.engine.lanes.num_preemptions > 0
-    assert guessing.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 48
+    assert guessing.engine.schedulers.num_preemptions > 0
+    assert guessing.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 48
 
 
 def test_some_want_no_guesses():
@@ -264,7 +264,7 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
     prompts += [{"prompt_token_ids": shared[:1]}, {"prompt_token_ids": shared}]
     llm = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
     engine, rng, widths = llm.engine, random.Random(1), llm.engine.limits.widths
-    registry, ledger = engine.worker.registry, engine.lanes[0].ledger
+    registry, ledger = engine.worker.registry, engine.schedulers[0].ledger
     monkeypatch.setattr(engine.draft_widths.policy, "choose", lambda num_rows: rng.choice(widths))
     step, take = engine.step, ledger._take
 
@@ -335,7 +335,7 @@ def test_a_tree_takes_pages_for_what_can_be_right():
         **DRAFTERS["eagle3"] | shape, page_size=4, kv_cache_memory=150 * page, max_model_len=140
     )
     answers(guessing, prompts_of([20] * 4, VOCAB), replace(GREEDY, max_tokens=80))
-    assert guessing.engine.lanes.num_preemptions == 0
+    assert guessing.engine.schedulers.num_preemptions == 0
 
 
 def test_bad_guesses_are_given_up(monkeypatch):
@@ -366,7 +366,7 @@ def test_cancelled_at_any_moment(right):
     while engine.has_work:
         engine.step()
     engine.check()
-    assert engine.lanes[0].slots.num_free == 4
+    assert engine.schedulers[0].slots.num_free == 4
 
 
 @RIGHT
