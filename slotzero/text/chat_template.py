@@ -31,25 +31,20 @@ RESERVED = (
 NOT_BOTH = "not with add_generation_prompt, which begins a new message: set that to false"
 
 
-class MessageError(RequestError):
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(f"{field}: {what}", param=field)
-
-
 def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates know it: its text is one string, arguments of calls are objects."""
     where = f"messages[{place}]"
     made = {name: value for name, value in message.items() if value is not None}
     role, content, calls = made.get("role"), made.get("content"), made.get("tool_calls")
     if not isinstance(role, str):
-        raise MessageError(f"{where}.role", f"{role!r} is no text, such as 'user'")
+        raise _message_error(f"{where}.role", f"{role!r} is no text, such as 'user'")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
         content = "\n".join(parts)
     if content is None and not (role == "assistant" and calls):
-        raise MessageError(f"{where}.content", "missing")
+        raise _message_error(f"{where}.content", "missing")
     if not isinstance(content or "", str):
-        raise MessageError(f"{where}.content", "is neither text nor a list of its parts")
+        raise _message_error(f"{where}.content", "is neither text nor a list of its parts")
     if calls:
         made["tool_calls"] = [
             _template_call(f"{where}.tool_calls[{i}].function", call)
@@ -59,10 +54,14 @@ def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return made | {"content": content or ""}
 
 
+def _message_error(field: str, what: str) -> RequestError:
+    return RequestError(f"{field}: {what}", param=field)
+
+
 def _part_text(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise MessageError(where, f"is of type {kind!r}, but this model takes text alone")
+        raise _message_error(where, f"is of type {kind!r}, but this model takes text alone")
     text: str = part["text"]
     return text
 
@@ -70,7 +69,7 @@ def _part_text(where: str, part: Any) -> str:
 def _template_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(where, "a name and arguments are needed")
+        raise _message_error(where, "a name and arguments are needed")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
@@ -78,7 +77,7 @@ def _template_call(where: str, call: Any) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
-        raise MessageError(f"{where}.arguments", "must be a JSON object, as text")
+        raise _message_error(f"{where}.arguments", "must be a JSON object, as text")
     named = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": named}
 
