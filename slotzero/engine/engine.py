@@ -30,7 +30,8 @@ from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
 from slotzero.executor.worker import Worker
-from slotzero.grammars.pool import GrammarLimits, Grammars
+from slotzero.grammars.limits import GrammarLimits
+from slotzero.grammars.pool import Grammars
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.families.family import parse_config
 from slotzero.pools.slots import SlotPool

@@ -1,6 +1,6 @@
 """The processes of grammars as the engine holds them: the fork server, and one worker per grammar.
 
-Nothing here waits. It does not know which limits there are; pool.py does.
+Nothing here waits. It does not know the limits; supervisor.py does.
 """
 
 import contextlib
@@ -130,6 +130,11 @@ class GrammarWorker:
 
     def end(self, number: int) -> None:
         self._send(EndAnswer(number))
+
+    def disconnect(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
     def _ask(self, number: int, message: GrammarSource | Follow, now: float) -> None:
         if not self.asked:

@@ -21,8 +21,9 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import RequestError
 from slotzero.executor.worker import Worker
 from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.matcher import CompiledGrammar, load_vocabulary
-from slotzero.grammars.pool import GrammarLimits, Grammars
+from slotzero.grammars.pool import Grammars
 from slotzero.request import RequestStatus
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.step import Step
