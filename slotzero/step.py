@@ -56,7 +56,7 @@ class Step:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Every row feeds one token and samples the next: `tokens[slot, length]` is all it reads.
+        """Whether every row feeds one token, `tokens[slot, length]`, and samples the next.
 
         The last chunk of a prompt may be such a row. An earlier chunk of one token is not: to
         sample there would overwrite a token of the prompt.

@@ -66,9 +66,11 @@ class DpSchedulers(Sequence[Scheduler]):
         self.of(request).add(request)
 
     def plan(self, width: int = 1) -> Step | None:
-        """Plan the next step of all ranks, and advance its requests. None: no request can run
-        before the next commit or add. `width` is for steps in which all decode: above 1, they
-        verify drafts."""
+        """Plan the next step of all ranks, and advance its requests. Return None if no request can
+        run before the next commit or add.
+
+        `width` applies to a step in which every row decodes: above 1, the step verifies drafts.
+        """
         choices = [scheduler.choose(width) for scheduler in self]
         if any(choice.prefilling for choice in choices):
             width = 1

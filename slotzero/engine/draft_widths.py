@@ -1,4 +1,4 @@
-"""How many drafts each step verifies, and what is learnt from how many were accepted."""
+"""The number of drafts that each step verifies, learnt from how many were accepted."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ MAX_UNCUT = 24  # tokens; a tree that is cut by less is learnt from too, or none
 
 
 class DraftWidths:
-    """Chooses the width of a step: tokens per row, 1 where no drafts are verified."""
+    """Choice of the width of a step: its tokens per row, 1 if it verifies no drafts."""
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
         limits, steps = worker.limits, config.speculative_steps

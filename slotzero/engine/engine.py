@@ -46,7 +46,7 @@ from slotzero.text.tokenizer import Tokenizer
 
 
 class Watcher(Protocol):
-    """Checks on live traffic."""
+    """The checks on live traffic."""
 
     steps_watched: int
     violations: int
@@ -73,7 +73,7 @@ class Engine:
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
-        """Default sampling parameters of the model; callers apply them."""
+        """Default sampling parameters of the model, which the callers apply."""
         self.rank_group = rank_group or start_ranks(config, parse_config(checkpoint.config))
         told("kernels", 0, 0)
         bar = weights_bar(config.show_progress, checkpoint.name, told)
@@ -182,7 +182,7 @@ class Engine:
         return self.admission.check(created)
 
     def prepare_grammars(self) -> None:
-        """Start what the first structured output needs, before a request waits for it."""
+        """Start the process that compiles grammars, before a request waits for it."""
         with self.lock:
             self.admission.grammars.prepare()
 
@@ -204,8 +204,8 @@ class Engine:
         return self.admission.num_compiling
 
     def step(self) -> list[RequestHandle]:
-        """Plan and launch the next step, then commit the oldest one if more are in flight than may
-        be; return the requests that grew."""
+        """Plan and launch the next step, then commit the oldest step if too many are in flight;
+        return the requests that grew."""
         with self.lock, uninterrupted():
             grown: list[RequestHandle] = []
             try:
@@ -227,7 +227,7 @@ class Engine:
         self.schedulers.check()
 
     def decode_plainly(self) -> None:
-        """From now on verify no drafts and reuse no prefix: one of them was wrong."""
+        """Stop verifying drafts and reusing prefixes, because one of them was wrong."""
         self.draft_widths.disable()
         for scheduler in self.schedulers:
             scheduler.ledger.enable_prefix_caching = False
@@ -279,11 +279,11 @@ class Engine:
         return step
 
     def _refuse_to_wait(self) -> None:
-        """End all requests: none can go on, and nothing that would change that is under way."""
+        """End all requests, because none can continue and nothing in flight will change that."""
         num_running, num_waiting = self.schedulers.num_running, self.schedulers.num_waiting
         error = CapacityError(
-            f"of {num_running} requests that run and {num_waiting} that wait, none can go on: give "
-            "more memory for KV"
+            f"none of {num_running} running and {num_waiting} waiting requests can continue: raise "
+            "--kv-cache-memory"
         )
         for request_id, handle in list(self._handles.items()):
             handle.error = error
@@ -308,7 +308,7 @@ class Engine:
         return is_due
 
     def _commit(self, grown: list[RequestHandle]) -> None:
-        """Append what the oldest step sampled to its requests, and them to `grown`."""
+        """Append the samples of the oldest step to its requests, and those requests to `grown`."""
         step, results = self._in_flight[0]
         with self.rank_group.watched("waiting for a step", in_step=True):
             tokens = [of_rank.tokens() for of_rank in results]
@@ -359,7 +359,7 @@ class Engine:
     def _abandon(self, error: BaseException, grown: Sequence[RequestHandle]) -> None:
         """End the running requests, and those in `grown`, with the error of a failed step.
 
-        Waiting requests go on waiting. The writes of this step may be lost, and with them the reset
+        Waiting requests stay queued. The writes of this step may be lost, and with them the reset
         of a slot after its last owner, so they are staged again.
         """
         for writer in self.worker.writers:

@@ -2,7 +2,7 @@
 
 A step is the writes to the tables, the slots that run, and the graphs that are replayed. Ranks that
 share attention sample as rank 0 does, from the same logits, so no token is sent to them or back.
-Ranks with requests of their own are sent the rows of these alone, and send back what they sampled.
+With DP attention, a rank is sent the rows of its own requests only, and sends back their samples.
 """
 
 from dataclasses import dataclass

@@ -59,7 +59,7 @@ class Worker:
     speculation: SpeculativeRunners | None
     writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
     _seconds: dict[GraphKey, float] = field(default_factory=dict, init=False)
-    """Measured time of a replay."""
+    """Measured seconds of a replay."""
 
     @property
     def ranks(self) -> Ranks:

@@ -113,9 +113,12 @@ def test_a_bad_shape_is_refused_by_name(asked: Any) -> None:
 
 def test_what_is_wrong_with_a_shape_is_said() -> None:
     for asked, message in (
-        ({"choice": []}, "choice=[] is empty; give at least one text"),
-        ({"regex": "a\ud800"}, "regex has half a character at position 1; send valid Unicode"),
-        ({"choice": ["a", "\ud800"]}, "choice[1] has half a character at position 0; send valid"),
+        ({"choice": []}, "choice=[] is empty; give at least one string"),
+        ({"regex": "a\ud800"}, "regex has half a surrogate pair at position 1; send valid Unicode"),
+        (
+            {"choice": ["a", "\ud800"]},
+            "choice[1] has half a surrogate pair at position 0; send valid",
+        ),
         ({"json": "[1]"}, "json='[1]' must be a JSON object"),
         ({"json": {}, "regex": "a"}, "give one of json_schema, json_object, regex, choice, json, "),
     ):

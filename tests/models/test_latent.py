@@ -224,10 +224,16 @@ def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_p
         with pytest.raises(error, match=match):
             Traced(str(path), backend="eager", speculative="mtp", **settings)
 
-    refused("tiny:llama", UnsupportedModelError, "tiny:llama has no layers that guess ahead")
+    refused("tiny:llama", UnsupportedModelError, "tiny:llama has no MTP layers")
     two, _ = with_layers_ahead(2)
-    refused(two, ConfigError, "2 layers that guess ahead", speculative_steps=4)
-    refused(two, UnsupportedModelError, "take turns", speculative_steps=2, speculative_topk=2)
+    refused(two, ConfigError, "2 MTP layers", speculative_steps=4)
+    refused(
+        two,
+        UnsupportedModelError,
+        "draft trees are not supported",
+        speculative_steps=2,
+        speculative_topk=2,
+    )
     refused(two, ConfigError, "drop it", speculative_steps=2, speculative_model="smollm2")
     oracle = oracles("deepseek-v3")
     config = json.loads((oracle.folder / "config.json").read_text())

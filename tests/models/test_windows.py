@@ -392,7 +392,9 @@ def test_nobody_who_can_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     engine = Engine(EngineConfig(model="tiny:llama", backend="eager", show_progress=False))
     engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
     monkeypatch.setattr(engine.schedulers, "plan", lambda width: None)
-    with pytest.raises(CapacityError, match="0 requests that run and 1 that wait, none can go on"):
+    with pytest.raises(
+        CapacityError, match="none of 0 running and 1 waiting requests can continue"
+    ):
         engine.step()
     assert not engine.has_work
     assert not engine._handles

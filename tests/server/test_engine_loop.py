@@ -322,7 +322,7 @@ def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
     desk = make_desk()
     for settings, message in (
         ({"colour": 1}, "unknown engine setting 'colour'"),
-        ({"page_size": 3}, "page_size is a power of two, got 3"),
+        ({"page_size": 3}, "page_size must be a power of two, got 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             process._start(settings, WHOLE, desk.outbox)

@@ -461,7 +461,7 @@ def test_a_head_of_another_model_is_refused(tmp_path):
             make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
         assert all(word in str(info.value) for word in words), info.value
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="say --speculative eagle3"):
+    with pytest.raises(UnsupportedModelError, match="use --speculative eagle3"):
         make("tiny:smollm2", speculative="eagle", speculative_model=str(tmp_path))
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"odd": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -572,7 +572,7 @@ def test_trees_are_refused_where_a_window_is_shorter_than_a_branch(tmp_path):
     config = dict(open_checkpoint("tiny:gemma3", "auto").config) | {"sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"load_format": "dummy", "speculative": "eagle3", "speculative_topk": 2}
-    with pytest.raises(UnsupportedModelError, match="window of 4 take no trees of 4 steps"):
+    with pytest.raises(UnsupportedModelError, match="window of 4 do not support trees of 4 steps"):
         make(str(tmp_path), **settings)
     assert make(str(tmp_path), **settings, speculative_steps=3).engine.limits.ahead == 6
 
