@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from engines import PAGE, check_nothing_leaked, drain, greedy, make, prompt_of
-from slotzero.grammars.supervisor.limits import GrammarLimits
+from slotzero.grammars.limits import GrammarLimits
 from structures import begun, settled, shaped, tokens_of
 
 from slotzero import LLM
