@@ -23,7 +23,6 @@ from typing import Any
 
 import pytest
 from engines import PAGE, check_nothing_leaked, drain, greedy, make, prompt_of
-from slotzero.grammars.limits import GrammarLimits
 from structures import begun, settled, shaped, tokens_of
 
 from slotzero import LLM
@@ -33,6 +32,7 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError
 from slotzero.grammars.fork_server import _ForkServer
 from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.messages import NotStarted
 from slotzero.grammars.pool import Grammars
 from slotzero.sampling.structured import StructuredOutputs
