@@ -348,14 +348,16 @@ def test_a_choice_that_does_not_exist(run: Run, setting: str) -> None:
     ],
 )
 def test_a_setting_of_another_kind(setting: str, value: object, kind: str) -> None:
-    refuse(ConfigError, [f"{setting} is {kind}, got {value!r}"], lambda: make(**{setting: value}))
+    refuse(
+        ConfigError, [f"{setting} must be {kind}, got {value!r}"], lambda: make(**{setting: value})
+    )
 
 
 def test_weights_that_no_memory_holds_are_refused_before_any_is_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 16, 1 << 16))
-    refuse(CapacityError, ["weights:", "64.0 KiB", "a smaller model"], make)
+    refuse(CapacityError, ["weights need", "64.0 KiB", "a smaller model"], make)
 
 
 def test_a_prompt_without_its_flag(run: Run) -> None:
@@ -479,7 +481,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "an architecture of text": (
         config(architectures="LlamaForCausalLM"),
         Unsupported,
-        ["architectures='LlamaForCausalLM': a list of names"],
+        ["architectures='LlamaForCausalLM': must be a list of names"],
     ),
     "another head than the embedding": (
         lambda folder: (
