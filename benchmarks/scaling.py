@@ -142,7 +142,7 @@ def choices(machine: Machine) -> list[dict[str, Any]]:
             kept["steps"] = {
                 rows: _step(model, machine, layout, rows)
                 for rows in (*ROWS, min(rows_kept, MOST))
-                if each * ranks.num_lanes <= rows <= rows_kept
+                if each * ranks.num_dp_ranks <= rows <= rows_kept
             }
             found.append(kept)
     return found

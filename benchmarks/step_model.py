@@ -81,7 +81,7 @@ OURS = Numbers()
 
 
 class Load(NamedTuple):
-    """One step, of all lanes together."""
+    """One step of all DP ranks together."""
 
     rows: int
     context: float  # tokens stored in each row, or of a prompt, before it ends
@@ -133,7 +133,7 @@ def weight_bytes(model: ModelConfig, ranks: Ranks, numbers: Numbers = OURS) -> f
 
 
 def kv_bytes(model: ModelConfig, ranks: Ranks, context: float, numbers: Numbers = OURS) -> float:
-    """Of one row of a lane, on one rank"""
+    """KV bytes of one row on one rank"""
     return sum(
         len(g.layers) * g.heads.num_kv_heads * g.heads.row_size * _seen(g.heads.window, context)
         for g in model.shard(ranks).groups
@@ -141,9 +141,9 @@ def kv_bytes(model: ModelConfig, ranks: Ranks, context: float, numbers: Numbers 
 
 
 def room(model: ModelConfig, machine: Machine, ranks: Ranks, context: float, n: Numbers) -> int:
-    """Rows of such a length that all lanes have KV for, in nine tenths of the memory"""
+    """Rows of this length whose KV fits on all DP ranks, in nine tenths of the memory"""
     free = 0.9 * machine.memory - weight_bytes(model, ranks, n)
-    return max(0, int(free / kv_bytes(model, ranks, context, n))) * ranks.num_lanes
+    return max(0, int(free / kv_bytes(model, ranks, context, n))) * ranks.num_dp_ranks
 
 
 def _seen(window: int | None, context: float) -> float:
@@ -223,8 +223,8 @@ def spent(
     model: ModelConfig, machine: Machine, ranks: Ranks, load: Load, n: Numbers = OURS
 ) -> Spent:
     mine = model.shard(ranks)
-    lanes = ranks.num_lanes
-    own_tokens, own_rows = load.tokens / lanes, load.rows / lanes
+    dp_ranks = ranks.num_dp_ranks
+    own_tokens, own_rows = load.tokens / dp_ranks, load.rows / dp_ranks
     head, mlps, others = _read(model, ranks)
 
     def product(size: float, tokens: float) -> float:
@@ -304,7 +304,7 @@ def throughput(
 ) -> float:  # fmt: skip
     """Tokens a second of requests that keep so many rows of each replica busy."""
     decode = spent(model, machine, layout.ranks, Load(rows, given + asked / 2), n).total
-    prompts = max(1, chunk * layout.ranks.num_lanes // given)
+    prompts = max(1, chunk * layout.ranks.num_dp_ranks // given)
     prefill = spent(model, machine, layout.ranks, Load(prompts, given, True), n).total / prompts
     return layout.replicas * rows * asked / (asked * decode + rows * prefill)
 

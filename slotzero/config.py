@@ -144,68 +144,80 @@ class EngineConfig:
         for name, kinds in _KINDS.items():
             _check_kind(name, kinds, getattr(self, name))
         for name, ok, rule in (
-            ("backend", self.backend in BACKENDS, f"is one of {', '.join(BACKENDS)}"),
-            ("dtype", self.dtype in DTYPES, f"is one of {', '.join(DTYPES)}"),
-            ("load_format", self.load_format in LOAD_FORMATS, "is auto or dummy"),
+            ("backend", self.backend in BACKENDS, f"must be one of {', '.join(BACKENDS)}"),
+            ("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}"),
+            ("load_format", self.load_format in LOAD_FORMATS, "must be auto or dummy"),
             (
                 "generation_config",
                 self.generation_config in GENERATION_CONFIGS,
-                f"is one of {', '.join(GENERATION_CONFIGS)}",
+                f"must be one of {', '.join(GENERATION_CONFIGS)}",
             ),
-            ("max_model_len", _positive(self.max_model_len), "is at least 1"),
-            ("max_num_seqs", _positive(self.max_num_seqs), "is at least 1"),
-            ("max_num_batched_tokens", _positive(self.max_num_batched_tokens), "is at least 1"),
-            ("kv_cache_memory", _positive(self.kv_cache_memory), "is a size in bytes"),
-            ("sliding_kv_memory", _positive(self.sliding_kv_memory), "is a size in bytes"),
-            ("expected_len", _positive(self.expected_len), "is at least 1"),
-            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "is in (0, 1]"),
-            ("sanitize", self.sanitize in SANITIZE_MODES, f"is one of {', '.join(SANITIZE_MODES)}"),
-            ("sanitize_every", _positive(self.sanitize_every), "is at least 1"),
+            ("max_model_len", _positive(self.max_model_len), "must be at least 1"),
+            ("max_num_seqs", _positive(self.max_num_seqs), "must be at least 1"),
+            (
+                "max_num_batched_tokens",
+                _positive(self.max_num_batched_tokens),
+                "must be at least 1",
+            ),
+            ("kv_cache_memory", _positive(self.kv_cache_memory), "must be at least 1 byte"),
+            ("sliding_kv_memory", _positive(self.sliding_kv_memory), "must be at least 1 byte"),
+            ("expected_len", _positive(self.expected_len), "must be at least 1"),
+            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "must be in (0, 1]"),
+            (
+                "sanitize",
+                self.sanitize in SANITIZE_MODES,
+                f"must be one of {', '.join(SANITIZE_MODES)}",
+            ),
+            ("sanitize_every", _positive(self.sanitize_every), "must be at least 1"),
             (
                 "sanitize_action",
                 self.sanitize_action in SANITIZE_ACTIONS,
-                f"is one of {', '.join(SANITIZE_ACTIONS)}",
+                f"must be one of {', '.join(SANITIZE_ACTIONS)}",
             ),
-            ("tensor_parallel_size", _positive(self.tensor_parallel_size), "is at least 1"),
-            ("rank_timeout", self.rank_timeout > 0, "is a number of seconds"),
-            ("grammar_timeout", self.grammar_timeout > 0, "is a number of seconds"),
-            ("grammar_memory", self.grammar_memory >= 1 << 20, "is a size of at least 1 MiB"),
-            ("nnodes", _positive(self.nnodes), "is at least 1"),
-            ("node_rank", 0 <= self.node_rank < self.nnodes, f"is below nnodes={self.nnodes}"),
-            ("master_port", _in_range(self.master_port, (1 << 16) - 1), "is 1 to 65535"),
-            ("node_timeout", self.node_timeout > 0, "is a number of seconds"),
-            ("executor", self.executor in EXECUTORS, f"is one of {', '.join(EXECUTORS)}"),
-            ("page_size", _power_of_two(self.page_size), "is a power of two"),
-            ("snapshot_interval", _positive(self.snapshot_interval), "is at least 1"),
+            ("tensor_parallel_size", _positive(self.tensor_parallel_size), "must be at least 1"),
+            ("rank_timeout", self.rank_timeout > 0, "must be above 0 seconds"),
+            ("grammar_timeout", self.grammar_timeout > 0, "must be above 0 seconds"),
+            ("grammar_memory", self.grammar_memory >= 1 << 20, "must be at least 1 MiB"),
+            ("nnodes", _positive(self.nnodes), "must be at least 1"),
+            ("node_rank", 0 <= self.node_rank < self.nnodes, f"must be below nnodes={self.nnodes}"),
+            ("master_port", _in_range(self.master_port, (1 << 16) - 1), "must be 1 to 65535"),
+            ("node_timeout", self.node_timeout > 0, "must be above 0 seconds"),
+            ("executor", self.executor in EXECUTORS, f"must be one of {', '.join(EXECUTORS)}"),
+            ("page_size", _power_of_two(self.page_size), "must be a power of two"),
+            ("snapshot_interval", _positive(self.snapshot_interval), "must be at least 1"),
             (
                 "speculative",
                 self.speculative is None or self.speculative in DRAFTERS,
-                f"is one of {', '.join(DRAFTERS)}",
+                f"must be one of {', '.join(DRAFTERS)}",
             ),
             (
                 "speculative_steps",
                 _in_range(self.speculative_steps, MAX_STEPS),
-                f"is 1 to {MAX_STEPS}",
+                f"must be 1 to {MAX_STEPS}",
             ),
-            ("speculative_topk", _in_range(self.speculative_topk, MAX_TOPK), f"is 1 to {MAX_TOPK}"),
+            (
+                "speculative_topk",
+                _in_range(self.speculative_topk, MAX_TOPK),
+                f"must be 1 to {MAX_TOPK}",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"{name} {rule}, got {getattr(self, name)!r}")
         if self.enable_prefix_caching and self.snapshot_interval % self.page_size:
             raise ConfigError(
                 f"snapshot_interval={self.snapshot_interval} is not a multiple of "
-                f"page_size={self.page_size}: a snapshot stands where a page ends"
+                f"page_size={self.page_size}: snapshots are taken at the end of a page"
             )
         drafters = ", ".join(DRAFTERS)
-        self._check_details("speculative", None, f"say which kind it is, one of {drafters}")
+        self._check_details("speculative", None, f"set it to one of {drafters}")
         self._check_speculation()
-        self._check_details("sanitize", "off", "say how often, --sanitize sample or full")
+        self._check_details("sanitize", "off", "set it to sample or full")
         self._check_nodes()
         if self.enforce_eager and self.backend not in ("auto", "eager"):
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
     def _check_details(self, name: str, off: str | None, remedy: str) -> None:
-        """What is said of something that is off would have no effect."""
+        """Refuse settings of a feature that is off: they would have no effect."""
         for field in fields(self):
             value, is_detail = getattr(self, field.name), field.name.startswith(f"{name}_")
             if getattr(self, name) == off and is_detail and value != field.default:
@@ -220,16 +232,16 @@ class EngineConfig:
                 f"{self.speculative_steps + 1}"
             )
         if self.tree is not None and self.speculative == "ngram":
-            raise ConfigError("speculative_topk: an ngram drafter guesses one way, drop it")
+            raise ConfigError("speculative_topk: ngram drafts are never a tree; drop it")
 
     def _check_nodes(self) -> None:
-        if not self.node_rank and self.tensor_parallel_size % self.nnodes:  # node 0 says for all
+        if not self.node_rank and self.tensor_parallel_size % self.nnodes:  # node 0 decides
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: the ranks cannot be shared out "
-                f"evenly over nnodes={self.nnodes}"
+                f"tensor_parallel_size={self.tensor_parallel_size}: must be a multiple of "
+                f"nnodes={self.nnodes}"
             )
         if self.nnodes > 1 and self.executor == "ray":
-            raise ConfigError(f"nnodes={self.nnodes}: with executor=ray Ray chooses nodes, drop it")
+            raise ConfigError(f"nnodes={self.nnodes}: executor=ray chooses the nodes; drop it")
 
     @property
     def weights_seed(self) -> int:
@@ -250,13 +262,14 @@ class EngineConfig:
 
 
 def refuse_ranks(settings: Mapping[str, Any], what: str) -> None:
-    """For what replays steps by itself: the other ranks would not take part."""
+    """Refuse several ranks for a command that replays steps itself: the other ranks would not take
+    part."""
     size = settings.get("tensor_parallel_size", 1)
     if size != 1:
-        raise ConfigError(f"tensor_parallel_size={size}: {what} is for one rank, drop it")
+        raise ConfigError(f"tensor_parallel_size={size}: {what} supports one rank only; drop it")
 
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 _KINDS = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(EngineConfig).items()}
 
 
@@ -264,7 +277,7 @@ def _check_kind(name: str, kinds: tuple[type, ...], value: object) -> None:
     accepted = (*kinds, int) if float in kinds else kinds
     if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in kinds):
         words = " or ".join(_WORDS[kind] for kind in kinds if kind in _WORDS)
-        raise ConfigError(f"{name} is {words}, got {value!r}")
+        raise ConfigError(f"{name} must be {words}, got {value!r}")
 
 
 def _in_range(value: int, most: int) -> bool:

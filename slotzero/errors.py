@@ -1,7 +1,7 @@
 """Every error that Slotzero raises on purpose, as one tree, and what each means to a caller.
 
     SlotzeroError
-    ├── InvalidInputError          the caller can mend it
+    ├── InvalidInputError          the caller can correct it
     │   ├── RequestError           one request: prompt, sampling parameters
     │   │   ├── ContextError       its prompt is longer than the context
     │   │   └── UnknownModelError  it names a model that is not served
@@ -35,7 +35,7 @@ from typing import NamedTuple
 class SlotzeroError(Exception):
     @property
     def exit_code(self) -> int:
-        """What a command that fails with this error exits with."""
+        """Exit code of a command that fails with this error."""
         return outcome_of(type(self)).exit_code
 
 
@@ -105,7 +105,7 @@ class RankLostError(SlotzeroError):
 
 
 class StepFailedError(SlotzeroError):
-    """Its `__cause__` is the error that the other call raised."""
+    """A step of another call failed; `__cause__` is the error that the other call raised."""
 
 
 class CapacityError(SlotzeroError):
@@ -113,7 +113,7 @@ class CapacityError(SlotzeroError):
 
 
 class ContractError(SlotzeroError):
-    """`tensor` is the name of the tensor whose rule was broken, where it is one tensor's."""
+    """A rule was broken; `tensor` is the name of the tensor, if it is one tensor's rule."""
 
     def __init__(self, message: str, tensor: str | None = None) -> None:
         super().__init__(message)
@@ -134,7 +134,7 @@ class PoolError(SlotzeroError):
 
 class EngineUnavailableError(SlotzeroError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
-        """`exit_code`: of the engine's process, if that is why."""
+        """`exit_code`: that of the engine's process, if its end is the reason."""
         super().__init__(message)
         self._exit_code = exit_code
 
@@ -175,7 +175,7 @@ class ErrorOutcome(NamedTuple):
 
     exit_code: int
     status: int
-    """HTTP's."""
+    """HTTP status."""
     type: str
     code: str | None = None
 
@@ -189,7 +189,7 @@ ERROR_OUTCOMES: Mapping[type[SlotzeroError], ErrorOutcome] = {
     RequestError: ErrorOutcome(2, 400, _INVALID),
     ContextError: ErrorOutcome(2, 400, _INVALID, "context_length_exceeded"),
     UnknownModelError: ErrorOutcome(2, 404, _INVALID, "model_not_found"),
-    ConfigError: ErrorOutcome(2, *_BUG),  # a setting of the server, which no request can mend
+    ConfigError: ErrorOutcome(2, *_BUG),  # a setting of the server, which no request can correct
     ModelError: ErrorOutcome(3, *_BUG),
     TokenizerMissingError: ErrorOutcome(3, 400, _INVALID),
     CapacityError: ErrorOutcome(4, 503, _UNAVAILABLE, "capacity"),
@@ -199,7 +199,7 @@ ERROR_OUTCOMES: Mapping[type[SlotzeroError], ErrorOutcome] = {
     OverloadedError: ErrorOutcome(1, 429, "rate_limit_error", "rate_limit_exceeded"),
     EngineUnavailableError: ErrorOutcome(1, 503, _UNAVAILABLE, "engine_unavailable"),
     EngineDiedError: ErrorOutcome(1, 503, _UNAVAILABLE, "engine_died"),
-    # 408 is for a client that is slow to ask; here the engine is slow to answer its gateway
+    # 408 is for a client that is slow to send; here the engine is slow to answer its gateway
     DeadlineError: ErrorOutcome(1, 504, "timeout_error", "request_timeout"),
 }
 

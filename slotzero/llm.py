@@ -20,7 +20,7 @@ from slotzero.text.tokenizer import Tokenizer
 Prompt = str | list[int] | Mapping[str, Any]  # a dict holds "prompt" or "prompt_token_ids"
 Params = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]
-# Settings of vLLM's that mean here what they always mean; any other value is refused by name.
+# vLLM's settings with the only value that is supported here; any other is refused by name
 _MEANINGLESS = (
     ("pipeline_parallel_size", 1),
     ("trust_remote_code", False),
@@ -45,7 +45,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None = None
-    """Why the answer ended with finish_reason "abort": its grammar could not go on."""
+    """Why the answer ended with finish_reason "abort": its grammar failed."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -80,7 +80,7 @@ class StreamChunk:
 
 @dataclass(frozen=True)
 class _Job:
-    """One prompt: its text, its tokens, and what is asked of each of its n answers."""
+    """One prompt: its text, its tokens, and the parameters of each of its n answers."""
 
     text: str | None
     tokens: list[int]
@@ -106,12 +106,13 @@ class _Changes:
 
 class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
-        """`settings` are the fields of EngineConfig; an unknown one is refused by name."""
+        """Load a model. `settings` are the fields of EngineConfig; an unknown one is refused by
+        name."""
         settings = {k: v for k, v in settings.items() if (k, v) not in _MEANINGLESS}
         unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
         if unknown:
             near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 2)
-            hint = f"; near it: {', '.join(near)}" if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ConfigError(
                 f"LLM has no setting {unknown[0]!r}{hint}; all are fields of "
                 "slotzero.config.EngineConfig"
@@ -139,7 +140,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts. Nothing runs unless every prompt is valid.
+        """Return answers in the order of the prompts. Nothing runs unless every prompt is valid.
 
         An answer whose grammar fails while it is written ends with finish_reason "abort" and says
         why in its `error`; the others are not affected. A step that fails raises, in every thread
@@ -157,8 +158,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """One conversation, or a list of them, through the model's chat template. Tools are shown
-        to the model; its calls are text. With `continue_final_message` (and
+        """Answer one conversation, or a list of them, through the model's chat template. Tools are
+        shown to the model; its calls are text. With `continue_final_message` (and
         add_generation_prompt=False) the answer continues the last message."""
         prompts = self.chat_prompts(
             messages,
@@ -178,7 +179,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
-        """Conversations as prompts; the template brings its own special tokens."""
+        """Return conversations as prompts; the template adds its own special tokens."""
         if isinstance(messages, str):
             raise RequestError("a conversation is a list of messages with role and content")
         single = not messages or isinstance(messages[0], Mapping)
@@ -211,8 +212,8 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Generator[StreamChunk, None, None]:
-        """Chunks of all answers as they come; closing it early cancels the rest. Failures are
-        reported as `generate` does, with the last chunk of an answer."""
+        """Yield chunks of all answers as they come; closing the generator early cancels the rest.
+        Failures are reported as by `generate`, with the last chunk of an answer."""
         return self._stream(self._jobs(prompts, sampling_params))
 
     def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
@@ -240,19 +241,22 @@ class LLM:
             self._cancel(answers)
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
-        """Everything checked before anything is queued."""
+        """Validate everything before anything is queued."""
         if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
             given: Any = [prompts]
         else:
             given = prompts
         if not isinstance(given, Sequence):
-            raise RequestError(f"prompts: a prompt or a list of them, not {type(given).__name__}")
+            kind = type(given).__name__
+            raise RequestError(f"prompts: must be a prompt or a list of prompts, not {kind}")
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.get_default_sampling_params()] * len(given)
         wrong = [p for p in params if not isinstance(p, SamplingParams)]
         if isinstance(params, Mapping) or wrong:
             kind = type(wrong[0] if isinstance(params, list | tuple) else params).__name__
-            raise RequestError(f"sampling_params: a SamplingParams or a list of them, not {kind}")
+            raise RequestError(
+                f"sampling_params: must be a SamplingParams or a list of them, not {kind}"
+            )
         if len(params) != len(given):
             raise RequestError(f"{len(given)} prompts with {len(params)} sampling parameters")
         parts = [self._encoded(i, prompt) for i, prompt in enumerate(given)]
@@ -278,7 +282,8 @@ class LLM:
         return text, tokens
 
     def _add(self, jobs: list[_Job], answers: list[list[RequestHandle]], changes: _Changes) -> None:
-        """n answers to each prompt, into `answers`, which the caller cancels if this fails."""
+        """Queue n answers per prompt, and append them to `answers`, which the caller cancels if
+        this fails."""
         for job in jobs:
             answers.append([])
             for params in job.siblings:
@@ -382,7 +387,7 @@ def _raise_if_lost(answers: Sequence[RequestHandle]) -> None:
 
 
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:
-    """RequestHandle i of a seeded request has seed + i, in 64 bits."""
+    """Return the parameters of answer i: a seeded request uses seed + i, in 64 bits."""
     if params.seed is None:
         return params
     return replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
@@ -399,12 +404,13 @@ def _parts(prompt: object) -> tuple[str | None, Sequence[int] | None]:
     if _is_token_ids(prompt):
         return None, prompt  # type: ignore[return-value]
     if not isinstance(prompt, Mapping):
-        raise RequestError(f"a prompt is text, token ids or a dict, not {type(prompt).__name__}")
+        kind = type(prompt).__name__
+        raise RequestError(f"a prompt must be a string, token ids or a dict, not {kind}")
     unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
     if unknown:
         raise RequestError(f"{unknown[0]!r} is not supported in a prompt")
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
         raise RequestError("give 'prompt' or 'prompt_token_ids'")
     if not isinstance(prompt.get("prompt") or "", str):
-        raise RequestError(f"'prompt' is text, not {type(prompt['prompt']).__name__}")
+        raise RequestError(f"'prompt' must be a string, not {type(prompt['prompt']).__name__}")
     return prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -61,7 +61,7 @@ class Request:
     stop_reason: int | str | None = None
     """The stop token id or stop string that was asked for and met; None for end-of-sequence."""
 
-    lane: int = 0
+    dp_rank: int = 0
     """Index of its scheduler, which never changes."""
     slot: int = 0
     """0: none."""

@@ -2,7 +2,7 @@
 
 It is the whole message from planning to running, and the same on every rank. It does not know
 buckets, graphs or tensors. The rules it keeps: a request is at most one row of a step, and all
-lanes of a step are launched alike, in the size that the largest needs.
+DP ranks launch a step alike, in the size that the largest needs.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,8 @@ class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster
 
 @dataclass(frozen=True)
 class Step:
-    lanes: tuple[tuple[Row, ...], ...]
-    """Rows by lane: one lane, or one for each rank that has requests of its own. Some may be empty,
-    but not all."""
+    rows_by_dp_rank: tuple[tuple[Row, ...], ...]
+    """One entry, or with DP attention one for each rank. Some may be empty, but not all."""
     width: int = 1
     """Tokens per row. Above 1, every row verifies drafts: the newest token and width - 1 drafts."""
     catches_up: bool = False
@@ -42,22 +41,22 @@ class Step:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Rows of all lanes."""
-        return tuple(row for lane in self.lanes for row in lane)
+        """Rows of all DP ranks."""
+        return tuple(row for rows in self.rows_by_dp_rank for row in rows)
 
     @cached_property
     def num_rows(self) -> int:
-        """Number of rows in the largest lane."""
-        return max(map(len, self.lanes))
+        """Number of rows on the largest DP rank."""
+        return max(map(len, self.rows_by_dp_rank))
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens in the largest lane."""
-        return max(sum(row.count for row in lane) for lane in self.lanes)
+        """Number of tokens on the largest DP rank."""
+        return max(sum(row.count for row in rows) for rows in self.rows_by_dp_rank)
 
     @cached_property
     def is_decode(self) -> bool:
-        """Every row feeds one token and samples the next: `tokens[slot, length]` is all it reads.
+        """Whether every row feeds one token, `tokens[slot, length]`, and samples the next.
 
         The last chunk of a prompt may be such a row. An earlier chunk of one token is not: to
         sample there would overwrite a token of the prompt.

@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from slotzero.errors import ConfigError
 
 MAX_PLACES = 63
-"""Most places of a tree: the bits of an int64 without its sign."""
+"""Maximum number of nodes of a tree: the bits of an int64 without its sign."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
     steps: int
     topk: int
-    """Guesses after a token, and tokens from which a step goes on."""
+    """Drafts after each token, and tokens that each drafting step extends."""
     num_nodes: int
-    """That are verified: the newest token, and the best guesses."""
+    """Tokens that are verified: the newest token and the best drafts."""
 
     def __post_init__(self) -> None:
         most = min(MAX_PLACES, 1 + self.num_guesses)
         if not 2 <= self.num_nodes <= most:
             raise ConfigError(
-                f"speculative_num_draft_tokens={self.num_nodes}: choose 2 to {most} for "
-                f"{self.steps} steps of {self.topk} guesses"
+                f"speculative_num_draft_tokens={self.num_nodes}: must be 2 to {most} for "
+                f"{self.steps} steps of {self.topk} drafts"
             )
         if self.num_grown > MAX_PLACES:
             raise ConfigError(
-                f"speculative_steps={self.steps} with speculative_topk={self.topk}: a tree grows "
-                f"from at most {MAX_PLACES} guesses, lower one of them"
+                f"speculative_steps={self.steps} with speculative_topk={self.topk}: a tree can "
+                f"grow from at most {MAX_PLACES} drafts, lower one of them"
             )
 
     @classmethod
@@ -44,15 +44,17 @@ class TreeShape:
 
     @property
     def num_grown(self) -> int:
-        """Guesses from which the tree grows on."""
+        """Number of drafts that the tree is grown from."""
         return (self.steps - 1) * self.topk
 
     @property
     def num_places(self) -> int:
-        """Behind the newest token: for what is verified, and before that for what is grown from."""
+        """Number of KV positions after the newest token that the tree occupies, while it is grown
+        or while it is verified."""
         return max(self.num_nodes - 1, self.num_grown)
 
 
 def places_ahead(width: int, tree: TreeShape | None) -> int:
-    """Behind the newest token, that drafts may take: of a tree, or of a row with `width` tokens."""
+    """Return the number of positions after the newest token that drafts may occupy: those of the
+    tree, or of a row of `width` tokens."""
     return width - 1 if tree is None else tree.num_places

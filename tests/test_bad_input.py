@@ -338,24 +338,26 @@ def test_a_choice_that_does_not_exist(run: Run, setting: str) -> None:
     [
         ("enforce_eager", "no", "true or false"),
         ("enable_prefix_caching", "false", "true or false"),
-        ("seed", "x", "a whole number"),
-        ("max_num_seqs", True, "a whole number"),
-        ("max_num_seqs", 2.5, "a whole number"),
-        ("max_model_len", "x", "a whole number"),
+        ("seed", "x", "an integer"),
+        ("max_num_seqs", True, "an integer"),
+        ("max_num_seqs", 2.5, "an integer"),
+        ("max_model_len", "x", "an integer"),
         ("gpu_memory_utilization", "x", "a number"),
-        ("speculative", 3, "a text"),
-        ("model", 5, "a text"),
+        ("speculative", 3, "a string"),
+        ("model", 5, "a string"),
     ],
 )
 def test_a_setting_of_another_kind(setting: str, value: object, kind: str) -> None:
-    refuse(ConfigError, [f"{setting} is {kind}, got {value!r}"], lambda: make(**{setting: value}))
+    refuse(
+        ConfigError, [f"{setting} must be {kind}, got {value!r}"], lambda: make(**{setting: value})
+    )
 
 
 def test_weights_that_no_memory_holds_are_refused_before_any_is_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 16, 1 << 16))
-    refuse(CapacityError, ["weights:", "64.0 KiB", "a smaller model"], make)
+    refuse(CapacityError, ["weights need", "64.0 KiB", "a smaller model"], make)
 
 
 def test_a_prompt_without_its_flag(run: Run) -> None:
@@ -446,10 +448,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
 K_BIAS = "model.layers.0.self_attn.k_proj.bias"
 Corrupt, Unsupported = CorruptCheckpointError, UnsupportedModelError
 DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str]]] = {
-    "weights cut in half": (cut(0.5), Corrupt, ["model.safetensors", "cut off", "again"]),
-    "weights cut at the end": (cut(-1), Corrupt, ["model.safetensors", "cut off", "again"]),
-    "weights cut in the header": (cut(100), Corrupt, ["model.safetensors", "cut off", "again"]),
-    "weights empty": (cut(0), Corrupt, ["model.safetensors", "cut off", "again"]),
+    "weights cut in half": (cut(0.5), Corrupt, ["model.safetensors", "truncated", "again"]),
+    "weights cut at the end": (cut(-1), Corrupt, ["model.safetensors", "truncated", "again"]),
+    "weights cut in the header": (cut(100), Corrupt, ["model.safetensors", "truncated", "again"]),
+    "weights empty": (cut(0), Corrupt, ["model.safetensors", "truncated", "again"]),
     "weights missing": (without("model.safetensors"), Corrupt, ["model.safetensors", "download"]),
     "config missing": (without("config.json"), ModelNotFoundError, ["config.json", "pass"]),
     "config broken": (text("config.json", '{"a"\n:'), Corrupt, ["config.json"]),
@@ -479,7 +481,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "an architecture of text": (
         config(architectures="LlamaForCausalLM"),
         Unsupported,
-        ["architectures='LlamaForCausalLM': a list of names"],
+        ["architectures='LlamaForCausalLM': must be a list of names"],
     ),
     "another head than the embedding": (
         lambda folder: (
@@ -615,7 +617,7 @@ def test_a_gguf_file_cut_anywhere(run: Run, tmp_path: Path) -> None:
         file.write_bytes(data[:kept])
         names = ["cut.gguf", "again"]
         refuse(Corrupt, names, lambda: make(str(file), skip_tokenizer_init=True))
-    refused_by_command(run, 3, ["cut.gguf", "cut off", "again"], str(file), "--prompt", "x")
+    refused_by_command(run, 3, ["cut.gguf", "truncated", "again"], str(file), "--prompt", "x")
 
 
 def test_other_gguf_files(run: Run, tmp_path: Path) -> None:

@@ -100,11 +100,11 @@ def measure(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, dict
     rng = random.Random(0)
     start = time.perf_counter()
     while True:
-        while waiting and engine.lanes.num_running + engine.lanes.num_waiting < batch:
+        while waiting and engine.schedulers.num_running + engine.schedulers.num_waiting < batch:
             i, prompt = waiting.popleft()
             params = replace(PARAMS, max_tokens=rng.randint(*LENGTHS))
             answers[i] = engine.add(f"asked-{i}", prompt, params)
-        if engine.lanes.num_running + engine.lanes.num_waiting < batch:
+        if engine.schedulers.num_running + engine.schedulers.num_waiting < batch:
             break
         engine.step()
     seconds = time.perf_counter() - start

@@ -108,7 +108,7 @@ def decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[None]
             if len(engine.step()) == len(prompts):
                 break
         yield
-        if engine.lanes.num_running < len(prompts):
+        if engine.schedulers.num_running < len(prompts):
             raise CapacityError(
                 f"{len(prompts)} requests do not run at once for {NUM_STEPS} steps: lower "
                 "--max-num-seqs, or raise --kv-cache-memory or --max-model-len"

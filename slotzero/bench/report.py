@@ -59,7 +59,7 @@ def setting(benchmark: str, session: BenchSession) -> Report:
         "hardware": session.hardware,
         "kernels": session.engine.worker.kernels.name,
         "dtype": limits.dtype,
-        "max_num_seqs": limits.max_num_seqs * len(session.engine.lanes),
+        "max_num_seqs": limits.max_num_seqs * len(session.engine.schedulers),
         "kv": session.engine.worker.kv,
         "read_bandwidth_gb_per_second": rounded(session.read_bandwidth / 1e9),
         "startup_seconds": {

@@ -85,7 +85,7 @@ def refusal(engine: Engine, key: GraphKey, context: int) -> NoCaptureSize | None
             f"model's context is {limit}: lower --context"
             + (" or raise --max-model-len" if limit < engine.worker.model.max_position else "")
         )
-    ledger, page_size = engine.lanes[0].ledger, engine.limits.page_size
+    ledger, page_size = engine.schedulers[0].ledger, engine.limits.page_size
     for name, window, available in zip(
         engine.limits.windows, engine.limits.windows.values(), ledger.num_pages, strict=True
     ):

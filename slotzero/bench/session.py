@@ -55,7 +55,7 @@ class BenchSession:
         """Warm up, and reset the counts."""
         self.measure(workload.clipped(WARMUP_LEN))
         self._before = self._counts()
-        self._preemptions_before = self.engine.lanes.num_preemptions
+        self._preemptions_before = self.engine.schedulers.num_preemptions
 
     def measure(self, workload: Workload) -> Timeline:
         with prompts_bar(self._shows_progress, len(workload.prompts)) as update:
@@ -63,7 +63,7 @@ class BenchSession:
 
     @property
     def num_preemptions(self) -> int:
-        return self.engine.lanes.num_preemptions - self._preemptions_before
+        return self.engine.schedulers.num_preemptions - self._preemptions_before
 
     def counts(self) -> Mapping[str, Counts]:
         """Counts by runner since the warm-up."""

@@ -35,30 +35,30 @@ class DummyRequests:
         The KV of its first `num_stored` tokens counts as stored; if it `resumes`, a snapshot of the
         state after them does too. It gets pages for `num_mtp_layers` more positions, for drafts.
         """
-        engine, lane = self._engine, self._engine.lanes[0]
+        engine, scheduler = self._engine, self._engine.schedulers[0]
         request = engine.validate(f"dummy-{len(self.requests)}", prompt, params)
         request.target = request.num_tokens
         request.output_token_ids += answer
         num_paged = min(request.num_tokens + num_mtp_layers, engine.limits.max_model_len)
-        if lane.ledger.grow(request, num_paged, num_stored) is None:
+        if scheduler.ledger.grow(request, num_paged, num_stored) is None:
             raise CapacityError(f"{request.id}: no KV pages left: raise --kv-cache-memory")
         if resumes:
-            *_, (pool, _, interval) = lane.ledger.groups
+            *_, (pool, _, interval) = scheduler.ledger.groups
             if not interval or num_stored % interval or not num_stored or not pool.num_free:
                 raise ContractError(f"{request.id}: there is no snapshot after {num_stored} tokens")
             (request.pages[-1][num_stored // engine.limits.page_size - 1],) = pool.take(1)
-        request.slot = lane.slots.take()
+        request.slot = scheduler.slots.take()
         self.requests.append(request)
-        lane.writer.admitted(request, request.all_token_ids, num_stored, request.pages)
+        scheduler.writer.admitted(request, request.all_token_ids, num_stored, request.pages)
         return request
 
     def release(self) -> None:
         """Release all requests. Their num_computed is 0, so none enters the prefix cache."""
-        lane = self._engine.lanes[0]
+        scheduler = self._engine.schedulers[0]
         for request in reversed(self.requests):  # slots are then taken again in the same order
-            lane.ledger.release(request)
-            lane.slots.give_back(request.slot)
-            lane.writer.released(request.slot)
+            scheduler.ledger.release(request)
+            scheduler.slots.give_back(request.slot)
+            scheduler.writer.released(request.slot)
         self.requests.clear()
         self._engine.worker.tables.apply()
 

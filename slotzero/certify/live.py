@@ -146,7 +146,7 @@ class LiveSanitizer(Observer):
             runner.fall_back(list(runner.records), self._fallen[name])
         if any(memory.changed_rows(entry) for entry in memory.paged):
             # no request may find damaged pages that no slot holds
-            self._engine.lanes[0].ledger.cache.clear()
+            self._engine.schedulers[0].ledger.cache.clear()
 
     def _go_on_unwatched(self, key: GraphKey) -> None:
         if not self.steps_without_room:

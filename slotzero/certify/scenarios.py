@@ -75,7 +75,7 @@ def bounds_of(engine: Engine) -> Bounds:
 def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scenario]:
     """Set up a step with the fewest rows for which this size is picked, and a few idle requests."""
     rng = random.Random(f"{key}")
-    engine.lanes[0].ledger.cache.clear()  # a scenario overwrites every page, cached ones too
+    engine.schedulers[0].ledger.cache.clear()  # a scenario overwrites every page, cached ones too
     with dummy_requests(engine) as dummies, mirrored(engine.worker.tables):
         builder, counts = (
             SyntheticRequestBuilder(engine, runner, dummies, rng),
@@ -84,7 +84,7 @@ def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scen
         running = [builder.admit(count) for count in counts]
         num_more = min(
             max(1, EXTRA_ROWS + key.rows - len(running)),
-            engine.lanes[0].slots.num_free,
+            engine.schedulers[0].slots.num_free,
             _most_rows(runner) - len(running),
         )
         idle = [builder.admit(1) for _ in range(num_more)]

@@ -427,7 +427,7 @@ class SyntheticRequestBuilder:
 
     @property
     def _groups(self) -> Sequence[KvPool]:
-        return self._engine.lanes[0].ledger.groups
+        return self._engine.schedulers[0].ledger.groups
 
     def _most_stored(self) -> int:
         """Return a number of tokens large enough for pages to leave a sliding window, unless the

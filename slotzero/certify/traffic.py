@@ -143,7 +143,7 @@ class ShortKey(TrafficFault):
 
     @contextmanager
     def inject(self, engine: Engine) -> Iterator[None]:
-        cache = engine.lanes[0].ledger.cache
+        cache = engine.schedulers[0].ledger.cache
         right = cache._keys
 
         def short(token_ids: Sequence[int], first: int, stop: int) -> Iterator[tuple[int, ...]]:
@@ -214,7 +214,7 @@ def mutate_traffic(
 
 def _serve(engine: Engine, fault: TrafficFault) -> tuple[list[list[int]], list[Violation]]:
     """Serve the fault's requests; return the answers and the violations."""
-    watch, cache = _Watch(engine), engine.lanes[0].ledger.cache
+    watch, cache = _Watch(engine), engine.schedulers[0].ledger.cache
     answers = []
     cache.clear()
     with ExitStack() as stack:

@@ -1,1 +1,1 @@
-"""Where weights come from: every source behind one contract, `Checkpoint`."""
+"""Sources of weights, all behind one contract: `Checkpoint`."""

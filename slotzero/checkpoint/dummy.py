@@ -49,7 +49,7 @@ class DummyCheckpoint(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._shapes:
-            raise CorruptCheckpointError(f"{self.name}: its config promises no tensor {name}")
+            raise CorruptCheckpointError(f"{self.name}: its config has no tensor {name}")
         shape = self._shapes[name]
         if name.endswith(_ONES):
             return torch.ones(shape)
@@ -66,6 +66,6 @@ class DummyCheckpoint(Checkpoint):
 
 
 def tensor_seed(seed: int, name: str) -> int:
-    """Python's own hash of a string differs from one process to the next, so this is not it."""
+    """Return a seed for a tensor. Python's own hash of a string differs between processes."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

@@ -1,11 +1,11 @@
-"""A folder as Hugging Face writes it: config.json, safetensors (one file or an index), a tokenizer.
+"""A folder in Hugging Face's format: config.json, safetensors (one file or an index), a tokenizer.
 
-It does not read weights until it is asked: opening looks at the header of each file, and `read`
-maps one tensor.
+It does not read weights when it is opened: that reads the header of each file, and `read` maps one
+tensor.
 
-The rule: all files are there and whole, and have what the index says, or opening fails and names
-the file; what it leaves out is there too, for whoever knows what may be. A download that was cut
-off is found in milliseconds, not after minutes of loading.
+The rule: all files are present and complete, and have what the index lists, or opening fails and
+names the file. Tensors that the index does not list are available too; the caller knows which are
+allowed. An incomplete download is found in milliseconds, not after minutes of loading.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -62,7 +62,7 @@ class FolderCheckpoint(Checkpoint):
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
-        """The file that holds a tensor."""
+        """Open the file that holds a tensor."""
         file = self._file_of.get(name)
         if file is None:
             raise CorruptCheckpointError(
@@ -80,7 +80,8 @@ class FolderCheckpoint(Checkpoint):
         return folder_sampling(self._path)
 
     def _refuse_quantised(self) -> None:
-        """Quantised tensors can have familiar names: they would load, and be wrong."""
+        """Refuse quantised tensors. They can have the usual names, and would load as wrong
+        numbers."""
         method = quantization_of(self.config)
         if method is not None and method not in readable_quantization():
             raise UnsupportedModelError(
@@ -104,7 +105,7 @@ class FolderCheckpoint(Checkpoint):
         for name, file in file_of.items():
             if name not in stored[file]:
                 raise CorruptCheckpointError(
-                    f"{self._path / file} has no tensor {name}, though {index.name} says so; "
+                    f"{self._path / file} has no tensor {name}, but {index.name} lists it; "
                     "download both again"
                 )
         left_out = {name: file for file, names in stored.items() for name in names}
@@ -130,7 +131,8 @@ def folder_config(path: Path) -> dict[str, Any]:
 
 
 def folder_eos_token_ids(path: Path) -> tuple[int, ...]:
-    """generation_config.json knows more ends (of a turn, of a message) than config.json."""
+    """Return the end-of-sequence tokens. generation_config.json lists more of them (end of a turn,
+    of a message) than config.json."""
     generation = read_json_if_there(path / _GENERATION).get("eos_token_id")
     return token_ids(generation) or token_ids(folder_config(path).get("eos_token_id"))
 
@@ -140,12 +142,12 @@ def folder_sampling(path: Path) -> dict[str, Any]:
     stored = read_json_if_there(file)
     found = {name: stored[name] for name in _SAMPLING if stored.get(name) is not None}
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
-        found["top_k"] = int(top_k)  # as some write it
+        found["top_k"] = int(top_k)  # some files have a float
     try:
         SamplingParams(**found)
     except RequestError as error:
         raise CorruptCheckpointError(
-            f"{file}: {error}; mend it, or use --generation-config none"
+            f"{file}: {error}; correct it, or use --generation-config none"
         ) from None
     return found
 
@@ -172,4 +174,4 @@ def _single_file(path: Path) -> Path:
 
 
 def _broken(file: Path, error: Exception) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{file} is broken or cut off ({error}); download it again")
+    return CorruptCheckpointError(f"{file} is broken or truncated ({error}); download it again")

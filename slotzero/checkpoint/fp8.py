@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
-    """weight [rows, columns] in float8, a scale of each block -> bfloat16"""
+    """Dequantise a weight [rows, columns] in float8, with one scale per block, to bfloat16."""
     rows, columns = weight.shape
     each = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)
     return (weight.float() * each[:, :columns]).to(torch.bfloat16)
@@ -25,7 +25,7 @@ def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
 
 @final
 class Fp8Checkpoint(CheckpointView):
-    """Another checkpoint, its quantised tensors made plain."""
+    """View of a checkpoint with its FP8 tensors dequantised."""
 
     def __init__(self, stored: Checkpoint) -> None:
         super().__init__(stored)

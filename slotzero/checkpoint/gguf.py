@@ -6,7 +6,7 @@ numbers do not need it.
 
 llama.cpp rotates neighbouring pairs (0, 1), (2, 3) ... of a head, Hugging Face rotates the pairs
 (0, d/2), (1, d/2 + 1) ...; files of architecture llama therefore hold the rows of Q and K in
-another order. The rule: `read` undoes that, so nobody above needs to know where a tensor came from.
+another order. The rule: `read` undoes that, so callers need not know where a tensor came from.
 """
 
 import math
@@ -35,7 +35,7 @@ Bytes = npt.NDArray[np.uint8]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_proj\.(?:weight|bias)")
 _NUMBERS_PER_STEP = 1 << 17
-_SMALL_BYTES = 2 << 30  # a model that in float32 is no larger costs little more there
+_SMALL_BYTES = 2 << 30  # up to this size in float32, a model is run in float32
 
 
 @final
@@ -109,14 +109,15 @@ class GgufCheckpoint(Checkpoint):
 
 
 def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Row order of each head, first axis: pairs (x0 y0 x1 y1 ..) to halves (x0 x1 .. y0 y1 ..)."""
+    """Reorder the rows of each head, from pairs (x0 y0 x1 y1 ..) to halves (x0 x1 .. y0 y1 ..)."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [heads, head_dim / 2, 2, ...]
     return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _dequantise(stored: Bytes, tensor: StoredTensor, path: Path) -> torch.Tensor:
-    """Blocks are independent, so the tensor's rows do not matter here. The package works through
-    sixteen rows at a time; one long row that fits the cache is up to three times as fast."""
+    """Dequantise a tensor. Blocks are independent, so its rows do not matter here: the package
+    processes sixteen rows at a time, and one long row that fits the cache is up to three times as
+    fast."""
     dequantize, number_types = _gguf_package(path)
     block, number_type = BLOCK_TYPES[tensor.type_id], number_types(tensor.type_id)
     blocks = stored.reshape(-1, block.block_bytes)

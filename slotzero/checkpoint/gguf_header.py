@@ -1,11 +1,11 @@
-"""The header of a GGUF file: its metadata, and where every tensor lies.
+"""The header of a GGUF file: its metadata, and the place of every tensor.
 
 It does not know models, tokenizers or how blocks of numbers are unpacked. We read the header with
 our own code because the reader of the `gguf` package makes several arrays for each string: for the
 default model (49,152 tokens and as many merges) that takes four seconds, and this takes a tenth.
 
-The rule: nothing in the header is believed before it is compared to the size of the file, so a file
-that was cut off is refused here, by name, and never read beyond its end.
+The rule: nothing in the header is trusted before it is compared to the size of the file, so a
+truncated file is refused here, by name, and never read beyond its end.
 """
 
 import mmap
@@ -25,7 +25,7 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class BlockType:
-    """Numbers are stored in blocks along a row; a plain number is a block of one."""
+    """A type of numbers, stored in blocks along a row; a plain number is a block of one."""
 
     name: str
     block_len: int
@@ -51,7 +51,7 @@ BLOCK_TYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    shape: tuple[int, ...]  # rows first, as torch has it; the file has it the other way round
+    shape: tuple[int, ...]  # rows first, as in torch; reversed in the file
     type_id: int
     start: int  # bytes [start, start + num_bytes) of the file are this tensor
     num_bytes: int
@@ -110,14 +110,14 @@ def _place(
     num_bytes = prod(shape) // block.block_len * block.block_bytes
     if start + num_bytes > file_len:
         raise CorruptCheckpointError(
-            f"{path} is cut off: tensor {name} ends at byte {start + num_bytes} of {file_len}; "
+            f"{path} is truncated: tensor {name} ends at byte {start + num_bytes} of {file_len}; "
             "download the file again"
         )
     return StoredTensor(shape, type_id, start, num_bytes)
 
 
 class _Cursor:
-    """Reads forward. `position` never passes the end: each read says so by name instead."""
+    """Forward reader. `position` never passes the end: a read beyond it raises."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.position = 0
@@ -175,7 +175,7 @@ class _Cursor:
         return struct.unpack_from(f"<{count}{code}", self._data, start)
 
     def _strings(self, count: int) -> list[str]:
-        """The hot loop: two hundred thousand strings pass here, so it keeps to local names."""
+        """Read strings. This is the hot loop, with 200,000 strings, so it uses local names only."""
         data, position, last = self._data, self.position, self._end - 8
         unpack_len, texts = _U64.unpack_from, []
         for _ in range(count):
@@ -191,6 +191,6 @@ class _Cursor:
 
     def _fail(self) -> NoReturn:
         raise CorruptCheckpointError(
-            f"{self._path} is cut off: its header goes beyond its {self._end} bytes; "
+            f"{self._path} is truncated: its header is longer than its {self._end} bytes; "
             "download the file again"
         )

@@ -1,10 +1,10 @@
-"""GGUF spelled as Hugging Face: tensor names, and a config made from metadata.
+"""Conversion of GGUF to Hugging Face names: tensor names, and a config made from metadata.
 
-It reads no tensor but one: Llama 3 files keep their rope scaling as `rope_freqs.weight`, the factor
-by which each frequency is divided, and no parameter. We compute those factors from the parameters
-that Llama 3.1 and later publish, and accept the file only when they agree.
+It reads one tensor only: Llama 3 files store their rope scaling as `rope_freqs.weight`, the factor
+by which each frequency is divided, and not as parameters. We compute those factors from the
+parameters that Llama 3.1 and later publish, and accept the file only if they agree.
 
-The rule: a tensor, an architecture or a scaling that we cannot spell is refused by its name.
+The rule: a tensor, an architecture or a scaling that has no equivalent is refused by its name.
 """
 
 import math
@@ -17,7 +17,7 @@ from slotzero.models.families.family import architecture_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 SUPPORTED = ("llama", "qwen2", "qwen3")
-# Mistral is written as llama: it is the same arithmetic
+# Mistral files have the architecture llama: it is the same arithmetic
 
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -59,7 +59,7 @@ def hugging_face_name(name: str) -> str:
 def hugging_face_config(
     metadata: Mapping[str, Any], names: Collection[str], vocab_size: int
 ) -> dict[str, Any]:
-    """Without the scaling that `rope_freqs.weight` holds: that is `llama3_scaling`."""
+    """Return the config without the scaling in `rope_freqs.weight`; see `llama3_scaling`."""
     arch = metadata.get("general.architecture")
     if arch not in SUPPORTED:
         raise UnsupportedModelError(
@@ -99,13 +99,14 @@ def hugging_face_config(
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """End of text, of a turn and of a message: each ends a generation."""
+    """Return the ids of the tokens that end a text, a turn or a message: each ends an answer."""
     keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
     return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
 
 
 def llama3_scaling(factors: Sequence[float], rope_theta: float) -> dict[str, Any] | None:
-    """`factors` has one entry for each pair of a head; all ones is no scaling."""
+    """Return the rope scaling that has these factors, one for each pair of a head; None if all are
+    1."""
     if all(factor == 1.0 for factor in factors):
         return None
     scaling = {"rope_type": "llama3", "factor": float(round(max(factors))), **_LLAMA3}
@@ -113,13 +114,14 @@ def llama3_scaling(factors: Sequence[float], rope_theta: float) -> dict[str, Any
     if not all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-3), factors, expected)):
         raise UnsupportedModelError(
             f"{ROPE_FACTORS} is not the rope scaling of Llama 3; use a safetensors folder, "
-            "whose config.json says what it is"
+            "whose config.json has the parameters"
         )
     return scaling
 
 
 def llama3_factors(scaling: Mapping[str, Any], rope_theta: float, num_pairs: int) -> list[float]:
-    """What each frequency is divided by: long waves by `factor`, short ones by 1, else between."""
+    """Return the divisor of each frequency: `factor` for long waves, 1 for short ones, else between
+    them."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     factors = []
     for pair in range(num_pairs):
@@ -132,7 +134,7 @@ def llama3_factors(scaling: Mapping[str, Any], rope_theta: float, num_pairs: int
 
 def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type", "none")
-    linear_factor = fields.get("rope.scale_linear", 1.0)  # how files of 2023 say it
+    linear_factor = fields.get("rope.scale_linear", 1.0)  # the key of files from 2023
     if kind == "none" and linear_factor != 1.0:
         return {"rope_type": "linear", "factor": float(linear_factor)}
     if kind == "none":

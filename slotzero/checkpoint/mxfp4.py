@@ -1,7 +1,7 @@
-"""MXFP4, as gpt-oss's experts are stored: blocks of 32 four-bit numbers and one power of two each.
+"""MXFP4, the format of gpt-oss's experts: blocks of 32 four-bit numbers, each with a power of two.
 
-A checkpoint that holds NAME_blocks and NAME_scales is shown as one that holds NAME. Experts stored
-so have their output features first; the plain tensor has them last.
+A checkpoint that holds NAME_blocks and NAME_scales is shown as one that holds NAME. In this format
+experts have their output features first; the dequantised tensor has them last.
 """
 
 from collections.abc import Collection
@@ -19,10 +19,10 @@ BIAS = 127
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [..., groups, 16] and scales [..., groups], bytes -> [..., groups * 32] in bfloat16,
-    which holds all of them exactly.
+    """Dequantise blocks [..., groups, 16] with scales [..., groups], both bytes, to
+    [..., groups * 32] in bfloat16, which holds all values exactly.
 
-    Of a byte, the low half comes first.
+    The low half of a byte comes first.
     """
     values = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.bfloat16)
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
@@ -33,7 +33,7 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @final
 class Mxfp4Checkpoint(CheckpointView):
-    """Another checkpoint, its quantised tensors made plain."""
+    """View of a checkpoint with its MXFP4 tensors dequantised."""
 
     def names(self) -> Collection[str]:
         names = set(self._stored.names())

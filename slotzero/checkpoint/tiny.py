@@ -1,7 +1,7 @@
 """Models of a few hundred kilobytes with random weights, for tests and first steps without a file.
 
-They do not speak: their text is noise, but the same noise every time. They read bytes, so any text
-is a prompt. Each family brings its own (see models/families/tiny.py for the shapes).
+Their text is noise, but the same noise every time. Their tokens are bytes, so any text is a prompt.
+Each family has one (see models/families/tiny.py for the shapes).
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""The ranks that compute one model together, and what they exchange inside a step.
+"""The ranks that compute one model together, and their collectives inside a step.
 
-A collective is an operation like any other: it is recorded with the step and replayed with it.
+A collective is an operation like any other: it is captured with the step and replayed with it.
 Every rank replays the same steps in the same order, so every rank takes part in each.
 """
 
@@ -19,7 +19,8 @@ class Ranks:
     expert_parallel: bool = False
     """Expert parallelism: each rank holds whole experts instead of a slice of every expert."""
     dp_attention: bool = False
-    """Each has requests of its own and attends to them alone; MLPs are for the tokens of all."""
+    """DP attention: each rank has its own requests and computes their attention alone; MLPs process
+    the tokens of all ranks."""
 
     @property
     def is_distributed(self) -> bool:
@@ -31,7 +32,7 @@ class Ranks:
         return ALONE if self.dp_attention else self
 
     @property
-    def num_lanes(self) -> int:
+    def num_dp_ranks(self) -> int:
         """Number of ranks that have requests of their own."""
         return self.size if self.dp_attention else 1
 
@@ -44,30 +45,30 @@ class Ranks:
         return cast("Tensor", ops.wait_tensor(total))
 
     def join(self, x: Tensor) -> Tensor:
-        """[rows, part] of every rank -> [rows, size * part]"""
+        """Concatenate [rows, part] of every rank to [rows, size * part]."""
         parts = self.gather(x).view(self.size, len(x), -1)
         return parts.transpose(0, 1).flatten(1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[rows, ...] of every rank -> [size * rows, ...]"""
+        """Gather [rows, ...] of every rank to [size * rows, ...]."""
         ops = torch.ops._c10d_functional
         gathered = ops.all_gather_into_tensor(x.contiguous(), self.size, self.group)
         return cast("Tensor", ops.wait_tensor(gathered))
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """[size * rows, ...] of every rank -> the sum of this rank's rows"""
+        """Return the sum over all ranks of this rank's rows, [rows, ...] of [size * rows, ...]."""
         ops = torch.ops._c10d_functional
         part = ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
         return cast("Tensor", ops.wait_tensor(part))
 
     def exchange(self, x: Tensor) -> Tensor:
-        """[size, ...], what this rank has for each -> what each has for this rank"""
+        """Send x[i] to rank i, and return what each rank sent to this one: [size, ...]."""
         ops, even = torch.ops._c10d_functional, [1] * self.size
         exchanged = ops.all_to_all_single(x.contiguous(), even, even, self.group)
         return cast("Tensor", ops.wait_tensor(exchanged))
 
     def any(self, flag: bool) -> bool:
-        """Whether one of them says so; not inside a step."""
+        """Return whether the flag is true on any rank; not inside a step."""
         return not self.least(int(not flag))
 
     def least(self, number: int) -> int:
@@ -85,7 +86,7 @@ ALONE = Ranks()
 
 
 def norm_over(ranks: Ranks, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """An RMSNorm over what all ranks have of each row, of which this one has x [rows, part]."""
+    """Apply RMSNorm to rows that are split over all ranks; this one has x [rows, part]."""
     wide = x.float()
     squares = ranks.sum(wide.square().sum(-1, keepdim=True))
     normed = wide * torch.rsqrt(squares / (ranks.size * x.shape[-1]) + eps)

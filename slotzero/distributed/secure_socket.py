@@ -1,11 +1,11 @@
-"""Connections between our processes on several machines: TCP, and only for those with the key.
+"""Authenticated TCP connections between processes on several machines.
 
-What comes over one is unpickled, which runs whatever the other end likes, so nothing is read before
-both ends have shown that they know the key, each by a digest of what the other has drawn. What is
-said after that is neither encrypted nor signed: the network between the machines must be private.
+Messages are unpickled, which can run any code, so nothing is read before both ends have proved that
+they know the key, each by a digest of the other's challenge. Later messages are neither encrypted
+nor signed: the network between the machines must be private.
 
-The rules: a silent client does not keep others waiting for long, and a machine that is gone
-without a word is noticed within a minute.
+The rules: a silent client does not keep others waiting for long, and a machine that disappears is
+noticed within a minute.
 """
 
 import os
@@ -27,8 +27,8 @@ def given_key() -> bytes:
     key = os.environ.get(KEY, "")
     if len(key) < SHORTEST_KEY:
         raise ConfigError(
-            f"{KEY} is a secret that all nodes know, of at least {SHORTEST_KEY} characters, got "
-            f"{len(key)}: set it to the same on every node, such as what openssl rand -hex 16 says"
+            f"{KEY} must be a secret of at least {SHORTEST_KEY} characters, got {len(key)}: set it "
+            "to the same on every node, such as the output of openssl rand -hex 16"
         )
     return key.encode()
 
@@ -59,10 +59,10 @@ def connect(host: str, port: int, key: bytes, seconds: float = 6 * HANDSHAKE) ->
         deliver_challenge(line, key)
     except AuthenticationError:
         line.close()
-        raise ConfigError(f"{KEY} is another one at {host}:{port}: set it to the same") from None
+        raise ConfigError(f"{KEY} differs at {host}:{port}: set it to the same value") from None
     except EOFError:
         line.close()
-        raise ConnectionResetError(f"{host}:{port} hung up") from None
+        raise ConnectionResetError(f"{host}:{port} closed the connection") from None
     except BaseException:
         line.close()
         raise
@@ -72,7 +72,7 @@ def connect(host: str, port: int, key: bytes, seconds: float = 6 * HANDSHAKE) ->
 
 def _line(end: socket.socket, seconds: float) -> Connection:
     end.setblocking(True)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is told in one small message
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is one small message
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     for option, value in _QUIET:

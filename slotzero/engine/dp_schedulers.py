@@ -1,9 +1,9 @@
 """The schedulers of an engine: one, or with data-parallel attention one for each rank.
 
-Each scheduler (a lane) has its own slots, pages and prefix cache, and plans as if it were alone.
-Here their plans become one step, which all ranks launch alike. The rules: if one lane prefills, no
-lane verifies drafts; the drafter catches up on all lanes or on none; a request stays in its lane,
-which is the one that knows its prompt, unless that one is crowded.
+Each scheduler has its own slots, pages and prefix cache, and plans as if it were alone. This module
+joins their plans into one step, which all ranks launch alike. The rules: if one rank prefills, no
+rank verifies drafts; the drafter catches up on all ranks or on none; a request stays on its DP
+rank, which is the one that has its prompt cached, unless that rank is crowded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,68 +36,70 @@ class DpSchedulers(Sequence[Scheduler]):
 
     @property
     def has_work(self) -> bool:
-        return any(lane.has_work for lane in self)
+        return any(scheduler.has_work for scheduler in self)
 
     @property
     def num_running(self) -> int:
-        return sum(lane.num_running for lane in self)
+        return sum(scheduler.num_running for scheduler in self)
 
     @property
     def most_running(self) -> int:
-        """Number of running requests in the busiest lane."""
-        return max(lane.num_running for lane in self)
+        """Number of running requests on the busiest rank."""
+        return max(scheduler.num_running for scheduler in self)
 
     @property
     def num_waiting(self) -> int:
-        return sum(lane.num_waiting for lane in self)
+        return sum(scheduler.num_waiting for scheduler in self)
 
     @property
     def num_preemptions(self) -> int:
-        return sum(lane.num_preemptions for lane in self)
+        return sum(scheduler.num_preemptions for scheduler in self)
 
     def of(self, request: Request) -> Scheduler:
-        return self[request.lane]
+        return self[request.dp_rank]
 
     def add(self, request: Request) -> None:
         if len(self) > 1:
             prompt = request.prompt_token_ids
-            loads = {i: _load(lane, len(prompt)) for i, lane in enumerate(self)}
-            request.lane = self._router.choose(prompt, loads)
+            loads = {i: _load(scheduler, len(prompt)) for i, scheduler in enumerate(self)}
+            request.dp_rank = self._router.choose(prompt, loads)
         self.of(request).add(request)
 
     def plan(self, width: int = 1) -> Step | None:
-        """Plan the next step of all lanes, and advance its requests. None: no request can run
-        before the next commit or add. `width` is for steps in which all decode: above 1, they
-        verify drafts."""
-        choices = [lane.choose(width) for lane in self]
+        """Plan the next step of all ranks, and advance its requests. Return None if no request can
+        run before the next commit or add.
+
+        `width` applies to a step in which every row decodes: above 1, the step verifies drafts.
+        """
+        choices = [scheduler.choose(width) for scheduler in self]
         if any(choice.prefilling for choice in choices):
             width = 1
         chosen = zip(self, choices, strict=True)
-        step = Step(tuple(lane.advance(choice, width) for lane, choice in chosen), width)
+        step = Step(tuple(scheduler.advance(choice, width) for scheduler, choice in chosen), width)
         if not step.rows:
             return None
         most_behind = self[0].config.most_behind
         if most_behind is not None:
             step = _with_drafter(step, most_behind)
-        for lane, rows in zip(self, step.lanes, strict=True):
-            lane.remember(rows)
+        for scheduler, rows in zip(self, step.rows_by_dp_rank, strict=True):
+            scheduler.remember(rows)
         return step
 
     def abandon(self) -> None:
-        for lane in self:
-            lane.abandon()
+        for scheduler in self:
+            scheduler.abandon()
 
     def check(self) -> None:
-        for lane in self:
-            lane.check()
+        for scheduler in self:
+            scheduler.check()
 
 
-def _load(lane: Scheduler, prompt_len: int) -> RouteLoad:
-    """Return the load of a lane; one without pages for the prompt counts as without slots."""
-    needed = lane.ledger.pages_for(prompt_len)
-    has_pages = all(num >= needed for num in lane.ledger.num_available)
-    slots = lane.slots.num_slots if has_pages else 0
-    return RouteLoad(0, lane.num_running, lane.num_waiting, slots)
+def _load(scheduler: Scheduler, prompt_len: int) -> RouteLoad:
+    """Return the load of a scheduler. Without pages for the prompt, it counts as without slots."""
+    needed = scheduler.ledger.pages_for(prompt_len)
+    has_pages = all(num >= needed for num in scheduler.ledger.num_available)
+    slots = scheduler.slots.num_slots if has_pages else 0
+    return RouteLoad(0, scheduler.num_running, scheduler.num_waiting, slots)
 
 
 def _with_drafter(step: Step, most_behind: int) -> Step:

@@ -1,4 +1,4 @@
-"""How many drafts each step verifies, and what is learnt from how many were accepted."""
+"""The number of drafts that each step verifies, learnt from how many were accepted."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ MAX_UNCUT = 24  # tokens; a tree that is cut by less is learnt from too, or none
 
 
 class DraftWidths:
-    """Chooses the width of a step: tokens per row, 1 where no drafts are verified."""
+    """Choice of the width of a step: its tokens per row, 1 if it verifies no drafts."""
 
     def __init__(self, config: EngineConfig, worker: Worker) -> None:
         limits, steps = worker.limits, config.speculative_steps
@@ -31,7 +31,7 @@ class DraftWidths:
         self.policy = FixedWidth(1)
 
     def learn(self, step: Step, results: Sequence[Results]) -> None:
-        """Count the drafts of a committed step; `results` are by lane."""
+        """Count the drafts of a committed step; `results` are by DP rank."""
         stats = self.stats
         if stats is None or (step.width == 1 and not step.is_decode):
             return  # a prompt has no drafts
@@ -40,7 +40,7 @@ class DraftWidths:
             return
         depth = min(step.width - 1, stats.num_positions)
         uncut = 2 * (depth + 1) + self._ahead - depth  # tokens left with which a draft is whole
-        drafts = (of_row for of_lane in results for of_row in of_lane.drafts())
+        drafts = (of_row for of_rank in results for of_row in of_rank.drafts())
         for row, (num_drafts, num_right) in zip(step.rows, drafts, strict=True):
             stats.add(num_drafts, num_right)
             has_room = row.request.max_len - row.start > min(uncut, MAX_UNCUT)

@@ -30,7 +30,8 @@ from slotzero.executor.rank0 import start_ranks
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.results import Results
 from slotzero.executor.worker import Worker
-from slotzero.grammars.pool import GrammarLimits, Grammars
+from slotzero.grammars.limits import GrammarLimits
+from slotzero.grammars.pool import Grammars
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.families.family import parse_config
 from slotzero.pools.slots import SlotPool
@@ -45,7 +46,7 @@ from slotzero.text.tokenizer import Tokenizer
 
 
 class Watcher(Protocol):
-    """Checks on live traffic."""
+    """The checks on live traffic."""
 
     steps_watched: int
     violations: int
@@ -72,7 +73,7 @@ class Engine:
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
-        """Default sampling parameters of the model; callers apply them."""
+        """Default sampling parameters of the model, which the callers apply."""
         self.rank_group = rank_group or start_ranks(config, parse_config(checkpoint.config))
         told("kernels", 0, 0)
         bar = weights_bar(config.show_progress, checkpoint.name, told)
@@ -88,7 +89,7 @@ class Engine:
             checkpoint.eos_token_ids,
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
-        self.lanes = _schedulers(config, self.worker)
+        self.schedulers = _schedulers(config, self.worker)
         self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, told)
         self.num_steps = 0
         self.draft_widths = DraftWidths(config, self.worker)
@@ -154,7 +155,7 @@ class Engine:
             if handle is None:
                 return
             if not self.admission.cancel(handle.request):
-                self.lanes.of(handle.request).cancel(handle.request)
+                self.schedulers.of(handle.request).cancel(handle.request)
             handle.notify()
 
     def validate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> Request:
@@ -181,13 +182,13 @@ class Engine:
         return self.admission.check(created)
 
     def prepare_grammars(self) -> None:
-        """Start what the first structured output needs, before a request waits for it."""
+        """Start the process that compiles grammars, before a request waits for it."""
         with self.lock:
             self.admission.grammars.prepare()
 
     @property
     def has_work(self) -> bool:
-        return self.lanes.has_work or bool(self._in_flight) or self.admission.is_busy
+        return self.schedulers.has_work or bool(self._in_flight) or self.admission.is_busy
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
@@ -203,8 +204,8 @@ class Engine:
         return self.admission.num_compiling
 
     def step(self) -> list[RequestHandle]:
-        """Plan and launch the next step, then commit the oldest one if more are in flight than may
-        be; return the requests that grew."""
+        """Plan and launch the next step, then commit the oldest step if too many are in flight;
+        return the requests that grew."""
         with self.lock, uninterrupted():
             grown: list[RequestHandle] = []
             try:
@@ -223,14 +224,14 @@ class Engine:
 
     def check(self) -> None:
         """Recount every pool."""
-        self.lanes.check()
+        self.schedulers.check()
 
     def decode_plainly(self) -> None:
-        """From now on verify no drafts and reuse no prefix: one of them was wrong."""
+        """Stop verifying drafts and reusing prefixes, because one of them was wrong."""
         self.draft_widths.disable()
-        for lane in self.lanes:
-            lane.ledger.enable_prefix_caching = False
-            lane.ledger.cache.clear()
+        for scheduler in self.schedulers:
+            scheduler.ledger.enable_prefix_caching = False
+            scheduler.ledger.cache.clear()
 
     # Admission
 
@@ -247,7 +248,7 @@ class Engine:
                     refuse(request, not_queued)
             ended.append(self._handles[request.id])
         for request in self.admission.take_late():
-            if self.lanes.of(request).settle(request):
+            if self.schedulers.of(request).settle(request):
                 handle = self._handles[request.id]
                 self._extend_output(handle, 0)
                 ended.append(handle)
@@ -260,7 +261,7 @@ class Engine:
         self._arrivals += 1
         request.arrival = self._arrivals
         try:
-            self.lanes.add(request)
+            self.schedulers.add(request)
         except BaseException:
             if request.grammar is not None:
                 request.grammar.release()
@@ -270,19 +271,19 @@ class Engine:
 
     def _plan(self) -> Step | None:
         with self.rank_group.watched("timing a step", in_step=True):
-            width = self.draft_widths.choose(self.lanes.most_running)
-        step = self.lanes.plan(width)
+            width = self.draft_widths.choose(self.schedulers.most_running)
+        step = self.schedulers.plan(width)
         is_waiting = bool(self._in_flight) or self.admission.has_late
-        if step is None and self.lanes.has_work and not is_waiting:
+        if step is None and self.schedulers.has_work and not is_waiting:
             self._refuse_to_wait()
         return step
 
     def _refuse_to_wait(self) -> None:
-        """End all requests: none can go on, and nothing that would change that is under way."""
-        num_running, num_waiting = self.lanes.num_running, self.lanes.num_waiting
+        """End all requests, because none can continue and nothing in flight will change that."""
+        num_running, num_waiting = self.schedulers.num_running, self.schedulers.num_waiting
         error = CapacityError(
-            f"of {num_running} requests that run and {num_waiting} that wait, none can go on: give "
-            "more memory for KV"
+            f"none of {num_running} running and {num_waiting} waiting requests can continue: raise "
+            "--kv-cache-memory"
         )
         for request_id, handle in list(self._handles.items()):
             handle.error = error
@@ -307,26 +308,28 @@ class Engine:
         return is_due
 
     def _commit(self, grown: list[RequestHandle]) -> None:
-        """Append what the oldest step sampled to its requests, and them to `grown`."""
+        """Append the samples of the oldest step to its requests, and those requests to `grown`."""
         step, results = self._in_flight[0]
         with self.rank_group.watched("waiting for a step", in_step=True):
-            tokens = [of_lane.tokens() for of_lane in results]
+            tokens = [of_rank.tokens() for of_rank in results]
         self.draft_widths.learn(step, results)
         committed = [
-            lane.commit(rows, sampled)
-            for lane, rows, sampled in zip(self.lanes, step.lanes, tokens, strict=True)
+            scheduler.commit(rows, sampled)
+            for scheduler, rows, sampled in zip(
+                self.schedulers, step.rows_by_dp_rank, tokens, strict=True
+            )
         ]
-        receivers = [request for of_lane in committed for request, _ in of_lane]
+        receivers = [request for of_rank in committed for request, _ in of_rank]
         for request in self.admission.await_masks(receivers):
-            self.lanes.of(request).settle(request)
-        for rows, gains, of_lane in zip(step.lanes, committed, results, strict=True):
+            self.schedulers.of(request).settle(request)
+        for rows, gains, of_rank in zip(step.rows_by_dp_rank, committed, results, strict=True):
             row_of = {row.request.id: i for i, row in enumerate(rows)}
             for request, num_new in gains:
                 handle = self._handles[request.id]
                 grown.append(handle)
                 num_new = self._extend_output(handle, num_new)
                 if request.params.logprobs is not None:
-                    handle.logprobs += of_lane.logprobs(row_of[request.id])[:num_new]
+                    handle.logprobs += of_rank.logprobs(row_of[request.id])[:num_new]
         self._in_flight.popleft()
         for handle in grown:
             if handle.finished:
@@ -342,7 +345,7 @@ class Engine:
         first = len(tokens) - num_new
         num_kept = len(output.extend(tokens[first:], request.finish_reason))
         if output.stop is not None:
-            self.lanes.of(request).finish(request, "stop", output.stop)
+            self.schedulers.of(request).finish(request, "stop", output.stop)
             del tokens[first + num_kept :]
         return num_kept
 
@@ -356,16 +359,16 @@ class Engine:
     def _abandon(self, error: BaseException, grown: Sequence[RequestHandle]) -> None:
         """End the running requests, and those in `grown`, with the error of a failed step.
 
-        Waiting requests go on waiting. The writes of this step may be lost, and with them the reset
+        Waiting requests stay queued. The writes of this step may be lost, and with them the reset
         of a slot after its last owner, so they are staged again.
         """
         for writer in self.worker.writers:
             writer.staging.take_back()
-        self.lanes.abandon()
+        self.schedulers.abandon()
         try:  # or late results of other ranks would be read as those of the next step
             for _, results in self._in_flight:
-                for of_lane in results:
-                    of_lane.wait()
+                for of_rank in results:
+                    of_rank.wait()
         except Exception:  # they will not come: the next step reports that
             self.rank_group.close()
         self._in_flight.clear()
@@ -386,7 +389,7 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _schedulers(config: EngineConfig, worker: Worker) -> DpSchedulers:
-    """Make one scheduler for each lane."""
+    """Make one scheduler for each DP rank."""
     limits = worker.limits
     settings = SchedulerConfig(
         max_num_seqs=limits.max_num_seqs,

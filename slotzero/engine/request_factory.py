@@ -1,5 +1,4 @@
-"""From what a caller gives to a request that the scheduler can run, or to an error that says why
-it cannot.
+"""Validation of a caller's input: the result is a request that the scheduler can run, or an error.
 
 It knows the limits of the engine, and neither queues nor grammars.
 """
@@ -48,7 +47,7 @@ class RequestFactory:
         try:
             tokens = [operator.index(token) for token in prompt]
         except TypeError:
-            raise RequestError("the prompt holds something that is no token id", "prompt") from None
+            raise RequestError("the prompt must be a list of token ids", "prompt") from None
         if not tokens:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         if len(tokens) >= limit:

@@ -1,17 +1,17 @@
-"""Routing of requests to engines: to the one that knows the prompt, unless it is crowded.
+"""Routing of requests to engines: to the one that has the prompt cached, unless it is crowded.
 
-It knows token ids and counts, neither processes nor HTTP. A prompt's whole chunks of 64 tokens have
-a key each, of the chunk and all before it; for each engine the keys of what it was sent lately are
-remembered, a bounded number of them, and only as long as its process lives.
+It knows token ids and counts, neither processes nor HTTP. Each whole chunk of 64 tokens of a prompt
+has a key, derived from the chunk and all chunks before it. For each engine the keys of its latest
+prompts are remembered, a bounded number of them, and only as long as its process lives.
 
 The rule, among engines that are ready:
 
-    load     one that runs counts 1, one that waits for its first token counts 4
-    least    the least loaded, one with a free slot before any without; among equals, the one
-             chosen longest ago
+    load     a running request counts 1, one that waits for its first token counts 4
+    least    the least loaded engine, one with a free slot before any without; among equals, the
+             one chosen longest ago
     crowded  no free slot while the least loaded has one, or a load above twice the least plus 16;
-             for lanes, which step together, a load above the least plus 8
-    chosen   the engine, among those that are not crowded, that knows the most of the prompt;
+             for DP ranks, which step together, a load above the least plus 8
+    chosen   the engine, among those that are not crowded, that has most of the prompt cached;
              among equals, the least loaded
 """
 
@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 CHUNK = 64  # tokens
-MAX_CHUNKS = 1 << 14  # of an engine: a million tokens
+MAX_CHUNKS = 1 << 14  # per engine: a million tokens
 MAX_PROMPT_CHUNKS = 256  # prompts that agree for this long are taken as equal
 WAITING_WEIGHT = 4
 TIMES, CROWD = 2, 16
 
 
 class RouteLoad(NamedTuple):
-    """Load of an engine that is ready."""
+    """Load of one engine that is ready."""
 
     life: int  # which of its processes this is
     running: int

@@ -1,29 +1,29 @@
-"""The scheduler: which requests run in the next step, and what becomes of them after it.
+"""The scheduler: it chooses the requests of the next step, and takes their new tokens afterwards.
 
 It knows requests, slots and pages, and neither tensors nor text. `choose` and `advance` make its
-part of a step, which lanes.py joins with that of others. Requests advance as if the step had run,
-because the engine launches every step it plans, in order, on one stream. `commit` may come one or
-more steps later. Until then a sampled token is in flight: it has a position, not yet an id. What
-`commit` frees, a launched step may still touch; that is safe, because the write that gives the slot
-or page to another is applied after it.
+part of a step, which dp_schedulers.py joins with that of the other DP ranks. Requests advance as if
+the step had run, because the engine launches every step it plans, in order, on one stream. `commit`
+may come one or more steps later. Until then a sampled token is in flight: it has a position, not
+yet an id. A launched step may still touch what `commit` frees; that is safe, because the write that
+gives the slot or page to another request is applied after it.
 
 The rules it keeps:
 
-- First come, first served: whoever runs arrived before whoever waits. The oldest always advances,
-  unless it waits for the commit of its own sample.
-- Pages for a whole prompt are taken at admission, so only decoding asks for more later. When none
-  are left, the youngest goes back to the head of the queue and is computed again.
-- A prompt is chunked only when it exhausts the step's tokens, and nobody is admitted behind it. So
-  at most one running request is short of its target, and it is the youngest: running in order of
-  arrival is decodes first, then that chunk, then newcomers.
-- Of a KV group with a window, pages are taken chunk by chunk. A chunk that finds too few sits the
-  step out, for to throw it out would only compute it again. It has older ones before it, whose
-  leaving frees pages: alone it always fits.
-- What a grammar allows next depends on the last token, so whoever has a grammar sits a step out
-  while its sample is in flight, and further steps until its mask is there. The others go on. If it
-  was preempted meanwhile it keeps the head of the queue.
-- A step that verifies drafts has none but decodes. How far it takes each is known late, so pages
-  are taken for the most that can be: they serve the tokens that come later if not these.
+- First come, first served: every running request arrived before every waiting one. The oldest
+  always advances, unless it waits for the commit of its own sample.
+- Pages for a whole prompt are taken at admission, so only decoding takes more later. When none are
+  left, the youngest request is preempted: it returns to the head of the queue and is recomputed.
+- A prompt is chunked only when it exhausts the step's tokens, and no request is admitted behind it.
+  So at most one running request is short of its target, and it is the youngest: the order of
+  arrival is decodes first, then that chunk, then new requests.
+- In a KV group with a window, pages are taken chunk by chunk. A chunk that finds too few skips the
+  step; to preempt it would only mean to recompute it. The requests before it are older, and free
+  pages when they end: alone, the chunk always fits.
+- The tokens that a grammar allows depend on the last token, so a request with a grammar skips steps
+  while its sample is in flight and until its mask is there. The others continue. If it was
+  preempted meanwhile, it stays at the head of the queue.
+- A step that verifies drafts contains decodes only. How many tokens each row gains is known late,
+  so pages are taken for the maximum: later tokens use them if these do not.
 """
 
 from collections import OrderedDict
@@ -42,27 +42,27 @@ from slotzero.step import Row
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     max_num_seqs: int
-    """How many requests may run at once."""
+    """Maximum number of running requests."""
     max_num_batched_tokens: int
-    """How many tokens one step may compute, at least max_num_seqs."""
+    """Maximum number of tokens in one step; at least max_num_seqs."""
     max_model_len: int
-    """Prompt and output of one request together."""
+    """Maximum length of prompt plus output of one request."""
     page_size: int
-    """Tokens per page of KV."""
+    """Tokens per page of the KV cache."""
     ahead: int = 0
-    """Places behind its newest token that drafts of a request take, at most."""
+    """Maximum number of positions after the newest token that drafts of a request occupy."""
     depth: int | None = None
-    """Drafts of a request that can all be right, where that is less: of a tree."""
+    """Depth of the draft tree: the maximum number of drafts that can be accepted together. None:
+    drafts are a chain, and it is `ahead`."""
     most_behind: int | None = None
-    """Tokens that were decoded without drafts by which a drafter may be behind; None: there is no
-    drafter."""
+    """Maximum number of decoded tokens that the drafter has not processed; None: no drafter."""
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:  # or a chunk could wait on decodes
+        if self.max_num_batched_tokens < self.max_num_seqs:  # decodes could starve a chunk
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens}: must be at least "
                 f"max_num_seqs={self.max_num_seqs}, so that every running request advances"
@@ -70,30 +70,30 @@ class SchedulerConfig:
 
 
 class SlotWriter(Protocol):
-    """Who writes table rows. Calls come in the order in which the device must see the writes, and
-    all that came before a step was planned must be applied before that step runs."""
+    """Writer of table rows. Calls come in the order in which the device must see the writes. Writes
+    from before a step was planned must be applied before that step runs."""
 
     def admitted(
         self, request: Request, tokens: list[int], num_computed: int, pages: list[list[int]]
     ) -> None:
-        """`request.slot` now holds these tokens, this length, `request.target` and, by KV group,
-        these pages."""
+        """Write tokens, length, `request.target` and the pages of each KV group to the row of
+        `request.slot`."""
 
     def pages_changed(
         self, request: Request, group: int, first_index: int, pages: list[int]
     ) -> None:
-        """Its page table of the group has these from this index: new ones, or zeros where pages
-        were let go and may soon be another's."""
+        """Write these pages to the page table of the group, from this index on: new pages, or
+        zeros where pages were released and may soon belong to another request."""
 
     def constrained(self, request: Request) -> None:
-        """Its next sample is one of the tokens that `request.grammar` allows now."""
+        """Restrict the next sample to the tokens that `request.grammar` allows now."""
 
     def released(self, slot: int) -> None:
-        """The slot belongs to nobody: its row is to be neutral."""
+        """Reset the row of a slot that has no owner any more."""
 
 
 class Choice(NamedTuple):
-    """Who runs next."""
+    """The requests of the next step."""
 
     decoding: list[Request]
     prefilling: list[Row]
@@ -153,16 +153,17 @@ class Scheduler:
         self._waiting[request.id] = request
 
     def choose(self, width: int) -> Choice:
-        """Who runs next, with pages for that. `width` is of a step in which all decode: above 1,
-        they verify drafts."""
+        """Choose the requests of the next step, and take their pages. `width` applies to a step in
+        which every row decodes: above 1, the step verifies drafts."""
         num_preemptions = self.num_preemptions
         decoding, prefilling = self._continue_running(self._most_new(width))
-        if self.num_preemptions == num_preemptions:  # else the pages just freed are spoken for
+        if self.num_preemptions == num_preemptions:  # else the freed pages are for the preempted
             prefilling += self._admit_waiting(len(decoding), prefilling)
         return Choice(decoding, prefilling)
 
     def advance(self, choice: Choice, width: int) -> tuple[Row, ...]:
-        """Advances who was chosen, in a step of this width: 1, where anybody prefills."""
+        """Advance the chosen requests by a step of this width, which is 1 if any request
+        prefills."""
         most_new = self._most_new(width)
         decoding = [r for r in choice.decoding if width > 1 or not _may_be_done(r)]
         rows = (*(_decode(request, most_new) for request in decoding), *choice.prefilling)
@@ -172,8 +173,9 @@ class Scheduler:
         return rows
 
     def remember(self, rows: Iterable[Row]) -> None:
-        """Who comes later finds what of prompts these compute: not in the same step, where a row
-        must not read what another one writes, and not what a drafter does not follow."""
+        """Let later requests find the pages of prompts that these rows compute: not in the same
+        step, where a row must not read what another row writes, and not pages that the drafter has
+        not processed."""
         for row in rows:
             if row.start < row.request.target:
                 self.ledger.remember(row.request)
@@ -181,8 +183,8 @@ class Scheduler:
     def commit(
         self, rows: Sequence[Row], sampled: Sequence[Sequence[int]]
     ) -> list[tuple[Request, int]]:
-        """Take the tokens of a step, by row; says who got how many. Rows that did not sample, and
-        rows whose request has ended since, are passed over."""
+        """Take the tokens of a step, by row, and return the requests that gained tokens with their
+        number. Rows that did not sample, and rows whose request has ended since, are skipped."""
         receivers: list[tuple[Request, int]] = []
         for row, tokens in zip(rows, sampled, strict=True):
             if not row.samples:
@@ -194,14 +196,15 @@ class Scheduler:
                 continue
             if (
                 request.status is RequestStatus.RUNNING
-            ):  # the last token that it may have is not computed
+            ):  # the KV of its last possible token is not computed
                 num_computed = request.num_computed + len(tokens) - 1
                 request.num_computed = min(num_computed, request.max_len - 1)
             receivers.append((request, self._receive(request, tokens)))
         return receivers
 
     def _receive(self, request: Request, tokens: Sequence[int]) -> int:
-        """-> how many of them it takes: drafts past the end were right, and nobody wants them"""
+        """Append tokens to a request, and return how many it takes: accepted drafts after its end
+        are dropped."""
         if (
             request.grammar is None
             and request.num_tokens + len(tokens) < request.max_len
@@ -216,8 +219,8 @@ class Scheduler:
         return len(tokens)
 
     def settle(self, request: Request) -> bool:
-        """End a request that has all its tokens, now that its next mask is there or will never be.
-        -> whether it has ended"""
+        """End a request that has all its tokens, now that its next mask is there or will never be;
+        return whether it has ended."""
         if request.grammar is not None and request.grammar.failure:
             self.finish(request, "abort")
         elif request.grammar is not None and not request.grammar.can_go_on(request.banned_ids):
@@ -229,8 +232,8 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End a request, whatever it is doing. On an ended one only the reason changes: a stop
-        string in the last token allowed is a stop, not a length."""
+        """End a request in any state. For one that has ended only the reason changes: a stop string
+        in the last possible token is a stop, not a length."""
         if request.status is RequestStatus.RUNNING:
             self._vacate(request)
         elif request.status is RequestStatus.WAITING:
@@ -243,8 +246,8 @@ class Scheduler:
             request.grammar.release()
 
     def abandon(self) -> None:
-        """A step failed. Whoever was planned ends, since nobody knows how far it came, and nothing
-        is found that it was to compute."""
+        """End all planned requests after a failed step. It is unknown how far they came, so nothing
+        that they were to compute can be found in the prefix cache."""
         for request in [*self._running.values(), *self._waiting.values()]:
             if request.status is RequestStatus.RUNNING or request.num_in_flight:
                 self.cancel(request)
@@ -261,16 +264,18 @@ class Scheduler:
         self.ledger.check(running)
         slots = {request.slot for request in running}
         if len(slots) != len(running) or self.slots.num_free + len(slots) != self.slots.num_slots:
-            raise PoolError(f"{len(running)} run in {len(slots)} of {self.slots.num_slots} slots")
+            raise PoolError(
+                f"{len(running)} requests run in {len(slots)} of {self.slots.num_slots} slots"
+            )
         arrivals = [request.arrival for request in running + waiting]
         if arrivals != sorted(arrivals):
-            raise PoolError("a request runs or waits before one that arrived earlier")
+            raise PoolError("a request is queued before one that arrived earlier")
         for request in running:
             self._check_running(request, is_youngest=request is running[-1])
         for request in waiting:
             holds = request.slot or request.pages or request.num_computed
             if holds or request.status is not RequestStatus.WAITING:
-                raise PoolError(f"request {request.id} waits, yet holds a slot, pages or KV")
+                raise PoolError(f"request {request.id} waits, but holds a slot, pages or KV")
 
     def _require_room_for_one(self, group: KvPool) -> None:
         config, max_len = self.config, self.config.max_model_len
@@ -295,12 +300,13 @@ class Scheduler:
             )
 
     def _most_new(self, width: int) -> int:
-        """Tokens that a row of a step so wide may get."""
+        """Return the maximum number of tokens that a row of a step of this width gains."""
         depth = self.config.ahead if self.config.depth is None else self.config.depth
         return min(width, depth + 1)
 
     def _continue_running(self, most_new: int) -> tuple[list[Request], list[Row]]:
-        """-> who decodes, with pages for that, and the chunk, if one of a prompt follows"""
+        """Return the requests that decode, with pages taken, and the next chunk of a prompt if
+        there is one."""
         decoding: list[Request] = []
         for request in list(self._running.values()):
             if request.status is not RequestStatus.RUNNING or request.num_known >= request.max_len:
@@ -323,7 +329,8 @@ class Scheduler:
         return [_advance(request, count, samples=end == request.target)]
 
     def _has_pages(self, request: Request, most_new: int) -> bool:
-        """For the next token, and what drafts may add before and after the host knows of it."""
+        """Return whether there are pages for the next token, and for the drafts before and after
+        it."""
         needed = min(request.most_known + most_new - 1, request.max_len)
         if needed <= request.num_paged - self.ledger.ahead:
             return True
@@ -335,7 +342,7 @@ class Scheduler:
     def _admit_waiting(self, num_decoding: int, prefilling: Sequence[Row]) -> list[Row]:
         youngest = next(reversed(self._running.values()), None)
         if youngest is not None and youngest.num_computed < youngest.target:
-            return []  # nobody goes before a chunk, also if it sat this step out
+            return []  # no request goes before a chunk, even if the chunk skipped this step
         rows: list[Row] = []
         budget = self.config.max_num_batched_tokens - num_decoding
         budget -= sum(row.count for row in prefilling)
@@ -355,7 +362,7 @@ class Scheduler:
         # a token, or a mask, that the host cannot write to the new row yet
         if request.num_in_flight or request.awaits_mask:
             return False
-        # one page is left for each who runs, or the newcomer would be thrown out at their next page
+        # one page is kept for each running request, or the new one would be preempted for it
         if not self.ledger.admit(request, budget, spare=len(self._running)):
             return False
         del self._waiting[request.id]
@@ -368,7 +375,8 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Pages up to num_tokens, at the cost of the youngest; False if that is the request."""
+        """Take pages up to num_tokens, and preempt the youngest if there are too few; return False
+        if that is the request itself."""
         while not self._take_pages(request, num_tokens):
             if request.num_computed < request.target:
                 return False  # a chunk, and the youngest: it waits for the others
@@ -412,7 +420,7 @@ class Scheduler:
 
     def _check_running(self, request: Request, *, is_youngest: bool) -> None:
         if request.status is not RequestStatus.RUNNING or not self.slots.is_taken(request.slot):
-            raise PoolError(f"request {request.id} runs in slot {request.slot}, which is not its")
+            raise PoolError(f"request {request.id} runs in slot {request.slot} of another request")
         if not request.num_computed < request.num_known <= request.max_len:
             raise PoolError(f"request {request.id} was planned past what is known or allowed")
         if request.num_computed < request.target and not is_youngest:
@@ -420,8 +428,8 @@ class Scheduler:
 
 
 def _may_be_done(request: Request) -> bool:
-    """Its drafts may have been right to the end: then it must not go on, and only the step that
-    verifies knows."""
+    """Return whether the request may have ended on the device: if all its drafts were accepted, it
+    must not continue, and only the step that verifies them knows."""
     return request.most_known >= request.max_len
 
 

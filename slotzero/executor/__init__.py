@@ -1,1 +1,1 @@
-"""Runs planned steps: the worker of a device, and its ranks as processes."""
+"""Execution of planned steps: the worker of a device, and its ranks as processes."""

@@ -1,4 +1,4 @@
-"""Build a worker: what is created, and in which order.
+"""Construction of a worker, in this order:
 
 1. The weights of the target model and of the drafter are loaded, sharded for this rank.
 2. The limits are resolved from the memory that is left.
@@ -75,7 +75,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What is allocated for requests."""
+    """The memory that is allocated for requests."""
 
     tables: SlotTables
     kv: Mapping[str, PagedKv]
@@ -232,7 +232,8 @@ class _Builder:
 
     @property
     def _deadline(self) -> float | None:
-        """Seconds to wait for the results of a step: another rank may be gone."""
+        """Return the seconds to wait for the results of a step, because another rank may be gone;
+        None: forever."""
         return self._config.rank_timeout if self._ranks.is_distributed else None
 
     def _speculation(
@@ -262,9 +263,9 @@ class _Builder:
     def _writers(
         self, limits: Limits, memory: _Memory, page_tables: Sequence[str]
     ) -> tuple[TableWriter, ...]:
-        """One for each lane, this rank's first."""
+        """Make one writer for each DP rank, this rank's first."""
         tables = memory.tables
-        remote = range(1, self._ranks.num_lanes)
+        remote = range(1, self._ranks.num_dp_ranks)
         stagings = [tables, *(Staging(limits.max_num_seqs, tables.specs) for _ in remote)]
         return tuple(
             TableWriter(

@@ -1,9 +1,9 @@
-"""A rank that is not the first: `python -m slotzero.executor.follower RANK FD`, by rank0.py, or by
-node_agent.py on another machine.
+"""A rank other than rank 0: `python -m slotzero.executor.follower RANK FD`, started by rank0.py, or
+by node_agent.py on another machine.
 
-It loads its part of the model, records the same sizes, and then does what it is told until its
-connection ends; or it does one task, and reports. Where it has requests of its own, it sends
-what it sampled. Signals to stop are for rank 0 to judge, so it ignores them.
+It loads its shard of the model, captures the same sizes, and then runs the messages of rank 0 until
+its connection ends; or it does one task, and reports. With DP attention it sends back what it
+sampled. Rank 0 handles the signals to stop, so this process ignores them.
 """
 
 import os
@@ -66,7 +66,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
 def obey(worker: "Worker", connection: "Connection[Any, Any]") -> None:
     """Run the messages of rank 0 until the connection ends or None comes."""
     outbox: queue.SimpleQueue[Arriving | None] = queue.SimpleQueue()
-    # apart, so that to wait for what one step sampled does not keep the next from being launched
+    # a thread of its own: waiting for the samples of one step must not delay the next launch
     sender = threading.Thread(target=_send, args=(outbox, connection), daemon=True)
     sender.start()
     while (message := connection.recv()) is not None:
@@ -83,8 +83,8 @@ def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[
             connection.send([tensor.numpy() for tensor in results.wait()])
     except ConnectionError:
         return  # rank 0 is gone
-    except BaseException as error:  # a rank that is mute is worse than one that is gone
-        print(f"what was sampled could not be sent: {error}", file=sys.stderr, flush=True)
+    except BaseException as error:  # a rank that is silent is worse than one that has ended
+        print(f"the sampled tokens could not be sent: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

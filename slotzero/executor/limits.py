@@ -1,7 +1,7 @@
-"""How much fits: rows, tokens, pages, snapshots and capture sizes of one worker.
+"""The limits of one worker: its rows, tokens, pages, snapshots and capture sizes.
 
 Settings that were left open are resolved here, from the model and the memory that is left after
-its weights were loaded. It allocates nothing.
+its weights were loaded. This module allocates nothing.
 """
 
 import sys
@@ -23,9 +23,9 @@ from slotzero.pools.states import StateShape
 from slotzero.speculative.drafter import MOST_PENDING
 from slotzero.tree_shape import places_ahead
 
-MAX_CAPTURED_TOKENS = 8192  # of a prefill; beyond, the launches hide behind the computation
+MAX_CAPTURED_TOKENS = 8192  # in a prefill; above, the computation hides the launches
 FEW_ROWS = 8  # a captured prefill has this many rows, or max_num_seqs
-EAGER_STEP = {"cpu": 16, "cuda": 256}  # distance of the token sizes of an eager prefill
+EAGER_STEP = {"cpu": 16, "cuda": 256}  # difference between two token sizes of an eager prefill
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PrefillSizes(NamedTuple):
 
 
 def captured_prefill_sizes(limits: Limits) -> PrefillSizes:
-    """Sizes of the prefill runner that is captured in CUDA graphs."""
+    """Return the sizes of the prefill runner that is captured in CUDA graphs."""
     rows = limits.max_num_seqs
     tokens = min(limits.max_num_batched_tokens, MAX_CAPTURED_TOKENS)
     few_or_all = Ladder(tuple(sorted({min(FEW_ROWS, rows), rows})))
@@ -82,7 +82,8 @@ def captured_prefill_sizes(limits: Limits) -> PrefillSizes:
 
 
 def eager_prefill_sizes(limits: Limits, device: torch.device) -> PrefillSizes:
-    """Sizes of a prefill runner that is not captured: each costs nothing, so there are many."""
+    """Return the sizes of a prefill runner that is not captured: a size costs nothing, so there are
+    many."""
     tokens = Ladder.multiples(EAGER_STEP[device.type], limits.max_num_batched_tokens)
     return PrefillSizes(tokens, Ladder.up_to(limits.max_num_seqs))
 
@@ -200,20 +201,20 @@ def _largest_batch(config: EngineConfig, device: torch.device) -> _Batch:
 
 
 def _kv_budget(config: EngineConfig, device: torch.device, ranks: Ranks) -> int:
-    """Bytes for KV and snapshots on this rank: the least that any rank has."""
+    """Return the bytes for KV and snapshots on this rank: the minimum over all ranks."""
     sharers = ranks.size if device.type == "cpu" else 1  # ranks that share this memory
     free = free_bytes(device, config.gpu_memory_utilization) // sharers
     return ranks.least(config.kv_cache_memory or free)
 
 
 def _keys_depend_on_prompt_len(model: ModelConfig, max_model_len: int) -> bool:
-    """Whether equal prefixes may have unequal keys, so that they cannot be shared."""
+    """Return whether equal prefixes may have unequal keys, so that they cannot be shared."""
     ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
     return any(max_model_len > rope.original_max_position for rope in ropes)
 
 
 def state_shape(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> StateShape | None:
-    """Shape of the recurrent states; None: the model has no recurrent layers."""
+    """Return the shape of the recurrent states, or None for a model without recurrent layers."""
     if model.recurrent is None:
         return None
     mixer = model.recurrent.mixer

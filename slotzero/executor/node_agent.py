@@ -1,8 +1,8 @@
-"""A machine that has ranks of an engine, and not the first: `slotzero serve ... --node-rank 1`.
+"""The agent of a machine other than node 0: `slotzero serve ... --node-rank 1`.
 
-It goes to node 0 (nodes.py), starts the ranks that it is told to, and says when one ends. It knows
-neither the model nor what the ranks do. The rules: its ranks live no longer than node 0's engine or
-itself; and when that engine is gone, it waits for the next one, unless it was told to go too.
+It connects to node 0 (nodes.py), starts the ranks that node 0 asks for, and reports when one ends.
+It knows neither the model nor what the ranks do. The rules: its ranks live no longer than node 0's
+engine or this process; when that engine ends, it waits for the next one, unless it was told to end.
 """
 
 import subprocess
@@ -17,24 +17,24 @@ from slotzero.errors import ConfigError, RankLostError
 from slotzero.executor.nodes import End, Ended, Hello, Refusal, Start
 from slotzero.system import child
 
-PATIENCE = 2.0  # seconds in which ranks that are let go of have ended
+PATIENCE = 2.0  # seconds for ranks to end after their connection was closed
 _POLL, _PAUSE = 0.05, 0.5
 
 
 class NodeAgent:
     def __init__(self, hello: Hello, address: tuple[str, int], key: bytes, seconds: float) -> None:
-        """`seconds`: how long node 0 may take to be there."""
+        """`seconds`: how long to wait for node 0."""
         self._hello, self._address, self._key, self._seconds = hello, address, key, seconds
         self._where = f"node 0 at {address[0]}:{address[1]}"
 
     def stay(self) -> None:
-        """Until node 0 says that nobody will come back."""
+        """Serve one engine of node 0 after another, until node 0 says that it was the last."""
         while not self.attend():
             self._say(f"{self._where} is gone: waiting for it")
         self._say("told to end")
 
     def attend(self) -> bool:
-        """One engine of node 0, to its end; -> whether that was the last"""
+        """Serve one engine of node 0 to its end, and return whether it was the last."""
         processes: dict[int, subprocess.Popen[bytes]] = {}
         with self._arrive() as node_line:
             try:
@@ -47,7 +47,7 @@ class NodeAgent:
                             case Start(ranks, num_threads):
                                 for rank in ranks:
                                     processes[rank] = self._start(rank, num_threads)
-                                self._say(f"starts {_named(ranks)}")
+                                self._say(f"starting {_named(ranks)}")
                             case End():
                                 return True
                     for rank, process in list(processes.items()):
@@ -68,8 +68,8 @@ class NodeAgent:
             except OSError as error:
                 if time.monotonic() > until:
                     raise RankLostError(
-                        f"{self._where} was not there in {self._seconds:g} s ({error}): start it, "
-                        "with this --master-addr and --master-port"
+                        f"{self._where} was not reachable for {self._seconds:g} s ({error}): start "
+                        "it, with this --master-addr and --master-port"
                     ) from None
             time.sleep(_PAUSE)
 
@@ -89,7 +89,7 @@ def _named(ranks: range) -> str:
 
 
 def outpost_of(given: Mapping[str, Any]) -> NodeAgent:
-    """`given`: fields of EngineConfig, those that the user has said."""
+    """Make the agent of this machine. `given`: the fields of EngineConfig that the user has set."""
     import torch
 
     from slotzero.config import EngineConfig

@@ -1,11 +1,11 @@
 """The other machines of an engine, as rank 0 sees them.
 
-It listens at --master-addr and --master-port until each has come (node_agent.py), tells it which
-ranks to start, and takes the connections of those. A node keeps the connection over which it came:
-there it says which of its ranks has ended, and is told when nobody will come back.
+It listens at --master-addr and --master-port until each node has connected (node_agent.py), tells
+it which ranks to start, and accepts the connections of those. A node keeps its first connection:
+over it the node reports which of its ranks has ended, and is told when the engine will not restart.
 
-The rules: a node whose settings contradict ours is refused, by the name of what differs, and may
-come again; one that has not come in time is an error that names it and says what to run there.
+The rules: a node whose settings contradict ours is refused, by the name of the setting, and may
+connect again; a node that has not connected in time is an error that says what to run there.
 """
 
 import atexit
@@ -28,7 +28,7 @@ from slotzero.executor.rank_group import Rendezvous
 from slotzero.system.child import ending
 
 LISTENER = "SLOTZERO_LISTENER"
-"""A descriptor that listens there already, if whoever started this process has chosen the port."""
+"""A descriptor that listens there already, if the parent process has chosen the port."""
 THEIR_OWN = ("node_rank", "node_timeout", "master_addr", "show_progress")
 _POLL = 0.2
 _COMMAND = "slotzero serve with the same --nnodes, --master-addr and --master-port, and --node-rank"
@@ -36,13 +36,13 @@ _COMMAND = "slotzero serve with the same --nnodes, --master-addr and --master-po
 
 @dataclass(frozen=True)
 class Hello:
-    """A node has come."""
+    """The first message of a node."""
 
     node_rank: int
     given: Mapping[str, Any]
-    """Settings that it was started with; whatever else is ours to say."""
+    """Settings that it was started with; node 0 decides all others."""
     num_gpus: int | None
-    """Those it would compute on; None: whoever placed it has counted."""
+    """Number of GPUs that it would compute on; None: the launcher that placed it has counted."""
     version: str = __version__
 
 
@@ -66,7 +66,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class End:
-    """Nobody will come back."""
+    """The last message to a node: the engine will not be restarted."""
 
 
 class Nodes:
@@ -82,7 +82,7 @@ class Nodes:
         atexit.register(self.dismiss)
 
     def gather(self, num_threads: int) -> dict[int, Connection]:
-        """Waits for all nodes and their ranks; -> by rank"""
+        """Wait for all nodes and their ranks, and return the connections by rank."""
         per_node = self._config.ranks_per_node
         with self._listener:
             self._await_nodes()
@@ -92,7 +92,7 @@ class Nodes:
             return self._await_ranks()
 
     def rendezvous(self) -> Rendezvous:
-        """Over a store that listens at the same address."""
+        """Return a rendezvous over a store that listens at the same address."""
         from torch import distributed
 
         config = self._config
@@ -111,13 +111,13 @@ class Nodes:
         return Rendezvous(size, store, config.rank_timeout, per_node)
 
     def lost(self) -> str:
-        """Says which rank or node has ended; empty where none has."""
+        """Return a message about a rank or node that has ended, or empty."""
         for node, node_line in self._lines.items():
             try:
                 if node_line.poll():
                     ended = node_line.recv()
                     who = f"rank {ended.rank} (process {ended.pid} on node {node})"
-                    return f"{who} {ending(ended.code)}: see what it said there"
+                    return f"{who} {ending(ended.code)}: see its log there"
             except (EOFError, OSError):
                 return f"node {node} is gone, and its ranks with it"
         return ""
@@ -142,7 +142,7 @@ class Nodes:
                 raise RankLostError(self._late(missing[0]))
             if not is_said:
                 is_said = True
-                _say(f"waiting at {self._where} for nodes: there, {_COMMAND} N")
+                _say(f"waiting at {self._where} for other nodes: run there {_COMMAND} N")
             came = secure_socket.accept(self._listener, self._key, _POLL)
             if came is not None:
                 self._admit(came)
@@ -150,30 +150,30 @@ class Nodes:
 
     def _late(self, node: int) -> str:
         late = (
-            f"node {node} of {self._config.nnodes} did not come to {self._where} in "
+            f"node {node} of {self._config.nnodes} did not connect to {self._where} within "
             f"{self._config.node_timeout:g} s{self._refused}"
         )
         remedy = f"; run there {_COMMAND} {node}"
         if self._config.master_addr.startswith("127."):
-            remedy += " (on another machine --master-addr cannot be loopback's)"
+            remedy += " (other machines cannot reach a loopback --master-addr)"
         return late if self._is_placed else late + remedy
 
     def _admit(self, came: Connection) -> None:
         try:
             hello: Any = came.recv() if came.poll(secure_socket.HANDSHAKE) else None
-            why = self._refuses(hello) if isinstance(hello, Hello) else "a node comes first"
+            why = self._refuses(hello) if isinstance(hello, Hello) else "it did not say hello"
             if not why:
                 self._lines[hello.node_rank] = came
                 return
             came.send(Refusal(why))
         except (EOFError, OSError):
-            why = "it hung up"
+            why = "it closed the connection"
         came.close()
         self._refused = f" (one was refused: {why})"
         _say(f"a node was refused: {why}")
 
     def _refuses(self, hello: Hello) -> str:
-        """Why; else empty."""
+        """Return why this node is refused, or empty."""
         config = self._config
         if hello.version != __version__:
             return f"it has slotzero {hello.version}, node 0 has {__version__}: install the same"
@@ -185,7 +185,7 @@ class Nodes:
                     "give both the same"
                 )
         if hello.node_rank in self._lines:
-            return f"node {hello.node_rank} is there already: each has a --node-rank of its own"
+            return f"node {hello.node_rank} has connected already: use a different --node-rank"
         num_gpus, needed = hello.num_gpus, config.ranks_per_node
         if num_gpus is not None and (num_gpus > 0) != self._on_gpus:
             devices = ("a GPU", "a CPU") if num_gpus else ("a CPU", "a GPU")
@@ -196,12 +196,13 @@ class Nodes:
         if num_gpus and num_gpus < needed:
             return (
                 f"tensor_parallel_size={config.tensor_parallel_size} over {config.nnodes} nodes "
-                f"takes {needed} GPUs of each, node {hello.node_rank} has {num_gpus}"
+                f"needs {needed} GPUs on each, node {hello.node_rank} has {num_gpus}"
             )
         return ""
 
     def _forget_gone(self) -> None:
-        """Until it is told something a node says nothing: what comes is its end."""
+        """Forget the nodes that are gone. A node sends nothing until it is sent something, so what
+        can be read is the end of its connection."""
         for node, node_line in list(self._lines.items()):
             if node_line.poll():
                 node_line.close()
@@ -214,7 +215,7 @@ class Nodes:
         while missing := sorted(set(expected) - set(ranks)):
             lost = self.lost()
             if lost or time.monotonic() > until:
-                late = f"rank {missing[0]} did not come in {config.rank_timeout:g} s"
+                late = f"rank {missing[0]} did not connect within {config.rank_timeout:g} s"
                 raise RankLostError(lost or late)
             came = secure_socket.accept(self._listener, self._key, _POLL)
             if came is None:
@@ -224,7 +225,7 @@ class Nodes:
                 if rank in missing:
                     ranks[rank] = came
                     continue
-            came.close()  # a node too many, which will come again
+            came.close()  # one node too many, which will connect again
         return ranks
 
 
@@ -235,11 +236,11 @@ def _listen(config: EngineConfig) -> socket.socket:
     try:
         return socket.create_server((config.master_addr, config.master_port))
     except OSError as error:
-        known = error.errno is not None and error.errno > 0  # of names that lead nowhere it is not
+        known = error.errno is not None and error.errno > 0  # not for names that do not resolve
         reason = os.strerror(error.errno or 0) if known else error.strerror
         raise ConfigError(
             f"cannot listen on {config.master_addr}:{config.master_port} ({reason}): "
-            "--master-addr is an IPv4 address of node 0, and --master-port one that is free there; "
+            "--master-addr must be an IPv4 address of node 0, and --master-port a free port there; "
             "choose others, on every node"
         ) from None
 

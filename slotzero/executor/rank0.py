@@ -1,9 +1,9 @@
-"""Rank 0 of several: it starts the others, tells them every step, and notices when one is lost.
+"""Rank 0 of several: it starts the others, sends them every step, and notices when one is lost.
 
 Each is a process `python -m slotzero.executor.follower`, at the other end of a socket pair, or on
-another machine (nodes.py) at that of a TCP connection; collectives go over torch.distributed's. The
-rules: a rank that ends, or that is not there in time, is an error that names it; and after a step
-that failed on one of them the ranks are out of step, so that is the end of all.
+another machine (nodes.py) of a TCP connection; collectives use torch.distributed's connections. The
+rules: a rank that ends, or does not start in time, is an error that names it; after a step failed
+on one of them the ranks are out of step, so all of them end.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import parse_config
 from slotzero.system import child
 
-PATIENCE = 5.0  # seconds in which a rank that broke a collective has ended, and can be named
+PATIENCE = 5.0  # seconds for a rank that broke a collective to end, so that it can be named
 THREADS = "OMP_NUM_THREADS"
 
 
 RankTask = Callable[[EngineConfig, RankGroup], Any]
-"""What a rank does by itself instead of waiting for steps; its result is the rank's report."""
+"""A task that a rank runs instead of waiting for steps; its result is the rank's report."""
 
 
 def start_ranks(
     config: EngineConfig, model: ModelConfig, task: RankTask | None = None
 ) -> RankGroup:
-    """What of the model cannot be split is refused before anybody is started."""
+    """Start the ranks of an engine. A model that cannot be split is refused before that."""
     size = config.tensor_parallel_size
     if config.executor == "ray":
-        raise ConfigError("executor=ray is for the engines of a server: use slotzero serve")
+        raise ConfigError("executor=ray is supported by slotzero serve only")
     if config.node_rank:
         raise ConfigError(
             f"node_rank={config.node_rank}: the engine is on node 0; run slotzero serve here, with "
@@ -80,7 +80,7 @@ def start_ranks(
 
 @contextlib.contextmanager
 def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
-    """Ranks that all certify, without being told of steps."""
+    """Start ranks that all certify by themselves, without messages for each step."""
     checkpoint = open_checkpoint(config.model, config.load_format)
     rank_group = start_ranks(config, parse_config(checkpoint.config), task)
     try:
@@ -92,7 +92,7 @@ def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
 @final
 class Rank0(RemoteRanks):
     def __init__(self, config: EngineConfig, device: torch.device, task: RankTask | None) -> None:
-        """`task`: what the others do by themselves; None: they wait for orders."""
+        """`task`: the task of the other ranks; None: they run the messages of rank 0."""
         super().__init__(ALONE, {}, config.rank_timeout)
         self._task = task
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -100,7 +100,7 @@ class Rank0(RemoteRanks):
         self._nodes: Nodes | None = None
         size, per_node = config.tensor_parallel_size, config.ranks_per_node
         rendezvous = Rendezvous(size, f"file://{self._folder.name}/store", config.rank_timeout)
-        if THREADS not in os.environ:  # as many on every rank: sums are cut alike
+        if THREADS not in os.environ:  # the same number on every rank, so that sums are split alike
             torch.set_num_threads(max(1, torch.get_num_threads() // per_node))
         with self.watched("starting"):
             if config.nnodes > 1:
@@ -119,7 +119,7 @@ class Rank0(RemoteRanks):
 
     @property
     def pids(self) -> list[int]:
-        """Of the other ranks' processes on this machine"""
+        """Process ids of the other ranks on this machine."""
         return [process.pid for process in self._processes.values()]
 
     def tell(self, messages: Sequence[Message]) -> None:
@@ -138,12 +138,12 @@ class Rank0(RemoteRanks):
             is_theirs = isinstance(error, RuntimeError | OSError | EOFError)
             lost = self._lost(PATIENCE) if is_theirs else ""
             if not (in_step or is_theirs or isinstance(error, RankLostError)):
-                self.dismiss()  # it would not start the next time either
+                self.dismiss()  # the engine would not start the next time either
             self._end()
             if not lost and "imed out" in str(error):
-                lost = f"a rank does not answer while {doing}, see --rank-timeout: {error}"
+                lost = f"a rank did not respond while {doing}, see --rank-timeout: {error}"
             if not lost and in_step and isinstance(error, Exception):
-                lost = f"an error on one rank is the end of all: {error}"
+                lost = f"one rank failed, so all ranks were ended: {error}"
             if not lost or isinstance(error, RankLostError):
                 raise
             raise RankLostError(lost) from error
@@ -157,8 +157,8 @@ class Rank0(RemoteRanks):
         self._end()
 
     def _end(self) -> None:
-        """The others end when their connection does; whoever does not is ended. Other machines wait
-        for us to come back."""
+        """End the other ranks: they end with their connection, or else are killed. Other machines
+        wait for this engine to restart."""
         if self._nodes is not None:
             self._nodes.close()
         for connection in self._connections.values():
@@ -182,24 +182,25 @@ class Rank0(RemoteRanks):
         self._connections[rank] = Connection(ours.detach())
 
     def _await_others(self, seconds: float) -> None:
-        """Until each has said that it is there; one that ends instead is an error at once."""
+        """Wait until each rank has reported that it is ready; a rank that ends instead is an error
+        at once."""
         deadline = time.monotonic() + seconds
         for connection in self._connections.values():
             while not connection.poll(0.1):
                 lost = self._lost(0.0)
                 if lost or time.monotonic() > deadline:
-                    raise RankLostError(lost or f"a rank did not start in {seconds:g} s")
+                    raise RankLostError(lost or f"a rank did not start within {seconds:g} s")
             connection.recv()
 
     def _lost(self, seconds: float) -> str:
-        """Says which rank has ended, and how; empty where none does in that time."""
+        """Return a message about a rank that has ended, or ends within this time; else empty."""
         until = time.monotonic() + seconds
         while True:
             for rank, process in self._processes.items():
                 code = process.poll()
                 if code is not None:
                     how = child.ending(code)
-                    return f"rank {rank} (process {process.pid}) {how}: see what it said"
+                    return f"rank {rank} (process {process.pid}) {how}: see its log"
             if self._nodes is not None and (lost := self._nodes.lost()):
                 return lost
             if time.monotonic() >= until:

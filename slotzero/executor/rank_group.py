@@ -1,4 +1,4 @@
-"""The ranks of an engine: how steps are sent to them, and what a failure means."""
+"""The ranks of an engine: messages for each step, and how a failure ends them."""
 
 import contextlib
 import fcntl
@@ -32,16 +32,16 @@ class RankGroup:
         self.ranks = ranks
 
     def tell(self, messages: Sequence[Message]) -> None:
-        """One for each lane, before rank 0 does its own."""
+        """Send one message for each DP rank, before rank 0 runs its own."""
 
-    def sampled(self, lane: int) -> Arriving:
-        """Return what another lane samples in the step that it was sent last. Read in order."""
-        raise ContractError(f"lane {lane} has no rank in this group")
+    def sampled(self, dp_rank: int) -> Arriving:
+        """Return what another DP rank samples in the step it was sent last. Read in order."""
+        raise ContractError(f"DP rank {dp_rank} is not in this group")
 
     @contextlib.contextmanager
     def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
-        """Whatever fails is the end of the others. If it failed because of one of them, that one is
-        named; in a step they are out of step, whatever it was."""
+        """End the other ranks if the block fails. If one of them caused the failure, the error
+        names it. Any failure `in_step` is a RankLostError, because the ranks are out of step."""
         yield
 
     def reports(self) -> list[Any]:
@@ -68,15 +68,15 @@ class RemoteRanks(RankGroup):
                 connection.send(messages[rank if self.ranks.dp_attention else 0])
             except BlockingIOError:
                 raise RankLostError(
-                    f"timed out: rank {rank} took no orders for {self._seconds:g} s"
+                    f"timed out: rank {rank} read no messages for {self._seconds:g} s"
                 ) from None
 
-    def sampled(self, lane: int) -> Arriving:
-        return _Sent(lane, self._connections[lane], self._seconds)
+    def sampled(self, dp_rank: int) -> Arriving:
+        return _Sent(dp_rank, self._connections[dp_rank], self._seconds)
 
 
 class _Sent:
-    """Results of another rank, in the order in which they were asked for."""
+    """Results of another rank, to be read in the order of steps."""
 
     def __init__(self, rank: int, connection: Connection, seconds: float) -> None:
         self._rank, self._connection, self._seconds = rank, connection, seconds
@@ -86,7 +86,7 @@ class _Sent:
         if self._tensors is None:
             if not self._connection.poll(self._seconds):
                 raise RankLostError(
-                    f"timed out: rank {self._rank} did not send what it sampled in "
+                    f"timed out: rank {self._rank} did not send its sampled tokens within "
                     f"{self._seconds:g} s"
                 )
             self._tensors = [torch.from_numpy(array) for array in self._connection.recv()]
@@ -95,7 +95,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of an engine meet, and how long one waits for another."""
+    """The store at which the ranks of an engine meet, and how long one waits for another."""
 
     size: int
     store: str  # a URL that torch.distributed knows; tcp:// where ranks are on several machines
@@ -109,7 +109,7 @@ class Rendezvous:
         expert_parallel: bool = False,
         dp_attention: bool = False,
     ) -> Ranks:
-        """Waits for all ranks."""
+        """Join the process group, and wait for all ranks."""
         from torch import distributed
 
         if device.type == "cuda":
@@ -137,12 +137,12 @@ class Rendezvous:
 
 
 def interface_towards(host: str) -> str:
-    """The network interface from which that address is reached, or which has it."""
+    """Return the network interface through which an address is reached, or which has it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
         probe.connect((host, 9))
         ours = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
+            with contextlib.suppress(OSError):  # an interface without an address
                 told = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(told[20:24]) == ours:
                     return name

@@ -2,7 +2,7 @@
 
 A step is the writes to the tables, the slots that run, and the graphs that are replayed. Ranks that
 share attention sample as rank 0 does, from the same logits, so no token is sent to them or back.
-Ranks with requests of their own are sent the rows of these alone, and send back what they sampled.
+With DP attention, a rank is sent the rows of its own requests only, and sends back their samples.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Orders:
     writes: np.ndarray | None  # [2, n] int32: words of the tables and their values
     slots: list[int]
     counts: list[int]
-    num_tokens: int  # in the largest lane
+    num_tokens: int  # on the largest DP rank
     num_rows: int
     launches: list[GraphKey]
     width: int

@@ -1,7 +1,6 @@
-"""Stages the table rows of requests: the `SlotWriter` of a scheduler.
+"""The `SlotWriter` of a scheduler: it stages the table rows of requests.
 
-The tables are this rank's, or those of another that has requests of its own. It does not know when
-they are applied.
+The tables are this rank's, or those of another DP rank. It does not know when they are applied.
 """
 
 from collections.abc import Sequence
@@ -78,7 +77,7 @@ class TableWriter:
 
 
 def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:
-    """The row without the columns at its end that are neutral already."""
+    """Return the row without the columns at its end that are neutral already."""
     n = len(values)
     while n and values[n - 1] == neutral:
         n -= 1

@@ -57,9 +57,9 @@ class Worker:
     """In order of preference: the first that has a size for a step runs it."""
     results: ResultRing
     speculation: SpeculativeRunners | None
-    writers: tuple[TableWriter, ...]  # by lane, this rank's first
+    writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
     _seconds: dict[GraphKey, float] = field(default_factory=dict, init=False)
-    """Measured time of a replay."""
+    """Measured seconds of a replay."""
 
     @property
     def ranks(self) -> Ranks:
@@ -133,7 +133,7 @@ class Worker:
                 runner.rehearse(key)
 
     def run(self, step: Step) -> list[Results]:
-        """Launch one step, and return the results of each lane.
+        """Launch one step, and return the results of each DP rank.
 
         If the device `overlaps`, the step may still be running.
         """
@@ -149,13 +149,13 @@ class Worker:
                 step.width,
                 any(row.request.params.logprobs is not None for row in rows),
             )
-            for writer, rows in zip(self.writers, step.lanes, strict=True)
+            for writer, rows in zip(self.writers, step.rows_by_dp_rank, strict=True)
         ]
         self.rank_group.tell(orders)
         with torch.inference_mode():
             self._launch(orders[0], launches)
             downloads: list[Arriving] = [self._download(orders[0])]
-        downloads += [self.rank_group.sampled(lane) for lane in range(1, len(orders))]
+        downloads += [self.rank_group.sampled(dp_rank) for dp_rank in range(1, len(orders))]
         names = self._ring(step.width).names
         return [Results(download, names, step.width) for download in downloads]
 

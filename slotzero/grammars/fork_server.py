@@ -72,7 +72,7 @@ class _ForkServer:
         self._pids: dict[int, int] = {}  # by number; each is a child that was not reaped
 
     def run(self) -> None:
-        """Until the engine is gone. Workers are killed when this process ends."""
+        """Serve until the engine is gone. Workers are killed when this process ends."""
         self._selector.register(self._control, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
@@ -143,7 +143,7 @@ class _ForkServer:
 
 
 def _keep_only(fd: int) -> None:
-    """Close what belongs to the fork server. What a crash prints goes nowhere: the engine tells the
+    """Close the files of the fork server. The output of a crash is discarded: the engine tells the
     client why the worker ended."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):

@@ -25,7 +25,7 @@ class GrammarOwner(Protocol):
         """Ask for the mask after `grammar.tokens`."""
 
     def release(self, grammar: "Grammar") -> None:
-        """The answer is over."""
+        """End an answer."""
 
 
 @final
@@ -36,7 +36,7 @@ class Grammar:
         self.num_sent = 0
         """tokens[0 : num_sent) are known to the worker."""
         self.num_restarts = 0
-        """How often its worker was killed by something other than a limit."""
+        """Number of times that its worker ended for another reason than a limit."""
         self.error: RequestError | None = None
         """Why the answer cannot go on. Set by the pool; for the client to read."""
         self._pool = pool
@@ -78,7 +78,7 @@ class Grammar:
         return self.error is None
 
     def can_go_on(self, banned: Collection[int] = ()) -> bool:
-        """Whether anything but the end of the sequence and these tokens is allowed."""
+        """Return whether a token other than these and the ends of a sequence is allowed."""
         assert self._end is not None
         rest = self.allowed & ~self._end
         if banned:
@@ -86,18 +86,19 @@ class Grammar:
         return bool(rest.any())
 
     def release(self) -> None:
-        """The answer is over; may be called again."""
+        """End the answer; may be called again."""
         if not self._is_released:
             self._is_released = True
             self._pool.release(self)
 
     def receive(self, allowed: np.ndarray, end: np.ndarray) -> None:
-        """Called by the pool: the mask of the next token, and that of all ends of a sequence."""
+        """Set the mask of the next token, and the mask of all ends of a sequence. The pool calls
+        this."""
         self._allowed, self._end = allowed, end
 
     def is_awaited(self) -> bool:
-        """Whether it is worth a wait for this mask: not if one was late not long ago. Asked once
-        for each mask."""
+        """Return whether to wait for this mask: not if a recent one was late. Call it once for each
+        mask."""
         self._num_unawaited -= self._num_unawaited > 0
         return not self._num_unawaited
 

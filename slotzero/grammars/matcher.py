@@ -1,4 +1,4 @@
-"""Compile a grammar with llguidance and follow the answers that keep to it.
+"""Compiled grammars of llguidance, and the answers that follow them.
 
 This code runs in a worker process only (worker.py). It knows neither requests nor limits of time
 and memory: a call may take minutes or gigabytes, and the process is then killed.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WORD_BITS = 32
-# JSON allows any space between its tokens, and a weak model can write it for ever
+# JSON allows any space between its tokens, and a weak model can write it forever
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _NO_END = "<|no end of sequence|>"
 
@@ -104,7 +104,7 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def _advance(self, matcher: "LLMatcher", tokens: Sequence[int]) -> tuple[bytes, str]:
-        """-> (mask, what is wrong)"""
+        """Return the mask after these tokens, and an error message or empty."""
         if not matcher.consume_tokens(list(tokens)):
             return b"", matcher.get_error()
         return self._mask(matcher), matcher.get_error()
@@ -115,7 +115,7 @@ class CompiledGrammar:
         return allowed.to_bytes(num_bytes, "little")
 
     def _trial(self) -> str:
-        """What is wrong after one token: some limits of a grammar show only then."""
+        """Return the error after one token, or empty: some limits are checked only then."""
         allowed = int.from_bytes(self.first_mask, "little")
         if not allowed:
             return "nothing is allowed"
@@ -126,7 +126,7 @@ class CompiledGrammar:
 
 
 def first_line(error: object) -> str:
-    """What is wrong, from a message that also draws where."""
+    """Return the cause from a message that also draws the place of the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines[:1] == ["NoExtensionBias"]:
         return "no text can match it"
@@ -135,7 +135,7 @@ def first_line(error: object) -> str:
 
 
 def mask_of(tokens: Collection[int], num_bytes: int) -> bytes:
-    """The mask of these tokens alone, without those that do not fit."""
+    """Return the mask of these tokens, without those that do not fit."""
     bits = 0
     for token in tokens:
         if token < num_bytes * 8:

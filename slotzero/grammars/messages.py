@@ -1,7 +1,7 @@
-"""What the engine, the fork server and the workers say to each other; pickled.
+"""Messages between the engine, the fork server and the workers; pickled.
 
-Workers are asked over sockets of their own. The fork server takes orders over one that keeps the
-bounds of messages, each of at most MAX_ORDER bytes.
+Each worker has its own socket. The socket of the fork server preserves message boundaries; a
+message has at most MAX_ORDER bytes.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class GrammarSource(NamedTuple):
 
 
 class Follow(NamedTuple):
-    """An answer has these tokens more: which may be next?"""
+    """New tokens of an answer; the reply has the mask of the next token."""
 
     number: int
     tokens: list[int]
@@ -37,7 +37,7 @@ class EndAnswer(NamedTuple):
 
 class Reply(NamedTuple):
     number: int
-    """COMPILE, or that of the answer."""
+    """COMPILE, or the answer's number."""
     mask: bytes
     error: str
     """Why there is no mask; else empty."""
@@ -49,7 +49,7 @@ class Reply(NamedTuple):
 
 
 class StartWorker(NamedTuple):
-    """Fork a worker; the socket that comes with this message is its own."""
+    """A request to fork a worker, which gets the socket that comes with this message."""
 
     number: int
 

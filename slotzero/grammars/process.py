@@ -1,6 +1,6 @@
 """The processes of grammars as the engine holds them: the fork server, and one worker per grammar.
 
-Nothing here waits. It does not know which limits there are; pool.py does.
+Nothing here waits. It does not know the limits; supervisor.py does.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ class ForkServer:
         eos_token_ids: Sequence[int],
         limits: Mapping[str, float],
     ) -> None:
-        """Returns at once. When the process is `Ready` it says so. `limits` are worker.work's."""
+        """Start the process without waiting for it; it sends `Ready`. `limits` are arguments of
+        worker.work."""
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd, ends = theirs.fileno(), list(eos_token_ids)
         arguments = [str(fd), str(vocab_size), json.dumps(ends), json.dumps(limits)]
@@ -67,7 +68,7 @@ class ForkServer:
         many open files."""
         ours, theirs = socket.socketpair()
         try:
-            with contextlib.suppress(ConnectionError):  # its end is noticed by who receives
+            with contextlib.suppress(ConnectionError):  # `receive` notices its end
                 socket.send_fds(self.socket, [pickle.dumps(StartWorker(number))], [theirs.fileno()])
         except OSError:
             ours.close()
@@ -81,7 +82,7 @@ class ForkServer:
             self.socket.send(pickle.dumps(Kill(number)))
 
     def receive(self) -> Ready | Unusable | NotStarted | WorkerEnded | None:
-        """The next message; None: it has ended."""
+        """Return the next message; None: the process has ended."""
         try:
             data = self.socket.recv(MAX_ORDER)
         except ConnectionError:
@@ -100,11 +101,11 @@ class GrammarWorker:
         self.source = source
         self.queued_at = now
         self.is_restart = is_restart
-        """Whether its answers were followed by another worker before."""
+        """Whether it replaces another worker that followed its answers."""
         self.answers: dict[int, Grammar] = {}
-        """Those that need it, by their numbers."""
+        """The answers that it follows, by their numbers."""
         self.asked: deque[int] = deque()
-        """COMPILE or answers' numbers, in order: questions without a reply. It works on the
+        """Messages without a reply, in order: COMPILE or the numbers of answers. It works on the
         first."""
         self.since = 0.0
         """When it began to work on that."""
@@ -131,6 +132,11 @@ class GrammarWorker:
     def end(self, number: int) -> None:
         self._send(EndAnswer(number))
 
+    def disconnect(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
     def _ask(self, number: int, message: GrammarSource | Follow, now: float) -> None:
         if not self.asked:
             self.since = now
@@ -147,14 +153,14 @@ def _feed(
     make_tokenizer: Callable[[], Tokenizer],
     failures: list[str],
 ) -> None:
-    """In a thread: neither to load a tokenizer nor to send it may stop the engine."""
+    """Load a tokenizer and send it, in a thread, so that the engine does not wait."""
     assert process.stdin is not None
     try:
         process.stdin.write(make_tokenizer().to_json().encode())
     except SlotzeroError as error:
         failures.append(str(error))
     except OSError:
-        pass  # it has ended, which its socket tells
+        pass  # the process has ended; `receive` notices that
     finally:
         with contextlib.suppress(OSError):
             process.stdin.close()

@@ -26,7 +26,8 @@ NICENESS = 10  # a grammar that keeps a core busy leaves most of it to the engin
 def work(
     connection: socket.socket, vocabulary: GrammarVocabulary, memory: int, mask_seconds: float
 ) -> int:
-    """Serve one grammar with at most `memory` bytes more than there are now; -> exit status."""
+    """Serve one grammar with at most `memory` bytes more than are used now; return the exit
+    status."""
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     before = _pages(statm)
     os.nice(NICENESS)
@@ -82,6 +83,6 @@ class _Pages(NamedTuple):
 
 
 def _pages(statm: int) -> _Pages:
-    """Read the open file again, for each reply: to open it would take longer than most masks."""
+    """Read the open file again for each reply: opening it would take longer than most masks."""
     mapped, resident, of_files, *_ = map(int, os.pread(statm, 256, 0).split())
     return _Pages(mapped, resident - of_files)

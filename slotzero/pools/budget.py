@@ -1,8 +1,8 @@
 """Number of KV pages that this machine can hold, and their split between KV groups.
 
-Whole groups keep a page for every position, windowed ones as many as the window covers, and more
-while a chunk of a prompt is computed. The split is such that both run out at the same number of
-requests of the expected length; what is left over goes to the whole group.
+Whole groups keep a page for every position, windowed groups only those that the window covers, and
+more while a chunk of a prompt is computed. The split is such that both run out at the same number
+of requests of the expected length; the remainder goes to the whole group.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from slotzero.errors import CapacityError
 from slotzero.system.memory import memory
 
-CPU_SHARE = 0.25  # of the memory that is available: the rest belongs to the user's machine
+CPU_SHARE = 0.25  # of the available memory: the rest is for the user's other programs
 CUDA_RESERVE = 2 << 30  # graphs, workspaces and activations
 
 
@@ -39,13 +39,13 @@ class GroupShape:
         return -(-num_tokens // self.page_size)
 
     def held(self, num_tokens: int) -> int:
-        """Pages of a request of that length that decodes."""
+        """Return the pages that a decoding request of this length holds."""
         if self.window is None:
             return self.pages_for(num_tokens)
         return min(self.pages_for(num_tokens), self.pages_for(self.window - 1) + 1)
 
     def needed(self, num_tokens: int, chunk: int) -> int:
-        """Pages that one request of that length needs at some moment."""
+        """Return the maximum number of pages that a request of this length ever holds."""
         if self.window is None:
             return self.pages_for(num_tokens)
         return self.pages_for(min(num_tokens, self.window - 1 + chunk)) + 1
@@ -56,7 +56,7 @@ class Demand:
     """Requests that the KV cache of an engine has to hold."""
 
     max_num_seqs: int
-    chunk: int  # tokens that a step may compute
+    chunk: int  # maximum number of tokens in a step
     expected_len: int
     max_model_len: int | None = None  # None: what fits, up to the limit
     limit: int = 0
@@ -71,20 +71,22 @@ def free_bytes(device: torch.device, utilization: float) -> int:
 
 
 def refuse_beyond(num_bytes: int, device: torch.device, what: str, remedy: str) -> None:
-    """On a CPU, whose memory is promised without being there; a GPU refuses by itself."""
+    """Refuse an allocation that does not fit into a CPU's memory, which is overcommitted; a GPU
+    refuses by itself."""
     if device.type == "cpu" and num_bytes > (available := memory().available):
         raise CapacityError(
-            f"{what}: {show(num_bytes)}, and {show(available)} of memory are left: {remedy}"
+            f"{what} need {show(num_bytes)}, but only {show(available)} of memory are free: "
+            f"{remedy}"
         )
 
 
 def split(
     shapes: Sequence[GroupShape], budget: int, demand: Demand, sliding_budget: int | None = None
 ) -> tuple[dict[str, int], int]:
-    """-> pages by group, page 0 of each included, and the context length.
+    """Return the pages of each group, page 0 included, and the context length.
 
-    A request of the whole context always fits. A context that was not asked for shrinks to what
-    fits; one that was asked for and does not fit is an error.
+    A request of the whole context always fits. Without a requested context length, it shrinks to
+    what fits; a requested one that does not fit is an error.
     """
     length = _fitting_len(shapes, budget, demand)
     pages = {s.name: s.needed(length, demand.chunk) for s in shapes}
@@ -103,7 +105,7 @@ def split(
         pages = wanted
     if sliding_budget is not None:
         pages |= {s.name: _asked(s, sliding_budget, length, demand) for s in shapes if s.window}
-    for s in sorted(shapes, key=lambda s: s.window is not None):  # whole groups first, and alike
+    for s in sorted(shapes, key=lambda s: s.window is not None):  # whole groups first
         alike = [o for o in shapes if s.window is None and o.window is None] or [s]
         others = sum(pages[o.name] * o.num_bytes for o in shapes if o not in alike)
         fitting = (budget - spent - others) // sum(o.num_bytes for o in alike)
@@ -111,8 +113,8 @@ def split(
             pages[s.name] = min(max(pages[s.name], fitting), most[s.name])
         if fitting < pages[s.name]:
             raise CapacityError(
-                f"of a KV budget of {show(budget)}, {show(others)} for other layers leave too "
-                f"little for {s.name} layers: raise --kv-cache-memory or lower --sliding-kv-memory"
+                f"the KV budget of {show(budget)} is too small for {s.name} layers, as other "
+                f"layers take {show(others)}: raise --kv-cache-memory or lower --sliding-kv-memory"
             )
     return {name: num + 1 for name, num in pages.items()}, length
 
@@ -133,7 +135,7 @@ def _fitting_len(shapes: Sequence[GroupShape], budget: int, demand: Demand) -> i
         windows = [
             f"a window of {s.window} and a step of {demand.chunk}" for s in shapes if s.window
         ]
-        holds = f" ({windows[0]} tokens among it)" if windows else ""
+        holds = f" (including {windows[0]} tokens)" if windows else ""
         lower = [f"--max-model-len (at most {low * page_size})"] if low else []
         lower += ["--max-num-batched-tokens"] if windows else []
         remedy = f" or lower {' or '.join(lower)}" if lower else ""
@@ -145,13 +147,13 @@ def _fitting_len(shapes: Sequence[GroupShape], budget: int, demand: Demand) -> i
 
 
 def _most(shape: GroupShape, length: int, demand: Demand) -> int:
-    """More pages than these can never be held at once."""
+    """Return the maximum number of pages that can be held at once."""
     most = demand.max_num_seqs * shape.held(length) + _extra(shape, demand)
     return max(shape.needed(length, demand.chunk), most)
 
 
 def _extra(shape: GroupShape, demand: Demand) -> int:
-    """Beyond what decoding requests hold: the step's own tokens."""
+    """Return the pages for the step's own tokens, in addition to those of decoding requests."""
     return 0 if shape.window is None else shape.pages_for(demand.chunk) + 1
 
 

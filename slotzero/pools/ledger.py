@@ -1,27 +1,27 @@
 """The ledger: which pages each request holds, and when a page may be shared.
 
-It keeps `pages`, `num_paged`, `num_computed` and `num_cached` of a request,
-between the pools that count owners and the cache that finds prefixes. It does not know slots,
-steps, or who should run. The rule it keeps, in each KV group, with `first` the first page that the
+It updates `pages`, `num_paged`, `num_computed` and `num_cached` of a request, and stands between
+the pools that count owners and the cache that finds prefixes. It does not know slots, steps, or
+which request should run. The rule it keeps, in each KV group, with `first` the first page that the
 token at num_computed reads, `full = num_computed // page_size` and
 `cached = num_cached // page_size`:
 
-    pages[0 : first)      a whole group: first is 0. Windowed: 0 where the page was let go
-    pages[first : cached) came from the cache: others own them too, nobody writes them again
+    pages[0 : first)      a whole group: first is 0. Windowed: 0 where the page was released
+    pages[first : cached) came from the cache: shared with others, never written again
     pages[cached : full)  written by this request; the cache may have adopted them
-    pages[full : ]        still to be written: this request is the one owner
+    pages[full : ]        still to be written: this request is the only owner
 
 A page enters the cache only when it is full of positions that are both computed (by a step already
 planned; later steps run after it on the one stream) and committed (the host knows the tokens).
 
-Windowed pages are let go of when the next are taken, so a request that decodes holds at most what
-covers its window. The ones of its prompt were offered to the cache by then and stay to be found.
-Those of its answer were not: few would come back to the middle of it.
+Windowed pages are released when the next ones are taken, so a decoding request holds at most the
+pages of its window. The pages of its prompt were offered to the cache by then and can be found.
+Those of its answer were not: few requests would continue from the middle of it.
 
-Snapshots of recurrent states come last, as a group of their own: by page, a row where one is to be
-taken, and 0 elsewhere. A row is named before the step that takes the snapshot, or never: where none
-is free, the request goes on without. It holds the last one that it has passed, which a release
-offers, and those before it.
+Snapshots of recurrent states are the last group: for each page a row where a snapshot is to be
+taken, and 0 elsewhere. A row is assigned before the step that takes the snapshot, or never: if none
+is free, the request continues without it. It holds the last snapshot that it has passed, which a
+release offers to the cache, and those before it.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ from slotzero.pools.prefix import Lookup, PrefixCache
 
 
 class PageHolder(Protocol):
-    """What the ledger reads and writes of a request; request.py says what each field means."""
+    """The fields of a request that the ledger reads and writes; request.py defines them."""
 
     pages: list[list[int]]
     lookup: Lookup | None
@@ -57,7 +57,8 @@ class PageHolder(Protocol):
 
 
 class PageChange(NamedTuple):
-    """The page table of a group goes on with these from this index, or has let go: zeros."""
+    """A change of the page table of a group: these pages from this index on; zeros where pages were
+    released."""
 
     group: int
     first_index: int
@@ -72,7 +73,7 @@ class PageLedger:
         enable_prefix_caching: bool = True,
         ahead: int = 0,
     ) -> None:
-        """`ahead`: positions past the last known one that are wanted too, for drafts."""
+        """`ahead`: positions after the last known one that need pages too, for drafts."""
         self.groups = tuple(groups)
         self.ahead = ahead
         self.page_size = page_size
@@ -81,36 +82,37 @@ class PageLedger:
         self._has_window = any(not group.is_whole for group in self.groups)
         self._paged = [g for g, group in enumerate(self.groups) if not group.interval]
 
-    # By group of pages; num_pages == num_used + num_cached + free
+    # by group; num_pages == num_used + num_cached + free
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """Pages that can be handed out at all."""
+        """Number of pages that can be handed out."""
         return tuple(self.groups[g].pool.max_free for g in self._paged)
 
     @property
     def num_used(self) -> tuple[int, ...]:
-        """Pages that requests own."""
+        """Number of pages that requests own."""
         return tuple(
             total - left for total, left in zip(self.num_pages, self.num_available, strict=True)
         )
 
     @property
     def num_cached(self) -> tuple[int, ...]:
-        """Pages that only the cache owns."""
+        """Number of pages that only the cache owns."""
         return tuple(self.cache.num_evictable(g) for g in self._paged)
 
     @property
     def num_available(self) -> tuple[int, ...]:
-        """Pages that nobody owns, or only the cache."""
+        """Number of pages that no request owns: free ones, and those of the cache alone."""
         return tuple(map(self._num_available, self._paged))
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
     def admit(self, request: PageHolder, budget: int, spare: int = 0) -> bool:
-        """Pages, found or fresh, if `spare` of each group then remain for others: of whole groups
-        for every known token, of windowed ones for the first chunk, of at most `budget` tokens."""
+        """Take pages, cached or new, if `spare` pages of each group then remain for others; return
+        whether that was possible. Whole groups get pages for every known token, windowed ones for
+        the first chunk, of at most `budget` tokens."""
         lookup = self._look_up(request)
         num_tokens, num_cached = request.num_tokens, lookup.num_pages * self.page_size
         chunk_end = min(num_cached + budget, num_tokens)
@@ -144,8 +146,9 @@ class PageLedger:
     def grow(
         self, request: PageHolder, num_tokens: int, num_stored: int | None = None
     ) -> list[PageChange] | None:
-        """Pages to compute positions [num_stored, num_tokens), by default from num_computed; the
-        ones before the window are let go. None, and nothing changed, if there are too few."""
+        """Take pages to compute positions [num_stored, num_tokens), by default from num_computed,
+        and release those before the window; return the changes. If there are too few pages, change
+        nothing and return None."""
         start = request.num_computed if num_stored is None else num_stored
         num_pages = self.pages_for(num_tokens)
         read_from = start - request.num_behind  # by the drafter, when it catches up
@@ -170,19 +173,19 @@ class PageLedger:
         return changes
 
     def remember(self, request: PageHolder) -> None:
-        """Let later requests find what this one has computed while it goes on."""
+        """Offer the full pages of a running request to the cache."""
         if self.enable_prefix_caching:
             self.cache.insert(self._cacheable(request), request.pages)
 
     def release(self, request: PageHolder) -> None:
-        """The request lets go of all its pages; the full ones stay findable until evicted."""
+        """Release all pages of a request; the full ones stay in the cache until evicted."""
         tokens = self._cacheable(request) if self.enable_prefix_caching else []
         self.cache.release(tokens, request.pages)
         request.pages = []
         request.num_paged = request.num_computed = request.num_behind = 0
 
     def check(self, requests: Iterable[PageHolder]) -> None:
-        """Recount, given everyone who holds pages."""
+        """Recount all owners, given every request that holds pages."""
         holders = list(requests)
         self.cache.check()
         for g, group in enumerate(self.groups):
@@ -203,11 +206,11 @@ class PageLedger:
         return self.groups[group].pool.num_free + self.cache.num_evictable(group)
 
     def _look_up(self, request: PageHolder) -> Lookup:
-        """What the cache has of a request that waits. Its tokens do not change meanwhile."""
+        """Search the cache for a waiting request, whose tokens do not change meanwhile."""
         if request.lookup is not None:
             self.cache.search(request.lookup)
         elif self.enable_prefix_caching:
-            # one token at least is computed: its logits are what the first sample needs
+            # at least one token is computed: the first sample needs its logits
             limit = request.num_tokens - 1
             request.lookup = self.cache.look_up(request.all_token_ids, limit)
         else:
@@ -215,7 +218,7 @@ class PageLedger:
         return request.lookup
 
     def _take(self, group: int, first_index: int, n: int, start: int) -> list[int]:
-        """Pages from this index on, of a request that goes on from this position."""
+        """Take n pages from this index on, for a request that continues from this position."""
         if self.groups[group].interval:
             ends = range(first_index + 1, first_index + n + 1)
             return [self._take_row(group, end * self.page_size, start) for end in ends]
@@ -225,7 +228,8 @@ class PageLedger:
         return pool.take(n)
 
     def _take_row(self, group: int, end: int, start: int) -> int:
-        """For the snapshot after so many tokens; 0: none is due, or none is free."""
+        """Take a row for the snapshot after `end` tokens; return 0 if none is due or none is
+        free."""
         pool, _, interval = self.groups[group]
         if end % interval or end <= start or not self._num_available(group):
             return 0
@@ -234,11 +238,11 @@ class PageLedger:
         return pool.take(1)[0]
 
     def _num_freed(self, group: int, pages: list[int]) -> int:
-        """How many more are available when a request lets go of these."""
+        """Return how many more pages are available once a request releases these."""
         return sum(self.cache.is_last_owner(group, page) for page in pages)
 
     def _passed(self, group: int, first: int, pages: list[int]) -> range:
-        """What a request may let go of that reads pages from the first on."""
+        """Return the indices that a request may release if it reads pages from `first` on."""
         interval = self.groups[group].interval
         if interval:
             return _taken_before(first, pages, interval // self.page_size)
@@ -251,7 +255,8 @@ class PageLedger:
         return PageChange(group, passed.start, zeros)
 
     def _set_num_paged(self, request: PageHolder, num_stored: int, num_tokens: int) -> None:
-        """After a chunk of several tokens a window has much to let go of, so the next one asks."""
+        """Set num_paged. After a chunk of several tokens a window has pages to release, so that
+        the next token must call `grow` again."""
         if self._has_window and num_tokens > num_stored + 1:
             request.num_paged = num_tokens
         else:
@@ -262,7 +267,10 @@ class PageLedger:
 
     def _check_pages(self, request: PageHolder) -> None:
         if not request.num_computed <= request.num_paged:
-            raise PoolError(f"request {request.id} computed past its {request.num_paged} paged")
+            raise PoolError(
+                f"request {request.id} computed more than the {request.num_paged} tokens that "
+                "have pages"
+            )
         for g, group in enumerate(self.groups):
             pages = request.pages[g]
             if len(pages) * self.page_size < request.num_paged:
@@ -273,7 +281,7 @@ class PageLedger:
             first = group.first_read(request.num_computed, self.page_size)
             held = [page for page in pages if page]
             if 0 in pages[first:] or pages[len(pages) - len(held) :] != held:
-                raise PoolError(f"request {request.id} let go of a page of group {g} that it reads")
+                raise PoolError(f"request {request.id} released a page of group {g} that it reads")
             for page in pages[request.num_computed // self.page_size :]:
                 if group.pool.references(page) != 1:
                     raise PoolError(
@@ -294,7 +302,7 @@ class PageLedger:
                 raise PoolError(f"snapshot {row} is shared, and request {request.id} will write it")
 
     def _check_companions(self, request: PageHolder, group: int, pages: list[int]) -> None:
-        """Who owns a page of a node owns its whole pages."""
+        """Check that the owner of a page of a node owns the node's pages of whole groups too."""
         for i, page in enumerate(pages):
             for g, companion in enumerate(self.cache.companions(group, page)):
                 if self.groups[g].is_whole and companion != request.pages[g][i]:
@@ -305,7 +313,7 @@ class PageLedger:
 
 
 def _held_before(stop: int, pages: list[int]) -> range:
-    """Indices of the pages held before this one: they lie together, behind those let go of."""
+    """Return the indices of the pages held before this one: one range, after the released ones."""
     start = stop
     while start and pages[start - 1]:
         start -= 1
@@ -313,7 +321,8 @@ def _held_before(stop: int, pages: list[int]) -> range:
 
 
 def _taken_before(stop: int, rows: list[int], step: int) -> range:
-    """The same of snapshots, of which one is due every `step` pages, and maybe was not taken."""
+    """Return the same range for snapshots, of which one is due every `step` pages, but may not have
+    been taken."""
     taken = rows[step - 1 : stop : step]
     if not any(taken):
         return range(stop, stop)

@@ -1,16 +1,16 @@
-"""The pool of pages: how many owners each page of KV has.
+"""The pool of KV pages: it counts the owners of each page.
 
-It counts references and knows neither what a page holds nor who the owners are: requests and the
-prefix cache both are. The rule it keeps: page 0 is where padded rows look, so it is never handed
-out; every other page is free exactly when its count is 0.
+It knows neither what a page holds nor who the owners are: requests and the prefix cache. The rule
+it keeps: padded rows read page 0, so that page is never handed out; every other page is free
+exactly when its count is 0.
 
-A page freed last is handed out first. Which page it is makes no difference to the device, the
-touched memory stays small, and a reader that held on to a freed page meets foreign data at once,
-in the first test, and not after the pool has gone round.
+The page freed last is handed out first. That makes no difference to the device, keeps the touched
+memory small, and a reader that kept a freed page meets foreign data at once, in the first test, and
+not only after the pool has been used up.
 
-Layers that need the same pages of a request are one KV group, with a pool of its own: `KvPool`.
-Snapshots of recurrent states are handed out as if they were pages, each by the page that ends where
-it was taken.
+Layers that need the same pages of a request are one KV group, with its own pool: `KvPool`.
+Snapshots of recurrent states are handed out as if they were pages, each for the page that ends
+where it was taken.
 """
 
 from typing import NamedTuple
@@ -39,21 +39,21 @@ class PagePool:
         return self.num_pages - 1
 
     def take(self, n: int) -> list[int]:
-        """n free pages, the caller being the one owner of each."""
+        """Take n free pages; the caller is the only owner of each."""
         if n > len(self._free):
-            raise PoolError(f"{n} pages were asked for, {len(self._free)} are free; evict first")
+            raise PoolError(f"{n} pages requested, {len(self._free)} are free; evict first")
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._references[page] = 1
         return pages
 
     def share(self, page: int) -> None:
-        """One more owner of a page that has one."""
+        """Add an owner to a page that has one."""
         self._require_owned(page, "shared")
         self._references[page] += 1
 
     def release(self, page: int) -> int:
-        """One owner fewer; says how many are left. Without owners the page is free."""
+        """Remove one owner, and return how many are left. Without owners the page is free."""
         self._require_owned(page, "released")
         self._references[page] -= 1
         if self._references[page] == 0:
@@ -66,16 +66,17 @@ class PagePool:
 
     def check(self) -> None:
         if self._references[0] or 0 in self._free:
-            raise PoolError("page 0 left its reserve")
+            raise PoolError("page 0, which is reserved for padding, was handed out")
         unowned = [page for page in range(1, self.num_pages) if self._references[page] == 0]
         if sorted(self._free) != unowned:
             raise PoolError(f"free pages are {sorted(self._free)}, a recount finds {unowned}")
         if min(self._references) < 0:
-            raise PoolError(f"page {self._references.index(min(self._references))} has debts")
+            page = self._references.index(min(self._references))
+            raise PoolError(f"page {page} has a negative number of owners")
 
     def _require_ours(self, page: int) -> None:
         if not 1 <= page < self.num_pages:
-            raise PoolError(f"page {page} is not ours; we hand out 1 to {self.num_pages - 1}")
+            raise PoolError(f"page {page} is not in this pool of 1 to {self.num_pages - 1}")
 
     def _require_owned(self, page: int, verb: str) -> None:
         self._require_ours(page)
@@ -84,29 +85,29 @@ class PagePool:
 
 
 class KvPool(NamedTuple):
-    """The pool of a KV group, and what its layers read of a request: all of it, or a window."""
+    """The pool of a KV group, and the positions that its layers read: all, or a window."""
 
     pool: PagePool
     window: int | None = None
     """The token at position p reads the keys of positions p - window + 1 to p. None: 0 to p."""
     interval: int = 0
-    """Of snapshots: one is taken after every so many tokens, and whoever goes on from there reads
-    the last. Where none is free, none is taken."""
+    """Tokens between two snapshots; 0: the group holds KV. A request that continues from a snapshot
+    reads the last one. If none is free, none is taken."""
 
     @property
     def is_whole(self) -> bool:
-        """Every position needs its page, for good."""
+        """Whether every position keeps its page as long as the request runs."""
         return self.window is None and not self.interval
 
     def first_read(self, position: int, page_size: int) -> int:
-        """Index of the first page that the token at this position reads."""
+        """Return the index of the first page that the token at this position reads."""
         if self.interval:
             return max(0, position // self.interval * self.interval // page_size - 1)
         return 0 if self.window is None else max(0, position - self.window + 1) // page_size
 
 
 def reach(batch: int, ahead: int, behind: int) -> int:
-    """Tokens of one request that a window may have to span beyond itself: those of a chunk and the
-    places of drafts after it, or drafts of a step, of the steps before that are not committed, and
-    of the next."""
+    """Return the tokens of one request for which a windowed group needs pages in addition to the
+    window: those of a chunk and of the drafts after it, or the drafts of a step, of the uncommitted
+    steps before it, and of the next."""
     return max(batch + ahead, 4 * ahead + behind)

@@ -1,35 +1,35 @@
 """The prefix cache: pages of KV that outlive their request, found again by their tokens.
 
-A tree in which every edge is exactly one page of tokens: the path from the root spells a prefix,
-and the node at its end names, for each KV group, the page that holds the KV of its last edge, or 0.
-It does not know requests, steps or what KV is. An owner that matched or offered pages hands its
-references back through `release` or `let_go`, so that the cache can count which pages only it
-still owns: the idle ones.
+It is a tree in which every edge is exactly one page of tokens: the path from the root spells a
+prefix, and the node at its end names, for each KV group, the page that holds the KV of its last
+edge, or 0. It does not know requests, steps or what KV is. An owner that matched or offered pages
+returns its references through `release` or `let_go`, so that the cache can count the pages that
+only it still owns: the idle ones.
 
-A hit of n nodes needs all their pages of whole groups, and of a windowed group those that the
+A hit of n nodes needs all their pages of whole groups, and in a windowed group those that the
 token after them reads. So a node has a page of every whole group, and may lack one of a windowed
-group; it stands as long as it, or a node below it, has a page. Snapshots of recurrent states are a
-windowed group too, of which a hit needs the one that was taken where it ends.
+group; it stays as long as it, or a node below it, has a page. Snapshots of recurrent states are a
+windowed group too: a hit needs the snapshot that was taken where it ends.
 
-The rule it keeps where there is a whole group: whoever owns a page of a node owns the whole pages
-of that node and of all nodes above it, so
+The rule it keeps if there is a whole group: the owner of any page of a node owns the whole pages of
+that node and of all nodes above it, so
 
     references(whole page of parent) >= references(whole page of child) >= 1
     references(whole page of node)   >= references(windowed page of node) >= 1, or there is none
 
-the cache's own being one of them. A node whose whole pages only the cache owns has nothing but
-such nodes below it. So what eviction can free is the plain count of idle pages: taking leaves
-frees all whole ones, and a windowed one can be taken from any node. This is why `insert` stops
-where a node holds a page that is another request's, while `release`, after which the caller owns
-nothing, may go on. Where the node is idle and there are windows, `insert` puts the caller's pages
-in its place: else a prefix that lost the pages of its window would be computed anew by everyone,
-and kept young, without ever being found again.
+where the cache's own reference is one of them. Below a node whose whole pages only the cache owns
+there are only such nodes. So the number of pages that eviction can free is the number of idle
+pages: removing leaves frees all whole pages, and a windowed page can be taken from any node. This
+is why `insert` stops at a node that holds a page of another request, while `release`, after which
+the caller owns nothing, may continue. If the node is idle and there are windows, `insert` replaces
+its pages by the caller's: otherwise every request would recompute a prefix that lost the pages of
+its window, and keep it young, without ever finding it.
 
-A request that waits for memory is looked up again and again. Its `Lookup` keeps the path that was
-found, so that a search costs what has changed since the last one, not the length of the prompt.
+A request that waits for memory is looked up repeatedly. Its `Lookup` keeps the path that was found,
+so that a search costs what has changed since the last one, not the length of the prompt.
 
-Where all groups are windowed, nobody needs to own a path, because no page waits for the ones below
-it to go: every page has its own owners, and whoever comes by fills what a node lacks.
+If all groups are windowed, an owner need not own a whole path, because no page waits for the pages
+below it to be freed: every page has its own owners, and any request fills what a node lacks.
 """
 
 from bisect import bisect_left
@@ -68,7 +68,7 @@ class Lookup:
     num_idled: list[int]
     """By group: the cache's counter when the hit was made young."""
     num_pages: int = 0
-    """Of the longest hit, at the last search."""
+    """Pages of the longest hit, at the last search."""
     path: list[_Node] = field(default_factory=list)
     """path[: num_pages] is the hit; what follows is known but lacks pages of a windowed group."""
     root: _Node | None = None
@@ -87,23 +87,23 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Of all groups together."""
+        """Number of pages of all groups together."""
         return sum(map(len, self._nodes))
 
     def num_evictable(self, group: int) -> int:
-        """How many pages evict() could free."""
+        """Return how many pages evict() could free."""
         return len(self._idle[group])
 
     def pages(self, group: int) -> list[int]:
         return list(self._nodes[group])
 
     def companions(self, group: int, page: int) -> Sequence[int]:
-        """The pages, by group, of the node that holds this one; none if no node does."""
+        """Return the pages, by group, of the node that holds this one; none if no node does."""
         node = self._nodes[group].get(page)
         return () if node is None else tuple(node.pages)
 
     def is_last_owner(self, group: int, page: int) -> bool:
-        """Whether nobody, or only the cache, has the page when its caller lets go of it."""
+        """Return whether the page has no owner, or only the cache, once the caller releases it."""
         return self.groups[group].pool.references(page) - (page in self._nodes[group]) == 1
 
     def look_up(self, token_ids: Sequence[int], limit: int) -> Lookup:
@@ -119,7 +119,7 @@ class PrefixCache:
         if lookup.root is not self._root:
             lookup.root, lookup.num_fills = self._root, -1
             path.clear()
-        while path and not _is_attached(path[-1]):  # who has children is never pruned
+        while path and not _is_attached(path[-1]):  # a node with children is never pruned
             path.pop()
         n = min(lookup.num_pages, len(path))
         if lookup.num_fills != self._num_fills:  # else nothing can have been added to the path
@@ -131,15 +131,16 @@ class PrefixCache:
         lookup.num_pages = n
 
     def num_idle(self, lookup: Lookup, group: int) -> int:
-        """How many pages of the hit only the cache owns: evict() cannot free them after a match."""
+        """Return how many pages of the hit only the cache owns: evict() cannot free them after a
+        match."""
         n, idle = lookup.num_pages, self._idle[group]
         if self.groups[group].is_whole:  # then all nodes below an idle one are idle
             return n - bisect_left(lookup.path, 1, 0, n, key=lambda node: node.pages[group] in idle)
         return sum(page in idle for page in self._hit(lookup, group))
 
     def match(self, lookup: Lookup) -> list[list[int]]:
-        """The pages, by group, of the hit that was found, one reference each. A windowed group has
-        0 before the window."""
+        """Take one reference to each page of the hit, and return the pages by group. A windowed
+        group has 0 before the window."""
         pages: list[list[int]] = []
         for g, group in enumerate(self.groups):
             found = self._hit(lookup, g)
@@ -150,7 +151,7 @@ class PrefixCache:
         return pages
 
     def keep_young(self, lookup: Lookup) -> None:
-        """Let the hit of a request that waits be evicted last."""
+        """Make the hit of a waiting request the last to be evicted."""
         for g, num_idled in enumerate(self._num_idled):
             if lookup.num_idled[g] != num_idled:  # else no page has become younger since
                 lookup.num_idled[g] = num_idled
@@ -159,7 +160,7 @@ class PrefixCache:
                     self._make_young(g, page)
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
-        """Offer the full pages of a request that goes on; it stays an owner of all of them."""
+        """Offer the full pages of a running request, which stays an owner of all of them."""
         self._adopt(token_ids, pages, is_leaving=False)
 
     def release(self, token_ids: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
@@ -177,12 +178,12 @@ class PrefixCache:
                         self._make_young(g, path[i].pages[g])
 
     def let_go(self, group: int, pages: Iterable[int]) -> None:
-        """Drop the caller's reference to these; what was offered before stays to be found."""
+        """Drop the caller's reference to these pages; those offered before can still be found."""
         for page in pages:
             self._drop(group, page)
 
     def evict(self, group: int, n: int) -> int:
-        """Free up to n pages of the group, the ones unused for longest first; says how many."""
+        """Free up to n pages of the group, the least recently used first, and return how many."""
         idle, num_freed = self._idle[group], 0
         is_windowed = not self.groups[group].is_whole
         while num_freed < n and idle:
@@ -196,7 +197,7 @@ class PrefixCache:
         return num_freed
 
     def clear(self) -> None:
-        """Forget every prefix. Pages that requests own stay theirs."""
+        """Forget every prefix. Requests keep the pages that they own."""
         for group, nodes in zip(self.groups, self._nodes, strict=True):
             for page in nodes:
                 group.pool.release(page)
@@ -227,7 +228,7 @@ class PrefixCache:
         self._num_idled = [0] * num_groups  # pages that became idle, by group
 
     def _keys(self, token_ids: Sequence[int], first: int, stop: int) -> Iterator[Key]:
-        """Of these pages of the tokens"""
+        """Yield the key of each page in [first, stop) of these tokens."""
         size = self.page_size
         return (tuple(token_ids[i * size : (i + 1) * size]) for i in range(first, stop))
 
@@ -243,13 +244,13 @@ class PrefixCache:
             path.append(node)
 
     def _hit(self, lookup: Lookup, group: int) -> list[int]:
-        """Pages of the group that the token after the hit reads."""
+        """Return the pages of the group that the token after the hit reads."""
         n = lookup.num_pages
         first = self.groups[group].first_read(n * self.page_size, self.page_size)
         return [node.pages[group] for node in lookup.path[first:n]]
 
     def _last_hole(self, path: list[_Node], n: int) -> int | None:
-        """Index of a node that lacks a page which a hit of n nodes needs."""
+        """Return the last index of a node that lacks a page which a hit of n nodes needs."""
         for g in self._windowed:
             first = self.groups[g].first_read(n * self.page_size, self.page_size)
             for i in reversed(range(first, n)):
@@ -260,13 +261,14 @@ class PrefixCache:
     def _adopt(
         self, token_ids: Sequence[int], pages: Sequence[Sequence[int]], *, is_leaving: bool
     ) -> list[_Node]:
-        """-> the nodes of the prefix, as far as the caller may go."""
+        """Adopt the offered pages, and return the nodes of the prefix as far as the caller may
+        go."""
         path: list[_Node] = []
         node, owns_path = self._root, True
         for key, mine in self._offers(token_ids, pages):
             child = node.children.get(key)
             if child is None:
-                # below another's page, only what nobody but the leaving caller owns
+                # below another request's page, only pages that the leaving caller alone owns
                 if not (owns_path or all(self._references(g, mine[g]) == 1 for g in self._whole)):
                     break
                 child = node.children[key] = _Node(key, node, [0] * len(self.groups))
@@ -286,7 +288,7 @@ class PrefixCache:
     def _offers(
         self, token_ids: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> list[tuple[Key, list[int]]]:
-        """Each full page of tokens and its pages by group, up to the last that has any."""
+        """Return each full page of tokens with its pages by group, up to the last that has any."""
         keys = self._keys(token_ids, 0, len(token_ids) // self.page_size)
         offers = list(zip(keys, map(list, zip(*pages, strict=False)), strict=False))
         while offers and not any(offers[-1][1]):
@@ -300,7 +302,7 @@ class PrefixCache:
         for g, page in enumerate(mine):
             if page and not node.pages[g] and (owns_path or self._references(g, page) == 1):
                 if page in self._nodes[g]:
-                    raise PoolError(f"page {page} is offered for a second prefix; it holds another")
+                    raise PoolError(f"page {page} is offered, but holds another cached prefix")
                 self.groups[g].pool.share(page)  # now the offerer and the cache own it: not idle
                 self._nodes[g][page] = node
                 node.pages[g] = page
@@ -347,7 +349,7 @@ class PrefixCache:
     def _check_node(self, node: _Node) -> None:
         parent, pages = node.parent, node.pages
         if parent is None or parent.children.get(node.key) is not node:
-            raise PoolError(f"the node of cached pages {pages} hangs off the tree")
+            raise PoolError(f"the node of cached pages {pages} is not attached to the tree")
         if len(node.key) != self.page_size:
             raise PoolError(f"the node of cached pages {pages} has {len(node.key)} tokens")
         if not any(pages) and not node.children:
@@ -356,7 +358,7 @@ class PrefixCache:
             raise PoolError(f"the node of cached pages {pages} lacks one of a whole group")
         owners = {self._references(g, pages[g]) for g in self._whole}
         if len(owners) > 1:
-            raise PoolError(f"cached pages {pages} are one node's, and have different owners")
+            raise PoolError(f"cached pages {pages} of one node have different owners")
         for num_owners in owners:
             self._check_owners(node, num_owners)
 

@@ -1,7 +1,7 @@
-"""The pool of slots: which rows of the tables belong to a request.
+"""The pool of slots, that is of the rows of the tables that belong to a request.
 
-It hands out ids and knows neither tables nor requests. The rule it keeps: slot 0 is the row that
-padding points at, so it is never handed out; every other slot has at most one owner.
+It hands out ids and knows neither tables nor requests. The rule it keeps: padded rows read slot 0,
+so that slot is never handed out; every other slot has at most one owner.
 """
 
 from slotzero.errors import CapacityError, PoolError
@@ -9,7 +9,7 @@ from slotzero.errors import CapacityError, PoolError
 
 class SlotPool:
     """Slots 1 to num_slots. The one given back last is handed out first: its rows are warm, and a
-    row that was not made neutral is met at once."""
+    row that was not reset is noticed at once."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
@@ -25,14 +25,14 @@ class SlotPool:
 
     def take(self) -> int:
         if not self._free:
-            raise PoolError(f"all {self.num_slots} slots are taken; ask num_free first")
+            raise PoolError(f"all {self.num_slots} slots are taken; check num_free first")
         slot = self._free.pop()
         self._taken[slot] = True
         return slot
 
     def give_back(self, slot: int) -> None:
         if not 1 <= slot <= self.num_slots:
-            raise PoolError(f"slot {slot} is not ours; we hand out 1 to {self.num_slots}")
+            raise PoolError(f"slot {slot} is not in this pool of 1 to {self.num_slots}")
         if not self._taken[slot]:
             raise PoolError(f"slot {slot} was given back twice")
         self._taken[slot] = False
@@ -43,7 +43,7 @@ class SlotPool:
 
     def check(self) -> None:
         if self._taken[0] or 0 in self._free:
-            raise PoolError("slot 0 left its reserve")
+            raise PoolError("slot 0, which is reserved for padding, was handed out")
         free = [slot for slot in range(1, self.num_slots + 1) if not self._taken[slot]]
         if sorted(self._free) != free:
             raise PoolError(f"free slots are {sorted(self._free)}, a recount finds {free}")

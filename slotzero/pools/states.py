@@ -1,8 +1,8 @@
-"""Recurrent states: one row for each slot, rows of snapshots, and room for drafts to be taken back.
+"""Recurrent states: one row for each slot, rows of snapshots, and states of drafts for rollback.
 
 A request's state is in the row of its slot, so states are not handed out. Snapshots are handed out
 like pages, see ledger.py: a table names the rows of each slot. Row 0 of all is zeros and is never
-written. It knows shapes, and neither tokens nor layers' weights.
+written. This module knows shapes, and neither tokens nor the weights of layers.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ CONV_TRAIL, SCAN_TRAIL = "conv_trail", "scan_trail"
 STATES, SNAPSHOTS = (CONV_STATE, SCAN_STATE), (CONV_KEPT, SCAN_KEPT)
 TRAILS = (CONV_TRAIL, SCAN_TRAIL)
 SNAPSHOT_SHARE = 0.25  # of the memory that is left for KV and snapshots
-MOST_SNAPSHOTS = 4  # of each request, beyond what a step takes
+MOST_SNAPSHOTS = 4  # per request, in addition to those that a step takes
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class StateShape:
         if taken >= budget:
             lower = "--max-num-seqs or --speculative-steps" if drafts else "--max-num-seqs"
             raise CapacityError(
-                f"recurrent states of {num_slots} requests take {show(taken)} of a KV budget of "
+                f"recurrent states of {num_slots} requests need {show(taken)}, the KV budget is "
                 f"{show(budget)}: lower {lower}, or raise --kv-cache-memory"
             )
         return budget - taken
 
     def snapshots(self, interval: int, budget: int, demand: Demand) -> int:
-        """Rows for snapshots, row 0 among them."""
+        """Return the number of rows for snapshots, row 0 included."""
         longest = demand.max_model_len or demand.limit
         needed = min(demand.chunk, longest) // interval + 1
         if (needed + 1) * self.num_bytes >= budget:
             raise CapacityError(
-                f"{show(budget)} for KV and snapshots do not hold the {needed} snapshots that one "
-                f"request may take in a step, of {show(self.num_bytes)} each: raise "
+                f"{show(budget)} for KV and snapshots are too small for the {needed} snapshots of "
+                f"{show(self.num_bytes)} that one request may take in a step: raise "
                 "--kv-cache-memory or --snapshot-interval, or use --no-enable-prefix-caching"
             )
         fitting = int(budget * SNAPSHOT_SHARE) // self.num_bytes - 1
@@ -70,7 +70,8 @@ class StateShape:
     def tables(
         self, registry: Registry, num_slots: int, num_snapshots: int, rows: torch.Tensor | None
     ) -> States:
-        """`num_snapshots` with row 0, and where those of each slot are; or none."""
+        """Allocate the states. `num_snapshots` includes row 0; `rows` is the table that names the
+        snapshots of each slot, None without snapshots."""
 
         def table(name: str, num_rows: int, conv: bool, through: str = "") -> torch.Tensor:
             shape = self.scan.conv_shape if conv else self.scan.scan_shape
@@ -97,7 +98,7 @@ class StateShape:
         )
 
     def trail(self, registry: Registry, num_tokens: int) -> Trail:
-        """[tokens, layers, ...] each"""
+        """Allocate the states after each draft token: [tokens, layers, ...] each."""
         conv, scan = (
             registry.output(name, (num_tokens, self.num_layers, *shape), dtype, per="token")
             for name, shape, dtype in (
@@ -109,7 +110,7 @@ class StateShape:
 
 
 def snapshot_tables(interval: int, max_len: int) -> tuple[TableSpec, ...]:
-    """Where the state after every `interval` tokens goes; 0: nowhere."""
+    """Return the table of the row for the state after every `interval` tokens; 0: none is kept."""
     if not interval:
         return ()
     return (TableSpec(SNAPSHOT_ROWS, -(-max_len // interval), "int32", 0, is_matrix=True),)
@@ -118,6 +119,7 @@ def snapshot_tables(interval: int, max_len: int) -> tuple[TableSpec, ...]:
 def rows_of_table(
     first_page: int, rows: list[int], pages_per_snapshot: int
 ) -> tuple[int, list[int]]:
-    """Rows by page, from this one on -> the same by column of the table, from a column on."""
+    """Convert rows by page, from `first_page` on, to rows by column of the table; return the first
+    column, and the rows."""
     skipped = -(first_page + 1) % pages_per_snapshot
     return first_page // pages_per_snapshot, rows[skipped::pages_per_snapshot]

@@ -2,8 +2,8 @@
 
 All tables are views of one arena of 32-bit words, so the writes of a step, whatever tables they
 touch, are one upload and one kernel in stream order. Slot 0's row is written once, here, and never
-again. What is staged may also be for the same tables of another rank. It does not know who owns a
-slot.
+again. Staged writes may also be for the same tables of another rank. This module does not know who
+owns a slot.
 """
 
 from abc import ABC, abstractmethod
@@ -39,18 +39,18 @@ class _Place:
 
 
 def count_words(num_slots: int, specs: Sequence[TableSpec]) -> int:
-    """Words of all tables; raises ConfigError if they are too many to be addressed."""
+    """Return the words of all tables; raises ConfigError if they are too many to be addressed."""
     num_words = (num_slots + 1) * sum(spec.width for spec in specs)
     if num_words > MAX_WORDS:
         raise ConfigError(
-            f"max_num_seqs={num_slots}: the tables of its slots have {num_words} words at this "
-            f"max_model_len, and at most {MAX_WORDS} can be addressed: {REMEDY}"
+            f"max_num_seqs={num_slots}: the slot tables have {num_words} words with this "
+            f"max_model_len, but at most {MAX_WORDS} can be addressed: {REMEDY}"
         )
     return num_words
 
 
 class Staging:
-    """Writes that wait to be applied, to tables of this layout wherever they are."""
+    """Staged writes to tables of this layout, on this rank or another."""
 
     def __init__(self, num_slots: int, specs: Sequence[TableSpec]) -> None:
         self.num_slots, self.specs = num_slots, tuple(specs)
@@ -68,7 +68,7 @@ class Staging:
     def stage(
         self, name: str, slot: int, values: Sequence[int | float] | np.ndarray, first: int = 0
     ) -> None:
-        """Row `slot` of a table gets `values` from column `first` on, at the next `apply`."""
+        """Write `values` to row `slot` of a table from column `first` on, at the next `apply`."""
         spec, base = self._places[name].spec, self._places[name].base
         if not 1 <= slot <= self.num_slots:
             raise ContractError(f"table {name!r}: slot {slot} is not one of 1 to {self.num_slots}")
@@ -84,15 +84,15 @@ class Staging:
         written[name] = max(written.get(name, 0), first + len(values))
 
     def reset(self, slot: int) -> None:
-        """Whatever was staged for this slot's last owner returns to neutral; tokens may stay."""
+        """Reset to neutral whatever was staged for this slot's last owner; tokens may stay."""
         for name, width in self._written.pop(slot, {}).items():
             if name != "tokens":
                 self.stage(name, slot, np.full(width, self._places[name].spec.neutral))
         self._written.pop(slot, None)
 
     def take(self) -> np.ndarray | None:
-        """What was staged, [2, n]: words and their values. Where a word was staged twice, both
-        writes have the later value, so their order does not matter."""
+        """Return the staged writes, [2, n]: words and their values. If a word was staged twice,
+        both writes have the later value, so their order does not matter."""
         self._taken, self._staged = self._staged, []
         if not self._taken:
             return None
@@ -101,8 +101,8 @@ class Staging:
         return np.stack([offsets, values])
 
     def take_back(self) -> None:
-        """What was taken last is staged again: it may have reached no table. What did is written
-        once more, with what is the latest value then."""
+        """Stage again what was taken last, because it may have reached no table. Writes that did
+        are repeated, with the latest value at that time."""
         self._staged, self._taken = self._taken + self._staged, []
 
     def place_of(self, offset: int) -> tuple[str, int, int]:
@@ -125,7 +125,7 @@ class SlotTables(Staging):
         page_tables: Sequence[str],
         more: Sequence[TableSpec] = (),
     ) -> None:
-        """`page_tables` are their names, one for each group of layers."""
+        """`page_tables`: the names of the page tables, one for each KV group."""
         specs = (
             # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
             TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),

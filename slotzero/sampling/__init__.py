@@ -1,1 +1,1 @@
-"""Choosing the next token: what a request asks for, as tables, and the choice itself."""
+"""Sampling of the next token: parameters of a request, their tables, and the reference sampler."""

@@ -1,4 +1,4 @@
-"""The noise of sampling: Gumbel numbers that are looked up, not drawn.
+"""The noise of sampling: Gumbel numbers that are computed from a hash, not drawn.
 
 There is no generator and no state. The number for a vocabulary index is a hash of four 32-bit words
 (seed low, seed high, position, index), so a row's noise does not depend on its neighbours, on the
@@ -23,14 +23,14 @@ KEY_STARTS = (0x243F6A88, 0x85A308D3)
 
 
 def mix(word: Tensor) -> Tensor:
-    """A bijection of 32-bit words in which every input bit moves every output bit."""
+    """Mix 32-bit words by a bijection in which every input bit affects every output bit."""
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & WORD
     return word ^ (word >> 16)
 
 
 def row_keys(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Seed [rows, 2] and position [rows], folded into two words: [rows] each, int64.
+    """Fold seed [rows, 2] and position [rows] into two words: [rows] each, int64.
 
     Two, because with one word 80,000 (seed, position) pairs would already share a noise row.
     """
@@ -44,14 +44,14 @@ def row_keys(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_words(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """The hash for every vocabulary index: [rows, vocab] int64 in [0, 2^32)."""
+    """Return the hash for every vocabulary index: [rows, vocab] int64 in [0, 2^32)."""
     low, high = row_keys(seed, position)
     index = torch.arange(vocab, dtype=torch.int64, device=seed.device)
     return mix((index + low[:, None]) & WORD) ^ high[:, None]
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel numbers, [rows, vocab] float32; always finite."""
+    """Return standard Gumbel numbers, [rows, vocab] float32; always finite."""
     cell = (hash_words(seed, position, vocab) >> 9).to(torch.float32)
     uniform = (cell + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

@@ -1,7 +1,7 @@
-"""How one request wants its tokens chosen. Pure data: it knows neither tensors nor slots.
+"""The sampling parameters of one request. Pure data: it knows neither tensors nor slots.
 
-Field names and meanings follow vLLM's `SamplingParams`; those that are not here are refused.
-A value that cannot be honoured is refused here, by name, before anything runs.
+Field names and meanings follow vLLM's `SamplingParams`; other fields are refused. A value that is
+not supported is refused here, by name, before anything runs.
 """
 
 import math
@@ -85,7 +85,7 @@ class SamplingParams:
                 raise _refused(name, getattr(self, name), rule)
 
     def ends_at(self, eos_token_ids: Collection[int]) -> frozenset[int]:
-        """Tokens that end the answer and are no part of it."""
+        """Return the tokens that end the answer and are not part of it."""
         goes_on = self.ignore_eos and self.structured_outputs is None
         return frozenset((*(() if goes_on else eos_token_ids), *self.stop_token_ids))
 
@@ -149,7 +149,7 @@ class SamplingParams:
         )
 
 
-MOST_INTEGER = 1 << 1000  # that a float holds
+MOST_INTEGER = 1 << 1000  # a float can hold it
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed")
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculative",
@@ -191,5 +191,5 @@ def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:
 
 
 def _token(key: int | str) -> int:
-    """Of JSON, a key is text."""
+    """Convert the key of a logit bias, which is a string in JSON, to a token id."""
     return int(key) if isinstance(key, str) else operator.index(key)

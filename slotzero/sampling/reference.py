@@ -1,25 +1,25 @@
-"""Choosing the next token of every row: the slow, plain definition.
+"""Reference implementation of sampling: the slow, plain definition.
 
-A pure function of (logits, slots, positions, tables). It runs inside the recorded step, so it never
-reads a value back to the host and no shape depends on data. It knows neither requests nor
+It is a pure function of (logits, slots, positions, tables). It runs inside the captured step, so it
+never reads a value back to the host and no shape depends on data. It knows neither requests nor
 batches; it writes nothing.
 
 The rules it keeps:
 
-- A row is chosen from its own logits, its slot's rows and its position alone. Neighbours, order and
-  padding cannot change it. Rows of slot 0 come back as zeros.
-- Nothing is remembered. How often a token occurred is counted from the token table each time, so
-  there is no count that could be stale. Token ids outside the vocabulary, and whatever lies in the
-  table at or past the position, count for nobody.
+- The sample of a row depends only on its own logits, its slot's rows and its position. Other rows,
+  order and padding cannot change it. Rows of slot 0 return zeros.
+- There is no state. Occurrences of a token are counted from the token table each time, so no count
+  can be stale. Token ids outside the vocabulary, and whatever is in the table at or past the
+  position, are not counted.
 - A token that a grammar forbids has the logit -inf before anything else is done, whatever it was.
 - Log probabilities report the model: the softmax of the logits as they came in.
-- Every filter is a floor. Token i stays if the weight strictly above it is less than a budget
-  (top-k: one each, budget k; top-p: its probability, budget top_p), so equal logits live or die
-  together, and the three filters are one comparison with the highest floor.
+- Every filter is a threshold. Token i stays if the weight strictly above it is less than a budget
+  (top-k: one each, budget k; top-p: its probability, budget top_p), so equal logits are kept or
+  dropped together, and the three filters are one comparison with the highest threshold.
 - A row without a finite maximum (NaN anywhere, +inf anywhere, or nothing but -inf) has no
-  distribution to choose from. It yields token 0: an id that is always valid, so the step that
-  follows reads good memory and the neighbours live on. It is not hidden: when the incoming logits
-  were broken, the log probabilities asked for are NaN.
+  distribution to choose from. It yields token 0, an id that is always valid, so the next step reads
+  valid memory and other rows are not affected. This is not hidden: if the incoming logits were
+  broken, the requested log probabilities are NaN.
 
 Scaled logits are (logit - maximum) / temperature rather than logit / temperature: the same
 distribution, but it cannot overflow, however small the temperature.
@@ -34,7 +34,8 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Sampled:
-    """`logits` [rows, vocab]; `positions` [rows]: the index that the new token will have."""
+    """Sample one token per row. `logits` [rows, vocab]; `positions` [rows]: the index that the new
+    token will have."""
     own = SamplingTables(*(table[slots.long()] for table in tables))  # one row per row
     adjusted = adjust(logits, positions, own)
     peak = adjusted.amax(-1, keepdim=True)
@@ -47,7 +48,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
 
 
 def adjust(logits: Tensor, positions: Tensor, own: SamplingTables) -> Tensor:
-    """Mask, penalties, bias and the ban on early endings, in that order: [rows, vocab]."""
+    """Apply mask, penalties, bias and min_tokens, in that order: [rows, vocab]."""
     vocab = logits.shape[-1]
     logits = logits.masked_fill(_forbidden(own, vocab), -torch.inf)
     index = torch.arange(own.tokens.shape[-1], device=logits.device)
@@ -66,7 +67,7 @@ def adjust(logits: Tensor, positions: Tensor, own: SamplingTables) -> Tensor:
 
 
 def floor(scaled: Tensor, own: SamplingTables) -> Tensor:
-    """The lowest scaled logit that may be chosen: [rows]. `scaled` has its maximum at 0."""
+    """Return the lowest scaled logit that may be chosen: [rows]. The maximum of `scaled` is 0."""
     vocab = scaled.shape[-1]
     ordered = scaled.sort(dim=-1, descending=True).values
     num_kept = torch.where(own.top_k > 0, own.top_k.clamp(max=vocab), vocab)
@@ -80,7 +81,8 @@ def floor(scaled: Tensor, own: SamplingTables) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """torch's own adds 50,000 floats in float32 and is off by 7e-5; a double sum is not."""
+    """Return the log softmax with a float64 sum. torch's own adds 50,000 values in float32 and is
+    off by 7e-5."""
     shifted = logits - logits.amax(-1, keepdim=True)
     total = shifted.exp().sum(-1, keepdim=True, dtype=torch.float64)
     return shifted - total.log().to(torch.float32)
@@ -101,18 +103,18 @@ def _report(logits: Tensor, chosen: Tensor, num_wanted: Tensor) -> Sampled:
 
 
 def _forbidden(own: SamplingTables, vocab: int) -> Tensor:
-    """The tokens that a grammar rules out: [rows, vocab] bool."""
+    """Return the tokens that a grammar forbids: [rows, vocab] bool."""
     token = torch.arange(vocab, device=own.allowed.device)
     bits = own.allowed[:, token // 32] >> (token % 32)
     return (own.is_masked != 0)[:, None] & (bits & 1 == 0)
 
 
 def _count(ids: Tensor, counted: Tensor, vocab: int) -> Tensor:
-    """How often each id occurs where `counted`: [rows, vocab] int32."""
+    """Return how often each id occurs where `counted`: [rows, vocab] int32."""
     target = torch.where(counted & (ids >= 0) & (ids < vocab), ids, vocab).long()
     counts = torch.zeros(ids.shape[0], vocab + 1, dtype=torch.int32, device=ids.device)
     ones = torch.ones_like(target, dtype=torch.int32)
-    return counts.scatter_add(-1, target, ones)[:, :vocab]  # the last column is the bin
+    return counts.scatter_add(-1, target, ones)[:, :vocab]  # the last column is discarded
 
 
 def _bias(ids: Tensor, values: Tensor, vocab: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Structured outputs: the structure an answer must have. Pure data: it compiles nothing.
+"""Structured outputs: the structure that an answer must have. Pure data: it compiles nothing.
 
-The rule: exactly one shape is named, and it is kept as text. Two requests with the same kind and
-text want the same grammar.
+The rule: exactly one structure is given, and it is kept as text. Two requests with the same kind
+and text have the same grammar.
 """
 
 import json
@@ -28,14 +28,14 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     """The answer is one of these texts."""
     json: str | Mapping[str, Any] | None = None
-    """Another name of json_schema (vLLM's); what it holds is kept there."""
+    """vLLM's name of json_schema; its value is moved there."""
 
     def __post_init__(self) -> None:
         for name, ok, rule in (
             ("json_object", isinstance(self.json_object, bool | None), "must be true"),
-            ("regex", self.regex is None or isinstance(self.regex, str), "must be text"),
-            ("choice", self.choice is None or _is_texts(self.choice), "must be a list of texts"),
-            ("choice", self.choice is None or self.choice, "is empty; give at least one text"),
+            ("regex", self.regex is None or isinstance(self.regex, str), "must be a string"),
+            ("choice", self.choice is None or _is_texts(self.choice), "must be a list of strings"),
+            ("choice", self.choice is None or self.choice, "is empty; give at least one string"),
         ):
             if not ok:
                 raise _refused(name, getattr(self, name), rule)
@@ -98,7 +98,7 @@ def structure_error(why: str, kind: Kind | None = None) -> RequestError:
 
 
 def _schema_text(name: str, schema: object) -> str:
-    """In the order in which it was given: that is the order of an answer's properties."""
+    """Return a schema as JSON text in its given order, which is that of an answer's properties."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping):
@@ -111,7 +111,7 @@ def _schema_text(name: str, schema: object) -> str:
 def _plain(value: object) -> Any:
     if isinstance(value, Mapping):  # json writes only dicts by itself
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no type of JSON")
+    raise TypeError(f"{type(value).__name__} is not a JSON type")
 
 
 def _is_texts(value: object) -> bool:
@@ -126,7 +126,7 @@ def _check_unicode(name: str, text: str) -> None:
     except UnicodeEncodeError as error:
         kind = name.partition("[")[0]
         raise RequestError(
-            f"structured_outputs: {name} has half a character at position {error.start}; "
+            f"structured_outputs: {name} has half a surrogate pair at position {error.start}; "
             "send valid Unicode",
             param="structured_outputs",
             label=f"structured_outputs: {kind}",

@@ -1,14 +1,14 @@
 """Sampling tables: the sampling parameters of every request, one row per slot.
 
-A step publishes slots only; how each of them wants its token chosen is read here, inside the
-recorded step. This file knows names, widths and neutral values. It does not allocate (the registry
-does), does not know logits, and imports torch for types alone.
+A step publishes slots only; the parameters of each slot are read from these tables inside the
+captured step. This file knows names, widths and neutral values. It does not allocate (the registry
+does), does not know logits, and imports torch for types only.
 
 The rule: row 0 belongs to no request and holds neutral values, and a row is always written whole,
-so nothing of an earlier owner of the slot survives in it.
+so nothing of an earlier owner of the slot remains in it.
 
-What a request asks for is written once, at its admission. Which tokens its grammar allows is
-written before each of its samples, and is not read where `is_masked` is 0.
+The parameters of a request are written once, at its admission. The mask of its grammar is written
+before each of its samples, and is not read if `is_masked` is 0.
 """
 
 from collections.abc import Iterable
@@ -33,9 +33,9 @@ class TableSpec:
     neutral: int | float
     """Value of row 0 and of every unused column."""
     is_matrix: bool = False
-    """Two axes even where the width, which may depend on the settings, is 1."""
+    """Whether it has two axes even if the width, which may depend on the settings, is 1."""
     follows: str = ""
-    """The tensor that what a step writes here was chosen from."""
+    """The tensor from which the values that a step writes here are computed."""
 
     def shape(self, slots: int) -> tuple[int, ...]:
         is_vector = self.width == 1 and not self.is_matrix
@@ -61,7 +61,8 @@ SAMPLING_TABLES = (
 
 
 def mask_tables(vocab_size: int) -> tuple[TableSpec, ...]:
-    """Bit i % 32 of word i // 32 says whether token i may be chosen."""
+    """Return the tables of grammar masks: bit i % 32 of word i // 32 is set if token i is
+    allowed."""
     return (
         TableSpec("is_masked", 1, "int32", 0),  # 0: every token is allowed
         TableSpec("allowed", -(-vocab_size // 32), "int32", -1, is_matrix=True),
@@ -102,10 +103,10 @@ class Sampled(NamedTuple):
 def encode(
     params: SamplingParams, seed: int, prompt_len: int, stop_ids: Iterable[int]
 ) -> dict[str, list[int] | list[float]]:
-    """The whole row of every one of `SAMPLING_TABLES` for one request.
+    """Return one request's row of each of `SAMPLING_TABLES`.
 
-    `seed` is the one to use (a request without one is given one by the caller), and `stop_ids` are
-    all ids that end the answer, end-of-sequence among them: they are what `min_tokens` holds back.
+    `seed` is never None: the caller draws one for a request without. `stop_ids` are all ids that
+    end the answer, end-of-sequence included: `min_tokens` forbids them.
     """
     values: dict[str, list[int] | list[float]] = {
         "temperature": [_float32(params.temperature)],
@@ -133,12 +134,12 @@ def _filled(spec: TableSpec, values: list[int] | list[float]) -> list[int] | lis
 def _stop_row(stop_ids: Iterable[int]) -> list[int]:
     unique = list(dict.fromkeys(stop_ids))
     if len(unique) > MAX_STOP_IDS:
-        raise RequestError(f"{len(unique)} stop ids: at most {MAX_STOP_IDS} fit, name fewer")
+        raise RequestError(f"{len(unique)} stop ids: at most {MAX_STOP_IDS} are supported")
     return unique
 
 
 def _float32(value: float) -> float:
-    # A double may be finite where its float32 is not, and infinity here would make NaN there.
+    # a finite double may be infinite in float32, and infinity would become NaN on the device
     return min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
 
 

@@ -20,7 +20,6 @@ from slotzero.server.protocol import (
     ResponseFormat,
     Structure,
 )
-from slotzero.server.status import FieldError
 
 COMPLETION_TOKENS = 16  # OpenAI's default
 MAX_CHOICES = 1024
@@ -64,8 +63,8 @@ def chat_requests(
         given["skip_special_tokens"] = False  # a model may mark its calls with special tokens
     name, structure = _structure(body)
     if has_tools and structure is not None:
-        raise FieldError(
-            name, f"{name}: not supported together with tools; send tool_choice=none or no tools"
+        raise RequestError(
+            f"{name}: not supported together with tools; send tool_choice=none or no tools", name
         )
     if schema is not None:
         name, structure = "tools", {"json_schema": schema}
@@ -92,10 +91,10 @@ def completion_requests(
 def check_choices(body: GenerationFields, num_prompts: int) -> None:
     """Refuse too many choices before any prompt is tokenised."""
     if num_prompts * (body.n or 1) > MAX_CHOICES:
-        raise FieldError(
-            "prompt",
+        raise RequestError(
             f"prompt: {num_prompts} prompts with n={body.n or 1} answers each are more than "
             f"{MAX_CHOICES} choices",
+            "prompt",
         )
 
 
@@ -110,7 +109,7 @@ def _structure(body: GenerationFields) -> tuple[str, dict[str, Any] | None]:
     """Return the field that asks for a structured output, and the structure."""
     fields = [name for name in _WAYS if getattr(body, name) is not None]
     if len(fields) > 1:
-        raise FieldError(fields[1], f"{fields[1]}: not supported together with {fields[0]}")
+        raise RequestError(f"{fields[1]}: not supported together with {fields[0]}", fields[1])
     if not fields:
         return "response_format", None
     (name,) = fields
@@ -132,9 +131,8 @@ def _structured_outputs(structure: Structure) -> tuple[str, dict[str, Any]]:
     chosen = [kind for kind, value in kinds.items() if value is not None]
     if len(chosen) != 1:
         got = " and ".join(chosen) or "none"
-        raise FieldError(
-            "structured_outputs",
-            f"structured_outputs: give one of {', '.join(kinds)}, got {got}",
+        raise RequestError(
+            f"structured_outputs: give one of {', '.join(kinds)}, got {got}", "structured_outputs"
         )
     (kind,) = chosen
     name = f"structured_outputs.{kind}"
@@ -147,14 +145,14 @@ def _shape(name: str, kind: str, value: Any) -> dict[str, Any]:
 
 def _response_format(form: ResponseFormat) -> dict[str, Any] | None:
     if (form.type == "json_schema") != (form.json_schema is not None):
-        raise FieldError(
-            "response_format.json_schema",
+        raise RequestError(
             "response_format.json_schema: required with type json_schema, and only then",
+            "response_format.json_schema",
         )
     if form.json_schema is not None:
         if form.json_schema.schema_ is None:
             where = "response_format.json_schema.schema"
-            raise FieldError(where, f"{where}: missing")
+            raise RequestError(f"{where}: missing", where)
         return {"json_schema": form.json_schema.schema_}
     return {"json_object": True} if form.type == "json_object" else None
 
@@ -165,7 +163,7 @@ def _schema(name: str, schema: dict[str, Any] | str) -> Any:
     try:
         return json.loads(schema)
     except (ValueError, RecursionError):
-        raise FieldError(name, f"{name}: the string is not valid JSON") from None
+        raise RequestError(f"{name}: the string is not valid JSON", name) from None
 
 
 def _requests(
@@ -205,13 +203,13 @@ def _check_structure(structure: StructuredOutputs | None) -> None:
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """Attribute errors of the tokenizer or the chat template to this field."""
+    """Attribute errors without a field (of the tokenizer, the chat template) to this one."""
     try:
         yield
-    except FieldError:
-        raise
     except RequestError as error:
-        raise FieldError(param, str(error)) from None
+        if error.param is not None:
+            raise
+        raise RequestError(str(error), param) from None
 
 
 def _seed(seed: int | None, i: int) -> dict[str, int]:

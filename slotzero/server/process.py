@@ -257,7 +257,7 @@ class EngineLoop:
 def stats_of(engine: "Engine", prompt_tokens: int, generated_tokens: int) -> Stats:
     """Return the engine's statistics. Pages of all layer groups are counted as used by requests,
     else as cached, else as free."""
-    schedulers, runners = engine.lanes, engine.worker.runners
+    schedulers, runners = engine.schedulers, engine.worker.runners
     ledgers = [scheduler.ledger for scheduler in schedulers]
     eager: Counter[str] = Counter()
     for runner in runners:
@@ -311,7 +311,7 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
 
     return {
         "limits": asdict(engine.limits),
-        "num_schedulers": len(engine.lanes),
+        "num_schedulers": len(engine.schedulers),
         "kv": engine.worker.kv,
         "eos_token_ids": list(engine.eos_token_ids),
         "vocab_size": engine.worker.vocab_size,

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from slotzero.errors import RequestError
 from slotzero.sampling.params import MAX_LOGIT_BIAS
 from slotzero.server.conversation import Message, NamedTool, RequestModel, Tool
-from slotzero.server.status import FieldError
 from slotzero.text.chat_template import NOT_BOTH
 
 MAX_ANSWERS = 128
@@ -81,9 +81,9 @@ class StreamOptions(RequestModel):
 def _check_stops(stop: str | list[str] | None) -> str | list[str] | None:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
-        raise FieldError("stop", f"stop: {len(stops)} strings, at most {MAX_STOPS}")
+        raise RequestError(f"stop: {len(stops)} strings, at most {MAX_STOPS}", "stop")
     if any(not 1 <= len(text) <= MAX_STOP_LEN for text in stops):
-        raise FieldError("stop", f"stop: each string must have 1 to {MAX_STOP_LEN} characters")
+        raise RequestError(f"stop: each string must have 1 to {MAX_STOP_LEN} characters", "stop")
     return stop
 
 
@@ -95,7 +95,7 @@ def _refuse_media(messages: Any) -> Any:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
                 where = f"messages[{i}].content[{j}].type"
-                raise FieldError(where, f"{where}: {kind[:40]!r} is not supported, only text is")
+                raise RequestError(f"{where}: {kind[:40]!r} is not supported, only text is", where)
     return messages
 
 
@@ -105,7 +105,7 @@ Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES), BeforeValida
 def _token_ids(bias: dict[str, float]) -> dict[str, float]:
     for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) < 10):
-            raise FieldError("logit_bias", f"logit_bias: {key[:20]!r} is not a token id")
+            raise RequestError(f"logit_bias: {key[:20]!r} is not a token id", "logit_bias")
     return bias
 
 
@@ -151,9 +151,9 @@ class GenerationFields(RequestModel):
             if name == "best_of":
                 allowed = (*allowed, self.n)  # all n answers are returned
             if value is not None and not _is_one_of(value, allowed):
-                raise FieldError(name, _refusal(name, allowed))
+                raise RequestError(_refusal(name, allowed), name)
         if self.stream_options is not None and not self.stream:
-            raise FieldError("stream_options", "stream_options: allowed only with stream=true")
+            raise RequestError("stream_options: allowed only with stream=true", "stream_options")
         return self
 
 
@@ -192,13 +192,13 @@ class ChatRequest(GenerationFields):
     def _agree(self) -> Self:
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise FieldError(
-                "max_tokens", "max_tokens: differs from max_completion_tokens; send one"
+            raise RequestError(
+                "max_tokens: differs from max_completion_tokens; send one", "max_tokens"
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise FieldError("top_logprobs", "top_logprobs: allowed only with logprobs=true")
+            raise RequestError("top_logprobs: allowed only with logprobs=true", "top_logprobs")
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise FieldError("tool_choice", "tool_choice: allowed only with tools")
+            raise RequestError("tool_choice: allowed only with tools", "tool_choice")
         _check_ending(self)
         return self
 
@@ -214,8 +214,8 @@ class CompletionRequest(GenerationFields):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise FieldError(
-                "echo", "echo: not supported with logprobs, as prompt logprobs are not computed"
+            raise RequestError(
+                "echo: not supported with logprobs, as prompt logprobs are not computed", "echo"
             )
         return self
 
@@ -231,7 +231,7 @@ class TokenizeRequest(RequestModel):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if (self.prompt is None) == (not self.messages):
-            raise FieldError("prompt", "prompt: send either prompt or messages")
+            raise RequestError("prompt: send either prompt or messages", "prompt")
         _check_ending(self)
         return self
 
@@ -244,7 +244,7 @@ class DetokenizeRequest(RequestModel):
 def _check_ending(body: ChatRequest | TokenizeRequest) -> None:
     if body.continue_final_message and body.add_generation_prompt:
         name = "continue_final_message"
-        raise FieldError(name, f"{name}: {NOT_BOTH}")
+        raise RequestError(f"{name}: {NOT_BOTH}", name)
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, PlainTextResponse
 
 from slotzero import __version__
+from slotzero.errors import RequestError
 from slotzero.server.app_state import AppState
 from slotzero.server.events import EventStream, event
 from slotzero.server.gate import json_bytes
@@ -27,7 +28,6 @@ from slotzero.server.replies import (
     Version,
 )
 from slotzero.server.routes_openai import responses, told
-from slotzero.server.status import FieldError
 from slotzero.server.tools import template_messages
 from slotzero.text.tokenizer import SPECIAL_KINDS
 
@@ -125,7 +125,7 @@ def _text(state: AppState, tokens: list[int]) -> str:
     state.check_tokens(tokens, "tokens", has_answer=False)
     bad = next((token for token in tokens if not 0 <= token < state.tokenizer.vocab_size), None)
     if bad is not None:
-        raise FieldError("tokens", f"tokens: {bad} is not in the vocabulary")
+        raise RequestError(f"tokens: {bad} is not in the vocabulary", "tokens")
     return state.tokenizer.decode(tokens, skip_special_tokens=False)
 
 

@@ -22,13 +22,6 @@ from slotzero.errors import (
 MAX_MESSAGE_LEN = 600
 
 
-class FieldError(RequestError):
-    """A request with one wrong field, which the error names."""
-
-    def __init__(self, param: str | None, message: str) -> None:
-        super().__init__(message, param)
-
-
 class HttpStatus(NamedTuple):
     code: int
     kind: str

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin
 
+from slotzero.errors import RequestError
 from slotzero.server.conversation import Message, NamedTool, Tool
 from slotzero.server.protocol import ChatRequest
-from slotzero.server.status import FieldError
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
-from slotzero.text.chat_template import MessageError, template_message, variable_of_ours
+from slotzero.text.chat_template import template_message, variable_of_ours
 
 FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama": LLAMA}
 
@@ -68,7 +68,7 @@ def plan_tools(body: ChatRequest, form: CallFormat | str) -> ToolPlan:
     if not body.tools or body.tool_choice == "none":
         return ToolPlan()
     if isinstance(form, str):
-        raise FieldError("tools", form)
+        raise RequestError(form, "tools")
     forced = _forced_tools(body.tools, body.tool_choice)
     return ToolPlan(
         tools=[tool.model_dump(exclude_unset=True) for tool in body.tools],
@@ -85,7 +85,7 @@ def _forced_tools(tools: Sequence[Tool], choice: str | NamedTool | None) -> list
         named = [tool for tool in tools if tool.function.name == choice.function.name]
         if not named:
             name = choice.function.name[:64]
-            raise FieldError("tool_choice", f"tool_choice: {name!r} is not one of the tools")
+            raise RequestError(f"tool_choice: {name!r} is not one of the tools", "tool_choice")
         return named
     return list(tools) if choice == "required" else None
 
@@ -117,10 +117,10 @@ def _arguments_schemas(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         parameters = tool.function.parameters or {"type": "object"}
         where, own = f"tools: {tool.function.name}: parameters.$id", parameters.get("$id", "")
         if not isinstance(own, str):
-            raise FieldError("tools", f"{where} must be a string")
+            raise RequestError(f"{where} must be a string", "tools")
         name = urljoin(f"http://tool-{i}.invalid/", own)
         if name in schemas:
-            raise FieldError("tools", f"{where}: another tool has {own!r} too; use unique ids")
+            raise RequestError(f"{where}: another tool has {own!r} too; use unique ids", "tools")
         # without $schema: before draft 2019-09, an $id beside a $ref would be ignored
         schemas[name] = {"$id": name} | {
             key: value for key, value in parameters.items() if key not in ("$id", "$schema")
@@ -136,25 +136,22 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _template_message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
     if message.tool_calls and message.role != "assistant":
-        raise FieldError(
-            f"{where}.tool_calls", f"{where}.tool_calls: only a message of role assistant has them"
+        raise RequestError(
+            f"{where}.tool_calls: only a message of role assistant has them", f"{where}.tool_calls"
         )
     if (message.tool_call_id is None) == (message.role == "tool"):
-        raise FieldError(
-            f"{where}.tool_call_id",
+        raise RequestError(
             f"{where}.tool_call_id: required for role tool, and only allowed there",
+            f"{where}.tool_call_id",
         )
     fields = message.model_dump(exclude={"annotations", "provider_specific_fields"})
-    try:
-        return template_message(place, fields)
-    except MessageError as error:
-        raise FieldError(error.param, str(error)) from None
+    return template_message(place, fields)
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
     taken = variable_of_ours(variables or {})
     if taken is not None:
-        raise FieldError(
-            "chat_template_kwargs", f"chat_template_kwargs: {taken!r} is set by the server"
+        raise RequestError(
+            f"chat_template_kwargs: {taken!r} is set by the server", "chat_template_kwargs"
         )
     return dict(variables or {})

@@ -1,1 +1,1 @@
-"""Speculative decoding: several tokens of an answer are guessed, and verified in one step."""
+"""Speculative decoding: several tokens of an answer are drafted, and verified in one step."""

@@ -89,12 +89,12 @@ def prepare_drafter(settings: EngineConfig, target: DraftTarget) -> Prepared:
     _refuse_short_windows(settings, target.config, target.checkpoint)
     if target.config.recurrent is not None and settings.tree is not None:
         raise UnsupportedModelError(
-            f"{target.checkpoint.name}: recurrent layers follow one text, not a tree of them; use "
+            f"{target.checkpoint.name}: draft trees are not supported with recurrent layers; use "
             "--speculative-topk 1"
         )
     if settings.speculative == "ngram":
         if settings.speculative_model is not None:
-            raise ConfigError("speculative_model: an ngram drafter has no model, drop it")
+            raise ConfigError("speculative_model: an ngram drafter has no model; drop it")
         return Prepared(
             (), (), lambda tables, pending, kv: NgramDrafter(target.kernels, tables, pending)
         )
@@ -111,22 +111,22 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
     if name is not None and not num:
         return _assistant(name, settings.load_format, target)
     if name not in (None, settings.model):
-        raise ConfigError(f"speculative_model={name}: {model} brings layers of its own, drop it")
+        raise ConfigError(f"speculative_model={name}: {model} has its own MTP layers; drop it")
     if not num:
         raise UnsupportedModelError(
-            f"speculative=mtp: {model} has no layers that guess ahead (its config has no "
+            f"speculative=mtp: {model} has no MTP layers (its config has no "
             "num_nextn_predict_layers); name its assistant with --speculative-model, if it has "
             "one, or use another --speculative"
         )
     if num > 1 and settings.tree is not None:
         raise UnsupportedModelError(
-            f"speculative_topk: the {num} layers of {model} that guess ahead take turns in a row; "
-            "use --speculative-topk 1"
+            f"speculative_topk: draft trees are not supported with the {num} MTP layers of "
+            f"{model}; use --speculative-topk 1"
         )
     if num > 1 and settings.speculative_steps > num:
         raise ConfigError(
-            f"speculative_steps={settings.speculative_steps}: {model} has {num} layers that guess "
-            f"ahead, one token each; use --speculative-steps {num}"
+            f"speculative_steps={settings.speculative_steps}: {model} has {num} MTP layers, which "
+            f"draft one token each; use --speculative-steps {num}"
         )
     registry, kernels = target.registry, target.kernels
     layers = load_mtp(
@@ -211,8 +211,8 @@ def _open_head(settings: EngineConfig) -> Checkpoint | None:
             return None
         if settings.model != DEFAULT_MODEL or wanted != "eagle3":
             raise ConfigError(
-                f"speculative={wanted}: no such head comes with {settings.model}; name one with "
-                "--speculative-model, or make one for eagle3 with slotzero train-eagle"
+                f"speculative={wanted}: there is no packaged head for {settings.model}; name one "
+                "with --speculative-model, or train an eagle3 head with slotzero train-eagle"
             )
         name = DEFAULT_MODEL
     if name == DEFAULT_MODEL:
@@ -233,8 +233,8 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
     if config.recurrent is not None:
         raise UnsupportedModelError(
             f"draft model {checkpoint.name} has recurrent layers, whose states would have to be "
-            "taken back with every wrong guess: choose one with attention alone, or another "
-            "--speculative"
+            "rolled back after every rejected draft: choose a model with attention layers only, or "
+            "another --speculative"
         )
     _require_same_tokens(config, checkpoint, target)
     _refuse_short_windows(settings, config, checkpoint)
@@ -282,7 +282,7 @@ def _refuse_short_windows(
     for window in (group.heads.window for group in config.groups):
         if settings.tree is not None and window is not None and window <= settings.tree.steps:
             raise UnsupportedModelError(
-                f"{checkpoint.name}: layers with a window of {window} take no trees of "
+                f"{checkpoint.name}: layers with a window of {window} do not support trees of "
                 f"{settings.tree.steps} steps; lower --speculative-steps, or use "
                 "--speculative-topk 1"
             )
@@ -291,7 +291,7 @@ def _refuse_short_windows(
 def _require_same_tokens(config: ModelConfig, checkpoint: Checkpoint, target: DraftTarget) -> None:
     """Refuse a draft model with another vocabulary. If one of the two has no tokenizer, only the
     vocabulary sizes are compared."""
-    remedy = "a draft model needs the target's tokenizer, choose one of its family"
+    remedy = "a draft model needs the target's tokenizer; choose one of the same family"
     if config.vocab_size != target.config.vocab_size:
         raise UnsupportedModelError(
             f"draft model {checkpoint.name} has {config.vocab_size} tokens, the target "

@@ -54,8 +54,8 @@ class Drafter(ABC):  # a DrafterHook
     continues from its state."""
 
     def __init__(self, kernels: Kernels, tables: SlotTables, pending: Tensor) -> None:
-        """pending: [slots + 1, MOST_PENDING or more, taps * hidden], features of the tokens that it
-        has not processed yet"""
+        """`pending`: [slots + 1, MOST_PENDING or more, taps * hidden], features of the tokens that
+        it has not processed yet."""
         self.kernels, self.tables, self.pending = kernels, tables, pending
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:

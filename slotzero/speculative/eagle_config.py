@@ -37,7 +37,7 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         if len(set(self.taps)) < len(self.taps):  # of equal taps only the last would be written
-            raise UnsupportedModelError(f"a head that sees layers {self.taps}: they must differ")
+            raise UnsupportedModelError(f"the layers of an EAGLE-3 head, {self.taps}, must differ")
 
 
 def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> EagleConfig:
@@ -46,13 +46,13 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
     architecture = (config.get("architectures") or [""])[0]
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{name}: {architecture!r} is no EAGLE head; known: {', '.join(ARCHITECTURES)}"
+            f"{name}: {architecture!r} is not an EAGLE head; supported: {', '.join(ARCHITECTURES)}"
         )
     is_third = "midlayer.hidden_norm.weight" in names
     if is_third != (wanted == "eagle3"):
         other = "eagle3" if is_third else "eagle"
         raise UnsupportedModelError(
-            f"{name} is an {other} head: say --speculative {other}, not {wanted}"
+            f"{name} is an {other} head: use --speculative {other}, not {wanted}"
         )
     for field in ("hidden_size", "vocab_size"):
         theirs = getattr(target, field)
@@ -65,7 +65,7 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
     kv_heads = int(config.get("num_key_value_heads") or num_heads)
     if num_heads < 1 or num_heads % kv_heads:
         raise UnsupportedModelError(
-            f"{name}: num_attention_heads={num_heads} is no multiple of {kv_heads} KV heads"
+            f"{name}: num_attention_heads={num_heads} is not a multiple of {kv_heads} KV heads"
         )
     head_dim = int(config.get("head_dim") or target.hidden_size // num_heads)
     eps = float(config.get("rms_norm_eps", 1e-6))
@@ -123,8 +123,8 @@ def _taps(config: Mapping[str, Any], target: ModelConfig, name: str) -> tuple[in
     taps = tuple(given) if given is not None else (2, num // 2, num - 3)
     if len(taps) != 3 or not all(isinstance(i, int) and 0 <= i < num for i in taps):
         raise UnsupportedModelError(
-            f"{name}: eagle_aux_hidden_state_layer_ids={list(taps)}: three layers from 0 to "
-            f"{num - 1} of the target are needed"
+            f"{name}: eagle_aux_hidden_state_layer_ids={list(taps)}: must be three layers of the "
+            f"target, from 0 to {num - 1}"
         )
     return taps
 

@@ -110,7 +110,7 @@ def _load_vocabulary(
 
 
 class _Reader:
-    """Reads or draws the weights of a head into registered constants."""
+    """Reader of a head's weights, which are loaded or drawn into registered constants."""
 
     def __init__(
         self,

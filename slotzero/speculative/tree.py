@@ -24,7 +24,7 @@ def tree_tables(shape: TreeShape) -> tuple[TableSpec, ...]:
 
 
 class Trees:
-    """Grows draft trees from a drafter's logits."""
+    """Draft trees, grown from a drafter's logits."""
 
     def __init__(self, drafter: LogitsDrafter, shape: TreeShape, registry: Registry) -> None:
         self.shape = shape

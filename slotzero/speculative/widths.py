@@ -30,7 +30,7 @@ NUM_TRIED = 8  # steps of any other trial
 SHARE = 0.01  # fraction of the time for trials
 
 Cost = Callable[[int, int], float]
-"""(width, num_rows) -> seconds of a whole cycle of verify, draft-extend and draft."""
+"""Seconds of a whole cycle of verify, draft-extend and draft, by (width, num_rows)."""
 
 
 class Acceptance:
@@ -90,7 +90,7 @@ class FixedWidth:
 
 
 class WidthPolicy:
-    """Chooses the width with the most tokens per second, with hysteresis."""
+    """Choice of the width with the most tokens per second, with hysteresis."""
 
     def __init__(
         self, widths: Sequence[int], num_positions: int, cost: Cost, prior: float = 0.7

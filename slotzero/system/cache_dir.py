@@ -1,6 +1,6 @@
-"""Where Slotzero keeps what it can make again: built kernels and compiled graphs.
+"""The cache folder, for what can be built again: kernels and compiled graphs.
 
-The rule: a folder that cannot be written is an error that names it, and how to choose another.
+The rule: a folder that cannot be written is an error that names it and says how to choose another.
 """
 
 import errno
@@ -24,7 +24,8 @@ def cache_dir() -> Path:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Make the folder, and name it if it or what the block writes to it cannot be written."""
+    """Create the folder; if it cannot be created, or the block cannot write to it, raise an error
+    that names it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -33,13 +34,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def writable(folder: Path) -> Path:
-    """The folder, once it has been written to."""
+    """Return the folder after a test that it can be written."""
     with writing(folder), tempfile.TemporaryFile(dir=folder):
         return folder
 
 
 def unwritable(folder: Path, number: int | None, why: str) -> SlotzeroError:
-    """What is wrong with the cache folder, by the number of the error."""
+    """Make the error for a cache folder that cannot be written; `number` is its errno."""
     if number in _FULL:
         return CapacityError(
             f"the disk of the cache folder {folder} is full ({why}): free some space, or set "

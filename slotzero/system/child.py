@@ -1,6 +1,6 @@
-"""Processes of ours that end when the one that started them does, however that ends.
+"""Child processes that end when their parent does, however that ends.
 
-Each has a pipe on standard input on which nothing is ever said; its end is the parent's.
+Each has a pipe on standard input over which nothing is sent: when it closes, the parent is gone.
 """
 
 import os
@@ -16,8 +16,8 @@ GRAMMARS = "slotzero.grammars.fork_server"
 def start(
     module: str, words: Sequence[str], fds: Sequence[int], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """`python -m MODULE WORDS`, which calls end_with_parent."""
-    # -P and the path: it imports what we would, wherever we happen to stand
+    """Start `python -m MODULE WORDS`, which calls end_with_parent."""
+    # -P and the path: it imports what this process would, whatever the working directory is
     path = {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a step: half a step would leave pools and tables in disagreement."""
+"""Deferral of Ctrl-C to the end of a step: half a step would leave pools and tables torn."""
 
 import signal
 import threading

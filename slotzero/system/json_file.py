@@ -24,7 +24,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Configs spell token ids as nothing, as one number or as a list."""
+    """Return token ids as a tuple; configs have None, one number or a list."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)

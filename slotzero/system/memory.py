@@ -1,7 +1,7 @@
-"""This machine's memory: all of it, and what could be had now.
+"""This machine's memory: the total, and what is available now.
 
-It does not know who wants it. The rule: a container is shown its machine's numbers and ended by its
-own, so the smaller ones count.
+The rule: a container sees the numbers of its machine but is killed at its own limit, so the smaller
+of both counts.
 """
 
 import os
@@ -14,14 +14,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class SystemMemory(NamedTuple):
-    """In bytes."""
+    """Memory in bytes."""
 
     total: int
     available: int
 
 
 class _Files(NamedTuple):
-    """Where a version of control groups says what a group may have, has, and could give back."""
+    """The files of one version of control groups: limit, usage, and what can be reclaimed."""
 
     folder: Path
     limit: str
@@ -32,7 +32,7 @@ class _Files(NamedTuple):
 def memory() -> SystemMemory:
     machine = held = _machine()
     for limit, used in _limits():
-        if limit < machine.total:  # what is no limit is a number beyond any machine, or a word
+        if limit < machine.total:  # "no limit" is written as a huge number, or as a word
             left = max(0, limit - used)
             held = SystemMemory(min(held.total, limit), min(held.available, left))
     return held
@@ -44,12 +44,12 @@ def _machine() -> SystemMemory:
     if "MemTotal" in said and "MemAvailable" in said:
         return SystemMemory(*(int(said[name][0]) * 1024 for name in ("MemTotal", "MemAvailable")))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return SystemMemory(total, total)  # a system that tells no more
+    return SystemMemory(total, total)  # the system reports no more
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """-> what a control group may have, and what it has and cannot give back: this process's own,
-    and each that this one is in"""
+    """Yield limit and unreclaimable usage of this process's control group, and of each group that
+    contains it."""
     for line in _read(_PROC / "self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         kinds, _, own = rest.partition(":")

@@ -1,5 +1,4 @@
-"""Progress on standard error, for work that takes longer than a breath: bars on a terminal, and in
-a log a line now and then."""
+"""Progress on standard error: bars on a terminal, and in a log one line every few seconds."""
 
 import sys
 import time
@@ -63,7 +62,7 @@ def recording_bar(
 
 @contextmanager
 def prompts_bar(shown: bool, num_prompts: int) -> Iterator[Callable[[int, int], None]]:
-    """Called with (answers finished, tokens made) as they grow."""
+    """Show a bar; call it with (finished answers, tokens generated) as they grow."""
     with _bar(shown) as bar:
         task = bar.add_task("generating", total=num_prompts)
         made = 0
@@ -78,7 +77,7 @@ def prompts_bar(shown: bool, num_prompts: int) -> Iterator[Callable[[int, int], 
 
 @contextmanager
 def training_bar(shown: bool) -> Iterator[Callable[[int, float, str], None]]:
-    """Called with the steps made, the share of the budget that is gone, and what was seen last."""
+    """Show a bar; call it with the steps done, the share of the budget, and the last result."""
     with _bar(shown) as bar:
         task = bar.add_task("training", total=1.0)
 
@@ -90,7 +89,7 @@ def training_bar(shown: bool) -> Iterator[Callable[[int, float, str], None]]:
 
 @contextmanager
 def certify_bar(shown: bool, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Called with what was just tried; without a total, the bar only shows that it lives."""
+    """Show a bar; call it with what was just tried. Without a total, it only shows activity."""
     with _bar(shown) as bar:
         task = bar.add_task("recording", total=total)
 
@@ -102,14 +101,14 @@ def certify_bar(shown: bool, total: int | None) -> Iterator[Callable[[str], None
 
 @contextmanager
 def load_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int], None]]:
-    """Called with how many more requests have ended."""
+    """Show a bar; call it with the number of requests that have ended since the last call."""
     with _bar(shown) as bar:
         task = bar.add_task("requests served", total=num_requests)
         yield lambda more: bar.update(task, advance=more)
 
 
 class Lines:
-    """As far as rich's Progress is used here. Work that ends soon says nothing."""
+    """The part of rich's Progress that is used here, as log lines. Short work prints nothing."""
 
     def __init__(self) -> None:
         self._due = time.monotonic() + EVERY

@@ -1,11 +1,10 @@
-"""Chat templates: the small Jinja programs that models bring along to write a conversation as text.
+"""Chat templates: the Jinja programs of models that format a conversation as text.
 
-It does not know tokens. A template is foreign code, so it runs in a sandbox that can change
-nothing, and it finds the names that Hugging Face promises it: `raise_exception`, `tojson`,
-`strftime_now`, `break` and `continue` in loops, and `{% generation %}` blocks (which mark text for
-training and mean nothing here).
+This module does not know tokens. A template is untrusted code, so it runs in an immutable sandbox
+with the names that Hugging Face defines: `raise_exception`, `tojson`, `strftime_now`, `break` and
+`continue` in loops, and `{% generation %}` blocks (which mark text for training and are ignored).
 
-The rule: whatever goes wrong in a template is the error of one request, never of the server.
+The rule: any failure of a template is the error of one request, never of the server.
 """
 
 import json
@@ -31,25 +30,21 @@ RESERVED = (
 NOT_BOTH = "not with add_generation_prompt, which begins a new message: set that to false"
 
 
-class MessageError(RequestError):
-    def __init__(self, field: str, what: str) -> None:
-        super().__init__(f"{field}: {what}", param=field)
-
-
 def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates know it: its text is one string, arguments of calls are objects."""
+    """Return a message in the form that templates expect: its text is one string, the arguments of
+    calls are objects."""
     where = f"messages[{place}]"
     made = {name: value for name, value in message.items() if value is not None}
     role, content, calls = made.get("role"), made.get("content"), made.get("tool_calls")
     if not isinstance(role, str):
-        raise MessageError(f"{where}.role", f"{role!r} is no text, such as 'user'")
+        raise _message_error(f"{where}.role", f"must be a string such as 'user', got {role!r}")
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
         content = "\n".join(parts)
     if content is None and not (role == "assistant" and calls):
-        raise MessageError(f"{where}.content", "missing")
+        raise _message_error(f"{where}.content", "missing")
     if not isinstance(content or "", str):
-        raise MessageError(f"{where}.content", "is neither text nor a list of its parts")
+        raise _message_error(f"{where}.content", "must be a string or a list of parts")
     if calls:
         made["tool_calls"] = [
             _template_call(f"{where}.tool_calls[{i}].function", call)
@@ -59,10 +54,14 @@ def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     return made | {"content": content or ""}
 
 
+def _message_error(field: str, what: str) -> RequestError:
+    return RequestError(f"{field}: {what}", param=field)
+
+
 def _part_text(where: str, part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise MessageError(where, f"is of type {kind!r}, but this model takes text alone")
+        raise _message_error(where, f"type {kind!r} is not supported, only text is")
     text: str = part["text"]
     return text
 
@@ -70,7 +69,7 @@ def _part_text(where: str, part: Any) -> str:
 def _template_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(where, "a name and arguments are needed")
+        raise _message_error(where, "must have a name and arguments")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
@@ -78,18 +77,19 @@ def _template_call(where: str, call: Any) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
-        raise MessageError(f"{where}.arguments", "must be a JSON object, as text")
+        raise _message_error(f"{where}.arguments", "must be a JSON object, or its text")
     named = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": named}
 
 
 def variable_of_ours(given: Mapping[str, Any]) -> str | None:
-    """A name among a client's variables that it may not set."""
+    """Return a name among a client's variables that it may not set, or None."""
     return next((name for name in given if name in RESERVED), None)
 
 
 def read_template(given: str) -> str:
-    """The template that --chat-template names, or that it is: text has braces, a path has none."""
+    """Return the template of --chat-template, a path or the template itself: a template has braces,
+    a path has none."""
     text = given
     if not any(char in given for char in "{}\n"):
         try:
@@ -103,7 +103,7 @@ def read_template(given: str) -> str:
         _compiled(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"chat_template: line {error.lineno} is no Jinja: {error.message}"
+            f"chat_template: line {error.lineno} is not valid Jinja: {error.message}"
         ) from None
     return text
 
@@ -117,7 +117,8 @@ def render_chat(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
-    """The conversation up to the end of its last message's text, for a model that goes on there."""
+    """Render the conversation up to the end of its last message's text, which the model
+    continues."""
     *earlier, last = variables["messages"]
     if last.get("tool_calls"):
         raise RequestError(
@@ -128,9 +129,9 @@ def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
     text = render_chat(template, {**variables, "messages": [*earlier, marked]})
     before, found, after = text.rpartition(mark)
     if not found:
-        raise RequestError("continue_final_message: the chat template leaves the last message out")
-    # a template that trims messages has taken the space after the mark; it would have taken those
-    # before it too
+        raise RequestError("continue_final_message: the chat template omits the last message")
+    # a template that trims messages has removed the space after the mark; without the mark it would
+    # have removed those before it
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -166,7 +167,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter writes HTML escapes, which models have not seen in training."""
+    """Convert to JSON without the HTML escapes of Jinja's own filter, which models have not seen in
+    training."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

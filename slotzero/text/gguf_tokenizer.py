@@ -1,10 +1,11 @@
-"""The tokenizer inside a GGUF file: its lists of tokens and merges made into a `tokenizers` object.
+"""The tokenizer inside a GGUF file: its tokens and merges, converted to a `tokenizers` object.
 
-It does not know chat templates or streams of text. Two kinds are read: byte-level BPE ("gpt2"), and
-SentencePiece BPE ("llama"), which stores scores and no merges; its merges are worked out here.
+It does not know chat templates or streams of text. Two kinds are supported: byte-level BPE
+("gpt2"), and SentencePiece BPE ("llama"), which stores scores and no merges; the merges are derived
+from the scores.
 
-The rule: how text is cut before merging is named by the file (`tokenizer.ggml.pre`), and a name
-that we do not know is refused: a near miss gives plausible ids and a quietly worse model.
+The rule: the file names its pre-tokenizer (`tokenizer.ggml.pre`), and an unknown name is refused: a
+similar one would give plausible ids and silently worse answers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -105,8 +106,8 @@ def _sentence_piece(metadata: Mapping[str, Any]) -> Tokenizer:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
-    """SentencePiece joins the two neighbours whose joined piece has the best score: in order of
-    that score, each way to cut a piece into two pieces is a merge."""
+    """Derive merges from scores. SentencePiece joins the two neighbours whose joined piece has the
+    best score: in order of that score, each split of a piece into two pieces is a merge."""
     normal = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL}
 
     def cuts(piece: str) -> Iterator[tuple[int, int, str, str]]:
@@ -133,7 +134,9 @@ def _token_types(metadata: Mapping[str, Any]) -> list[int]:
     num_tokens = len(metadata["tokenizer.ggml.tokens"])
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * num_tokens)
     if len(types) != num_tokens:
-        raise TokenizerMissingError("tokenizer.ggml.token_type is cut off; convert the file again")
+        raise TokenizerMissingError(
+            "tokenizer.ggml.token_type is too short; convert the file again"
+        )
     return types
 
 
@@ -156,7 +159,7 @@ def _add_bos_and_eos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
 
 
 def token_text(metadata: Mapping[str, Any], kind: str) -> str | None:
-    """The text of the token that the file calls `bos`, `eos`, `unknown` or `padding`."""
+    """Return the text of the file's `bos`, `eos`, `unknown` or `padding` token."""
     index = metadata.get(f"tokenizer.ggml.{kind}_token_id")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     return tokens[index] if index is not None and 0 <= index < len(tokens) else None

@@ -1,9 +1,10 @@
-"""Text to token ids and back, and the model's way of writing a conversation.
+"""The tokenizer: text to token ids and back, and the model's chat template.
 
-It does not know models or requests, and not torch: a command that only counts tokens starts fast.
+It does not know models or requests, and does not import torch: a command that only counts tokens
+starts fast.
 
-The rule: text that the chat template wrote holds its special tokens already, so it is encoded with
-`add_special_tokens=False`; anything else is encoded with them.
+The rule: text from the chat template has its special tokens already, so it is encoded with
+`add_special_tokens=False`; any other text is encoded with them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from slotzero.text.chat_template import NOT_BOTH, render_chat, render_unfinished
 from slotzero.text.gguf_tokenizer import gguf_tokenizer, token_text
 
 SPECIAL_KINDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_HALF = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character (yet)
+_HALF = "\N{REPLACEMENT CHARACTER}"  # decoders write it for an incomplete character
 _CONTEXT_LEN = 8
 _MAX_WINDOW_LEN = 24
 _BYTES_TEMPLATE = (
@@ -38,9 +39,9 @@ class Tokenizer:
         chat_template: str | None,
         tool_template: str | None = None,
     ) -> None:
-        """`special_tokens`: from `bos_token`, `eos_token` ... to their texts, as templates see
-        them. `tool_template` is used in place of `chat_template` when a request has tools."""
-        backend.no_truncation()  # some files carry the limits of a training run
+        """`special_tokens`: the texts of `bos_token`, `eos_token` ..., which templates can use.
+        `tool_template` is used in place of `chat_template` when a request has tools."""
+        backend.no_truncation()  # some files contain the limits of a training run
         backend.no_padding()
         self._backend = backend
         self.special_tokens = dict(special_tokens)
@@ -87,7 +88,8 @@ class Tokenizer:
 
     @classmethod
     def bytes_tokenizer(cls) -> "Tokenizer":
-        """One token for each byte (its id is the byte), then <bos> 256, <eos> 257, <pad> 258."""
+        """Make a tokenizer with one token per byte (its id is the byte), then <bos> 256, <eos> 257,
+        <pad> 258."""
         backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
@@ -105,7 +107,7 @@ class Tokenizer:
             text.encode("utf-8")  # JSON may hold half of a surrogate pair, which is no text
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt has half a character at position {error.start}; send valid Unicode"
+                f"the prompt has half a surrogate pair at position {error.start}: send valid text"
             ) from None
         # as a batch of one: that lets other threads run meanwhile, and a long text takes a second
         (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -126,9 +128,9 @@ class Tokenizer:
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The conversation as text; further arguments are for the template. With
-        `continue_final_message` the text ends where the last message does, so that the model goes
-        on with it, rather than with a message of its own."""
+        """Return the conversation as text; further arguments are passed to the template. With
+        `continue_final_message` the text ends where the last message does, so that the model
+        continues it instead of beginning a new message."""
         if tokenize:
             raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
         if continue_final_message and add_generation_prompt:
@@ -149,24 +151,24 @@ class Tokenizer:
         return render(template, {**self.special_tokens, **own, **kwargs})
 
     def set_chat_template(self, template: str) -> None:
-        """Use it for every request, those with tools included."""
+        """Use this template for every request, those with tools included."""
         self.chat_template, self._tool_template = template, None
 
     def to_json(self) -> str:
-        """As tokenizer.json has it."""
+        """Return the tokenizer in the format of tokenizer.json."""
         text: str = self._backend.to_str()
         return text
 
     @property
     def tool_template(self) -> str | None:
-        """The template of requests that have tools."""
+        """The template for requests with tools."""
         return self._tool_template or self.chat_template
 
     def first_difference(
         self, other: "Tokenizer", num_ids: int
     ) -> tuple[int, str | None, str | None] | None:
-        """The lowest of so many token ids that has another text there, and its texts here and
-        there; one that is no token has none."""
+        """Return the lowest id below `num_ids` whose text differs between two tokenizers, with its
+        text here and there, None where the id is not a token; None if there is no such id."""
         for index in range(num_ids):
             ours, theirs = self._backend.id_to_token(index), other._backend.id_to_token(index)
             if ours != theirs:
@@ -177,7 +179,8 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Models have more rows than their tokenizer has tokens; those rows have no text."""
+        """Return whether a token has text. Models have more vocabulary rows than their tokenizer
+        has tokens; those rows have none."""
         if skip_special_tokens and token_id in self._special_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
@@ -190,13 +193,13 @@ class Tokenizer:
 
 @final
 class Detokenizer:
-    """Token ids to text while they arrive. It does not know when that ends: `flush` is called then.
+    """Incremental detokenizer: converts token ids to text as they arrive. Call `flush` at the end.
 
-    The rule: all texts of `push`, then `flush`, joined, are `decode` of all ids, and no text of
+    The rule: all texts of `push`, then `flush`, joined, equal `decode` of all ids, and no text of
     `push` ends in half a character. Decoding everything again would cost more with each token, so a
     window of the latest tokens is decoded: [context: its text was returned][new]. The context is
-    there because decoders look back: the first word loses its space, and a character may span
-    tokens. UTF-8 finds its step again after four bytes, and a token of the window has at least one.
+    needed because decoders look back: the first word loses its space, and a character may span
+    tokens. UTF-8 resynchronises after four bytes, and a token of the window has at least one.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -210,7 +213,7 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         if token_id in self._tokenizer.byte_ids:
-            return ""  # a later byte can change what the run of bytes before it is read as
+            return ""  # a later byte can change how the bytes before it are decoded
         text = self._decode()
         num_final = len(text) - text.endswith(_HALF)
         new = text[self._num_given : num_final]
@@ -220,7 +223,7 @@ class Detokenizer:
         return new
 
     def held(self) -> str:
-        """What bytes that are held back are read as, unless more of them come."""
+        """Return the text of the bytes that are held back, if no more come."""
         if not self._window or self._window[-1] not in self._tokenizer.byte_ids:
             return ""
         return self._decode()[self._num_given :]
@@ -239,12 +242,14 @@ class Detokenizer:
 
 
 def _content(token: Any) -> str | None:
-    """tokenizer_config.json writes a token as its text or as an object around it."""
+    """Return the text of a token in tokenizer_config.json, which has its text or an object with
+    it."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """A file of its own, or an entry: one template, or a list of named ones."""
+    """Return the templates of a folder, by name: from a file, or from an entry of the config with
+    one template or a list of named ones."""
     file = path / "chat_template.jinja"
     stored = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if isinstance(stored, list):
@@ -253,8 +258,8 @@ def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a letter: itself where that can be seen, else one of the
-    letters from 256 on."""
+    """Return the byte of each letter of byte-level BPE: a printable byte is written as itself, any
+    other as a letter from 256 on."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = {chr(byte): byte for byte in visible}
@@ -262,7 +267,7 @@ def byte_letters() -> dict[str, int]:
 
 
 def _fallback_byte_ids(backend: Backend) -> frozenset[int]:
-    """Ids of <0x00> ... <0xFF> where the decoder reads them as bytes (SentencePiece models)."""
+    """Return the ids of <0x00> ... <0xFF> if the decoder reads them as bytes (SentencePiece)."""
     found = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     letter = found[ord("A")]
     if letter is None or backend.decode([letter]) != "A":

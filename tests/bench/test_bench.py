@@ -332,7 +332,7 @@ def test_prefill_rows_are_chunks(tokens: int, num_rows: int) -> None:
 def test_the_engine_is_as_it_was(enable_prefix_caching: bool) -> None:
     engine = make_engine(enable_prefix_caching=enable_prefix_caching)
     before = generate(engine)
-    num_cached = engine.lanes[0].ledger.num_cached
+    num_cached = engine.schedulers[0].ledger.num_cached
     assert any(num_cached) is enable_prefix_caching
     for rows in (8, 2):
         key = GraphKey("decode", rows, rows)
@@ -341,7 +341,7 @@ def test_the_engine_is_as_it_was(enable_prefix_caching: bool) -> None:
             stood.replay()
     engine.check()
     assert_neutral(engine)
-    assert engine.lanes[0].ledger.num_cached == num_cached
+    assert engine.schedulers[0].ledger.num_cached == num_cached
     assert generate(engine) == before
 
 
@@ -599,7 +599,7 @@ def test_every_row_decodes_in_the_stretch() -> None:
     prompts = fixed(5, 40, 1, vocab_size=259).prompts
     with profile.decoding(engine, prompts):
         assert [len(engine.step()) for _ in range(profile.NUM_STEPS)] == [5] * profile.NUM_STEPS
-    assert engine.lanes.num_preemptions == 0
+    assert engine.schedulers.num_preemptions == 0
     assert not engine.has_work
     engine.check()
     generate(engine)

@@ -79,7 +79,7 @@ def test_collectives_are_those_of_a_step(tmp_path, model, spread, apart):
     )  # fmt: skip
     checkpoint = open_checkpoint(config.model, config.load_format)
     worker = build_worker(config, checkpoint, lambda *_: None, RankGroup(ranks))
-    own = rows // ranks.num_lanes
+    own = rows // ranks.num_dp_ranks
     slots, key = list(range(1, own + 1)), GraphKey("decode", own, own)
     ranks.heard.clear()
     worker.obey(Orders(None, slots, [1] * own, own, own, [key], 1, False))

@@ -111,7 +111,7 @@ def test_every_answer_of_a_sound_engine_is_confirmed(
     assert checked.num_recomputed == num_answers > 3
     assert (checked.num_left_out, sanitizer_of(engine).violations) == (0, 0)
     if shape == "tight" and not drafter:
-        assert engine.lanes.num_preemptions > 0
+        assert engine.schedulers.num_preemptions > 0
 
 
 def test_a_structured_answer_is_confirmed_with_its_masks() -> None:
@@ -184,7 +184,7 @@ def test_a_fault_of_the_engine_is_logged_and_named(
     engine = engine_of("llama", "wide", drafter, sanitize="full")
     right = serve(engine, fault)
     assert sanitizer_of(engine).violations == 0
-    engine.lanes[0].ledger.cache.clear()
+    engine.schedulers[0].ledger.cache.clear()
     with fault.inject(engine):
         wrong = serve(engine, fault)
     assert wrong != right
@@ -207,7 +207,7 @@ def test_a_fault_of_the_engine_is_logged_and_named(
 def test_fallback_goes_on_without_drafts_and_prefixes(fault: TrafficFault) -> None:
     engine = engine_of("llama", "wide", "ngram", sanitize="full", sanitize_action="fallback")
     right = serve(engine, fault)
-    engine.lanes[0].ledger.cache.clear()
+    engine.schedulers[0].ledger.cache.clear()
     with fault.inject(engine):
         assert serve(engine, fault) != right
         found = sanitizer_of(engine).violations
@@ -228,7 +228,7 @@ def test_owners_are_recounted_and_a_miscount_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = engine_of("llama", sanitize="full")
-    pool = engine.lanes[0].ledger.groups[0].pool
+    pool = engine.schedulers[0].ledger.groups[0].pool
     (page,) = pool.take(1)  # for nobody
     ask(engine, PROMPT)
     (violation,) = sanitizer_of(engine).last
@@ -237,7 +237,7 @@ def test_owners_are_recounted_and_a_miscount_is_said_once(
     assert sum("S9" in record.message for record in caplog.records) == 1
     pool.release(page)
     engine = engine_of("llama", sanitize="full", sanitize_action="raise")
-    engine.lanes[0].ledger.groups[0].pool.take(1)
+    engine.schedulers[0].ledger.groups[0].pool.take(1)
     with pytest.raises(SanitizerError, match="S9: engine: page"):
         ask(engine, PROMPT)
 

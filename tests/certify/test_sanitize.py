@@ -104,7 +104,7 @@ def test_a_watched_engine_answers_as_any_other(
     assert watched.logits.keys() == plain.logits.keys()
     for request_id, rows in plain.logits.items():
         assert torch.equal(torch.stack(rows), torch.stack(watched.logits[request_id]))
-    sanitizer, scheduler = watched.engine.sanitizer, watched.engine.lanes[0]
+    sanitizer, scheduler = watched.engine.sanitizer, watched.engine.schedulers[0]
     assert sanitizer is not None
     assert (sanitizer.steps_watched, sanitizer.violations) == (num_launches(watched.engine), 0)
     assert scheduler.ledger.cache.stats.num_hit_tokens > 0
@@ -321,10 +321,10 @@ def test_log_changes_nothing_but_the_log(engine: Engine) -> None:
     """The answers are those of the fault, as they are where nobody watches."""
     good = ask(engine)
     damage(engine, forgets_to_locate)
-    engine.lanes[0].ledger.cache.clear()
+    engine.schedulers[0].ledger.cache.clear()
     bad = ask(engine)
     assert bad != good
-    engine.lanes[0].ledger.cache.clear()
+    engine.schedulers[0].ledger.cache.clear()
     watch(engine, "log")
     assert ask(engine) == bad
 
@@ -355,7 +355,7 @@ def test_fallback_answers_as_if_there_were_no_fault(
     runner = engine.worker.decode
     expected = ask(engine)
     replays = runner.counts.replays
-    engine.lanes[0].ledger.cache.clear()
+    engine.schedulers[0].ledger.cache.clear()
     sanitizer = watch(engine, "fallback")
     damage(engine, how)
     assert ask(engine) == expected
@@ -459,7 +459,7 @@ def test_a_fault_of_a_drafting_runner_is_named(
     good = ask(engine, [PROMPTS])
     sanitizer = watch(engine, "fallback")
     damage(engine, how, getattr(engine.worker.cycles[4], which))
-    engine.lanes[0].ledger.cache.clear()
+    engine.schedulers[0].ledger.cache.clear()
     assert ask(engine, [PROMPTS]) == good
     assert (check, tensor) in {(v.check, v.tensor) for v in sanitizer.last}
 

@@ -88,7 +88,7 @@ def test_the_dtype_is_the_stored_one(single: Path) -> None:
 def test_a_cut_off_file_is_named(kept: int, sharded: Path) -> None:
     shard = sharded / SHARDS[1]
     shard.write_bytes(shard.read_bytes()[:kept])
-    with pytest.raises(CorruptCheckpointError, match=rf"{SHARDS[1]} is broken or cut off"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{SHARDS[1]} is broken or truncated"):
         open_checkpoint(str(sharded))
 
 

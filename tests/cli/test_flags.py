@@ -49,7 +49,7 @@ def test_a_template_replaces_the_one_for_tools_too() -> None:
         ("no/such/file.jinja", "'no/such/file.jinja' cannot be read: No such file or directory"),
         (".", "'.' cannot be read"),
         ("x" * 5000, "cannot be read"),
-        ("one\n{% for %}", "chat_template: line 2 is no Jinja"),
+        ("one\n{% for %}", "chat_template: line 2 is not valid Jinja"),
     ],
 )
 def test_a_template_that_is_none(run: Run, given: str, why: str) -> None:

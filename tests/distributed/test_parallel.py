@@ -186,7 +186,7 @@ def check_apart(folder, size, oracle, job):
     """By the log probabilities of the best tokens: logits do not leave the rank."""
     kept = torch.load(folder / f"{job}.0.pt")
     assert "failure" not in kept, kept["failure"]
-    assert kept["lanes"] == list(range(size))
+    assert kept["dp_ranks"] == list(range(size))
     for (expected, logits), tokens, top in zip(
         right_answers(oracle, num_tokens(job), kept["tokens"]),
         kept["tokens"],

@@ -163,8 +163,8 @@ def test_two_thousand_requests_leave_nothing_behind(
     assert sum(crowd.ends.values()) + crowd.num_cancelled == crowd.num_added == 2000
     assert crowd.ends["stop"] > 100
     assert crowd.ends["length"] > 100
-    assert engine.lanes.num_preemptions > 3
-    assert engine.lanes[0].ledger.cache.stats.num_hit_tokens > 1000
+    assert engine.schedulers.num_preemptions > 3
+    assert engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 1000
     (early_bytes, early_tensors), (late_bytes, late_tensors) = sizes
     assert late_bytes - early_bytes < 8 << 20
     assert abs(late_tensors - early_tensors) <= 8

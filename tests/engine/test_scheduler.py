@@ -28,19 +28,19 @@ def test_what_a_drafter_has_not_followed_is_not_found() -> None:
 
 def test_a_request_goes_where_its_prompt_is_known() -> None:
     worlds = [make_world(), make_world()]
-    lanes = DpSchedulers([world.scheduler for world in worlds])
+    schedulers = DpSchedulers([world.scheduler for world in worlds])
     texts = [[7] * 200, [8] * 200, [7] * 200, [8] * 200, [9] * 200]
     requests = [
         Request(f"r{i}", text, SamplingParams(), 0, i, frozenset(), 201)
         for i, text in enumerate(texts)
     ]
-    for lane in lanes:
-        lane.config = replace(lane.config, max_model_len=300)
+    for scheduler in schedulers:
+        scheduler.config = replace(scheduler.config, max_model_len=300)
     for request in requests:
-        lanes.add(request)
-    first, second, *again, _ = [request.lane for request in requests]
+        schedulers.add(request)
+    first, second, *again, _ = [request.dp_rank for request in requests]
     assert {first, second} == {0, 1} and again == [first, second]
-    assert lanes.num_waiting == 5
+    assert schedulers.num_waiting == 5
 
 
 # -- one rule at a time -------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_soak_meets_everything(windows, caching: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_lanes_do_not_hurt_each_other(ahead: int) -> None:
+def test_dp_ranks_do_not_hurt_each_other(ahead: int) -> None:
     """Uneven ones, and empty ones: every request gets the tokens that it gets alone."""
     rng, num_mixed, num_empty = random.Random(ahead), 0, 0
     for _ in range(12):
@@ -163,27 +163,29 @@ def test_lanes_do_not_hurt_each_other(ahead: int) -> None:
             make_world(num_pages=14, max_num_batched_tokens=5, ahead=ahead, most_behind=behind)
             for _ in range(3)
         ]
-        lanes = DpSchedulers([world.scheduler for world in worlds])
+        schedulers = DpSchedulers([world.scheduler for world in worlds])
         for turn in range(400):
             world = worlds[rng.choice([0, 0, 0, 1, 1, 2])]
             if turn < 60 and rng.random() < 0.5:
                 world.add([rng.randrange(2) for _ in range(rng.randint(1, 9))], rng.randint(1, 12))
             if world.alive and rng.random() < 0.02:
                 world.scheduler.cancel(rng.choice(world.alive))
-            step = lanes.plan(rng.randint(1, 1 + ahead))
+            step = schedulers.plan(rng.randint(1, 1 + ahead))
             if step is not None:
-                assert step.num_rows == max(len(rows) for rows in step.lanes)
+                assert step.num_rows == max(len(rows) for rows in step.rows_by_dp_rank)
                 kinds = {
                     all(row.count == 1 and row.samples for row in rows)
-                    for rows in step.lanes if rows
+                    for rows in step.rows_by_dp_rank if rows
                 }  # fmt: skip
                 num_mixed += len(kinds) == 2
-                num_empty += () in step.lanes
+                num_empty += () in step.rows_by_dp_rank
                 assert step.width == 1 or kinds == {True}
                 assert step.is_decode == (step.width == 1 and kinds == {True})
-            for lane, world in enumerate(worlds):
+            for dp_rank, world in enumerate(worlds):
                 if step is not None:
-                    world.pending.append((step.lanes[lane], world.device.launch(step, lane)))
+                    world.pending.append(
+                        (step.rows_by_dp_rank[dp_rank], world.device.launch(step, dp_rank))
+                    )
                 if world.pending and (step is None or len(world.pending) > 1):
                     world.commit()
         for world in worlds:

@@ -172,7 +172,7 @@ def test_prefix_cache_hits_change_nothing(oracles):
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    assert traced.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 48 * len(prompts)
+    assert traced.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 48 * len(prompts)
 
 
 def test_preemption_and_chunked_prefill(oracles):
@@ -183,7 +183,7 @@ def test_preemption_and_chunked_prefill(oracles):
         oracle.path, **settings, max_num_seqs=4, max_model_len=120, max_num_batched_tokens=24
     )
     expect_equal(traced, oracle, prompts_of([40, 30, 20, 50, 10, 44], oracle.vocab_size))
-    assert traced.engine.lanes.num_preemptions > 0
+    assert traced.engine.schedulers.num_preemptions > 0
 
 
 def test_same_seed_same_tokens_whatever_the_neighbours(oracles):
@@ -206,5 +206,5 @@ def test_many_requests_leave_nothing_behind(oracles):
         if round_ == 1:
             before = torch.cuda.memory_allocated()
     llm.engine.check()
-    assert llm.engine.lanes[0].slots.num_free == 32
+    assert llm.engine.schedulers[0].slots.num_free == 32
     assert torch.cuda.memory_allocated() <= before

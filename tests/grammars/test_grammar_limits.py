@@ -32,8 +32,9 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import ConfigError, RequestError
 from slotzero.grammars.fork_server import _ForkServer
 from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.messages import NotStarted
-from slotzero.grammars.pool import GrammarLimits, Grammars
+from slotzero.grammars.pool import Grammars
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.text.tokenizer import Tokenizer
 
@@ -102,14 +103,16 @@ def pool(vocab_size: int = 259, **limits: Any) -> Grammars:
 
 def workers_of(grammars: Grammars) -> set[int]:
     """The ids of its worker processes."""
-    assert grammars._server is not None
-    server = grammars._server.pid
+    assert grammars.supervisor.server is not None
+    server = grammars.supervisor.server.pid
     return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
 
 def num_unread_bytes(grammars: Grammars) -> int:
     """How much of what its only worker sent was not read."""
-    (fd,) = (key.fd for key in grammars._selector.get_map().values() if key.data is not None)
+    (fd,) = (
+        key.fd for key in grammars.supervisor.selector.get_map().values() if key.data is not None
+    )
     num = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, num)
     return num[0]
@@ -288,7 +291,7 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes() -> None:
         grammar.release()
         assert 0 < grammars.cached_bytes <= 40 * MIB
     assert 0 < len(grammars._workers) < 8
-    assert next(reversed(grammars._workers)).text.startswith("7")
+    assert [*grammars._workers][-1].text.startswith("7")
     await_that(lambda: len(workers_of(grammars)) == len(grammars._workers))
 
 
@@ -312,7 +315,7 @@ def test_a_grammar_in_use_is_not_let_go() -> None:
     for i in range(30):
         begun(grammars, regex=f"{i}x").release()
     grammars._workers[next(iter(grammars._workers))].memory = 41 * MIB
-    grammars._balance()
+    grammars.supervisor._balance()
     assert follow(kept, "abbc") and tokens_of(kept.allowed) == {257}
 
 
@@ -357,7 +360,7 @@ def test_idle_workers_of_small_grammars_are_charged_for_their_process() -> None:
 
 
 def test_grammars_wait_in_order_while_many_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slotzero.grammars.pool._MAX_RUNNING", 2)
+    monkeypatch.setattr("slotzero.grammars.workers._MAX_RUNNING", 2)
     grammars = pool()
     in_use = [begun(grammars, regex=f"{i}+") for i in range(2)]
     third, fourth = (grammars.begin(StructuredOutputs(regex=f"{i}+")) for i in (2, 3))
@@ -386,7 +389,7 @@ def test_a_grammar_that_waits_too_long_for_others_is_refused() -> None:
     grammars = pool(memory=16 * MIB)
     first = begun(grammars, regex="a+")
     next(iter(grammars._workers.values())).memory = 128 * MIB
-    grammars.limits = replace(grammars.limits, queue_seconds=0.2)
+    grammars.supervisor.limits = replace(grammars.supervisor.limits, queue_seconds=0.2)
     second = grammars.begin(StructuredOutputs(regex="b+"))
     assert not settled(second)
     assert second.failure == (
@@ -417,8 +420,8 @@ def no_more_files(pid: int) -> Iterator[None]:
 def test_a_grammar_is_refused_if_no_process_can_be_started_for_it(whose: str) -> None:
     grammars = pool()
     used = begun(grammars, regex="a+")
-    assert grammars._server is not None
-    server = grammars._server.pid
+    assert grammars.supervisor.server is not None
+    server = grammars.supervisor.server.pid
     with no_more_files(os.getpid() if whose == "the engine's" else server):
         refused = grammars.begin(StructuredOutputs(regex="b+"))
         assert not settled(refused)
@@ -428,7 +431,7 @@ def test_a_grammar_is_refused_if_no_process_can_be_started_for_it(whose: str) ->
         )
         assert follow(used, "aa") and not grammars.is_busy
     assert follow(begun(grammars, regex="b+"), "b")
-    assert grammars._server.pid == server
+    assert grammars.supervisor.server.pid == server
 
 
 def test_idle_workers_make_room_if_no_process_can_be_started() -> None:
@@ -497,12 +500,26 @@ def test_the_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced(
     slow = grammars.begin(StructuredOutputs(**SLOW))
     await_workers(grammars, 2)
     pids = workers_of(grammars)
-    assert grammars._server is not None
-    os.kill(grammars._server.pid, signal.SIGKILL)
+    assert grammars.supervisor.server is not None
+    os.kill(grammars.supervisor.server.pid, signal.SIGKILL)
     await_that(lambda: not any(map(is_alive, pids)))
     assert follow(answer, "ab")
     slow.release()
     assert follow(begun(grammars, regex="x"), "x")
+
+
+def test_a_mask_that_came_before_the_fork_server_was_killed_is_taken() -> None:
+    grammars = pool(reply_seconds=300.0)
+    answer = begun(grammars, regex="ab+c")
+    assert answer.advance(ord("a"))
+    await_that(lambda: num_unread_bytes(grammars) > 0)
+    server = grammars.supervisor.server
+    assert server is not None
+    os.kill(server.pid, signal.SIGKILL)
+    await_that(lambda: not is_alive(server.pid))
+    grammars._hear(server)  # before the reply is read
+    assert answer.is_ready
+    assert follow(answer, "b")
 
 
 def test_processes_end_with_their_owner() -> None:
@@ -510,8 +527,8 @@ def test_processes_end_with_their_owner() -> None:
     begun(grammars, regex="a+")
     grammars.begin(StructuredOutputs(**SLOW))
     await_workers(grammars, 2)
-    assert grammars._server is not None
-    pids = {grammars._server.pid, *workers_of(grammars)}
+    assert grammars.supervisor.server is not None
+    pids = {grammars.supervisor.server.pid, *workers_of(grammars)}
     del grammars
     gc.collect()
     await_that(lambda: not any(map(is_alive, pids)))
@@ -701,11 +718,11 @@ def test_offline_grammars_of_a_batch_are_compiled_at_the_same_time(
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_request_that_no_lane_takes_leaves_nothing_behind(
+def test_a_request_that_no_scheduler_takes_leaves_nothing_behind(
     engine: Engine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise RequestError("no lane takes it")
+        raise RequestError("no scheduler takes it")
 
     params = shaped({"regex": f"refused {is_compiled}"})
     if is_compiled:
@@ -713,12 +730,12 @@ def test_a_request_that_no_lane_takes_leaves_nothing_behind(
     with monkeypatch.context() as patched:
         patched.setattr(DpSchedulers, "add", refuse)
         if is_compiled:
-            with pytest.raises(RequestError, match="no lane takes it"):
+            with pytest.raises(RequestError, match="no scheduler takes it"):
                 engine.add("one", [1, 2], params)
         else:
             answer = engine.add("one", [1, 2], params)
             run(engine)
-            assert (answer.finish_reason, answer.failure) == ("abort", "no lane takes it")
+            assert (answer.finish_reason, answer.failure) == ("abort", "no scheduler takes it")
     assert not any(worker.answers for worker in engine.admission.grammars._workers.values())
     check_nothing_leaked(engine)
     assert engine.add("one", [1, 2], params)  # the id is free again

@@ -21,8 +21,9 @@ from slotzero.engine.request_handle import RequestHandle
 from slotzero.errors import RequestError
 from slotzero.executor.worker import Worker
 from slotzero.grammars.grammar import Grammar
+from slotzero.grammars.limits import GrammarLimits
 from slotzero.grammars.matcher import CompiledGrammar, load_vocabulary
-from slotzero.grammars.pool import GrammarLimits, Grammars
+from slotzero.grammars.pool import Grammars
 from slotzero.request import RequestStatus
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.step import Step
@@ -112,9 +113,12 @@ def test_a_bad_shape_is_refused_by_name(asked: Any) -> None:
 
 def test_what_is_wrong_with_a_shape_is_said() -> None:
     for asked, message in (
-        ({"choice": []}, "choice=[] is empty; give at least one text"),
-        ({"regex": "a\ud800"}, "regex has half a character at position 1; send valid Unicode"),
-        ({"choice": ["a", "\ud800"]}, "choice[1] has half a character at position 0; send valid"),
+        ({"choice": []}, "choice=[] is empty; give at least one string"),
+        ({"regex": "a\ud800"}, "regex has half a surrogate pair at position 1; send valid Unicode"),
+        (
+            {"choice": ["a", "\ud800"]},
+            "choice[1] has half a surrogate pair at position 0; send valid",
+        ),
         ({"json": "[1]"}, "json='[1]' must be a JSON object"),
         ({"json": {}, "regex": "a"}, "give one of json_schema, json_object, regex, choice, json, "),
     ):
@@ -464,7 +468,7 @@ def test_a_grammar_that_fails_while_its_request_waits(monkeypatch: pytest.Monkey
     while len(answer.token_ids) < 4 or not answer.request.num_in_flight:
         assert not answer.finished
         engine.step()
-    engine.lanes[0]._preempt(answer.request)
+    engine.schedulers[0]._preempt(answer.request)
     drain(engine)
     assert (answer.finish_reason, answer.failure) == ("abort", ENDLESS_ERROR)
     check_nothing_leaked(engine)
@@ -547,14 +551,14 @@ def test_preempted_in_the_middle_of_an_answer_and_of_a_step(
         kv_cache_memory=6 * PAGE,
     )  # fmt: skip
     seen: list[tuple[bool, int]] = []
-    preempt = engine.lanes[0]._preempt
+    preempt = engine.schedulers[0]._preempt
 
     def watched(request: Any) -> None:
         if request.grammar is not None:
             seen.append((bool(request.output_token_ids), request.num_in_flight))
         preempt(request)
 
-    engine.lanes[0]._preempt = watched  # type: ignore[method-assign]
+    engine.schedulers[0]._preempt = watched  # type: ignore[method-assign]
     engine.validate("compiled", *asks[0])
     answers = [engine.add(f"{i}", *asked) for i, asked in enumerate(asks)]
     drain(engine)

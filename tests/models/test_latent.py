@@ -47,7 +47,7 @@ def test_chunked_cached_and_preempted(oracles, family):
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    scheduler = traced.engine.lanes[0]
+    scheduler = traced.engine.schedulers[0]
     assert scheduler.num_preemptions > 0 and scheduler.ledger.cache.stats.num_hit_tokens > 40
 
 
@@ -224,10 +224,16 @@ def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_p
         with pytest.raises(error, match=match):
             Traced(str(path), backend="eager", speculative="mtp", **settings)
 
-    refused("tiny:llama", UnsupportedModelError, "tiny:llama has no layers that guess ahead")
+    refused("tiny:llama", UnsupportedModelError, "tiny:llama has no MTP layers")
     two, _ = with_layers_ahead(2)
-    refused(two, ConfigError, "2 layers that guess ahead", speculative_steps=4)
-    refused(two, UnsupportedModelError, "take turns", speculative_steps=2, speculative_topk=2)
+    refused(two, ConfigError, "2 MTP layers", speculative_steps=4)
+    refused(
+        two,
+        UnsupportedModelError,
+        "draft trees are not supported",
+        speculative_steps=2,
+        speculative_topk=2,
+    )
     refused(two, ConfigError, "drop it", speculative_steps=2, speculative_model="smollm2")
     oracle = oracles("deepseek-v3")
     config = json.loads((oracle.folder / "config.json").read_text())

@@ -88,7 +88,7 @@ def test_preemption_by_a_tiny_kv_budget(oracles):
         oracle.path, backend="eager", max_num_seqs=4, max_model_len=120, kv_cache_memory=13 * PAGE
     )
     expect_equal(traced, oracle, prompts_of([40, 30, 20, 50, 10, 44], oracle.vocab_size))
-    assert traced.engine.lanes.num_preemptions > 0
+    assert traced.engine.schedulers.num_preemptions > 0
 
 
 def prompts_that_begin_alike(vocab_size):
@@ -103,7 +103,7 @@ def test_prefix_cache_hits_change_nothing(oracles):
     prompts = prompts_that_begin_alike(oracle.vocab_size)
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    stats = traced.engine.lanes[0].ledger.cache.stats
+    stats = traced.engine.schedulers[0].ledger.cache.stats
     assert stats.num_hit_tokens > 48 * len(prompts)
 
 
@@ -117,7 +117,7 @@ def test_chunks_prefixes_and_preemption_through_recorded_graphs(oracles):
     prompts = prompts_that_begin_alike(oracle.vocab_size)
     for _ in range(2):
         expect_equal(traced, oracle, prompts)
-    scheduler = traced.engine.lanes[0]
+    scheduler = traced.engine.schedulers[0]
     assert scheduler.num_preemptions > 0 and scheduler.ledger.cache.stats.num_hit_tokens > 48
     assert traced.engine.worker.decode.counts.replays > 0
 

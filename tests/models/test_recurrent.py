@@ -68,7 +68,7 @@ def test_chunks_and_snapshots(oracles, expectations, family, backend):
     """The second time most is found."""
     few = {"max_num_seqs": 1} if backend == "cpu" else {}  # sizes to compile
     traced = Traced(oracles(family).path, backend=backend, **{**CUT, **few})
-    expected, stats = expectations(family), traced.engine.lanes[0].ledger.cache.stats
+    expected, stats = expectations(family), traced.engine.schedulers[0].ledger.cache.stats
     expect_equal(traced, expected, 24)
     before = stats.num_hit_tokens
     assert before >= 320  # of those that begin alike
@@ -99,7 +99,7 @@ def test_preemption(oracles, family):
     texts = [p["prompt_token_ids"] for p in prompts_of([20, 30, 12, 25], oracle.vocab_size)]
     expected = {tuple(text): oracle.generate(text, 45) for text in texts}
     expect_equal(traced, expected, 45)
-    scheduler = traced.engine.lanes[0]
+    scheduler = traced.engine.schedulers[0]
     assert scheduler.num_preemptions > 0
 
 
@@ -152,7 +152,7 @@ def test_drafts_that_are_right_for_a_while(model, backend, monkeypatch):
     assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.8
     longer = prompt + right[:90]
     assert tokens_of(llm, [longer], 10, temperature=0) == [right[90:]]
-    assert llm.engine.lanes[0].ledger.cache.stats.num_hit_tokens == 96  # found by its snapshot
+    assert llm.engine.schedulers[0].ledger.cache.stats.num_hit_tokens == 96  # found by its snapshot
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_random_traffic(speculative):
             batch, send(engine, batch, f"{seed}."), send(roomy, batch, f"{seed}."), strict=True
         ):
             assert visit.patience is not None or got.token_ids == right.token_ids
-    scheduler = engine.lanes[0]
+    scheduler = engine.schedulers[0]
     assert scheduler.ledger.cache.stats.num_hit_tokens > 0
     assert scheduler.num_preemptions > 0 or speculative  # which leaves more room
 
@@ -201,7 +201,7 @@ def test_live_traffic_is_watched():
     for _ in range(2):
         watched = tokens_of(llm, texts, 6, temperature=0)
     assert watched == tokens_of(make("tiny:falcon-h1"), texts, 6, temperature=0)
-    assert llm.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 0
+    assert llm.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 0
 
 
 NAMED = {  # what is asked for, as a fault in a tensor

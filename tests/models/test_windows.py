@@ -63,7 +63,7 @@ def test_prefixes_are_found_where_their_window_is(oracles, family):
     for batch in (prompts, prompts, branch):
         expect_equal(traced, oracle, batch, num_tokens=12)
         traced.engine.check()
-    assert traced.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 112 * len(prompts)
+    assert traced.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 112 * len(prompts)
 
 
 @pytest.mark.usefixtures("overlaps")
@@ -80,7 +80,7 @@ def test_preemption(oracles, family, backend):
     prompts = prompts_of([100, 60, 120, 50, 10, 110], oracle.vocab_size)
     expect_equal(traced, oracle, prompts, num_tokens=40)
     traced.engine.check()
-    assert traced.engine.lanes.num_preemptions > 0
+    assert traced.engine.schedulers.num_preemptions > 0
 
 
 def _shapes(path: str) -> list[GroupShape]:
@@ -96,7 +96,7 @@ def test_a_running_request_keeps_no_page_before_its_window():
     engine.add("a", list(range(1, 200)), SamplingParams(max_tokens=100, ignore_eos=True))
     for _ in range(60):
         engine.step()
-    (request,) = engine.lanes[0]._running.values()
+    (request,) = engine.schedulers[0]._running.values()
     full, sliding = request.pages
     first = (request.num_computed - 24 - 16) // 16  # a window of 24, and pages of 16
     assert all(full) and not any(sliding[:first]) and all(sliding[first + 2 :])
@@ -391,8 +391,10 @@ def test_the_least_memory_that_is_taken_is_enough_for_one_with_drafts() -> None:
 def test_nobody_who_can_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(EngineConfig(model="tiny:llama", backend="eager", show_progress=False))
     engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
-    monkeypatch.setattr(engine.lanes, "plan", lambda width: None)
-    with pytest.raises(CapacityError, match="0 requests that run and 1 that wait, none can go on"):
+    monkeypatch.setattr(engine.schedulers, "plan", lambda width: None)
+    with pytest.raises(
+        CapacityError, match="none of 0 running and 1 waiting requests can continue"
+    ):
         engine.step()
     assert not engine.has_work
     assert not engine._handles

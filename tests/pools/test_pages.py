@@ -19,7 +19,7 @@ def test_page_zero_is_never_handed_out() -> None:
 
 def test_too_many_pages_takes_none() -> None:
     pool = PagePool(4)
-    with pytest.raises(PoolError, match="4 pages were asked for, 3 are free"):
+    with pytest.raises(PoolError, match="4 pages requested, 3 are free"):
         pool.take(4)
     assert pool.num_free == 3
 
@@ -54,7 +54,7 @@ def test_a_free_page_cannot_be_used(verb: str) -> None:
 @pytest.mark.parametrize("verb", ["share", "release", "references"])
 @pytest.mark.parametrize("page", [-1, 0, 4])
 def test_a_foreign_page_is_named(verb: str, page: int) -> None:
-    with pytest.raises(PoolError, match=f"page {page} is not ours"):
+    with pytest.raises(PoolError, match=f"page {page} is not in this pool"):
         getattr(PagePool(4), verb)(page)
 
 

@@ -41,7 +41,7 @@ def test_giving_back_twice_names_the_slot() -> None:
 def test_a_foreign_slot_is_named(slot: int) -> None:
     pool = SlotPool(4)
     assert not pool.is_taken(slot)
-    with pytest.raises(PoolError, match=f"slot {slot} is not ours"):
+    with pytest.raises(PoolError, match=f"slot {slot} is not in this pool"):
         pool.give_back(slot)
 
 

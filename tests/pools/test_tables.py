@@ -97,7 +97,7 @@ def test_what_was_taken_can_be_staged_again() -> None:
 
 def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 10, 1 << 10))
-    with pytest.raises(CapacityError, match=r"tables of 3 requests: .* lower --max-num-seqs"):
+    with pytest.raises(CapacityError, match=r"tables of 3 requests need .* lower --max-num-seqs"):
         make()
 
 

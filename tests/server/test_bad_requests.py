@@ -97,6 +97,13 @@ def test_prompts_longer_than_the_context(prompt: Any) -> None:
     assert client.submitted == []
 
 
+def test_messages_that_together_are_longer_than_the_context() -> None:
+    client = FakeClient()
+    error = refused_chat(client=client, messages=[{"role": "user", "content": "x" * 500}] * 40)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert client.submitted == []
+
+
 def test_models_that_are_not_served() -> None:
     for body in ({"model": "gpt-5"}, {"model": "x" * 5000}, {"model": ""}):
         error = refused_chat(404, **body)

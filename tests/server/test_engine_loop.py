@@ -126,9 +126,9 @@ def test_a_cancelled_request_leaves_its_slot_within_two_steps(make_desk: MakeDes
         desk.turn()
     steps = desk.engine.num_steps
     after = desk.turn(Cancel("a"), Cancel("nobody"))
-    assert desk.engine.lanes.num_running == 0
+    assert desk.engine.schedulers.num_running == 0
     assert desk.engine.num_steps <= steps + 2
-    assert desk.engine.lanes[0].slots.num_free == 4
+    assert desk.engine.schedulers[0].slots.num_free == 4
     assert not kinds(after + desk.finish(), Progress)
     desk.engine.check()
 
@@ -322,7 +322,7 @@ def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
     desk = make_desk()
     for settings, message in (
         ({"colour": 1}, "unknown engine setting 'colour'"),
-        ({"page_size": 3}, "page_size is a power of two, got 3"),
+        ({"page_size": 3}, "page_size must be a power of two, got 3"),
     ):
         with pytest.raises(ConfigError, match=message):
             process._start(settings, WHOLE, desk.outbox)

@@ -181,7 +181,7 @@ def test_without_ray_or_a_cluster(
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "ray" else name)
     assert main(words) == 2
     assert "pip install 'slotzero[ray]'" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="use slotzero serve"):
+    with pytest.raises(ConfigError, match="supported by slotzero serve"):
         LLM("tiny:llama", executor="ray")
     with pytest.raises(ConfigError, match="nnodes=2"):
         EngineConfig(executor="ray", tensor_parallel_size=2, nnodes=2)

@@ -281,11 +281,11 @@ def test_a_structure_has_the_clients_name_in_the_text_too(
         ({"guided_json": "[1]"}, "guided_json=[1] must be a JSON object"),
         (
             {"guided_regex": "a\ud800"},
-            "guided_regex has half a character at position 1; send valid Unicode",
+            "guided_regex has half a surrogate pair at position 1; send valid Unicode",
         ),
         (
             {"structured_outputs": {"choice": ["a", "\ud800"]}},
-            "structured_outputs.choice[1] has half a character at position 0; ",
+            "structured_outputs.choice[1] has half a surrogate pair at position 0; ",
         ),
         (
             {"structured_outputs": {"json": {}, "regex": "a"}},

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from slotzero.errors import RequestError
 from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary, load_vocabulary
 from slotzero.sampling.structured import StructuredOutputs
 from slotzero.server.conversation import Tool
-from slotzero.server.status import FieldError
 from slotzero.server.tools import call_schema
 from slotzero.text.tokenizer import Tokenizer
 
@@ -167,7 +167,7 @@ def test_a_reference_to_nothing_is_named(vocabulary: GrammarVocabulary, there: s
 
 def test_two_tools_with_one_id_are_refused() -> None:
     same = tool("f", record(INTEGER, **{"$id": "https://example.com/s"}))
-    with pytest.raises(FieldError, match=r"tools: g: parameters.\$id: another tool has"):
+    with pytest.raises(RequestError, match=r"tools: g: parameters.\$id: another tool has"):
         call_schema([same, tool("g", same.function.parameters or {})])
-    with pytest.raises(FieldError, match=r"parameters.\$id must be a string"):
+    with pytest.raises(RequestError, match=r"parameters.\$id must be a string"):
         call_schema([tool("f", record(INTEGER, **{"$id": 5}))])

@@ -154,8 +154,8 @@ def test_chunks_prefixes_and_preemption(drafter):
     )
     for _ in range(2):
         assert answers(guessing, prompts, GREEDY) == expected
-    assert guessing.engine.lanes.num_preemptions > 0
-    assert guessing.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 48
+    assert guessing.engine.schedulers.num_preemptions > 0
+    assert guessing.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 48
 
 
 def test_some_want_no_guesses():
@@ -263,7 +263,7 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
     prompts += [{"prompt_token_ids": shared[:1]}, {"prompt_token_ids": shared}]
     llm = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
     engine, rng, widths = llm.engine, random.Random(1), llm.engine.limits.widths
-    registry, ledger = engine.worker.registry, engine.lanes[0].ledger
+    registry, ledger = engine.worker.registry, engine.schedulers[0].ledger
     monkeypatch.setattr(engine.draft_widths.policy, "choose", lambda num_rows: rng.choice(widths))
     step, take = engine.step, ledger._take
 
@@ -334,7 +334,7 @@ def test_a_tree_takes_pages_for_what_can_be_right():
         **DRAFTERS["eagle3"] | shape, page_size=4, kv_cache_memory=150 * page, max_model_len=140
     )
     answers(guessing, prompts_of([20] * 4, VOCAB), replace(GREEDY, max_tokens=80))
-    assert guessing.engine.lanes.num_preemptions == 0
+    assert guessing.engine.schedulers.num_preemptions == 0
 
 
 def test_bad_guesses_are_given_up(monkeypatch):
@@ -365,7 +365,7 @@ def test_cancelled_at_any_moment(right):
     while engine.has_work:
         engine.step()
     engine.check()
-    assert engine.lanes[0].slots.num_free == 4
+    assert engine.schedulers[0].slots.num_free == 4
 
 
 @RIGHT
@@ -460,7 +460,7 @@ def test_a_head_of_another_model_is_refused(tmp_path):
             make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
         assert all(word in str(info.value) for word in words), info.value
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="say --speculative eagle3"):
+    with pytest.raises(UnsupportedModelError, match="use --speculative eagle3"):
         make("tiny:smollm2", speculative="eagle", speculative_model=str(tmp_path))
     weights = load_file(tmp_path / "model.safetensors")
     save_file(weights | {"odd": torch.ones(1)}, tmp_path / "model.safetensors")
@@ -571,7 +571,7 @@ def test_trees_are_refused_where_a_window_is_shorter_than_a_branch(tmp_path):
     config = dict(open_checkpoint("tiny:gemma3", "auto").config) | {"sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"load_format": "dummy", "speculative": "eagle3", "speculative_topk": 2}
-    with pytest.raises(UnsupportedModelError, match="window of 4 take no trees of 4 steps"):
+    with pytest.raises(UnsupportedModelError, match="window of 4 do not support trees of 4 steps"):
         make(str(tmp_path), **settings)
     assert make(str(tmp_path), **settings, speculative_steps=3).engine.limits.ahead == 6
 

@@ -52,7 +52,7 @@ def answer_alone(engine: Engine, prompt: list[int], params: SamplingParams) -> l
 def check_nothing_leaked(engine: Engine) -> None:
     assert not engine.has_work
     engine.check()
-    scheduler = engine.lanes[0]
+    scheduler = engine.schedulers[0]
     assert scheduler.slots.num_free == scheduler.slots.num_slots
     assert not any(scheduler.ledger.num_used)
     assert engine._handles == {}

@@ -82,7 +82,7 @@ def run(job: dict) -> dict:
     return {
         "tokens": tokens,
         "logits": [torch.stack(traced.logits[i][: job["num_tokens"]]) for i in traced.request_ids],
-        "preemptions": traced.engine.lanes.num_preemptions,
+        "preemptions": traced.engine.schedulers.num_preemptions,
         "replays": traced.engine.worker.decode.counts.replays,
     }
 
@@ -107,8 +107,8 @@ def run_apart(job: dict) -> dict:
             [{i: logprob.logprob for i, logprob in of.items()} for of in output.logprobs]
             for output in outputs
         ],
-        "lanes": sorted({answer.request.lane for answer in added}),
-        "preemptions": llm.engine.lanes.num_preemptions,
+        "dp_ranks": sorted({answer.request.dp_rank for answer in added}),
+        "preemptions": llm.engine.schedulers.num_preemptions,
         "replays": llm.engine.worker.decode.counts.replays,
     }
 

@@ -109,9 +109,9 @@ class Device:
     def released(self, slot: int) -> None:
         self.staged.append(("released", slot))
 
-    def launch(self, step: Step, lane: int = 0) -> list[list[int]]:
+    def launch(self, step: Step, dp_rank: int = 0) -> list[list[int]]:
         self._apply()
-        rows = step.lanes[lane]
+        rows = step.rows_by_dp_rank[dp_rank]
         slots = [row.slot for row in rows]
         assert len(set(slots)) == len(slots)
         assert step.catches_up <= (self.most_behind is not None)
@@ -240,7 +240,7 @@ class World:
         self.groups = [KvPool(PagePool(count), window) for count, window in pools]
         slots = SlotPool(self.config.max_num_seqs)
         self.scheduler = Scheduler(self.config, slots, self.groups, self.device)
-        self.lanes = DpSchedulers([self.scheduler])
+        self.schedulers = DpSchedulers([self.scheduler])
         self.pending: deque[tuple[Sequence[Row], list[list[int]]]] = deque()
         self.requests: list[Request] = []
         self.widths = random.Random(len(self.groups))
@@ -280,7 +280,7 @@ class World:
         if oldest is not None and oldest.most_known >= oldest.max_len:
             can_advance = False  # its drafts may have been right to the end
         preemptions = {request: request.num_preemptions for request in self.alive}
-        step = self.lanes.plan(self.widths.randint(1, 1 + self.config.ahead))
+        step = self.schedulers.plan(self.widths.randint(1, 1 + self.config.ahead))
         self.scheduler.check()
         if can_advance:
             assert step is not None

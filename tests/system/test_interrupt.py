@@ -61,8 +61,8 @@ def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
     oracle = oracles("llama")
     llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
     prompts = prompts_of([20, 5, 9, 7], oracle.vocab_size)
-    lanes, calls = llm.engine.lanes, []
-    add, cancel = lanes.add, llm.engine.cancel
+    schedulers, calls = llm.engine.schedulers, []
+    add, cancel = schedulers.add, llm.engine.cancel
 
     def interrupting(call):
         def interrupted(*given):
@@ -75,7 +75,7 @@ def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
         return interrupted
 
     if place == "add":
-        lanes.add = interrupting(add)
+        schedulers.add = interrupting(add)
     else:
         run = llm.engine.worker.run
         llm.engine.worker.run = lambda step: signal.raise_signal(signal.SIGINT) or run(step)
@@ -83,7 +83,7 @@ def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, use_tqdm=False)
     assert len(calls) == (2 if place == "add" else 4)
-    assert not lanes.has_work
+    assert not schedulers.has_work
     assert not llm.engine._handles
     llm.engine.check()
 
@@ -128,15 +128,15 @@ def test_results_that_fail_to_arrive_leave_nobody_hanging(oracles):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     stream = llm.stream(prompts[0], params)
     next(stream)
-    commit = llm.engine.lanes[0].commit
+    commit = llm.engine.schedulers[0].commit
 
     def failing(step, tokens):
         raise RuntimeError("the copy is lost")
 
-    llm.engine.lanes[0].commit = failing
+    llm.engine.schedulers[0].commit = failing
     with pytest.raises(RuntimeError, match="the copy is lost"):
         llm.generate(prompts[1], params, use_tqdm=False)
-    llm.engine.lanes[0].commit = commit
+    llm.engine.schedulers[0].commit = commit
     with pytest.raises(StepFailedError, match="RuntimeError: the copy is lost"):
         next(stream)
     (output,) = llm.generate(prompts[1], params, use_tqdm=False)

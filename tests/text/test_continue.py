@@ -54,7 +54,7 @@ def test_a_message_that_is_empty_or_a_users() -> None:
 def test_what_cannot_be_continued() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     for template, messages, why in (
-        (FIRST_ONLY, BEGUN, "leaves the last message out"),
+        (FIRST_ONLY, BEGUN, "omits the last message"),
         (PLAIN, [{"role": "assistant", "content": "", "tool_calls": [call]}], "tool_calls"),
     ):
         with pytest.raises(RequestError, match=f"continue_final_message: .*{why}"):

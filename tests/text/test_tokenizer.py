@@ -98,7 +98,7 @@ def test_the_id_of_a_byte_is_the_byte() -> None:
 
 
 def test_half_a_character_in_a_prompt_is_the_error_of_the_request() -> None:
-    with pytest.raises(RequestError, match="half a character at position 2"):
+    with pytest.raises(RequestError, match="half a surrogate pair at position 2"):
         SMOLLM2.encode("ab\ud800c")
 
 

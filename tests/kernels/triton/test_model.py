@@ -62,7 +62,7 @@ def test_recurrent_layers_equal_transformers(tmp_path, family):
             expected, logits = oracle.generate(prompt["prompt_token_ids"], 24, guess=tokens)
             assert tokens == expected
             assert (torch.stack(traced.logits[request_id])[:24] - logits).abs().max() < 1e-4
-    assert traced.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 0
+    assert traced.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 0
 
 
 @pytest.mark.skipif(INTERPRETED, reason="too much for the interpreter")
@@ -93,7 +93,7 @@ def test_drafts_of_recurrent_layers_change_nothing(family, monkeypatch):
     assert answer(llm) == right and answer(llm) == right  # by what the first left, too
     stats = llm.engine.speculation
     assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.8
-    assert llm.engine.lanes[0].ledger.cache.stats.num_hit_tokens > 0
+    assert llm.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 0
 
 
 class Gemma4:

@@ -1,5 +1,5 @@
-"""Ranks with requests of their own, led as a user leads them: whatever happens in one lane, every
-request gets what it gets from one rank alone."""
+"""DP attention through the engine: whatever happens on one DP rank, every request gets the answer
+that it gets from one rank alone."""
 
 import random
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def alone() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def lanes() -> Iterator[Engine]:
+def dp_engine() -> Iterator[Engine]:
     """With fewer pages than three long requests need."""
     more = {"tensor_parallel_size": 2, "enable_dp_attention": True}
     more |= {"speculative": "eagle3", "speculative_adaptive": False}  # which goes by the clock
@@ -65,26 +65,26 @@ def drain(engine: Engine) -> None:
         engine.check()
 
 
-def test_random_traffic(alone: Engine, lanes: Engine) -> None:
+def test_random_traffic(alone: Engine, dp_engine: Engine) -> None:
     """With grammars, log probabilities, common prefixes, drafts, cancellation and preemption."""
     rng = random.Random(5)
     asks, right, answers, cancelled = asks_of(rng, 40), [], list[RequestHandle](), set[int]()
     for i, ask in enumerate(asks):
         right.append(alone.add(f"{i}", *ask))
         drain(alone)
-    while len(answers) < len(asks) or lanes.has_work:
+    while len(answers) < len(asks) or dp_engine.has_work:
         if len(answers) < len(asks) and rng.random() < 0.5:
-            answers.append(lanes.add(f"{len(answers)}", *asks[len(answers)]))
+            answers.append(dp_engine.add(f"{len(answers)}", *asks[len(answers)]))
         if answers and rng.random() < 0.03:
             i = rng.randrange(len(answers))
             if not answers[i].finished:
-                lanes.cancel(f"{i}")
+                dp_engine.cancel(f"{i}")
                 cancelled.add(i)
-        lanes.step()
-        lanes.check()
-    assert {answer.request.lane for answer in answers} == {0, 1}
-    assert cancelled and lanes.lanes.num_preemptions > 0
-    assert all(lane.ledger.cache.stats.num_hit_tokens for lane in lanes.lanes)
+        dp_engine.step()
+        dp_engine.check()
+    assert {answer.request.dp_rank for answer in answers} == {0, 1}
+    assert cancelled and dp_engine.schedulers.num_preemptions > 0
+    assert all(scheduler.ledger.cache.stats.num_hit_tokens for scheduler in dp_engine.schedulers)
     for i, (answer, expected) in enumerate(zip(answers, right, strict=True)):
         if i in cancelled:
             assert answer.token_ids == expected.token_ids[: len(answer.token_ids)]
@@ -96,26 +96,26 @@ def test_random_traffic(alone: Engine, lanes: Engine) -> None:
 
 
 def test_what_was_sampled_for_a_step_that_failed_is_nobody_elses(
-    alone: Engine, lanes: Engine, monkeypatch: pytest.MonkeyPatch
+    alone: Engine, dp_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asks = asks_of(random.Random(6), 4)
     for i, ask in enumerate(asks):
-        lanes.add(f"lost-{i}", *ask)
+        dp_engine.add(f"lost-{i}", *ask)
     with monkeypatch.context() as patch:
-        patch.setattr(lanes.lanes[0], "commit", lambda *_: 1 / 0)
+        patch.setattr(dp_engine.schedulers[0], "commit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            drain(lanes)
-    drain(lanes)
-    answers = [lanes.add(f"{i}", *ask) for i, ask in enumerate(asks)]
-    drain(lanes)
+            drain(dp_engine)
+    drain(dp_engine)
+    answers = [dp_engine.add(f"{i}", *ask) for i, ask in enumerate(asks)]
+    drain(dp_engine)
     for i, ask in enumerate(asks):
         expected = alone.add(f"{i}", *ask)
         drain(alone)
         assert answers[i].token_ids == expected.token_ids
 
 
-def test_an_id_is_one_requests_in_all_lanes(lanes: Engine) -> None:
-    lanes.add("same", [1, 2, 3], SamplingParams(max_tokens=3))
+def test_an_id_is_unique_across_dp_ranks(dp_engine: Engine) -> None:
+    dp_engine.add("same", [1, 2, 3], SamplingParams(max_tokens=3))
     with pytest.raises(RequestError, match="this id is in use"):
-        lanes.add("same", [4, 5, 6], SamplingParams(max_tokens=3))
-    drain(lanes)
+        dp_engine.add("same", [4, 5, 6], SamplingParams(max_tokens=3))
+    drain(dp_engine)
