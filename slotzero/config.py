@@ -16,6 +16,7 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
 MAX_STEPS = 15
 MAX_TOPK = 8
@@ -32,6 +33,11 @@ class EngineConfig:
     embedded smollm2."""
     load_format: str = "auto"
     """auto loads the checkpoint's weights; dummy makes random weights from config.json alone."""
+    quantization: str = "auto"
+    """Format of the weights in memory: auto keeps the checkpoint's, none unpacks quantised weights.
+    fp8 converts the linear layers of an unquantised checkpoint (or a .gguf file) while they load,
+    with one scale per output feature, and rounds their inputs to fp8 as well; int8 and int4 convert
+    them in groups of 128 and leave the inputs alone."""
     generation_config: str = "auto"
     """Default temperature, top_k, top_p, min_p and repetition_penalty of requests to a server and
     of calls without parameters: auto takes them from the model's generation_config.json, none uses
@@ -147,6 +153,11 @@ class EngineConfig:
             ("backend", self.backend in BACKENDS, f"must be one of {', '.join(BACKENDS)}"),
             ("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}"),
             ("load_format", self.load_format in LOAD_FORMATS, "must be auto or dummy"),
+            (
+                "quantization",
+                self.quantization in QUANTIZATIONS,
+                f"must be one of {', '.join(QUANTIZATIONS)}",
+            ),
             (
                 "generation_config",
                 self.generation_config in GENERATION_CONFIGS,

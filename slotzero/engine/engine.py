@@ -70,7 +70,9 @@ class Engine:
         """`rank_group`: ranks that run already, and do what this one does without being told.
         `told` is called with the progress of loading. `watch` attaches the live checks, see
         certify/start.py."""
-        checkpoint = open_checkpoint(config.model, config.load_format)
+        checkpoint = open_checkpoint(
+            config.model, config.load_format, quantization=config.quantization
+        )
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Default sampling parameters of the model, which the callers apply."""

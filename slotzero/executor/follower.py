@@ -56,7 +56,7 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     if task is not None:
         connection.send(task(config, rank_group))
         return
-    checkpoint = open_checkpoint(config.model, config.load_format)
+    checkpoint = open_checkpoint(config.model, config.load_format, quantization=config.quantization)
     worker = build_worker(config, checkpoint, lambda done, total: None, rank_group)
     if not config.lazy_recording:
         worker.record(lambda record: None)

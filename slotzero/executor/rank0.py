@@ -81,7 +81,7 @@ def start_ranks(
 @contextlib.contextmanager
 def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
     """Start ranks that all certify by themselves, without messages for each step."""
-    checkpoint = open_checkpoint(config.model, config.load_format)
+    checkpoint = open_checkpoint(config.model, config.load_format, quantization=config.quantization)
     rank_group = start_ranks(config, parse_config(checkpoint.config), task)
     try:
         yield rank_group

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.attention_plans import TorchPlan
+from slotzero.kernels.quantized import dequantise, embed_rows, select_expert, unpack_rows
 from slotzero.kernels.torch_ops import TorchKernels
-from slotzero.kernels.types import Heads, LinearWeight, PagedKv, Tokens
+from slotzero.kernels.types import Heads, PagedKv, Tokens
+from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight
 from slotzero.sampling import reference
 from slotzero.sampling.tables import Sampled, SamplingTables
 from slotzero.tree_shape import MAX_PLACES
@@ -26,19 +28,26 @@ class ReferenceKernels(TorchKernels):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+    def dense_product(self, x: Tensor, weight: DenseWeight) -> Tensor:
         return F.linear(x, weight.data, weight.bias)
+
+    def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        rows = unpack_rows(weight)
+        bias = None if weight.bias is None else weight.bias.float()
+        return F.linear(x.float(), dequantise(rows, weight.format), bias).to(x.dtype)
 
     def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:
         # The host reads where each expert starts: for eager use only, like attend.
         out = x.new_zeros(len(x), weights.out_features)
         for i, (start, end) in enumerate(pairwise(starts.tolist())):
-            bias = None if weights.bias is None else weights.bias[i]
-            out[start:end] = F.linear(x[start:end], weights.data[i], bias)
+            out[start:end] = self.product(x[start:end], select_expert(weights, i))
         return out
 
     def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
-        return F.embedding(ids, weight.data)
+        if isinstance(weight, DenseWeight):
+            return F.embedding(ids, weight.data)
+        assert isinstance(weight, QuantizedWeight)
+        return embed_rows(ids, weight)
 
     def store_kv(
         self,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slotzero.kernels import quantized
 from slotzero.kernels.attention_plans import AttentionPlan, TorchPlan
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.torch_recurrent import TorchRecurrent
@@ -24,7 +25,6 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
-    LinearWeight,
     MlaWeights,
     Normed,
     PagedKv,
@@ -35,14 +35,38 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.kernels.weights import (
+    DenseWeight,
+    JoinedWeight,
+    LinearWeight,
+    QuantizedWeight,
+)
 
 CLAMP, SLOPE = 7.0, 1.702  # constants of clamped_silu
 
 
 class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
-    @abstractmethod
     def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """x [rows, in_features] -> [rows, out_features]"""
+        match weight:
+            case DenseWeight():
+                return self.dense_product(x, weight)
+            case QuantizedWeight():
+                return self.quantized_product(self.round_input(x, weight), weight)
+            case JoinedWeight(parts):
+                return torch.cat([self.product(x, part) for part in parts], dim=-1)
+
+    @abstractmethod
+    def dense_product(self, x: Tensor, weight: DenseWeight) -> Tensor:
+        """x [rows, in_features] -> [rows, out_features]"""
+
+    @abstractmethod
+    def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """Multiply x, already rounded, by the numbers that the codes stand for."""
+
+    def round_input(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """Round the input of a linear layer as the format of its weight asks."""
+        return quantized.round_input(x, weight).to(x.dtype)
 
     @abstractmethod
     def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:

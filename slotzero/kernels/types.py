@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slotzero.errors import ContractError
+from slotzero.kernels.weights import LinearWeight
 
 
 class Tokens(NamedTuple):
@@ -24,18 +25,6 @@ class Rows(NamedTuple):
     counts: Tensor  # 0 for padding
     ends: Tensor
     span: int = 0  # tokens of every row, padding included; 0: rows are ragged and packed
-
-
-class LinearWeight(NamedTuple):
-    """The weight of a linear layer, in the kernel set's packed layout.
-
-    The experts of a layer are one LinearWeight whose tensors have an axis of experts before the
-    others.
-    """
-
-    data: Tensor  # packed [out_features, in_features]
-    bias: Tensor | None  # [out_features]
-    out_features: int
 
 
 class Normed(NamedTuple):

@@ -17,6 +17,7 @@ from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.parallel import ParallelMixers
 from slotzero.models.blocks.recurrent import RecurrentMixer
 from slotzero.models.layer import DecoderLayer
+from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
 FULL, SLIDING, LATENT = "full", "sliding", "latent"  # names of KV groups
 
@@ -88,6 +89,7 @@ class ModelConfig:
     layer_embedding: LayerEmbedding | None = None
     mtp: MtpConfig | None = None
     names: ModelNames = MODEL_NAMES
+    quantization: Quantization = NOT_QUANTIZED
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors in a checkpoint that the model does not read."""
 

@@ -6,15 +6,24 @@ Each joins a token's embedding with a hidden state and is a decoder layer like t
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.kernels.types import LinearWeight
-from slotzero.models.blocks.block import Block
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerWeights
-from slotzero.models.param import Source, linear, norm
-from slotzero.models.stacks import Stack, StackedParam, layer_stacks, sharded_params
+from slotzero.models.param import LinearParam, Source, linear, norm
+from slotzero.models.stacks import (
+    Formats,
+    LayerStacks,
+    StackedParam,
+    assemble_linear,
+    layer_stacks,
+    sharded_params,
+    source_formats,
+    split_param,
+)
 from slotzero.models.weights import layer_weights
 
 
@@ -30,35 +39,48 @@ def mtp_params(config: ModelConfig, index: int, ranks: Ranks) -> list[StackedPar
     """Return the parameters of the `index`th MTP layer, or one rank's part of them."""
     assert config.mtp is not None
     names, hidden, offset = _names(config, index), config.hidden_size, config.norm_offset
+    join, formats = _join(config, index)
     params = [
-        StackedParam("join", linear(2 * hidden, Source(names["join"], hidden)).weight, None),
+        *split_param("join", join.weight, formats, None),
         *(
             StackedParam(field, norm(names[field], hidden, offset), None)
             for field in ("embed_norm", "hidden_norm", "norm")
         ),
     ]
-    for stack in _stacks(config, index).values():
+    for stack in _stacks(config, index).stacks:
         params += sharded_params(stack, ranks)
     return params
 
 
 def mtp_weights(
-    config: ModelConfig, index: int, tensors: Mapping[str, Tensor], ranks: Ranks
+    config: ModelConfig,
+    index: int,
+    tensors: Mapping[str, Tensor],
+    ranks: Ranks,
+    dtype: torch.dtype,
 ) -> MtpWeights:
     """Put the weights of the `index`th MTP layer together."""
-    stacks = {field: stack.shard(ranks) for (field, _), stack in _stacks(config, index).items()}
+    stacks = _stacks(config, index).shard(ranks).by_layer[index]
+    join, formats = _join(config, index)
     return MtpWeights(
-        LinearWeight(tensors["join"], None, config.hidden_size),
+        assemble_linear("join", join, formats, lambda name: tensors[name], dtype),
         tensors["embed_norm"],
         tensors["hidden_norm"],
         tensors["norm"],
-        layer_weights(stacks, tensors, index),
+        layer_weights(stacks, tensors, index, dtype),
     )
 
 
-def _stacks(config: ModelConfig, index: int) -> dict[tuple[str, Block], Stack]:
+def _join(config: ModelConfig, index: int) -> tuple[LinearParam, Formats]:
+    """Return the linear layer that joins both sides, and its formats."""
+    join = linear(2 * config.hidden_size, Source(_names(config, index)["join"], config.hidden_size))
+    return join, source_formats(join.weight, "", config.quantization)
+
+
+def _stacks(config: ModelConfig, index: int) -> LayerStacks:
     assert config.mtp is not None
-    return layer_stacks({index: (config.mtp.layer, _names(config, index)["layer"])})
+    layers = {index: (config.mtp.layer, _names(config, index)["layer"])}
+    return layer_stacks(layers, config.quantization)
 
 
 def _names(config: ModelConfig, index: int) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, NamedTuple, Union
 
+from slotzero.quantization.method import WeightPart
+
 
 @dataclass(frozen=True)
 class Source:
@@ -69,6 +71,9 @@ class Param:
     starts_at_one: bool = False  # in random weights; others are drawn
     summed_over: Literal["attention", "mlp"] | None = None
     """Bias of a row-parallel linear layer: added once to a sum over these ranks."""
+    is_sensitive: bool = False
+    """A router, an embedding or a vocabulary head: it keeps its type when weights are converted
+    while they load."""
 
     @property
     def out_features(self) -> int:
@@ -91,7 +96,7 @@ class Param:
                         Span(whole, self.first_expert, self.experts),
                         *(reversed(spans) if self.is_transposed else spans),
                     ]
-                yield Stored(prefix + name, tuple(spans), source)
+                yield Stored(prefix + name, tuple(spans), source, self.is_joint, self.is_transposed)
 
     def _spans(self, source: Source) -> "list[Span]":
         rows = Span(source.whole or source.rows, source.first, source.rows)
@@ -134,10 +139,36 @@ class Stored(NamedTuple):
     name: str
     spans: tuple[Span, ...]
     source: Source
+    is_joint: bool
+    is_transposed: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(span.whole for span in self.spans)
+
+    @property
+    def module(self) -> str:
+        return module_of(self.name)
+
+    @property
+    def part(self) -> tuple[WeightPart, slice]:
+        """Return the part of a weight that is read, and its columns."""
+        experts = self.spans[0] if self.is_joint else None
+        rows, columns = self.spans[-2:]
+        if self.is_joint and self.is_transposed:
+            rows, columns = columns, rows
+        part = WeightPart(
+            rows.slice,
+            (rows.whole, columns.whole),
+            None if experts is None else experts.slice,
+            0 if experts is None else experts.whole,
+        )
+        return part, columns.slice
+
+
+def module_of(tensor: str) -> str:
+    """Return the name of the module whose weight has this name."""
+    return tensor.removesuffix(".weight")
 
 
 def linear(
@@ -145,9 +176,11 @@ def linear(
     *sources: Source,
     biases: Sequence[Source] = (),
     summed_over: Literal["attention", "mlp"] | None = None,
+    is_sensitive: bool = False,
 ) -> LinearParam:
     """Return the parameters of a linear layer; `biases`: the sources of its bias, if it has one."""
-    weight = Param(tuple(source.ending(".weight") for source in sources), columns)
+    named = tuple(source.ending(".weight") for source in sources)
+    weight = Param(named, columns, is_sensitive=is_sensitive)
     if not biases:
         return LinearParam(weight, None)
     bias = Param(tuple(source.ending(".bias") for source in biases), summed_over=summed_over)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import LinearWeight, Normed, PairNorms, Tokens
+from slotzero.kernels.types import Normed, PairNorms, Tokens
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.stacks import vocabulary_part
 
 

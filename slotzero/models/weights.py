@@ -14,19 +14,29 @@ from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import LinearWeight
+from slotzero.kernels.quantized import QuantizedRows, join_rows, quantise
+from slotzero.kernels.weights import LinearWeight, WeightFormat
 from slotzero.models.blocks.layer_input import LayerEmbeddingWeights
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.layer import LayerWeights
 from slotzero.models.param import Param, Stored
-from slotzero.models.stacks import Stack, StackedParam, model_params, model_stacks
+from slotzero.models.stacks import (
+    Stack,
+    StackedParam,
+    model_params,
+    model_stacks,
+    outer_stack,
+    vocabulary_weights,
+)
 from slotzero.pools.budget import refuse_beyond
+from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
 OR_SMALLER = " or --dtype bfloat16"
 
 Progress = Callable[[int, int], None]  # parameters done, parameters in all
 
+INPUT_SCALE = "input_scale"
 _COMPARED = 1 << 14  # rows at a time
 # Stored by some exporters and derived by us.
 _IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
@@ -58,10 +68,10 @@ def load_weights(
     _refuse_unexpected(config, checkpoint, besides)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
-    for target in fill(params, tensors, checkpoint, kernels):
+    for target in fill(params, tensors, checkpoint, kernels, config.quantization):
         done += target.numel()
         progress(done, total)
-    return _assemble(config, params, tensors, ranks)
+    return _assemble(config, tensors, ranks, dtype)
 
 
 def load_params(
@@ -71,10 +81,11 @@ def load_params(
     kernels: Kernels,
     dtype: torch.dtype,
     prefix: str,
+    quantization: Quantization = NOT_QUANTIZED,
 ) -> dict[str, Tensor]:
     """Load parameters that are not part of a model, by name."""
     tensors = _allocate(params, registry, kernels, dtype, prefix)
-    for _ in fill(params, tensors, checkpoint, kernels):
+    for _ in fill(params, tensors, checkpoint, kernels, quantization):
         pass
     return tensors
 
@@ -84,12 +95,20 @@ def fill(
     tensors: dict[str, Tensor],
     checkpoint: Checkpoint,
     kernels: Kernels,
+    quantization: Quantization,
 ) -> Iterator[Tensor]:
     """Read parameters into their tensors; yield each part when it is filled."""
     for stacked in params:
-        for target, stored in _places(stacked, tensors[stacked.name]):
-            target.copy_(_read(stacked.param, stored, checkpoint, kernels, target))
-            yield target
+        for targets, stored in _places(stacked, tensors):
+            if stacked.format is None:
+                (target,) = targets.values()
+                read = _read(stacked.param, stored, checkpoint, kernels, quantization, target)
+                target.copy_(read)
+            else:
+                device = targets["codes"].device
+                rows = _read_rows(stored, checkpoint, quantization, stacked.format, device)
+                _store(kernels.pack_quantized(rows, stacked.format), targets)
+            yield from targets.values()
 
 
 def random_weights(
@@ -106,15 +125,40 @@ def random_weights(
     params = model_params(config, ranks)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     generator = torch.Generator(registry.device).manual_seed(seed)
-    for name, param, _ in params:
-        tensor = tensors[name]
-        if param.starts_at_one:
-            tensor.fill_(1)
-        else:
-            tensor.normal_(0, 0.02, generator=generator)
-            if not any(source.scale for source in param.sources):  # another rank adds it
+    for stacked in params:
+        param = stacked.param
+        for targets, _ in _places(stacked, tensors):
+            if stacked.format is not None:
+                rows = _draw_rows(stacked, targets["codes"], generator)
+                _store(kernels.pack_quantized(rows, stacked.format), targets)
+                continue
+            (tensor,) = targets.values()
+            if param.starts_at_one:
+                tensor.fill_(1)
+            elif not any(source.scale for source in param.sources):  # another rank adds it
                 tensor.zero_()
-    return _assemble(config, params, tensors, ranks)
+            else:
+                tensor.normal_(0, 0.02, generator=generator)
+    return _assemble(config, tensors, ranks, dtype)
+
+
+def _draw_rows(stacked: StackedParam, target: Tensor, generator: torch.Generator) -> QuantizedRows:
+    """Draw one quantised weight; a weight of all experts at once has an axis of them."""
+    param, format = stacked.param, stacked.format
+    assert format is not None and param.columns is not None
+    experts = (param.experts,) if param.is_joint and param.experts is not None else ()
+    shape = (*experts, param.out_features, param.columns)
+    drawn = torch.empty(shape, device=target.device).normal_(0, 0.02, generator=generator)
+    rows = quantise(drawn, format)
+    if format.is_scattered:
+        group_of = torch.arange(param.columns, device=target.device) * format.num_groups(
+            param.columns
+        )
+        group_of = (group_of // param.columns).int().expand(*experts, param.columns)
+        rows = rows._replace(group_of=group_of)
+    if format.activations == "float8_static":
+        rows = rows._replace(input_scale=torch.full((1,), 0.05, device=target.device))
+    return rows
 
 
 def _allocate(
@@ -124,13 +168,15 @@ def _allocate(
     dtype: torch.dtype,
     prefix: str,
 ) -> dict[str, Tensor]:
-    wanted = {p.name: _stored(p, kernels, dtype) for p in params}
+    wanted = {name: shape for p in params for name, shape in _shapes(p, kernels, dtype).items()}
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in wanted.values())
     refuse_beyond(total, registry.device, "weights", "use a smaller model")
     tensors = {}
     for name, (shape, kind) in wanted.items():
         try:
             tensor = torch.empty(shape, dtype=kind, device=registry.device)
+            if name.endswith(INPUT_SCALE):
+                tensor.zero_()  # then the largest of several is stored
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise CapacityError(
                 f"weight {name} {list(shape)} does not fit into memory: use a smaller model"
@@ -140,51 +186,106 @@ def _allocate(
     return tensors
 
 
-def _stored(
+def _shapes(
     stacked: StackedParam, kernels: Kernels, dtype: torch.dtype
-) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and the type in which it is stored."""
-    param = stacked.param
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return by name the shapes and types of the tensors in which a weight is kept."""
+    param, format = stacked.param, stacked.format
+    layers = () if stacked.prefixes is None else (len(stacked.prefixes),)
+    experts = () if param.experts is None else (param.experts,)
+    if format is not None:
+        assert param.columns is not None
+        parts = kernels.quantized_shapes(param.out_features, param.columns, format)
+        return {
+            f"{stacked.name}.{field}": (
+                (*layers, *(() if field == INPUT_SCALE else experts), *shape),
+                kind,
+            )
+            for field, (shape, kind) in parts.items()
+        }
     shape: tuple[int, ...] = (param.out_features,)
     if param.columns is not None:
         shape = (param.out_features, param.columns)
         shape = kernels.packed_shape(*shape) if param.is_packed else shape
-    if param.experts is not None:
-        shape = (param.experts, *shape)
-    if stacked.prefixes is not None:
-        shape = (len(stacked.prefixes), *shape)
-    return shape, torch.float32 if param.is_float32 else dtype
+    kind = torch.float32 if param.is_float32 else dtype
+    return {stacked.name: ((*layers, *experts, *shape), kind)}
 
 
-def _places(stacked: StackedParam, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:
-    """Yield what is filled at once and from which tensors: a layer, or one expert of it that is
-    stored by itself."""
-    param = stacked.param
+def _places(
+    stacked: StackedParam, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[dict[str, Tensor], list[Stored]]]:
+    """Yield what is filled at once (one tensor, or by field those of a quantised weight), and from
+    which tensors of the checkpoint: a layer, or one expert of it that is stored by itself."""
+    param, format = stacked.param, stacked.format
+    if format is None:
+        ours = {"": tensors[stacked.name]}
+    else:
+        ours = {field: tensors[f"{stacked.name}.{field}"] for field in format.fields}
     for i, prefix in enumerate(stacked.prefixes or ("",)):
-        target = tensor if stacked.prefixes is None else tensor[i]
+        targets = ours if stacked.prefixes is None else {f: t[i] for f, t in ours.items()}
         stored = list(param.stored(prefix))
         if param.experts is None or param.is_joint:
-            yield target, stored
+            yield targets, stored
             continue
         size = len(param.sources)
         for expert in range(param.experts):
-            yield target[expert], stored[expert * size : (expert + 1) * size]
+            of_expert = {f: t if f == INPUT_SCALE else t[expert] for f, t in targets.items()}
+            yield of_expert, stored[expert * size : (expert + 1) * size]
+
+
+def _store(packed: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Copy a quantised weight to its place. Experts share the largest scale of their inputs."""
+    for field, target in targets.items():
+        given = packed[field].to(target.device)
+        target.copy_(torch.maximum(target, given) if field == INPUT_SCALE else given)
+
+
+def _read_rows(
+    stored: Sequence[Stored],
+    checkpoint: Checkpoint,
+    quantization: Quantization,
+    format: WeightFormat,
+    device: torch.device,
+) -> QuantizedRows:
+    """Read the sources of a quantised weight and join them, row after row."""
+    parts = []
+    for one in stored:
+        source, (part, columns) = one.source, one.part
+        rows = quantization.read_rows(checkpoint, one.module, part, columns, format)
+        rows = rows.to(device)
+        if source.order is not None:
+            rows = rows.select(torch.tensor(source.order, device=device))
+        if source.column_scales is not None:
+            raise UnsupportedModelError(
+                f"{checkpoint.name}: tensor {one.name} cannot be quantised, because its columns "
+                "are scaled"
+            )
+        parts.append(rows if source.scale == 1 else rows.scaled(source.scale))
+    return join_rows(parts, [one.name for one in stored])
 
 
 def _read(
-    param: Param, stored: list[Stored], checkpoint: Checkpoint, kernels: Kernels, target: Tensor
+    param: Param,
+    stored: list[Stored],
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    quantization: Quantization,
+    target: Tensor,
 ) -> Tensor:
     parts = []
-    for name, spans, source in stored:
-        part, whole = checkpoint.read_part(name, *(span.slice for span in spans))
-        wanted = [span.whole for span in spans]
-        if list(whole) != wanted:
-            raise CorruptCheckpointError(
-                f"{checkpoint.name}: tensor {name} has shape {list(whole)}, "
-                f"its config asks for {wanted}"
-            )
-        if param.is_joint and param.is_transposed and param.columns is not None:
-            part = part.transpose(1, 2)
+    for one in stored:
+        source = one.source
+        if param.columns is not None and quantization.tensors(one.module) is not None:
+            part = quantization.read_dense(checkpoint, one.module, *one.part)
+        else:
+            part, whole = checkpoint.read_part(one.name, *(span.slice for span in one.spans))
+            if whole != one.shape:
+                raise CorruptCheckpointError(
+                    f"{checkpoint.name}: tensor {one.name} has shape {list(whole)}, "
+                    f"its config asks for {list(one.shape)}"
+                )
+            if param.is_joint and param.is_transposed and param.columns is not None:
+                part = part.transpose(1, 2)
         if param.is_conv:
             part = part.squeeze(1)
         if source.order is not None:
@@ -205,7 +306,7 @@ def _refuse_unexpected(
 ) -> None:
     """A tensor that we would not use changes results; one that is missing cannot be made up. MTP
     layers are read by a drafter."""
-    expected = {stored.name for param in model_params(config, ALONE) for stored in param.stored()}
+    expected, optional = expected_names(model_params(config, ALONE), config.quantization)
     names = set(checkpoint.names())
     missing = sorted(expected - names)
     if missing:
@@ -218,7 +319,7 @@ def _refuse_unexpected(
         _refuse_another_head(config, checkpoint, head)
     extra = sorted(
         n
-        for n in names - expected - {head} - _unread(config) - besides
+        for n in names - expected - optional - {head} - _unread(config) - besides
         if not n.endswith(_IGNORED) and not n.startswith(config.ignored)
     )
     if extra:
@@ -232,7 +333,7 @@ def _unread(config: ModelConfig) -> set[str]:
     """Return tensors that some exporters store although nothing computes with them."""
     return {
         prefix + name
-        for stack in model_stacks(config).values()
+        for stack in model_stacks(config).stacks
         for name in stack.block.unread()
         for prefix in stack.prefixes or ()
     }
@@ -251,41 +352,42 @@ def _refuse_another_head(config: ModelConfig, checkpoint: Checkpoint, head: str)
             )
 
 
+def expected_names(
+    params: Sequence[StackedParam], quantization: Quantization
+) -> tuple[set[str], set[str]]:
+    """Return the tensors that a checkpoint must have, and those that it may have."""
+    expected, optional = set[str](), set[str]()
+    for param in params:
+        for stored in param.stored():
+            packed = None if param.param.columns is None else quantization.tensors(stored.module)
+            for name, is_needed in (packed or {stored.name: True}).items():
+                (expected if is_needed else optional).add(name)
+    return expected, optional
+
+
 def _assemble(
-    config: ModelConfig, params: Sequence[StackedParam], tensors: dict[str, Tensor], ranks: Ranks
+    config: ModelConfig, tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype
 ) -> DecoderWeights:
     stacks = model_stacks(config)
+    if ranks.is_distributed:
+        stacks = stacks.shard(ranks)
     layers = tuple(
-        layer_weights(
-            {field: stacks[field, block].shard(ranks) for field, block in layer.blocks().items()},
-            tensors,
-            index,
-        )
-        for index, layer in enumerate(config.layers)
+        layer_weights(stacks.by_layer[index], tensors, index, dtype)
+        for index in range(config.num_layers)
     )
-    block = config.layer_embedding
-    ends = {
-        name: LinearWeight(tensors[name], None, param.out_features)
-        for name, param, _ in params
-        if name in ("embedding", "head")
-    }
-    return DecoderWeights(
-        embedding=ends["embedding"],
-        head=ends.get("head", ends["embedding"]),
-        final_norm=tensors["final_norm"],
-        layers=layers,
-        layer_embedding=None
-        if block is None
-        else Stack(block.name, block, None, None).weights(tensors, None),
-    )
+    embedding, head = vocabulary_weights(config, ranks, tensors, dtype)
+    block, outer = config.layer_embedding, None
+    if block is not None:
+        outer = outer_stack(block, config.quantization).weights(tensors, None, dtype)
+    return DecoderWeights(embedding, head, tensors["final_norm"], layers, outer)
 
 
 def layer_weights(
-    stacks: Mapping[str, Stack], tensors: Mapping[str, Tensor], layer: int
+    stacks: Mapping[str, Stack], tensors: Mapping[str, Tensor], layer: int, dtype: torch.dtype
 ) -> LayerWeights:
     """Put one layer's weights together; `stacks` by field of LayerWeights."""
     made = {}
     for field, stack in stacks.items():
         assert stack.layers is not None
-        made[field] = stack.weights(tensors, stack.layers.index(layer))
+        made[field] = stack.weights(tensors, stack.layers.index(layer), dtype)
     return LayerWeights(**made)

@@ -18,7 +18,8 @@ from slotzero.distributed.ranks import Ranks
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import Branches, LinearWeight, Normed, PagedKv, PairNorms, Rows, Tokens
+from slotzero.kernels.types import Branches, Normed, PagedKv, PairNorms, Rows, Tokens
+from slotzero.kernels.weights import DenseWeight, LinearWeight
 from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
@@ -123,7 +124,7 @@ def load_assistant(
     }
     routing = Routing.of(model, registry, f"{EXPERT_STARTS}_{GROUP}")
     decoder = Decoder(model.shard(ranks), weights, turns, kernels, routing, ranks)
-    linear = {name: LinearWeight(read[name], None, param.out_features) for name, param, _ in params}
+    linear = {name: DenseWeight(read[name], None, param.out_features) for name, param, *_ in params}
     return AssistantWeights(
         decoder, linear["join"], linear["back"], linear.get("centroids"), cluster_of
     )
@@ -151,7 +152,7 @@ class AssistantDrafter(LogitsDrafter):
         self._config, self._weights, self._kv = config, weights, kv
         self._vocabulary, self._size = vocabulary, target.hidden_size
         shape = len(tables.length), target.hidden_size
-        hidden = torch.zeros(shape, dtype=vocabulary.embedding.data.dtype, device=registry.device)
+        hidden = torch.zeros(shape, dtype=vocabulary.embedding.dtype, device=registry.device)
         self._hidden = registry.table(HIDDEN, hidden)
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:

@@ -61,7 +61,7 @@ class EagleDrafter(LogitsDrafter):
         self._config, self._forward_layer, self._layers, self._kv = config, layer, layers, kv
         speed = frequencies(config.group.rope).to(registry.device)
         self._frequency = registry.constant(f"rope_{GROUP}", speed)
-        rows, dtype = len(tables.length), layers[0].fc.data.dtype
+        rows, dtype = len(tables.length), layers[0].fc.dtype
         self.num_turns = len(layers)
         self.states = HIDDEN, *(f"{HIDDEN}_{i}" for i in range(1, len(layers) - 1))
         self._hidden = []  # of the newest pair of each layer that another one follows

@@ -11,7 +11,8 @@ from torch import Tensor
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.graph import Registry
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import LinearWeight, PairNorms, QkNorms
+from slotzero.kernels.types import PairNorms, QkNorms
+from slotzero.kernels.weights import DenseWeight, LinearWeight
 from slotzero.models.blocks.attention import AttentionWeights
 from slotzero.models.blocks.dense_mlp import DenseMlpWeights
 from slotzero.models.checkpoint import Checkpoint
@@ -106,7 +107,7 @@ def _load_vocabulary(
         return None, None
     rows = target.head_of(ids.to(registry.device))
     packed = registry.constant(f"weight.{GROUP}.head", kernels.pack(rows).contiguous())
-    return LinearWeight(packed, None, config.draft_vocab), draft_of
+    return DenseWeight(packed, None, config.draft_vocab), draft_of
 
 
 class _Reader:
@@ -129,11 +130,11 @@ class _Reader:
     def has(self, name: str) -> bool:
         return name in self._stored
 
-    def matrix(self, name: str, columns: int, **sources: int) -> LinearWeight:
+    def matrix(self, name: str, columns: int, **sources: int) -> DenseWeight:
         """Join the rows of several sources, given by name and number of rows."""
         parts = [self._tensor(source, (rows, columns)) for source, rows in sources.items()]
         packed = self._keep(name, self._kernels.pack(torch.cat(parts)))
-        return LinearWeight(packed, None, sum(sources.values()))
+        return DenseWeight(packed, None, sum(sources.values()))
 
     def vector(self, name: str, source: str, size: int, *, optional: bool = False) -> Tensor | None:
         if optional and not self.has(source):

@@ -17,7 +17,7 @@ from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.mtp import mtp_params, mtp_weights
 from slotzero.models.vocabulary import Vocabulary
-from slotzero.models.weights import load_params
+from slotzero.models.weights import expected_names, load_params
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
 
@@ -48,14 +48,17 @@ def load_mtp(
     layers, ranks, names = [], vocabulary.ranks, set(checkpoint.names())
     for index in range(target.num_mtp_layers):
         params = mtp_params(target, index, ranks)
-        for stored in (stored for param in params for stored in param.stored()):
-            if stored.name not in names:
-                raise CorruptCheckpointError(
-                    f"{checkpoint.name}: tensor {stored.name} is missing: the checkpoint was "
-                    "saved without its MTP layers, drop --speculative mtp"
-                )
-        tensors = load_params(params, checkpoint, registry, kernels, dtype, f"{GROUP}.{index}.")
-        weights = mtp_weights(target, index, tensors, ranks)
+        expected, _ = expected_names(params, target.quantization)
+        if missing := sorted(expected - names):
+            raise CorruptCheckpointError(
+                f"{checkpoint.name}: tensor {missing[0]} is missing: the checkpoint was saved "
+                "without its MTP layers, drop --speculative mtp"
+            )
+        prefix = f"{GROUP}.{index}."
+        tensors = load_params(
+            params, checkpoint, registry, kernels, dtype, prefix, target.quantization
+        )
+        weights = mtp_weights(target, index, tensors, ranks, dtype)
         layers.append(
             HeadWeights(
                 fc=weights.join,

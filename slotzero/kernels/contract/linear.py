@@ -2,16 +2,12 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
-from slotzero.kernels.types import (
-    Activation,
-    LinearWeight,
-    Normed,
-    PairNorms,
-    ResidualNorms,
-    Tokens,
-)
+from slotzero.kernels.quantized import QuantizedRows, pack_rows
+from slotzero.kernels.types import Activation, Normed, PairNorms, ResidualNorms, Tokens
+from slotzero.kernels.weights import LinearWeight, WeightFormat
 
 
 class LinearKernels(ABC):
@@ -22,6 +18,16 @@ class LinearKernels(ABC):
     @abstractmethod
     def pack(self, weight: Tensor) -> Tensor:
         """Pack a weight [..., out_features, in_features] -> [..., *packed_shape]."""
+
+    def quantized_shapes(
+        self, out_features: int, in_features: int, format: WeightFormat
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the tensors of a QuantizedWeight, by field."""
+        return format.shapes(out_features, in_features)
+
+    def pack_quantized(self, rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
+        """Pack a quantised weight [..., out_features, in_features] into these tensors."""
+        return pack_rows(rows, format)
 
     @abstractmethod
     def embed(

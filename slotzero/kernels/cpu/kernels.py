@@ -13,24 +13,32 @@ from torch.nn import functional as F
 
 from slotzero.kernels.attention_plans import TorchPlan
 from slotzero.kernels.cpu import build
+from slotzero.kernels.quantized import QuantizedRows, dequantise, scales_of
 from slotzero.kernels.torch_ops import TorchKernels
 from slotzero.kernels.types import (
     NO_BRANCHES,
     Activation,
     Angles,
     Heads,
-    LinearWeight,
     Normed,
     PagedKv,
     ResidualNorms,
     Tokens,
 )
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
+from slotzero.kernels.weights import (
+    DenseWeight,
+    JoinedWeight,
+    LinearWeight,
+    QuantizedWeight,
+    WeightFormat,
+)
 from slotzero.sampling.tables import Sampled, SamplingTables
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_silu", "sigmoid", "relu")
 """Activations by number, in the same order as in rowwise.cpp."""
 NO_ROWS = (None, None, None, None)
+CODES = "uint4", "uint8", "float8", "mxfp4"  # numbered as in linear_quantized.cpp
 FEATURES = 16  # output features side by side in a packed weight; the same as in linear.cpp
 
 
@@ -51,14 +59,68 @@ class CpuKernels(TorchKernels):
         padded = F.pad(weight, (0, 0, 0, blocks * FEATURES - out_features))
         return padded.view(*lead, blocks, FEATURES, in_features).transpose(-1, -2).contiguous()
 
-    def product(self, x: Tensor, weight: LinearWeight) -> Tensor:
+    def quantized_shapes(
+        self, out_features: int, in_features: int, format: WeightFormat
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Sixteen output features side by side, as in a dense weight; scales are float32."""
+        blocks, bytes_of_codes = -(-out_features // FEATURES), FEATURES * format.bits // 8
+        groups = (blocks, format.num_groups(in_features), FEATURES), torch.float32
+        ours = {
+            "codes": ((blocks, in_features, bytes_of_codes), torch.uint8),
+            "scales": groups,
+            "offsets": groups,
+        }
+        plain = format.shapes(out_features, in_features)
+        return {field: ours.get(field, shape) for field, shape in plain.items()}
+
+    def pack_quantized(self, rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
+        codes = self.pack(rows.codes)
+        if format.bits == 4:
+            codes = codes[..., : FEATURES // 2] | codes[..., FEATURES // 2 :] << 4
+        made = {"codes": codes, "scales": self.pack(scales_of(rows.scales))}
+        if rows.offsets is not None:
+            made["offsets"] = self.pack(rows.offsets.float())
+        for field in ("group_of", "input_scale"):
+            if (tensor := getattr(rows, field)) is not None:
+                made[field] = tensor
+        return made
+
+    def dense_product(self, x: Tensor, weight: DenseWeight) -> Tensor:
         out = x.new_empty(x.shape[0], weight.out_features)
         torch.ops.slotzero.linear.default(x, weight.data, weight.bias, out)
         return out
 
+    def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        out, format = x.new_empty(x.shape[0], weight.out_features), weight.format
+        torch.ops.slotzero.quantized.default(
+            x, *_quantized(weight), weight.bias, CODES.index(format.codes), format.zero,
+            format.group or weight.in_features, out,
+        )  # fmt: skip
+        return out
+
+    def round_input(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        format = weight.format
+        if format.activations == "plain":
+            return x
+        out = x.new_empty(x.shape)
+        group = format.group if format.activations == "float8_group" else None
+        torch.ops.slotzero.round_float8.default(x, weight.input_scale, group or x.shape[-1], out)
+        return out
+
     def grouped_product(self, x: Tensor, weights: LinearWeight, starts: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], weights.out_features)
-        torch.ops.slotzero.grouped.default(x, weights.data, weights.bias, starts, out)
+        match weights:
+            case DenseWeight(data, bias):
+                torch.ops.slotzero.grouped.default(x, data, bias, starts, out)
+            case QuantizedWeight():
+                format = weights.format
+                torch.ops.slotzero.quantized_grouped.default(
+                    self.round_input(x, weights), *_quantized(weights), weights.bias, starts,
+                    CODES.index(format.codes), format.zero, format.group or weights.in_features,
+                    out,
+                )  # fmt: skip
+            case JoinedWeight(parts):
+                return torch.cat([self.grouped_product(x, part, starts) for part in parts], dim=-1)
         return out
 
     def per_head_product(self, x: Tensor, weights: Tensor, transposed: bool) -> Tensor:
@@ -99,7 +161,21 @@ class CpuKernels(TorchKernels):
         return angles
 
     def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
-        return weight.data[ids // FEATURES, :, ids % FEATURES]
+        block, feature = ids // FEATURES, ids % FEATURES
+        if isinstance(weight, DenseWeight):
+            return weight.data[block, :, feature]
+        assert isinstance(weight, QuantizedWeight)
+        format = weight.format
+        if format.bits == 4:
+            half = FEATURES // 2
+            codes = weight.codes[block, :, feature % half] >> (feature // half * 4)[:, None] & 15
+        else:
+            codes = weight.codes[block, :, feature]
+        scales, offsets = weight.scales[block, :, feature], weight.offsets
+        rows = QuantizedRows(
+            codes, scales, None if offsets is None else offsets[block, :, feature], weight.group_of
+        )
+        return dequantise(rows, format)
 
     def store_kv(
         self,
@@ -175,7 +251,14 @@ class CpuKernels(TorchKernels):
 def _register_shapes() -> None:
     """Register fake ops. Every op writes into given tensors, so there is no shape to infer."""
     for name in (
-        "linear", "grouped", "per_head", "rms_norm", "add_norm", "gate", "softmax", "softcap",
+        "linear", "grouped", "quantized", "quantized_grouped", "round_float8", "per_head",
+        "rms_norm", "add_norm", "gate", "softmax", "softcap",
         "rope_angles", "store_kv", "attend", "convolve", "scan", "sample",
     ):  # fmt: skip
         torch.library.register_fake(f"slotzero::{name}", lambda *_: None)
+
+
+def _quantized(
+    weight: QuantizedWeight,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    return weight.codes, weight.scales, weight.offsets, weight.group_of

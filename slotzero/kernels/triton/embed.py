@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.elementwise import norm_part, num_warps
-from slotzero.kernels.types import Angles, LinearWeight, Normed, PairNorms, Tokens
+from slotzero.kernels.types import Angles, Normed, PairNorms, Tokens
+from slotzero.kernels.weights import LinearWeight
 
 
 @triton.jit(do_not_specialize=["table_stride"])

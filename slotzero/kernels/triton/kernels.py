@@ -55,7 +55,6 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
-    LinearWeight,
     Normed,
     PagedKv,
     QkNorms,
@@ -64,6 +63,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.kernels.weights import LinearWeight
 
 MAX_DIM = 512  # largest head that the attention tiles hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads per KV head; for head sizes above 256

@@ -10,15 +10,8 @@ from torch import Tensor
 from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.errors import ConfigError
 from slotzero.kernels.attention_plans import AttentionPlan
-from slotzero.kernels.types import (
-    Angles,
-    Heads,
-    LinearWeight,
-    Normed,
-    PagedKv,
-    QkNorms,
-    ResidualNorms,
-)
+from slotzero.kernels.types import Angles, Heads, Normed, PagedKv, QkNorms, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import FLAG, Block, BlockContext, split_evenly
 from slotzero.models.param import LinearParam, Param, Params, Source, linear
 from slotzero.models.rope import RopeConfig, halves

@@ -14,7 +14,8 @@ from torch import Tensor
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import ConfigError
 from slotzero.kernels.contract import Kernels
-from slotzero.kernels.types import LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import Normed, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.param import Params
 
 FLAG = "tensor_parallel_size"

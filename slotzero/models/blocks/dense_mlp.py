@@ -7,7 +7,8 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.kernels.types import Activation, LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import Activation, Normed, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import Block, BlockContext, split_evenly, sum_over
 from slotzero.models.param import Params, Source, linear, side_by_side
 

@@ -7,7 +7,8 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.kernels.types import Activation, LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import Activation, Normed, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import Block, BlockContext
 from slotzero.models.param import Params, Source, linear, norm
 
@@ -80,7 +81,11 @@ class LayerEmbedding(Block):
     def params(self) -> Params:
         width = self.num_layers * self.input_size
         return {
-            "embedding": linear(width, Source("model.embed_tokens_per_layer", self.vocab_size)),
+            "embedding": linear(
+                width,
+                Source("model.embed_tokens_per_layer", self.vocab_size),
+                is_sensitive=True,
+            ),
             "projection": linear(
                 self.hidden_size, Source("model.per_layer_model_projection", width)
             ),

@@ -7,14 +7,8 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.kernels.types import (
-    Heads,
-    LinearWeight,
-    MlaShape,
-    MlaWeights,
-    Normed,
-    ResidualNorms,
-)
+from slotzero.kernels.types import Heads, MlaShape, MlaWeights, Normed, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.attention import AttentionInputs, KvGroup, by_head
 from slotzero.models.blocks.block import Block, BlockContext
 from slotzero.models.param import Param, Params, Source, linear, norm

@@ -81,7 +81,12 @@ class MoeMlp(Block):
         )
         factors = names.factors and Param((Source(names.factors, num),), starts_at_one=True)
         return {
-            "router": linear(self.hidden_size, router, biases=[router] if self.has_bias else ()),
+            "router": linear(
+                self.hidden_size,
+                router,
+                biases=[router] if self.has_bias else (),
+                is_sensitive=True,
+            ),
             "correction": correction,
             "gate_up": self._gate_up(),
             "down": self._down(),

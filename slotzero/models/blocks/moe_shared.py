@@ -6,7 +6,8 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks
-from slotzero.kernels.types import ExpertWeights, LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import ExpertWeights, Normed, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import Block, BlockContext
 from slotzero.models.blocks.dense_mlp import DenseMlp, DenseMlpWeights
 from slotzero.models.blocks.moe import MoeInputs, MoeMlp
@@ -33,7 +34,9 @@ class MoeWithSharedMlp(Block):
         return replace(self, moe=self.moe.shard(ranks), shared=self.shared.shard(ranks))
 
     def params(self) -> Params:
-        gate = self.shared_gate and linear(self.moe.hidden_size, Source(self.shared_gate, 1))
+        gate = self.shared_gate and linear(
+            self.moe.hidden_size, Source(self.shared_gate, 1), is_sensitive=True
+        )
         return {
             "moe": self.moe.params(),
             "shared": self.shared.params(),

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from slotzero.distributed.ranks import Ranks, norm_over
 from slotzero.errors import ConfigError
-from slotzero.kernels.types import LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import Normed, ResidualNorms
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights
+from slotzero.kernels.weights import LinearWeight
 from slotzero.models.blocks.block import FLAG, Block, BlockContext, split_evenly
 from slotzero.models.param import LinearParam, Param, Params, Source, linear, norm, side_by_side
 

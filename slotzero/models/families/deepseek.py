@@ -109,10 +109,9 @@ IMPLEMENTS = frozenset(
     {"n_routed_experts", "n_shared_experts", "v_head_dim", "kv_lora_rank", "num_experts"}
     | {"num_local_experts", "num_nextn_predict_layers"}
 )
-QUANTIZATION = frozenset({"mxfp4", "fp8"})
 FAMILIES = (
     Family(
-        "deepseek_v2", "DeepseekV2ForCausalLM", parse_v2, IMPLEMENTS, quantization=QUANTIZATION,
+        "deepseek_v2", "DeepseekV2ForCausalLM", parse_v2, IMPLEMENTS,
         tiny={
             "deepseek-v2": tiny(
                 "deepseek_v2", "DeepseekV2ForCausalLM", 3, 64, 136, (4, 4, 8), kv_lora_rank=32,
@@ -124,7 +123,7 @@ FAMILIES = (
         },
     ),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", parse_v3, IMPLEMENTS, quantization=QUANTIZATION,
+        "deepseek_v3", "DeepseekV3ForCausalLM", parse_v3, IMPLEMENTS,
         tiny={
             "deepseek-v3": tiny(
                 "deepseek_v3", "DeepseekV3ForCausalLM", 3, 64, 136, (5, 5, 8), kv_lora_rank=48,

@@ -6,14 +6,14 @@ A family file defines `FAMILIES`. To add one from outside the package, call `reg
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from slotzero.errors import UnsupportedModelError
-from slotzero.models import fields
 from slotzero.models.config import ModelConfig
 from slotzero.models.rope import refuse_two_ropes
+from slotzero.quantization.quantization import parse_quantization
 
 Config = Mapping[str, Any]  # config.json
 
@@ -28,8 +28,6 @@ class Family:
     """Fields of NEUTRAL that the family implements."""
     tiny: Mapping[str, Config] = field(default_factory=dict)
     """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
-    quantization: frozenset[str] = frozenset()
-    """Values of quant_method that can be read."""
 
 
 # Fields that change results where they are not implemented, with the values that change nothing.
@@ -119,36 +117,14 @@ def parse_config(config: Config) -> ModelConfig:
     """Return the model that a config.json describes; what is not implemented is refused by name."""
     family = family_of(config)
     _refuse_unimplemented(config, family)
-    return family.parse({"model_type": family.model_type, **config})
+    model = family.parse({"model_type": family.model_type, **config})
+    return replace(model, quantization=parse_quantization(config))
 
 
 def _refuse_unimplemented(config: Config, family: Family) -> None:
-    method = quantization_of(config)
-    readable = readable_quantization()
-    if method in readable - family.quantization:
-        raise UnsupportedModelError(
-            f"{family.model_type} quantised by {method} is not implemented; use the unquantised "
-            "folder or a GGUF file"
-        )
     for name, neutral in NEUTRAL.items():
         if name not in family.implements and name in config and config[name] not in neutral:
             raise UnsupportedModelError(
                 f"config field {name}={config[name]!r} changes results and is not implemented"
             )
-    if method is not None and method not in readable:
-        raise UnsupportedModelError(
-            f"config field quantization_config has quant_method={method!r}: "
-            f"only {', '.join(sorted(readable, reverse=True))} is implemented"
-        )
     refuse_two_ropes(config)
-
-
-def readable_quantization() -> frozenset[str]:
-    """Return every quant_method that some family can read."""
-    return frozenset(name for family in families().values() for name in family.quantization)
-
-
-def quantization_of(config: Config) -> str | None:
-    """Return the quant_method of a checkpoint; None: it is not quantised."""
-    given = fields.mapping(config, "quantization_config")
-    return str(given.get("quant_method", "unknown")) if given else None

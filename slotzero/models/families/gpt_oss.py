@@ -56,7 +56,6 @@ def parse(config: Config) -> ModelConfig:
 FAMILIES = (
     Family(
         "gpt_oss", "GptOssForCausalLM", parse, frozenset({"num_local_experts", "num_experts"}),
-        quantization=frozenset({"mxfp4", "fp8"}),
         tiny={
             "gpt-oss": tiny(
                 "gpt_oss", "GptOssForCausalLM", 3, 64, 40, (4, 2, 16), sliding_window=24,

@@ -23,13 +23,13 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
-    LinearWeight,
     Normed,
     PagedKv,
     ResidualNorms,
     Tokens,
 )
 from slotzero.kernels.types_recurrent import RecurrentStep, Scan, ScanWeights, States
+from slotzero.kernels.weights import DenseWeight
 from slotzero.sampling.params import SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode, mask_tables
 
@@ -124,7 +124,7 @@ def test_rope_angles(kernels, size):
 @pytest.mark.parametrize("size", SIZES)
 def test_products(kernels, size, inner):
     data, bias = kernels.pack(values(size, inner, seed=2)), values(1, size, seed=3)[0]
-    weight = LinearWeight(data, bias, size)
+    weight = DenseWeight(data, bias, size)
     require_invariant(lambda x: kernels.product(x, weight), values(ROWS, inner))
     heads = values(ROWS, 3, inner)
     for transposed in (False, True):
@@ -139,10 +139,10 @@ def test_experts(kernels, scores):
     shape = Experts(12, 5, 20, "silu", scores=scores, is_normed=True, num_shared=1, **groups)
     hidden = 24
     weights = ExpertWeights(
-        LinearWeight(kernels.pack(values(12, hidden, seed=2)), None, 12),
+        DenseWeight(kernels.pack(values(12, hidden, seed=2)), None, 12),
         None,
-        LinearWeight(kernels.pack(values(13, 40, hidden, seed=3)), None, 40),
-        LinearWeight(kernels.pack(values(13, hidden, 20, seed=4)), None, hidden),
+        DenseWeight(kernels.pack(values(13, 40, hidden, seed=3)), None, 40),
+        DenseWeight(kernels.pack(values(13, hidden, 20, seed=4)), None, hidden),
     )
 
     def experts(x: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
     Heads,
-    LinearWeight,
     Normed,
     PagedKv,
     QkNorms,
@@ -37,6 +36,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.kernels.weights import DenseWeight, LinearWeight
 from slotzero.tree_shape import MAX_PLACES
 
 REFERENCE = ReferenceKernels()
@@ -414,7 +414,7 @@ def test_linear_of_any_shape(rows, out, inner, bias):
     kernels = CpuKernels()
     x, weight = torch.randn(rows, inner), torch.randn(out, inner)
     b = torch.randn(out) if bias else None
-    packed = LinearWeight(kernels.pack(weight), b, out)
+    packed = DenseWeight(kernels.pack(weight), b, out)
     assert packed.data.shape == kernels.packed_shape(out, inner)
     got = kernels.product(x, packed)
     exact = F.linear(x.double(), weight.double(), b.double() if bias else None)
@@ -438,23 +438,23 @@ def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, 
     x, weights = torch.randn(len(which), inner), torch.randn(experts, out, inner)
     biases = torch.randn(experts, out) if bias else None
     x[which == experts] = torch.nan
-    packed = LinearWeight(kernels.pack(weights), biases, out)
+    packed = DenseWeight(kernels.pack(weights), biases, out)
     assert packed.data.shape == (experts, *kernels.packed_shape(out, inner))
     starts = torch.tensor([0, *counts[:-1]]).cumsum(0).int()
     got = kernels.grouped_product(x, packed, starts)
     for i in range(experts):
-        its = LinearWeight(packed.data[i], biases[i] if bias else None, out)
+        its = DenseWeight(packed.data[i], biases[i] if bias else None, out)
         alone = kernels.product(x[which == i], its)
         assert torch.equal(got[which == i], alone)
     assert not got[which == experts].any()
-    expected = REFERENCE.grouped_product(x, LinearWeight(weights, biases, out), starts)
+    expected = REFERENCE.grouped_product(x, DenseWeight(weights, biases, out), starts)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_grouped_refuses_what_does_not_fit(kernels):
     x, starts = torch.randn(3, 8), ints([0, 2, 3])
     fit, unfit = (
-        LinearWeight(kernels.pack(torch.randn(2, 16, inner)), None, 16) for inner in (8, 9)
+        DenseWeight(kernels.pack(torch.randn(2, 16, inner)), None, 16) for inner in (8, 9)
     )
     with pytest.raises(RuntimeError, match="grouped: the packed weights do not fit"):
         kernels.grouped_product(x, unfit, starts)
@@ -468,7 +468,7 @@ def test_grouped_refuses_what_does_not_fit(kernels):
 def test_embedding_reads_rows_of_the_packed_head():
     kernels = CpuKernels()
     weight = torch.randn(37, 20)
-    packed = LinearWeight(kernels.pack(weight), None, 37)
+    packed = DenseWeight(kernels.pack(weight), None, 37)
     tokens = ints([0, 36, 5, 16, 15])
     assert torch.equal(kernels.embed_ids(tokens, packed), weight[tokens])
 
@@ -494,18 +494,18 @@ def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
     """Not packed yet."""
     n, inner = shape.num_all, shape.inner_size
     return ExpertWeights(
-        router=LinearWeight(
+        router=DenseWeight(
             torch.randn(shape.num_experts, hidden),
             torch.randn(shape.num_experts) if bias else None,
             shape.num_experts,
         ),
         correction=torch.randn(shape.num_experts) if shape.scores == "sigmoid" else None,
-        gate_up=LinearWeight(
+        gate_up=DenseWeight(
             torch.randn(n, 2 * inner, hidden),
             torch.randn(n, 2 * inner) if bias else None,
             2 * inner,
         ),
-        down=LinearWeight(
+        down=DenseWeight(
             torch.randn(n, hidden, inner), torch.randn(n, hidden) if bias else None, hidden
         ),
     )
@@ -648,7 +648,7 @@ def test_gates(kernels, activation):
     for got in (each.gate(*joined.chunk(2, -1), activation) for each in (REFERENCE, kernels)):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
     x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
-    packed = LinearWeight(kernels.pack(weight), bias, 34)
+    packed = DenseWeight(kernels.pack(weight), bias, 34)
     expected = activate(F.linear(x, weight, bias).double(), activation)
     got = kernels.linear_gated(Normed(x), packed, activation).double()
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
@@ -670,7 +670,7 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
     total = residual + (norm(change, after) if has_after else change)
     normed = norm(total, before) if has_norm else total
     norms = ResidualNorms(after if has_after else None, before if has_norm else None, EPS)
-    packed = LinearWeight(kernels.pack(weight), bias, 20)
+    packed = DenseWeight(kernels.pack(weight), bias, 20)
     for got in (
         kernels.add_norm(change, residual.clone(), norms),
         kernels.linear_add_norm(x, packed, residual.clone(), norms),
@@ -689,7 +689,7 @@ def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
     expected[slots == 0] = 0
     x[slots == 0] = torch.nan
     out = torch.full((6, 70), torch.nan)
-    head = LinearWeight(kernels.pack(weight), None, 70)
+    head = DenseWeight(kernels.pack(weight), None, 70)
     kernels.logits(Normed(x), head, slots, softcap, out)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -771,5 +771,5 @@ def test_a_compiler_can_trace_every_op(kernels):
         assert kernels.attend(q, None, stored, plan, heads).shape == (3, 4, 6)
         x, starts = torch.empty(3, 24), torch.empty(6, dtype=torch.int32)
         weights = torch.empty(5, *kernels.packed_shape(20, 24))
-        assert kernels.product(x, LinearWeight(weights[0], None, 20)).shape == (3, 20)
-        assert kernels.grouped_product(x, LinearWeight(weights, None, 20), starts).shape == (3, 20)
+        assert kernels.product(x, DenseWeight(weights[0], None, 20)).shape == (3, 20)
+        assert kernels.grouped_product(x, DenseWeight(weights, None, 20), starts).shape == (3, 20)

@@ -25,7 +25,8 @@ from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
-from slotzero.kernels.types import Activation, LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import Activation, Normed, ResidualNorms
+from slotzero.kernels.weights import LinearWeight
 
 VARYING = ["rows", "num_parts"]  # arguments that kernels are not specialized for
 

@@ -33,7 +33,8 @@ from slotzero.kernels.triton.launch import (
 )
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.tiles import Tile
-from slotzero.kernels.types import Activation, LinearWeight, Normed
+from slotzero.kernels.types import Activation, Normed
+from slotzero.kernels.weights import LinearWeight
 
 ALIGNED = 16  # bytes
 PARTS = 32  # partial sums of squares that are read at a time

@@ -22,7 +22,8 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import activate
-from slotzero.kernels.types import Activation, LinearWeight
+from slotzero.kernels.types import Activation
+from slotzero.kernels.weights import LinearWeight
 
 SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices examined at a time: at most, at least
 PLAN_BLOCKS = 32  # blocks per program of `sort`
