@@ -151,6 +151,10 @@ class Stored(NamedTuple):
         return module_of(self.name)
 
     @property
+    def is_matrix(self) -> bool:
+        return len(self.spans) == 2 + self.is_joint
+
+    @property
     def part(self) -> tuple[WeightPart, slice]:
         """Return the part of a weight that is read, and its columns."""
         experts = self.spans[0] if self.is_joint else None

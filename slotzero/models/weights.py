@@ -251,8 +251,11 @@ def _read_rows(
     parts = []
     for one in stored:
         source, (part, columns) = one.source, one.part
-        rows = quantization.read_rows(checkpoint, one.module, part, columns, format)
-        rows = rows.to(device)
+        if quantization.online is not None:
+            plain = _read_plain(one, checkpoint, quantization)
+            rows = quantise(plain.to(device), format)
+        else:
+            rows = quantization.read_rows(checkpoint, one.module, part, columns, format).to(device)
         if source.order is not None:
             rows = rows.select(torch.tensor(source.order, device=device))
         if source.column_scales is not None:
@@ -262,6 +265,19 @@ def _read_rows(
             )
         parts.append(rows if source.scale == 1 else rows.scaled(source.scale))
     return join_rows(parts, [one.name for one in stored])
+
+
+def _read_plain(one: Stored, checkpoint: Checkpoint, quantization: Quantization) -> Tensor:
+    """Read a source as plain numbers, with rows before columns; unpack it if it is quantised."""
+    if one.is_matrix and quantization.tensors(one.module) is not None:
+        return quantization.read_dense(checkpoint, one.module, *one.part)
+    part, whole = checkpoint.read_part(one.name, *(span.slice for span in one.spans))
+    if tuple(whole) != one.shape:
+        raise CorruptCheckpointError(
+            f"{checkpoint.name}: tensor {one.name} has shape {list(whole)}, "
+            f"its config asks for {list(one.shape)}"
+        )
+    return part.transpose(1, 2) if one.is_joint and one.is_transposed and one.is_matrix else part
 
 
 def _read(
@@ -274,18 +290,7 @@ def _read(
 ) -> Tensor:
     parts = []
     for one in stored:
-        source = one.source
-        if param.columns is not None and quantization.tensors(one.module) is not None:
-            part = quantization.read_dense(checkpoint, one.module, *one.part)
-        else:
-            part, whole = checkpoint.read_part(one.name, *(span.slice for span in one.spans))
-            if whole != one.shape:
-                raise CorruptCheckpointError(
-                    f"{checkpoint.name}: tensor {one.name} has shape {list(whole)}, "
-                    f"its config asks for {list(one.shape)}"
-                )
-            if param.is_joint and param.is_transposed and param.columns is not None:
-                part = part.transpose(1, 2)
+        source, part = one.source, _read_plain(one, checkpoint, quantization)
         if param.is_conv:
             part = part.squeeze(1)
         if source.order is not None:

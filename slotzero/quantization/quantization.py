@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from slotzero.errors import ConfigError, UnsupportedModelError
-from slotzero.kernels.quantized import QuantizedRows, dequantise, quantise, regroup
+from slotzero.kernels.quantized import QuantizedRows, dequantise, regroup
 from slotzero.kernels.weights import WeightFormat
 from slotzero.quantization.fp8 import Fp8Method
 from slotzero.quantization.method import FIELD, Method, TensorSource, WeightPart
@@ -65,9 +65,7 @@ class Quantization:
         columns: slice,
         format: WeightFormat,
     ) -> QuantizedRows:
-        """Read some rows and columns of a weight in the format in which it is kept."""
-        if self.online is not None:
-            return quantise(self.read_dense(source, module, part, columns), format)
+        """Read some rows and columns of a quantised weight in the format in which it is kept."""
         assert self.stored is not None
         stored = self.stored.format_of(module)
         assert stored is not None
@@ -84,11 +82,10 @@ class Quantization:
     def read_dense(
         self, source: TensorSource, module: str, part: WeightPart, columns: slice
     ) -> Tensor:
-        """Read some rows and columns of a weight as plain numbers, unpacked if need be."""
-        format = None if self.stored is None else self.stored.format_of(module)
-        if self.stored is None or format is None:
-            tensor, _ = source.read_part(f"{module}.weight", part.rows, columns)
-            return tensor
+        """Read some rows and columns of a quantised weight as float32 numbers."""
+        assert self.stored is not None
+        format = self.stored.format_of(module)
+        assert format is not None
         return dequantise(self.stored.read(source, module, part), format)[..., columns]
 
 
