@@ -1,4 +1,4 @@
-"""FP8 (e4m3) weights: in blocks of 128 by 128 (DeepSeek-V3, Qwen3-FP8), or with one scale per tensor.
+"""FP8 (e4m3) weights: in blocks of 128 by 128 (DeepSeek-V3, Qwen3-FP8), or with one scale each.
 
 A block's scale is repeated for each of its rows: then rows can be reordered, joined and shared out
 without regard to blocks.
@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from slotzero.errors import UnsupportedModelError
+from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
 from slotzero.kernels.quantized import QuantizedRows
 from slotzero.kernels.weights import Activations, WeightFormat
 from slotzero.quantization.method import (
@@ -30,6 +30,7 @@ from slotzero.quantization.method import (
     take,
 )
 
+NOT_A_NUMBER = 0x7F  # with either sign
 Block = tuple[int, int]
 """Rows and columns that share a scale."""
 
@@ -60,11 +61,15 @@ class Fp8Layout(Layout):
                 f"{source.name}: tensor {name} is {codes.dtype}: implemented is float8_e4m3fn; "
                 "list the module among those that are not converted if it is not quantised"
             )
-        finite(source, name, codes)
+        codes = codes.view(torch.uint8)
+        if (codes & NOT_A_NUMBER == NOT_A_NUMBER).any():
+            raise CorruptCheckpointError(
+                f"{source.name}: tensor {name} holds a number that is not finite; fetch it again"
+            )
         scales = self._read_scales(source, module, part)
         is_static = self.activations == "float8_static"
         input_scale = read_input_scale(source, module) if is_static else None
-        return QuantizedRows(codes.view(torch.uint8), scales, input_scale=input_scale)
+        return QuantizedRows(codes, scales, input_scale=input_scale)
 
     def _read_scales(self, source: TensorSource, module: str, part: WeightPart) -> Tensor:
         (num_rows, columns), name = part.shape, f"{module}.{self.scale}"

@@ -62,7 +62,7 @@ class Method(ABC):
 
 
 class Layout(ABC):
-    """How one quantised weight is stored. A method has one for all its modules, or one per group."""
+    """How one quantised weight is stored. A method has one layout, or one per group of modules."""
 
     @property
     @abstractmethod
@@ -151,7 +151,16 @@ def names_of(given: Mapping[str, Any], field: str) -> tuple[str, ...]:
     names = [name for one in lists for name in (one if isinstance(one, list | tuple) else (one,))]
     if not all(isinstance(name, str) for name in names):
         raise refuse_field(field, value, "a list of names")
+    for name in names:
+        _check_pattern(field, name)
     return tuple(names)
+
+
+def _check_pattern(field: str, name: str) -> None:
+    try:
+        re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+    except re.error:
+        raise refuse_field(field, name, "valid regular expressions") from None
 
 
 def group_of(given: Mapping[str, Any]) -> int | None:

@@ -1,0 +1,72 @@
+"""A checkpoint in memory, for tests of quantisation methods."""
+
+from collections.abc import Collection, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from slotzero.errors import CorruptCheckpointError
+from slotzero.kernels.quantized import QuantizedRows, dequantise
+from slotzero.quantization.method import Method, WeightPart
+
+MODULE = "model.layers.0.mlp.up_proj"
+
+
+class MemorySource:
+    """Tensors by name. Those of one module may be given by the ends of their names."""
+
+    name = "memory"
+
+    def __init__(self, tensors: Mapping[str, Tensor], module: str = "") -> None:
+        prefix = f"{module}." if module else ""
+        self.tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise CorruptCheckpointError(f"{self.name} has no tensor {name}")
+        return self.tensors[name]
+
+    def read_part(self, name: str, *wanted: slice) -> tuple[Tensor, tuple[int, ...]]:
+        tensor = self.read(name)
+        whole = tuple(tensor.shape)
+        return (tensor[wanted] if len(whole) == len(wanted) else tensor[:0]), whole
+
+    def replaced(self, **tensors: Tensor | None) -> "MemorySource":
+        """Return a copy in which MODULE has other tensors; None removes one."""
+        changed = self.tensors | {f"{MODULE}.{name}": t for name, t in tensors.items()}
+        return MemorySource({name: t for name, t in changed.items() if t is not None})
+
+
+def read_rows(
+    method: Method, source: MemorySource, shape: tuple[int, int], rows: slice = slice(None)
+) -> QuantizedRows:
+    return method.read(source, MODULE, WeightPart(rows, shape))
+
+
+def read_numbers(method: Method, source: MemorySource, shape: tuple[int, int]) -> Tensor:
+    """Read and dequantise a whole weight. Check that every needed tensor is declared, that parts of
+    its rows agree with the whole, and that the tensors are those of the format."""
+    format = method.format_of(MODULE)
+    assert format is not None
+    declared = method.tensors(MODULE)
+    assert set(source.names()) <= declared.keys()
+    for name in (name for name, needed in declared.items() if needed):
+        with pytest.raises(CorruptCheckpointError, match=name):
+            rest = {other: t for other, t in source.tensors.items() if other != name}
+            read_rows(method, MemorySource(rest), shape)
+    whole = read_rows(method, source, shape)
+    assert whole.codes.dtype is torch.uint8
+    assert whole.codes.shape == shape
+    assert whole.scales.shape == (shape[0], format.num_groups(shape[1]))
+    assert (whole.offsets is not None) == format.has_offsets
+    assert (whole.group_of is not None) == format.is_scattered
+    assert (whole.input_scale is not None) == (format.activations == "float8_static")
+    numbers = dequantise(whole, format)
+    for rows in (slice(0, 1), slice(3, 12), slice(8, 16), slice(shape[0] - 5, shape[0])):
+        part = dequantise(read_rows(method, source, shape, rows), format)
+        assert torch.equal(part, numbers[rows])
+    return numbers
