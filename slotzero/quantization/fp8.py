@@ -28,6 +28,7 @@ from slotzero.quantization.method import (
     refuse_field,
     settings_of,
     take,
+    take_one,
 )
 
 NOT_A_NUMBER = 0x7F  # with either sign
@@ -81,10 +82,7 @@ class Fp8Layout(Layout):
             return finite(source, name, stored)[rows // height]
         if self.is_per_row:
             return finite(source, name, take(source, name, (num_rows, 1)))[rows]
-        stored = source.read(name)
-        if stored.numel() != 1:
-            stored = take(source, name, (1,))  # the error names both shapes
-        return finite(source, name, stored).view(1, 1).expand(len(rows), 1)
+        return finite(source, name, take_one(source, name)).expand(len(rows), 1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from slotzero.errors import CorruptCheckpointError
 from slotzero.kernels.quantized import QuantizedRows
 from slotzero.kernels.weights import WeightFormat
-from slotzero.quantization.method import Layout, TensorSource, WeightPart, finite, take
+from slotzero.quantization.method import Layout, TensorSource, WeightPart, finite, take, take_one
 from slotzero.quantization.words import num_words, unpack_words, words_around
 
 ALL = slice(None)
@@ -75,7 +75,7 @@ class IntegerLayout(Layout):
         if not self.is_per_tensor:
             return finite(source, name, take(source, name, shape, part.rows, ALL))
         num_rows = len(range(part.shape[0])[part.rows])
-        return finite(source, name, take(source, name, (1,))).view(1, 1).expand(num_rows, 1)
+        return finite(source, name, take_one(source, name)).expand(num_rows, 1)
 
     def _read_order(self, source: TensorSource, module: str, part: WeightPart) -> Tensor:
         name, columns = f"{module}.weight_g_idx", part.shape[1]
@@ -124,7 +124,7 @@ class ByteLayout(IntegerLayout):
 
     def read_zeros(self, source: TensorSource, name: str, part: WeightPart) -> Tensor:
         if self.is_per_tensor:
-            return _from_signed(take(source, name, (1,), dtype=torch.int8)).view(1, 1)
+            return _from_signed(take_one(source, name, torch.int8)).view(1, 1)
         shape = self.scales_shape(part)
         return _from_signed(take(source, name, shape, part.rows, ALL, dtype=torch.int8))
 

@@ -92,11 +92,28 @@ def take(
             f"{source.name}: tensor {name} has shape {list(whole)}, and {list(shape)} is needed"
             + (f" for {of}" if of else "")
         )
+    _check_dtype(source, name, tensor, dtype)
+    return tensor
+
+
+def _check_dtype(
+    source: TensorSource, name: str, tensor: Tensor, dtype: torch.dtype | None
+) -> None:
     if dtype is not None and tensor.dtype is not dtype:
         raise CorruptCheckpointError(
             f"{source.name}: tensor {name} is {tensor.dtype}, and {dtype} is needed"
         )
-    return tensor
+
+
+def take_one(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Read a tensor of one number, stored with one axis or none -> [1]."""
+    tensor = source.read(name)
+    if tensor.shape not in ((), (1,)):
+        raise CorruptCheckpointError(
+            f"{source.name}: tensor {name} has shape {list(tensor.shape)}, and one number is needed"
+        )
+    _check_dtype(source, name, tensor, dtype)
+    return tensor.view(1)
 
 
 def finite(
@@ -118,10 +135,10 @@ def finite(
 def read_input_scale(source: TensorSource, module: str) -> Tensor:
     """Return the static scale of a module's input, [1]."""
     name = f"{module}.input_scale"
-    scale = finite(source, name, source.read(name)).view(-1)
-    if scale.numel() != 1 or not (scale > 0).all():
+    scale = finite(source, name, take_one(source, name))
+    if not (scale > 0).all():
         raise CorruptCheckpointError(
-            f"{source.name}: tensor {name} must be one positive number, and it is {scale.tolist()}"
+            f"{source.name}: tensor {name} must be positive, and it is {scale.item()}"
         )
     return scale
 

@@ -134,6 +134,20 @@ def test_the_last_word_of_a_row_may_be_partly_used() -> None:
     assert torch.equal(read_numbers(method, MemorySource(stored, MODULE), (21, 43)), expected)
 
 
+def test_one_scale_may_have_no_axis() -> None:
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}
+    source, _ = compress(weights, "int-quantized")
+    method = parse_weights(weights, None, "int-quantized")
+    expected = read_numbers(method, source, SHAPE)
+    ends = ("weight_scale", "weight_zero_point")
+    without = source.replaced(**{end: source.read(f"{MODULE}.{end}").view(()) for end in ends})
+    assert torch.equal(read_numbers(method, without, SHAPE), expected)
+    for end in ends:
+        two = source.read(f"{MODULE}.{end}").repeat(2)
+        with pytest.raises(CorruptCheckpointError, match=f"{MODULE}.{end} has shape"):
+            read_rows(method, source.replaced(**{end: two}), SHAPE)
+
+
 def test_order_of_activations() -> None:
     """Today's library has no such order. Until 0.15 it took column c to be in group g_idx[c]."""
     source, expected = compress(INT4, "pack-quantized")
