@@ -14,7 +14,7 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.elementwise import norm_part, num_warps
 from slotzero.kernels.types import Angles, Normed, PairNorms, Tokens
-from slotzero.kernels.weights import LinearWeight
+from slotzero.kernels.weights import DenseWeight
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -144,7 +144,7 @@ def embed(
 def embed_pair(
     tokens: Tokens,
     table: Tensor,
-    embedding: LinearWeight,
+    embedding: DenseWeight,
     hidden: Tensor,  # [T, hidden]
     norms: PairNorms,
 ) -> Tensor:

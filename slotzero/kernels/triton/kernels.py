@@ -29,7 +29,7 @@ from slotzero.kernels.triton.attention import (
     verify,
 )
 from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
-from slotzero.kernels.triton.linear import elementwise, linear_tma
+from slotzero.kernels.triton.linear import elementwise, library, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
@@ -57,13 +57,14 @@ from slotzero.kernels.types import (
     Heads,
     Normed,
     PagedKv,
+    PairNorms,
     QkNorms,
     ResidualNorms,
     Routed,
     Rows,
     Tokens,
 )
-from slotzero.kernels.weights import LinearWeight
+from slotzero.kernels.weights import DenseWeight, JoinedWeight, LinearWeight, QuantizedWeight
 
 MAX_DIM = 512  # largest head that the attention tiles hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads per KV head; for head sizes above 256
@@ -76,7 +77,6 @@ class TritonKernels(Kernels):
 
     rope_angles = staticmethod(embed.rope_angles)
     mla_attention = staticmethod(mla.mla_attention)
-    embed_pair = staticmethod(embed.embed_pair)
     apply_norm = staticmethod(elementwise.apply_norm)
     gate = staticmethod(elementwise.gate)
 
@@ -178,11 +178,33 @@ class TritonKernels(Kernels):
         norm: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Normed]:
-        late = _is_late(len(tokens.slots), embedding.data.dtype)
-        return embed.embed(tokens, table, embedding.data, scale, norm, eps, late)
+        if isinstance(embedding, DenseWeight):
+            late = _is_late(len(tokens.slots), embedding.data.dtype)
+            return embed.embed(tokens, table, embedding.data, scale, norm, eps, late)
+        residual = self.embed_ids(table[tokens.slots, tokens.positions], embedding)
+        if scale != 1:
+            residual = residual * scale
+        return residual, self.norm(residual, norm, eps)
+
+    def embed_pair(
+        self,
+        tokens: Tokens,
+        table: Tensor,
+        embedding: LinearWeight,
+        hidden: Tensor,
+        norms: PairNorms,
+    ) -> Tensor:
+        if isinstance(embedding, DenseWeight):
+            return embed.embed_pair(tokens, table, embedding, hidden, norms)
+        _, embedded = self.embed(tokens, table, embedding, 1.0, norms.embed, norms.eps)
+        beside = self.norm(hidden, norms.hidden, norms.eps)
+        return torch.cat((apply_norm(embedded), apply_norm(beside)), dim=-1)
 
     def embed_ids(self, ids: Tensor, weight: LinearWeight) -> Tensor:
-        return weight.data[ids]
+        if isinstance(weight, DenseWeight):
+            return weight.data[ids]
+        assert isinstance(weight, QuantizedWeight)
+        return linear_quantized.unpack(weight, weight.dtype, ids)
 
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         if weight is None:
@@ -191,32 +213,27 @@ class TritonKernels(Kernels):
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
-
-        def run(way: Way, weight: LinearWeight) -> Tensor:
-            if isinstance(way, Cublas):
-                return _product(apply_norm(x), weight, out)
-            return linear(x, weight, out, way)
-
-        return self._run("linear", x.x, weight, run)
+        self._product(x, weight, out)
+        return out
 
     def logits(
         self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
     ) -> None:
-        def run(way: Way, weight: LinearWeight) -> Tensor:
-            if isinstance(way, Cublas):
-                rows = apply_norm(x).masked_fill((slots == 0)[:, None], 0)
-                return _product(rows, weight, out)
-            return linear(x, weight, out, way, slots=slots)
-
-        self._run("logits", x.x, weight, run)
+        self._product(x, weight, out, slots)
         if softcap is not None:
             elementwise.cap(out, softcap)
 
     def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
-        def run(way: Way, weight: LinearWeight) -> Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return linear_quantized.product_gated(x, weight, activation)
+        if isinstance(weight, JoinedWeight):
+            gates, values = self.linear(x, weight).chunk(2, -1)
+            return elementwise.gate(gates, values, activation)
+
+        def run(way: Way, weight: DenseWeight) -> Tensor:
             if isinstance(way, Cublas):
                 joined = x.x.new_empty(len(x.x), weight.out_features)
-                gates, values = _product(apply_norm(x), weight, joined).chunk(2, -1)
+                gates, values = library.product(apply_norm(x), weight, joined).chunk(2, -1)
                 return elementwise.gate(gates, values, activation)
             out = x.x.new_empty(len(x.x), weight.out_features // 2)
             return linear(x, weight, out, way, activation=activation)
@@ -226,18 +243,22 @@ class TritonKernels(Kernels):
     def linear_add_norm(
         self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        if norms.post is not None or norms.next is None:  # no program of a product sees a whole row
+        # no program of a product sees a whole row, so the norm of the sum is deferred
+        is_fused = norms.post is None and norms.next is not None
+        if isinstance(weight, QuantizedWeight) and is_fused and _is_late(len(x), x.dtype):
+            return residual, linear_quantized.product_add(x, weight, residual, norms)
+        if not is_fused or not isinstance(weight, DenseWeight):
             return self.add_norm(self.linear(Normed(x), weight), residual, norms)
 
-        def run(way: Way, weight: LinearWeight) -> Normed:
+        def run(way: Way, weight: DenseWeight) -> Normed:
             if isinstance(way, Tile):
                 return linear_add(x, weight, residual, norms, way)
             if way.shares > 1:
-                delta = _in_shares(x, weight, way.shares)
+                delta = library.in_shares(x, weight, way.shares)
             elif weight.bias is None:
                 return self.norm(residual.addmm_(x, weight.data.t()), norms.next, norms.eps)
             else:
-                delta = _product(x, weight, torch.empty_like(residual))
+                delta = library.product(x, weight, torch.empty_like(residual))
             return elementwise.add_norm(residual, delta, norms, _is_late(len(x), x.dtype))
 
         return residual, self._run("add", x, weight, run, changes=residual)
@@ -293,12 +314,36 @@ class TritonKernels(Kernels):
         """Return the key of a tuned choice: everything that may change which tile is fastest."""
         return f"{card_name()}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
 
+    def _product(
+        self, x: Normed, weight: LinearWeight, out: Tensor, slots: Tensor | None = None
+    ) -> None:
+        """Write x times weight into out; with slots, these are logits: zeros for rows of slot 0."""
+        if isinstance(weight, QuantizedWeight):
+            linear_quantized.product(x, weight, out, slots)
+            return
+        if isinstance(weight, JoinedWeight):
+            first = 0
+            for part in weight.parts:
+                self._product(x, part, out[:, first : first + part.out_features], slots)
+                first += part.out_features
+            return
+
+        def run(way: Way, weight: DenseWeight) -> Tensor:
+            if isinstance(way, Tile):
+                return linear(x, weight, out, way, slots=slots)
+            rows = apply_norm(x)
+            if slots is not None:
+                rows = rows.masked_fill((slots == 0)[:, None], 0)
+            return library.product(rows, weight, out)
+
+        self._run("linear" if slots is None else "logits", x.x, weight, run)
+
     def _run(
         self,
         kind: str,
         x: Tensor,
-        weight: LinearWeight,
-        run: Callable[[Way, LinearWeight], T],
+        weight: DenseWeight,
+        run: Callable[[Way, DenseWeight], T],
         changes: Tensor | None = None,
     ) -> T:
         """Run the product in the fastest way: by one of our kernels, or by cuBLAS.
@@ -348,22 +393,3 @@ def _is_late(rows: int, dtype: torch.dtype) -> bool:
     More rows may be multiplied by cuBLAS, which does not apply it.
     """
     return rows <= STAGED_ROWS and dtype is torch.bfloat16
-
-
-def _product(x: Tensor, weight: LinearWeight, out: Tensor) -> Tensor:
-    if out.dtype is not x.dtype:  # logits, which have no bias
-        return torch.mm(x, weight.data.t(), out_dtype=out.dtype, out=out)
-    if weight.bias is None:
-        return torch.mm(x, weight.data.t(), out=out)
-    return torch.addmm(weight.bias, x, weight.data.t(), out=out)
-
-
-def _in_shares(x: Tensor, weight: LinearWeight, shares: int) -> Tensor:
-    """Return [shares, rows, features] in float32, to be added up."""
-    share = weight.data.shape[1] // shares
-    parts = x.view(len(x), shares, share).transpose(0, 1)
-    weights = weight.data.view(len(weight.data), shares, share).permute(1, 2, 0)
-    made = torch.bmm(parts, weights, out_dtype=torch.float32)
-    if weight.bias is not None:
-        made[0].add_(weight.bias)
-    return made

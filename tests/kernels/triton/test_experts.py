@@ -7,7 +7,8 @@ from torch.utils._pytree import tree_map_only
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.moe import experts
-from slotzero.kernels.types import Experts, ExpertWeights, LinearWeight, Normed
+from slotzero.kernels.types import Experts, ExpertWeights, Normed
+from slotzero.kernels.weights import DenseWeight
 
 REFERENCE = ReferenceKernels()
 HIDDEN, INNER = 40, 24  # no multiple of a tile
@@ -33,14 +34,14 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
 
     num, every, inner = shape.num_experts, shape.num_all, shape.inner_size
     weights = ExpertWeights(
-        LinearWeight(random(num, HIDDEN), random(num), num),
+        DenseWeight(random(num, HIDDEN), random(num), num),
         torch.randn(num, device=device) if shape.scores == "sigmoid" else None,
-        LinearWeight(
+        DenseWeight(
             random(every, 2 * inner, HIDDEN),
             random(every, 2 * inner) if bias else None,
             2 * inner,
         ),
-        LinearWeight(random(every, HIDDEN, inner), random(every, HIDDEN) if bias else None, HIDDEN),
+        DenseWeight(random(every, HIDDEN, inner), random(every, HIDDEN) if bias else None, HIDDEN),
     )
     if shape.top_k < num:
         weights.router.bias[1] = -30

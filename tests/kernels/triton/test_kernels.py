@@ -18,7 +18,6 @@ from slotzero.kernels.types import (
     Angles,
     Branches,
     Heads,
-    LinearWeight,
     Normed,
     PagedKv,
     PairNorms,
@@ -27,6 +26,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
+from slotzero.kernels.weights import DenseWeight
 
 REFERENCE = ReferenceKernels()
 
@@ -65,7 +65,7 @@ def test_open(device, half, is_half, with_norm, scale):
     table[1, 131071], table[2, 5], table[2, 6] = 7, 3, 9
     embedding = torch.randn(10, 24).to(dtype)
     norm = torch.randn(24).to(dtype) if with_norm else None
-    given = (table, LinearWeight(embedding, None, 10), scale, norm, 1e-6)
+    given = (table, DenseWeight(embedding, None, 10), scale, norm, 1e-6)
     residual, normed = REFERENCE.embed(tokens, *given)
     moved = tree_map_only(torch.Tensor, lambda t: t.to(device), given)
     got, got_normed = TritonKernels().embed(Tokens(*(t.to(device) for t in tokens)), *moved)
@@ -93,7 +93,7 @@ def test_embed_pair(device, half, is_half, norms, size):
         torch.randn(size, device=device).to(dtype) if given else None for given in norms
     )
     pair_norms = PairNorms(embed_norm, hidden_norm, 1e-6)
-    given = (tokens, table, LinearWeight(embedding, None, 10), wide[:, :size], pair_norms)
+    given = (tokens, table, DenseWeight(embedding, None, 10), wide[:, :size], pair_norms)
     want, got = REFERENCE.embed_pair(*given), TritonKernels().embed_pair(*given)
     near = 2 * torch.finfo(dtype).eps
     assert got.shape == (5, 2 * size) and got.dtype is dtype
@@ -137,7 +137,7 @@ def test_logits_of_slot_0_are_zeros(device, rows, softcap):
     slots = torch.arange(rows, device=device).int() % 3
     x[slots == 0] = torch.nan
     out = torch.full((rows, 50), torch.nan, device=device)
-    TritonKernels().logits(Normed(x), LinearWeight(weight, None, 50), slots, softcap, out)
+    TritonKernels().logits(Normed(x), DenseWeight(weight, None, 50), slots, softcap, out)
     expected = x[slots > 0] @ weight.t()
     if softcap is not None:
         expected = softcap * (expected / softcap).tanh()
@@ -157,7 +157,7 @@ def test_products_are_added_and_normed(device, rows, with_after, with_norm):
         (
             TritonKernels().linear_add_norm,
             REFERENCE.linear_add_norm,
-            (x, LinearWeight(weight, bias, 24)),
+            (x, DenseWeight(weight, bias, 24)),
         ),
         (TritonKernels().add_norm, REFERENCE.add_norm, (x[:, :24].contiguous(),)),
     ):
@@ -272,6 +272,7 @@ def test_compiling_ahead_imports_no_compiler_of_torch():
     code = """
 import sys, torch
 from slotzero.kernels.triton.launch import compiling_ahead
+from slotzero.kernels.weights import DenseWeight
 with compiling_ahead():
     torch.empty(3)
 sys.exit("torch._dynamo" in sys.modules)

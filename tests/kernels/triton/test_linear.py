@@ -11,7 +11,7 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton import kernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.triton.linear import linear_tma
+from slotzero.kernels.triton.linear import library, linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm, apply_norm, cap, gate
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
@@ -22,7 +22,8 @@ from slotzero.kernels.triton.linear.tiles import (
     tiles_for,
     ways_for,
 )
-from slotzero.kernels.types import LinearWeight, Normed, ResidualNorms
+from slotzero.kernels.types import Normed, ResidualNorms
+from slotzero.kernels.weights import DenseWeight, LinearWeight
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
 ROWS = [1, 3, 5, 11, 64, 70, 250]
@@ -57,7 +58,7 @@ def made(rows, out, inner, device, half):
 
 
 def linear_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
-    return LinearWeight(weight, bias, len(weight))
+    return DenseWeight(weight, bias, len(weight))
 
 
 def late(x: torch.Tensor, norm: torch.Tensor, parts: int) -> Normed:
@@ -155,7 +156,7 @@ def test_shares_of_the_library_add_up(monkeypatch, has_bias):
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     x, weight, bias, _ = made(70, 96, 256, "cpu", torch.bfloat16)
     bias = bias if has_bias else None
-    shares = kernels._in_shares(x, linear_weight(weight, bias), 2)
+    shares = library.in_shares(x, linear_weight(weight, bias), 2)
     assert shares.dtype is torch.float32 and not torch.equal(shares[0], shares[1])
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.allclose(shares.sum(0), expected, atol=1e-4)

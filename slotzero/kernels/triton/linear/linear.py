@@ -26,7 +26,7 @@ from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
-from slotzero.kernels.weights import LinearWeight
+from slotzero.kernels.weights import DenseWeight
 
 VARYING = ["rows", "num_parts"]  # arguments that kernels are not specialized for
 
@@ -320,7 +320,7 @@ def _split_k_kernel(
 
 def linear(
     x: Normed,
-    weight: LinearWeight,
+    weight: DenseWeight,
     out: Tensor,
     tile: Tile,
     *,
@@ -336,7 +336,7 @@ def linear(
 
 
 def linear_add(
-    x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms, tile: Tile
+    x: Tensor, weight: DenseWeight, residual: Tensor, norms: ResidualNorms, tile: Tile
 ) -> Normed:
     """Add x times weight to the residual, in place, and norm the sum with a deferred scale."""
     if tile.shares > 1:
@@ -348,7 +348,7 @@ def linear_add(
     return made
 
 
-def _in_shares(x: Tensor, weight: LinearWeight, tile: Tile) -> Tensor:
+def _in_shares(x: Tensor, weight: DenseWeight, tile: Tile) -> Tensor:
     """Return [shares, rows, features] in float32, to be added up."""
     rows, inner = x.shape
     num_out = len(weight.data)
@@ -367,7 +367,7 @@ def _in_shares(x: Tensor, weight: LinearWeight, tile: Tile) -> Tensor:
 
 def _launch(
     x: Normed,
-    weight: LinearWeight,
+    weight: DenseWeight,
     out: Tensor,
     tile: Tile,
     *,

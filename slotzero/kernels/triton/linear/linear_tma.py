@@ -34,7 +34,7 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.tiles import Tile
 from slotzero.kernels.types import Activation, Normed
-from slotzero.kernels.weights import LinearWeight
+from slotzero.kernels.weights import DenseWeight
 
 ALIGNED = 16  # bytes
 PARTS = 32  # partial sums of squares that are read at a time
@@ -127,7 +127,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def product(
     x: Normed,
-    weight: LinearWeight,
+    weight: DenseWeight,
     out: Tensor,
     tile: Tile,
     activation: Activation | None,

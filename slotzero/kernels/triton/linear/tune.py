@@ -26,7 +26,10 @@ from slotzero.system.cache_dir import cache_dir
 HERE = Path(__file__).parent
 SHIPPED = HERE / "tuned.json"
 SOURCES = (  # files whose change invalidates earlier timings
-    *(HERE / f"{name}.py" for name in ("linear", "linear_tma", "epilogue", "tiles", "elementwise")),
+    *(
+        HERE / f"{name}.py"
+        for name in ("linear", "linear_tma", "library", "epilogue", "tiles", "elementwise")
+    ),
     *(HERE.parent / f"{name}.py" for name in ("launch", "kernels")),
 )
 COLD_BYTES = 256 << 20  # several times the L2 cache of a card

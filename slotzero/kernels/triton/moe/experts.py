@@ -22,8 +22,10 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.activation import activate
+from slotzero.kernels.triton.linear.elementwise import gate
+from slotzero.kernels.triton.moe import experts_quantized
 from slotzero.kernels.types import Activation
-from slotzero.kernels.weights import LinearWeight
+from slotzero.kernels.weights import JoinedWeight, LinearWeight, QuantizedWeight
 
 SORTED_BLOCK, LEAST_SORTED = 2048, 512  # choices examined at a time: at most, at least
 PLAN_BLOCKS = 32  # blocks per program of `sort`
@@ -94,14 +96,14 @@ def _blocks_kernel(
 
 @triton.jit
 def _product_kernel(
-    x, weights, biases, order, blocks, out, num_out, x_stride,
+    x, weights, biases, order, blocks, out, num_out, x_stride, out_stride, bias_stride,
     INNER: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
-    EVEN: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, BY_TOKEN: tl.constexpr, SHARED: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of rows by its expert's weight. With an activation, x has one row per token,
-    which SHARED choices share, and the result is sorted by expert; without one, x is sorted by
-    expert and the result is in the order of choices."""
+    """Multiply a block of rows by its expert's weight. By token, x has one row per token, which
+    SHARED choices share, and the result is sorted by expert; otherwise x is sorted by expert and
+    the result is in the order of choices."""
     may_follow(PDL)
     block = blocks + tl.program_id(1) * 3
     n, m = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, ROWS)
@@ -114,7 +116,7 @@ def _product_kernel(
     choice = tl.load(order + first + m, mask=m < size, other=0).to(tl.int64)
     here = (first + m).to(tl.int64)
     gated: tl.constexpr = ACTIVATION is not None
-    source, target = (choice // SHARED, here) if gated else (here, choice)
+    source, target = (choice // SHARED, here) if BY_TOKEN else (here, choice)
     parts: tl.constexpr = 2 if gated else 1
     weight = weights + expert * num_out * parts * INNER
     at = weight + n[None, :].to(tl.int64) * INNER + k[:, None]  # [depth, features]
@@ -135,14 +137,14 @@ def _product_kernel(
             acc2 = tl.dot(value, w2, acc2, input_precision=PRECISION)
     feature = n[None, :]
     if biases is not None:
-        bias = biases + expert * num_out * parts + feature
+        bias = biases + expert * bias_stride + feature
         acc += tl.load(bias, mask=feature < num_out, other=0.0).to(tl.float32)
         if gated:
             acc2 += tl.load(bias + num_out, mask=feature < num_out, other=0.0).to(tl.float32)
     if gated:
         acc, acc2 = activate(acc, acc2, ACTIVATION)
         acc = acc * acc2
-    out_at = out + target[:, None] * num_out + feature
+    out_at = out + target[:, None] * out_stride + feature
     inside = (m < size)[:, None] & (feature < num_out)
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -194,8 +196,13 @@ def gated(
     activation: Activation,
 ) -> Tensor:
     """Multiply by the weights of gates and values, and gate -> [choices, inner], by expert."""
-    out = x.new_empty(len(chosen.order), weights.out_features // 2)
-    shared = len(chosen.order) // len(x)
+    num, shared = len(chosen.order), len(chosen.order) // len(x)
+    if isinstance(weights, JoinedWeight):
+        joined = x.new_empty(num, weights.out_features)
+        _product(x, weights, chosen, joined, shared, None)
+        gates, values = joined.chunk(2, -1)
+        return gate(gates, values, activation)
+    out = x.new_empty(num, weights.out_features // 2)
     _product(x, weights, chosen, out, shared, activation)
     return out
 
@@ -203,7 +210,7 @@ def gated(
 def product(x: Tensor, weights: LinearWeight, chosen: Order) -> Tensor:
     """Multiply x, sorted by expert -> [choices, features], in the order of tokens."""
     out = x.new_empty(len(x), weights.out_features)
-    _product(x, weights, chosen, out, 1, None)
+    _product(x, weights, chosen, out, None, None)
     return out
 
 
@@ -239,15 +246,29 @@ def _product(
     weights: LinearWeight,
     chosen: Order,
     out: Tensor,
-    shared: int,
+    shared: int | None,
     activation: Activation | None,
 ) -> None:
-    inner, num_out, tile = weights.data.shape[2], out.shape[1], chosen.tile
+    """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
+    that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
+    order, blocks, tile = chosen
+    if isinstance(weights, JoinedWeight):
+        first = 0
+        for part in weights.parts:
+            its = out[:, first : first + part.out_features]
+            _product(x, part, chosen, its, shared, activation)
+            first += part.out_features
+        return
+    if isinstance(weights, QuantizedWeight):
+        experts_quantized.product(x, weights, order, blocks, tile.rows, out, shared, activation)
+        return
+    inner, num_out, bias = weights.data.shape[2], out.shape[1], weights.bias
     launch(
-        _product_kernel, (triton.cdiv(num_out, tile.features), len(chosen.blocks)),
-        x, weights.data, weights.bias, chosen.order, chosen.blocks, out, num_out, x.stride(0),
+        _product_kernel, (triton.cdiv(num_out, tile.features), len(blocks)),
+        x, weights.data, bias, order, blocks, out, num_out, x.stride(0), out.stride(0),
+        0 if bias is None else bias.stride(0),
         INNER=inner, ROWS=tile.rows, FEATURES=tile.features, DEPTH=tile.depth,
-        EVEN=inner % tile.depth == 0, SHARED=shared, ACTIVATION=activation,
-        PRECISION="ieee" if x.dtype is torch.float32 else None,
+        EVEN=inner % tile.depth == 0, BY_TOKEN=shared is not None, SHARED=shared or 1,
+        ACTIVATION=activation, PRECISION="ieee" if x.dtype is torch.float32 else None,
         STAGES=tile.stages, num_warps=tile.num_warps, **overlap(),
     )  # fmt: skip
