@@ -29,6 +29,7 @@ from slotzero.checkpoint.gguf_names import (
 )
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.models.checkpoint import Checkpoint
+from slotzero.quantization.gguf import BLOCK_FORMATS
 from slotzero.text.tokenizer import Tokenizer
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,6 +55,13 @@ class GgufCheckpoint(Checkpoint):
             for name, tensor in header.tensors.items()
             if name != ROPE_FACTORS
         }
+        types = {
+            name.removesuffix(".weight"): BLOCK_TYPES[tensor.type_id].name
+            for name, tensor in self._tensors.items()
+            if BLOCK_TYPES[tensor.type_id].name in BLOCK_FORMATS
+        }
+        if types:
+            self.config["quantization_config"] = {"quant_method": "gguf", "types": types}
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -64,11 +72,26 @@ class GgufCheckpoint(Checkpoint):
                 f"{self.path} has no tensor {name}; download or convert it again"
             )
         tensor = self._unpack(self._tensors[name])
+        num_heads = self._num_rotated_heads(name)
+        return tensor if num_heads is None else halves_from_pairs(tensor, num_heads)
+
+    def read_blocks(self, name: str) -> Bytes:
+        """Return the packed blocks of a weight, [rows, bytes per row]."""
+        tensor = self._tensors[name]
+        stored = np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.start)
+        blocks, num_heads = stored.reshape(tensor.shape[0], -1), self._num_rotated_heads(name)
+        if num_heads is None:
+            return blocks
+        return halves_from_pairs(torch.from_numpy(blocks.copy()), num_heads).numpy()
+
+    def _num_rotated_heads(self, name: str) -> int | None:
+        """Return how many heads the rows of a tensor belong to, if their order is llama.cpp's."""
         rotated = _ROTATED.fullmatch(name)
         if rotated is None or self._metadata["general.architecture"] != "llama":
-            return tensor
+            return None
         kind = "num_attention_heads" if rotated[1] == "q" else "num_key_value_heads"
-        return halves_from_pairs(tensor, self.config[kind])
+        heads: int = self.config[kind]
+        return heads
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self._metadata)

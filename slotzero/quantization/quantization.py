@@ -14,13 +14,25 @@ from torch import Tensor
 from slotzero.errors import ConfigError, UnsupportedModelError
 from slotzero.kernels.quantized import QuantizedRows, dequantise, regroup
 from slotzero.kernels.weights import WeightFormat
+from slotzero.quantization.awq import AwqMethod
+from slotzero.quantization.compressed_tensors import CompressedTensorsMethod
 from slotzero.quantization.fp8 import Fp8Method
+from slotzero.quantization.gguf import GgufMethod
+from slotzero.quantization.gptq import GptqMethod
 from slotzero.quantization.method import FIELD, Method, TensorSource, WeightPart
+from slotzero.quantization.modelopt import ModelOptMethod
+from slotzero.quantization.mxfp4 import Mxfp4Method
 
 CHOICE = "slotzero_quantization"
 """The field of a checkpoint's config that holds the user's --quantization."""
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = {
     "fp8": Fp8Method.parse,
+    "compressed-tensors": CompressedTensorsMethod.parse,
+    "modelopt": ModelOptMethod.parse,
+    "gptq": GptqMethod.parse,
+    "awq": AwqMethod.parse,
+    "mxfp4": Mxfp4Method.parse,
+    "gguf": GgufMethod.parse,
 }
 ONLINE: Mapping[str, WeightFormat] = {
     "fp8": WeightFormat("float8", activations="float8_row"),
@@ -39,7 +51,9 @@ class Quantization:
     unpacks: bool = False
     """Unpack quantised weights to the compute type."""
 
-    def format_of(self, module: str, in_features: int, is_sensitive: bool) -> WeightFormat | None:
+    def format_of(
+        self, module: str, in_features: int, is_sensitive: bool
+    ) -> WeightFormat | None:
         """Return the format in which a linear layer's weight is kept; None: the compute type."""
         if self.online is not None:
             return None if is_sensitive else _fit_online(self.online, in_features)
