@@ -14,7 +14,7 @@ from slotzero.errors import ConfigError, RequestError, StepFailedError, Tokenize
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.interrupt import uninterrupted
 from slotzero.system.progress import prompts_bar
-from slotzero.text.chat_template import template_message, variable_of_ours
+from slotzero.text.chat_template import reserved_variable, template_message
 from slotzero.text.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]  # a dict holds "prompt" or "prompt_token_ids"
@@ -188,7 +188,7 @@ class LLM:
         if tools and "tools" not in (tokenizer.tool_template or ""):
             raise RequestError("tools: this model's chat template does not show them")
         variables = dict(chat_template_kwargs or {})
-        if (taken := variable_of_ours(variables)) is not None:
+        if (taken := reserved_variable(variables)) is not None:
             raise RequestError(f"chat_template_kwargs: {taken!r} is set by the engine")
         prompts: list[Prompt] = []
         for conversation in conversations:

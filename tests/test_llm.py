@@ -389,7 +389,7 @@ def test_chat_joins_the_parts_of_a_text(llm: LLM) -> None:
     ("message", "words"),
     [
         ({"content": "hello"}, r"messages\[1\]\.role: must be a string such as 'user', got None"),
-        ({"role": "user"}, r"messages\[1\]\.content: missing"),
+        ({"role": "user"}, r"messages\[1\]\.content: is missing"),
         ({"role": "user", "content": 5}, r"messages\[1\]\.content: must be a string or"),
         (
             {"role": "user", "content": ["hello"]},

@@ -66,9 +66,7 @@ def _kv_group(config: Config, num_layers: int) -> KvGroup:
         )
     nope, rope_dim = positive(config, "qk_nope_head_dim"), positive(config, "qk_rope_head_dim")
     if rope_dim % 2:
-        raise UnsupportedModelError(
-            f"config field qk_rope_head_dim={rope_dim}: must be even"
-        )
+        raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
     rank = positive(config, "kv_lora_rank")
     rope = replace(
         parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
