@@ -180,7 +180,7 @@ class _Cursor:
         return struct.unpack_from(f"<{count}{code}", self._data, start)
 
     def _strings(self, count: int) -> list[str]:
-        """Read strings. A file can have 200,000, so for speed the loop uses local variables only."""
+        """Read strings. A file can have 200,000, so this hot loop uses local variables only."""
         data, position, last = self._data, self.position, self._end - 8
         unpack_len, texts = _U64.unpack_from, []
         for _ in range(count):

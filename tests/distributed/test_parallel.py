@@ -234,7 +234,7 @@ def test_ranks_that_pick_different_sizes_end(capfd):
         tell([replace(message, launches=[GraphKey("prefill", 128, 2)]) for message in messages])
 
     llm.engine.rank_group.tell = tell_another
-    with pytest.raises(RankLostError, match=r"rank 1 .* ended with 5"):
+    with pytest.raises(RankLostError, match=r"rank 1 .* ended with exit code 5"):
         generate(llm)
     llm.engine.rank_group.close()
     assert "rank 1 would run prefill[" in capfd.readouterr().err
