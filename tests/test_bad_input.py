@@ -318,7 +318,7 @@ def test_a_setting(
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there(run: Run) -> None:
-    names = ["backend cuda", "--backend cpu"]
+    names = ["backend=cuda", "--backend cpu"]
     refuse(ConfigError, names, lambda: make(backend="cuda"))
     code, out, err = run("generate", "tiny:llama", "--prompt", "x", "--backend", "cuda")
     assert (code, out, err.count("\n")) == (2, "", 1)

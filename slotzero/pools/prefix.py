@@ -211,7 +211,7 @@ class PrefixCache:
         for g, group in enumerate(self.groups):
             found = {node.pages[g]: node for node in nodes if node.pages[g]}
             if found != self._nodes[g]:
-                raise PoolError(f"{len(self._nodes[g])} pages are cached, the tree has {len(found)}")
+                raise PoolError(f"{len(self._nodes[g])} cached pages; the tree has {len(found)}")
             idle = {page for page in found if group.pool.references(page) == 1}
             if idle != self._idle[g].keys():
                 raise PoolError(f"idle pages are {set(self._idle[g])}, but a recount finds {idle}")
