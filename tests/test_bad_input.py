@@ -298,8 +298,8 @@ def test_stop_strings_need_a_tokenizer() -> None:
         ({"page_size": 0}, ConfigError, ["page_size", "power of two"]),
         ({"gpu_memory_utilization": 1.5}, ConfigError, ["gpu_memory_utilization", "(0, 1]"]),
         ({"gpu_memory_utilization": math.nan}, ConfigError, ["gpu_memory_utilization"]),
-        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' without sanitize"]),
-        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 without sanitize"]),
+        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' has no effect"]),
+        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 has no effect without sanitize"]),
         pytest.param(
             {"dtype": "float16"}, ConfigError, ["float16", "float32"],
             marks=pytest.mark.skipif(not NO_GPU, reason="is allowed on a GPU"),
