@@ -36,8 +36,8 @@ pytest.importorskip("llguidance")
 # Four letters are fine; then llguidance must write the million down, and gives up.
 ENDLESS = {"regex": "(a|b){4}c{1000000}"}
 ENDLESS_ERROR = (
-    "structured_outputs: regex: the answer cannot go on "
-    "(lexer error: too many expressions constructed): ask for a simpler one"
+    "structured_outputs: regex: the answer cannot continue "
+    "(lexer error: too many expressions constructed): use a simpler grammar"
 )
 
 
