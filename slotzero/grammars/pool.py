@@ -171,7 +171,7 @@ class Grammars:
             worker.disconnect()  # the fork server reports how it ended
 
     def _take_reply(self, worker: GrammarWorker, reply: Reply) -> None:
-        worker.asked.popleft()
+        worker.unanswered.popleft()
         worker.since, worker.memory = time.monotonic(), reply.memory
         if reply.number == COMPILE:
             self._compiled(worker, reply)

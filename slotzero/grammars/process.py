@@ -109,11 +109,11 @@ class GrammarWorker:
         """Whether it replaces another worker that followed its answers."""
         self.answers: dict[int, Grammar] = {}
         """The answers that follow this grammar, by number."""
-        self.asked: deque[int] = deque()
+        self.unanswered: deque[int] = deque()
         """Messages without a reply, in order: COMPILE or the numbers of answers. The worker is
         working on the first."""
         self.since = 0.0
-        """When the worker began to work on the first of `asked`."""
+        """When the worker began to work on the first of `unanswered`."""
         self.memory = 0
         """Bytes in use at the time of the last reply."""
         self.first_mask: np.ndarray | None = None
@@ -127,12 +127,12 @@ class GrammarWorker:
 
     def compile(self, channel: Channel, now: float) -> None:
         self.channel = channel
-        self._ask(COMPILE, self.source, now)
+        self._request(COMPILE, self.source, now)
 
     def follow(self, grammar: Grammar, now: float) -> None:
         new = grammar.tokens[grammar.num_sent :]
         grammar.num_sent = len(grammar.tokens)
-        self._ask(grammar.number, Follow(grammar.number, new), now)
+        self._request(grammar.number, Follow(grammar.number, new), now)
 
     def end(self, number: int) -> None:
         self._send(EndAnswer(number))
@@ -142,10 +142,10 @@ class GrammarWorker:
             self.channel.close()
             self.channel = None
 
-    def _ask(self, number: int, message: GrammarSource | Follow, now: float) -> None:
-        if not self.asked:
+    def _request(self, number: int, message: GrammarSource | Follow, now: float) -> None:
+        if not self.unanswered:
             self.since = now
-        self.asked.append(number)
+        self.unanswered.append(number)
         self._send(message)
 
     def _send(self, message: GrammarSource | Follow | EndAnswer) -> None:

@@ -203,7 +203,7 @@ class Supervisor:
         if not worker.is_compiled:
             self.refuse(worker, why, time.monotonic() + _REFUSED_SECONDS)
             return
-        culprit = worker.answers.get(worker.asked[0]) if worker.asked else None
+        culprit = worker.answers.get(worker.unanswered[0]) if worker.unanswered else None
         if culprit is not None:
             self.fail(culprit, why)
         self._restart(worker)

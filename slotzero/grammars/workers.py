@@ -43,7 +43,7 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
     @property
     def is_busy(self) -> bool:
         """Whether a grammar is queued or being compiled, or a mask is being computed."""
-        return any(worker.asked for worker in self.values()) or bool(self.queue)
+        return any(worker.unanswered for worker in self.values()) or bool(self.queue)
 
     @property
     def idle(self) -> list[GrammarWorker]:
@@ -87,7 +87,7 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
         if not self.queue:
             return None
         worker = self.queue[0]
-        if sum(COMPILE in other.asked for other in self.values()) >= _MAX_COMPILING:
+        if sum(COMPILE in other.unanswered for other in self.values()) >= _MAX_COMPILING:
             return None
         return None if self._is_full(limits) and not worker.is_restart else worker
 
@@ -106,11 +106,13 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
     def late(self, seconds: float) -> list[GrammarWorker]:
         """Return the workers that have been working on one reply for at least `seconds`."""
         latest = time.monotonic() - seconds
-        return [worker for worker in self.values() if worker.asked and worker.since <= latest]
+        return [worker for worker in self.values() if worker.unanswered and worker.since <= latest]
 
     def seconds_left(self, seconds: float) -> float:
         """Return the time until some worker has been working on one reply for `seconds`."""
-        since = min((worker.since for worker in self.values() if worker.asked), default=math.inf)
+        since = min(
+            (worker.since for worker in self.values() if worker.unanswered), default=math.inf
+        )
         return max(0.0, since + seconds - time.monotonic())
 
     def surplus(self, limits: GrammarLimits) -> GrammarWorker | None:

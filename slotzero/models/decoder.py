@@ -134,15 +134,15 @@ class Decoder:
             self.config.norm_eps,
         )  # fmt: skip
         inputs = self._layer_inputs(batch, residual)
-        stands = standing(batch.tokens, batch.branches)
+        rope_tokens = standing(batch.tokens, batch.branches)
         memory = LayerMemory(kv, states, trail)
-        return self._run_layers(residual, normed, inputs, batch, stands, memory, pieces, taps)
+        return self._run_layers(residual, normed, inputs, batch, rope_tokens, memory, pieces, taps)
 
     def forward_from(
         self,
         begin: Tensor,  # [T, hidden], used instead of embeddings
         tokens: Tokens,  # each attends to the keys up to its own position
-        stands: Tokens,  # positions for rotary embedding
+        rope_tokens: Tokens,  # positions for rotary embedding
         prompt_len: Tensor,
         kv: Mapping[str, PagedKv],
         pieces: Pieces,
@@ -152,7 +152,7 @@ class Decoder:
         batch = DecoderBatch(tokens, tokens.slots, prompt_len, None)
         inputs, normed = [None] * len(self._layers), self._kernels.norm(begin, norm, eps)
         memory = LayerMemory(kv)
-        return self._run_layers(begin, normed, inputs, batch, stands, memory, pieces, NO_TAPS)
+        return self._run_layers(begin, normed, inputs, batch, rope_tokens, memory, pieces, NO_TAPS)
 
     def _run_layers(
         self,
@@ -160,13 +160,13 @@ class Decoder:
         normed: Normed,
         inputs: Sequence[Tensor | None],
         batch: DecoderBatch,
-        stands: Tokens,
+        rope_tokens: Tokens,
         memory: LayerMemory,
         pieces: Pieces,
         taps: Mapping[int, Tensor],
     ) -> Normed:
         groups = {
-            group.name: self._group_step(group, batch, stands) for group in self.config.groups
+            group.name: self._group_step(group, batch, rope_tokens) for group in self.config.groups
         }
         moe = self._expert_starts
         for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
@@ -184,11 +184,11 @@ class Decoder:
             taps[len(self._layers)].copy_(self._kernels.apply_norm(normed))
         return normed
 
-    def _group_step(self, group: KvGroup, batch: DecoderBatch, stands: Tokens) -> GroupStep:
+    def _group_step(self, group: KvGroup, batch: DecoderBatch, rope_tokens: Tokens) -> GroupStep:
         kernels, frequency = self._kernels, self._frequencies[group.name]
         plan = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
-        speed = speeds(group.rope, frequency, *stands, batch.prompt_len)
-        return GroupStep(kernels.rope_angles(stands, speed, group.rope.attention_factor), plan)
+        speed = speeds(group.rope, frequency, *rope_tokens, batch.prompt_len)
+        return GroupStep(kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor), plan)
 
     def _mixer_inputs(
         self, i: int, batch: DecoderBatch, groups: Mapping[str, GroupStep], memory: LayerMemory

@@ -71,7 +71,10 @@ class PageLedger:
         enable_prefix_caching: bool = True,
         ahead: int = 0,
     ) -> None:
-        """`ahead`: positions after the last known one that need pages too, for drafts."""
+        """Create a ledger without requests.
+
+        `ahead` is the number of positions after the last known one that need pages, for drafts.
+        """
         self.groups = tuple(groups)
         self.ahead = ahead
         self.page_size = page_size
@@ -84,7 +87,7 @@ class PageLedger:
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """Number of pages that can be handed out."""
+        """Number of pages that can be given out."""
         return tuple(self.groups[g].pool.max_free for g in self._paged)
 
     @property
@@ -209,7 +212,7 @@ class PageLedger:
         return self.groups[group].pool.num_free + self.cache.num_evictable(group)
 
     def _look_up(self, request: PageHolder) -> Lookup:
-        """Search the cache for a waiting request, whose tokens do not change meanwhile."""
+        """Search the cache for a waiting request, whose tokens do not change while it waits."""
         if request.lookup is not None:
             self.cache.search(request.lookup)
         elif self.enable_prefix_caching:

@@ -29,7 +29,7 @@ class TableObserver(ABC):
 
     @abstractmethod
     def applied(self, words: Tensor, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Called when staged writes have been applied: words[offsets] must now be values."""
+        """Handle that staged writes were applied: words[offsets] must now be `values`."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class MoeMlp(Block):
         return down._replace(bias=down.bias and replace(down.bias, summed_over="mlp"))
 
     def _source(self, name: str, kind: str) -> Source:
-        """Return a projection that each expert stores in a tensor of its own."""
+        """Return the source of a projection that is stored in one tensor per expert."""
         rows = self.hidden_size if kind == "down" else self.experts.inner_size
         shared = self.names.shared and SharedExperts(
             f"{self.names.shared}.{kind}_proj", in_columns=kind == "down"
