@@ -298,8 +298,8 @@ def test_stop_strings_need_a_tokenizer() -> None:
         ({"page_size": 0}, ConfigError, ["page_size", "power of two"]),
         ({"gpu_memory_utilization": 1.5}, ConfigError, ["gpu_memory_utilization", "(0, 1]"]),
         ({"gpu_memory_utilization": math.nan}, ConfigError, ["gpu_memory_utilization"]),
-        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' without sanitize"]),
-        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 without sanitize"]),
+        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' has no effect"]),
+        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 has no effect without sanitize"]),
         pytest.param(
             {"dtype": "float16"}, ConfigError, ["float16", "float32"],
             marks=pytest.mark.skipif(not NO_GPU, reason="is allowed on a GPU"),
@@ -318,7 +318,7 @@ def test_a_setting(
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there(run: Run) -> None:
-    names = ["backend cuda", "--backend cpu"]
+    names = ["backend=cuda", "--backend cpu"]
     refuse(ConfigError, names, lambda: make(backend="cuda"))
     code, out, err = run("generate", "tiny:llama", "--prompt", "x", "--backend", "cuda")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -476,7 +476,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
     "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
     "a rope of text": (config(rope_scaling="x"), Unsupported, ["rope_scaling='x'"]),
-    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "fields"]),
+    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "object"]),
     "KV heads of text": (config(num_key_value_heads="2"), Unsupported, ["num_key_value_heads='2'"]),
     "an architecture of text": (
         config(architectures="LlamaForCausalLM"),
@@ -489,7 +489,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
             tensors(lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}))(folder),
         ),
         Unsupported,
-        ["lm_head.weight is not the embedding", "tie_word_embeddings", "config.json"],
+        ["lm_head.weight differs from the embedding", "tie_word_embeddings", "config.json"],
     ),
     "two ropes": (
         config(
@@ -497,7 +497,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
             rope_scaling={"type": "yarn", "factor": 8.0},
         ),
         Unsupported,
-        ["rope_parameters and rope_scaling do not agree", "take rope_scaling out"],
+        ["rope_parameters and rope_scaling contradict each other", "remove rope_scaling"],
     ),
     "rope field": (
         rope(rope_type="linear", factor=2.0, mystery=1),
@@ -531,7 +531,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "a layer missing": (
         config(num_hidden_layers=3),
         Corrupt,
-        ["model.layers.2.", "is missing (9 in all)"],
+        ["model.layers.2.", "is missing (9 in total)"],
     ),
     "a tensor of another shape": (
         tensors(lambda t: t.update({UP: torch.zeros(176, 63)})),
@@ -556,7 +556,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "one layer too many": (
         config(num_hidden_layers=1),
         Unsupported,
-        ["model.layers.1.", "(9 such)"],
+        ["model.layers.1.", "(9 in total)"],
     ),
 }
 
@@ -687,6 +687,6 @@ def test_two_ropes_that_agree() -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     for newer in (linear, {"full_attention": linear}):
         refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": linear})
-        with pytest.raises(UnsupportedModelError, match="do not agree"):
+        with pytest.raises(UnsupportedModelError, match="contradict each other"):
             other = linear | {"factor": 4.0}
             refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": other})

@@ -139,7 +139,7 @@ def test_a_bad_prompt_is_named_by_its_place_and_nothing_runs(llm: LLM) -> None:
     steps = llm.engine.num_steps
     with pytest.raises(RequestError, match=r"^prompt 2: the prompt has 601 tokens"):
         llm.generate(["a", "b", "c" * 600], SHORT, use_tqdm=False)
-    with pytest.raises(RequestError, match=r"^prompt 1: give 'prompt' or 'prompt_token_ids'"):
+    with pytest.raises(RequestError, match=r"^prompt 1: 'prompt' or 'prompt_token_ids' is"):
         llm.generate(["a", {}], SHORT, use_tqdm=False)
     with pytest.raises(RequestError, match=r"^prompt 0: the prompt is empty"):
         next(llm.stream({"prompt_token_ids": []}, SHORT))
@@ -389,7 +389,7 @@ def test_chat_joins_the_parts_of_a_text(llm: LLM) -> None:
     ("message", "words"),
     [
         ({"content": "hello"}, r"messages\[1\]\.role: must be a string such as 'user', got None"),
-        ({"role": "user"}, r"messages\[1\]\.content: missing"),
+        ({"role": "user"}, r"messages\[1\]\.content: is missing"),
         ({"role": "user", "content": 5}, r"messages\[1\]\.content: must be a string or"),
         (
             {"role": "user", "content": ["hello"]},
@@ -410,7 +410,7 @@ def test_chat_hands_tools_and_variables_to_the_template(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    with pytest.raises(RequestError, match="tools: this model's chat template does not show them"):
+    with pytest.raises(RequestError, match="tools: this model's chat template does not support"):
         llm.chat(HELLO, SHORT, use_tqdm=False, tools=tools)
     template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }}"
     monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)

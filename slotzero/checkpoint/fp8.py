@@ -1,6 +1,6 @@
-"""FP8 weights with a scale for each block of 128 by 128, as DeepSeek-V3 is stored.
+"""FP8 weights with one scale per block of 128 by 128 values, the format of DeepSeek-V3.
 
-A checkpoint that holds NAME in float8 and NAME_scale_inv is shown as one that holds NAME.
+A tensor NAME in float8 and its scales NAME_scale_inv are presented as one tensor NAME.
 """
 
 from collections.abc import Collection
@@ -19,8 +19,8 @@ BLOCK = 128
 def dequantise(weight: Tensor, scales: Tensor) -> Tensor:
     """Dequantise a weight [rows, columns] in float8, with one scale per block, to bfloat16."""
     rows, columns = weight.shape
-    each = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)
-    return (weight.float() * each[:, :columns]).to(torch.bfloat16)
+    factors = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)
+    return (weight.float() * factors[:, :columns]).to(torch.bfloat16)
 
 
 @final
@@ -32,7 +32,7 @@ class Fp8Checkpoint(CheckpointView):
         size = dict(stored.config["quantization_config"]).get("weight_block_size")
         if size not in ([BLOCK, BLOCK], (BLOCK, BLOCK)):
             raise UnsupportedModelError(
-                f"{self.name}: config field quantization_config has weight_block_size={size!r}: "
+                f"{self.name}: config field quantization_config has weight_block_size={size!r}; "
                 f"only [{BLOCK}, {BLOCK}] is implemented"
             )
 
@@ -46,15 +46,19 @@ class Fp8Checkpoint(CheckpointView):
             return weight
         if weight.dtype is not torch.float8_e4m3fn:
             raise UnsupportedModelError(
-                f"{self.name}: tensor {name} is {weight.dtype}: only float8_e4m3fn is implemented"
+                f"{self.name}: tensor {name} has scales, but is stored as {weight.dtype}; "
+                "only float8_e4m3fn is implemented"
             )
         if not is_scaled:
-            raise CorruptCheckpointError(f"{self.name}: tensor {name} has no {name + SCALES}")
+            raise CorruptCheckpointError(
+                f"{self.name}: tensor {name} is in FP8, but its scales {name + SCALES} are "
+                "missing; download the checkpoint again"
+            )
         scales = self._stored.read(name + SCALES)
         blocks = [-(-size // BLOCK) for size in weight.shape]
         if list(scales.shape) != blocks:
             raise CorruptCheckpointError(
-                f"{self.name}: tensors {name} {list(weight.shape)} and {name + SCALES} "
-                f"{list(scales.shape)} do not belong together"
+                f"{self.name}: the shape {list(scales.shape)} of tensor {name + SCALES} does not "
+                f"match the shape {list(weight.shape)} of {name}; download the checkpoint again"
             )
         return dequantise(weight, scales)

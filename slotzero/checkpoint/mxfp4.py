@@ -1,7 +1,7 @@
-"""MXFP4, the format of gpt-oss's experts: blocks of 32 four-bit numbers, each with a power of two.
+"""MXFP4, the format of gpt-oss's experts: blocks of 32 four-bit numbers that share a power of two.
 
-A checkpoint that holds NAME_blocks and NAME_scales is shown as one that holds NAME. In this format
-experts have their output features first; the dequantised tensor has them last.
+Tensors NAME_blocks and NAME_scales are presented as one tensor NAME. In this format experts have
+their output features first; the dequantised tensor has them last.
 """
 
 from collections.abc import Collection
@@ -14,15 +14,15 @@ from slotzero.errors import CorruptCheckpointError
 from slotzero.models.checkpoint import CheckpointView
 
 BLOCKS, SCALES = "_blocks", "_scales"
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below zero
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the other eight are their negatives
 BIAS = 127
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantise blocks [..., groups, 16] with scales [..., groups], both bytes, to
-    [..., groups * 32] in bfloat16, which holds all values exactly.
+    """Dequantise blocks [..., groups, 16] with scales [..., groups], both uint8.
 
-    The low half of a byte comes first.
+    The result is [..., groups * 32] in bfloat16, which represents all values exactly. The low half
+    of a byte comes first.
     """
     values = torch.tensor([*VALUES, *(-v for v in VALUES)], dtype=torch.bfloat16)
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
@@ -47,7 +47,8 @@ class Mxfp4Checkpoint(CheckpointView):
         blocks, scales = self._stored.read(name + BLOCKS), self._stored.read(name + SCALES)
         if blocks.shape[:-1] != scales.shape or blocks.shape[-1] != 16:
             raise CorruptCheckpointError(
-                f"{self.name}: tensors {name + BLOCKS} {list(blocks.shape)} and "
-                f"{name + SCALES} {list(scales.shape)} do not belong together"
+                f"{self.name}: the shapes {list(blocks.shape)} of tensor {name + BLOCKS} and "
+                f"{list(scales.shape)} of {name + SCALES} do not match; download the checkpoint "
+                "again"
             )
         return dequantise(blocks, scales).transpose(-1, -2)

@@ -135,13 +135,13 @@ def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
 def _stay(args: argparse.Namespace) -> int:
     """Run a node agent on a machine other than the first, which decides all settings that were not
     given here."""
-    from slotzero.executor.node_agent import outpost_of
+    from slotzero.executor.node_agent import node_agent
 
     given = flags.engine_settings(args)
     if args.model is not None or args.model_flag is not None:
         given["model"] = flags.chosen_model(args)
     with contextlib.suppress(KeyboardInterrupt):
-        node = outpost_of(given)
+        node = node_agent(given)
         # only now: an exception would not end the import of torch
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         node.stay()

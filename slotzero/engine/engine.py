@@ -40,7 +40,7 @@ from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.widths import SpeculationStats
 from slotzero.step import Step
 from slotzero.system.interrupt import uninterrupted
-from slotzero.system.progress import Told, not_told, recording_bar, weights_bar
+from slotzero.system.progress import OnProgress, ignore_progress, recording_bar, weights_bar
 from slotzero.text.chat_template import read_template
 from slotzero.text.tokenizer import Tokenizer
 
@@ -64,19 +64,19 @@ class Engine:
         self,
         config: EngineConfig,
         rank_group: RankGroup | None = None,
-        told: Told = not_told,
+        on_progress: OnProgress = ignore_progress,
         watch: "Callable[[Engine], Watcher] | None" = None,
     ) -> None:
         """`rank_group`: ranks that run already, and do what this one does without being told.
-        `told` is called with the progress of loading. `watch` attaches the live checks, see
+        `on_progress` is called with the progress of loading. `watch` attaches the live checks, see
         certify/start.py."""
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Default sampling parameters of the model, which the callers apply."""
         self.rank_group = rank_group or start_ranks(config, parse_config(checkpoint.config))
-        told("kernels", 0, 0)
-        bar = weights_bar(config.show_progress, checkpoint.name, told)
+        on_progress("kernels", 0, 0)
+        bar = weights_bar(config.show_progress, checkpoint.name, on_progress)
         with bar as progress, self.rank_group.watched("loading"):
             self.worker = build_worker(config, checkpoint, progress, self.rank_group)
         self.limits = self.worker.limits
@@ -90,7 +90,7 @@ class Engine:
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
         self.schedulers = _schedulers(config, self.worker)
-        self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, told)
+        self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, on_progress)
         self.num_steps = 0
         self.draft_widths = DraftWidths(config, self.worker)
         self._seeds = random.Random(config.seed)
@@ -111,10 +111,10 @@ class Engine:
             GrammarLimits(reply_seconds=config.grammar_timeout, memory=config.grammar_memory),
         )
 
-    def _record(self, config: EngineConfig, told: Told) -> float:
+    def _record(self, config: EngineConfig, on_progress: OnProgress) -> float:
         """Capture every size, and return the seconds that took."""
         num_sizes = len(self.worker.recorded_keys)
-        records = recording_bar(config.show_progress, self.limits.backend, num_sizes, told)
+        records = recording_bar(config.show_progress, self.limits.backend, num_sizes, on_progress)
         with records as seen, self.rank_group.watched("recording"):
             return self.worker.record(seen)
 

@@ -1,6 +1,6 @@
-"""Loading: a decoder's weights are allocated in the registry and filled from a checkpoint.
+"""Weight loading: allocate a decoder's weights in the registry and fill them from a checkpoint.
 
-It knows the kernels' packed layout; it does not know where a checkpoint lives.
+This module knows the kernels' packed layout; it does not know where or how a checkpoint is stored.
 """
 
 import math
@@ -25,17 +25,17 @@ from slotzero.pools.budget import refuse_beyond
 
 OR_SMALLER = " or --dtype bfloat16"
 
-Progress = Callable[[int, int], None]  # parameters done, parameters in all
+Progress = Callable[[int, int], None]  # (values loaded, values in total)
 
-_COMPARED = 1 << 14  # rows at a time
-# Stored by some exporters and derived by us.
-_IGNORED = ("rotary_emb.inv_freq", "attn.masked_bias")
+_ROWS_PER_COMPARISON = 1 << 14
+# Some exporters store these tensors; Slotzero computes them.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "attn.masked_bias")
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
     embedding: LinearWeight  # [vocab, hidden]
-    head: LinearWeight  # the same tensor where embeddings are tied
+    head: LinearWeight  # the same tensor as the embedding if embeddings are tied
     final_norm: Tensor  # [hidden]
     layers: tuple[LayerWeights, ...]
     layer_embedding: LayerEmbeddingWeights | None = None
@@ -49,13 +49,17 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress,
     prefix: str = "",
-    besides: frozenset[str] = frozenset(),
+    read_elsewhere: frozenset[str] = frozenset(),
     ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """Load this rank's part of a model; `config` is the whole model's. `prefix` begins the names in
-    the registry where there is more than one model; `besides` are tensors that others read."""
+    """Load this rank's part of a model.
+
+    `config` is the config of the whole model. `prefix` is put before the names in the registry, to
+    tell several models apart. `read_elsewhere` names tensors of the checkpoint that other code
+    reads.
+    """
     params = model_params(config, ranks)
-    _refuse_unexpected(config, checkpoint, besides)
+    _refuse_unexpected(config, checkpoint, read_elsewhere)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     total, done = sum(t.numel() for t in tensors.values()), 0
     for target in fill(params, tensors, checkpoint, kernels):
@@ -72,7 +76,7 @@ def load_params(
     dtype: torch.dtype,
     prefix: str,
 ) -> dict[str, Tensor]:
-    """Load parameters that are not part of a model, by name."""
+    """Load parameters that are not part of a model; return them by name."""
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     for _ in fill(params, tensors, checkpoint, kernels):
         pass
@@ -85,9 +89,9 @@ def fill(
     checkpoint: Checkpoint,
     kernels: Kernels,
 ) -> Iterator[Tensor]:
-    """Read parameters into their tensors; yield each part when it is filled."""
+    """Read parameters into their tensors; yield each part of a tensor after filling it."""
     for stacked in params:
-        for target, stored in _places(stacked, tensors[stacked.name]):
+        for target, stored in _targets(stacked, tensors[stacked.name]):
             target.copy_(_read(stacked.param, stored, checkpoint, kernels, target))
             yield target
 
@@ -101,8 +105,10 @@ def random_weights(
     prefix: str = "",
     ranks: Ranks = ALONE,
 ) -> DecoderWeights:
-    """Draw the weights of `--load-format dummy` on the device, so that a large model starts at
-    once; every rank draws the same."""
+    """Draw the random weights of `--load-format dummy`.
+
+    They are drawn on the device, so that a large model starts quickly. All ranks use the same seed.
+    """
     params = model_params(config, ranks)
     tensors = _allocate(params, registry, kernels, dtype, prefix)
     generator = torch.Generator(registry.device).manual_seed(seed)
@@ -112,7 +118,7 @@ def random_weights(
             tensor.fill_(1)
         else:
             tensor.normal_(0, 0.02, generator=generator)
-            if not any(source.scale for source in param.sources):  # another rank adds it
+            if not any(source.scale for source in param.sources):  # a bias that another rank adds
                 tensor.zero_()
     return _assemble(config, params, tensors, ranks)
 
@@ -124,7 +130,7 @@ def _allocate(
     dtype: torch.dtype,
     prefix: str,
 ) -> dict[str, Tensor]:
-    wanted = {p.name: _stored(p, kernels, dtype) for p in params}
+    wanted = {p.name: _shape_and_dtype(p, kernels, dtype) for p in params}
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in wanted.values())
     refuse_beyond(total, registry.device, "weights", "use a smaller model")
     tensors = {}
@@ -140,10 +146,10 @@ def _allocate(
     return tensors
 
 
-def _stored(
+def _shape_and_dtype(
     stacked: StackedParam, kernels: Kernels, dtype: torch.dtype
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and the type in which it is stored."""
+    """Return the shape and dtype of a parameter's tensor in the registry."""
     param = stacked.param
     shape: tuple[int, ...] = (param.out_features,)
     if param.columns is not None:
@@ -156,9 +162,11 @@ def _stored(
     return shape, torch.float32 if param.is_float32 else dtype
 
 
-def _places(stacked: StackedParam, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:
-    """Yield what is filled at once and from which tensors: a layer, or one expert of it that is
-    stored by itself."""
+def _targets(stacked: StackedParam, tensor: Tensor) -> Iterator[tuple[Tensor, list[Stored]]]:
+    """Yield each part of a tensor that is filled at once, with the stored tensors it is made of.
+
+    A part is a layer, or, if the checkpoint stores experts one by one, an expert of a layer.
+    """
     param = stacked.param
     for i, prefix in enumerate(stacked.prefixes or ("",)):
         target = tensor if stacked.prefixes is None else tensor[i]
@@ -180,8 +188,8 @@ def _read(
         wanted = [span.whole for span in spans]
         if list(whole) != wanted:
             raise CorruptCheckpointError(
-                f"{checkpoint.name}: tensor {name} has shape {list(whole)}, "
-                f"its config asks for {wanted}"
+                f"{checkpoint.name}: tensor {name} has shape {list(whole)}, but by its config it "
+                f"must have shape {wanted}"
             )
         if param.is_joint and param.is_transposed and param.columns is not None:
             part = part.transpose(1, 2)
@@ -195,41 +203,43 @@ def _read(
             part = part.float() * torch.tensor(source.column_scales)
         if param.offset:
             part = part.float() + param.offset
-        parts.append(part.to(target.device).to(target.dtype))  # converted where it is fast
+        parts.append(part.to(target.device).to(target.dtype))  # convert on the device: faster
     joined = torch.cat(parts, dim=int(param.is_joint)) if len(parts) > 1 else parts[0]
     return joined if param.columns is None or not param.is_packed else kernels.pack(joined)
 
 
 def _refuse_unexpected(
-    config: ModelConfig, checkpoint: Checkpoint, besides: frozenset[str]
+    config: ModelConfig, checkpoint: Checkpoint, read_elsewhere: frozenset[str]
 ) -> None:
-    """A tensor that we would not use changes results; one that is missing cannot be made up. MTP
-    layers are read by a drafter."""
+    """Raise on missing tensors, and on extra ones: ignoring a tensor could change results.
+
+    Tensors of MTP layers are allowed: the drafter reads them.
+    """
     expected = {stored.name for param in model_params(config, ALONE) for stored in param.stored()}
     names = set(checkpoint.names())
     missing = sorted(expected - names)
     if missing:
         raise CorruptCheckpointError(
-            f"{checkpoint.name}: tensor {missing[0]} is missing ({len(missing)} in all): "
-            "the checkpoint is incomplete, fetch it again"
+            f"{checkpoint.name}: tensor {missing[0]} is missing ({len(missing)} in total): "
+            "the checkpoint is incomplete, download it again"
         )
     head = f"{config.names.head}.weight"
     if config.tied_embeddings and head in names:
-        _refuse_another_head(config, checkpoint, head)
+        _refuse_untied_head(config, checkpoint, head)
     extra = sorted(
         n
-        for n in names - expected - {head} - _unread(config) - besides
-        if not n.endswith(_IGNORED) and not n.startswith(config.ignored)
+        for n in names - expected - {head} - _unread(config) - read_elsewhere
+        if not n.endswith(_IGNORED_SUFFIXES) and not n.startswith(config.ignored)
     )
     if extra:
         raise UnsupportedModelError(
-            f"{checkpoint.name}: tensor {extra[0]} is not part of this architecture as we know it "
-            f"({len(extra)} such)"
+            f"{checkpoint.name}: tensor {extra[0]} is unknown for this architecture "
+            f"({len(extra)} in total): this variant of it is not implemented"
         )
 
 
 def _unread(config: ModelConfig) -> set[str]:
-    """Return tensors that some exporters store although nothing computes with them."""
+    """Return the tensors that some exporters store although the model does not use them."""
     return {
         prefix + name
         for stack in model_stacks(config).values()
@@ -238,16 +248,19 @@ def _unread(config: ModelConfig) -> set[str]:
     }
 
 
-def _refuse_another_head(config: ModelConfig, checkpoint: Checkpoint, head: str) -> None:
-    """Some exporters store a tied embedding twice; a head that was trained by itself is another."""
+def _refuse_untied_head(config: ModelConfig, checkpoint: Checkpoint, head: str) -> None:
+    """Raise if the stored head differs from the embedding although the config ties them.
+
+    Some exporters store a tied embedding twice, which is fine; a head with other values is not.
+    """
     embedding = f"{config.names.embedding}.weight"
-    for begin in range(0, config.vocab_size, _COMPARED):
-        rows = slice(begin, begin + _COMPARED), slice(None)
+    for begin in range(0, config.vocab_size, _ROWS_PER_COMPARISON):
+        rows = slice(begin, begin + _ROWS_PER_COMPARISON), slice(None)
         one, other = (checkpoint.read_part(name, *rows) for name in (embedding, head))
         if one.whole != other.whole or not torch.equal(one.tensor, other.tensor):
             raise UnsupportedModelError(
-                f"{checkpoint.name}: tensor {head} is not the embedding that tie_word_embeddings "
-                "says it is: set that to false in config.json"
+                f"{checkpoint.name}: tensor {head} differs from the embedding, although "
+                "tie_word_embeddings is true: set it to false in config.json"
             )
 
 
@@ -283,7 +296,7 @@ def _assemble(
 def layer_weights(
     stacks: Mapping[str, Stack], tensors: Mapping[str, Tensor], layer: int
 ) -> LayerWeights:
-    """Put one layer's weights together; `stacks` by field of LayerWeights."""
+    """Assemble the weights of one layer; `stacks` are by field of LayerWeights."""
     made = {}
     for field, stack in stacks.items():
         assert stack.layers is not None

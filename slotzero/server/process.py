@@ -367,7 +367,7 @@ def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine
             raise ConfigError(f"unknown engine setting {unknown[0]!r}")
         config = share.taken(EngineConfig(**settings))
         start = time.perf_counter()
-        engine = start_engine(config, told=LoadingReport(outbox))
+        engine = start_engine(config, on_progress=LoadingReport(outbox))
     except Exception as error:
         outbox.put(Failed(*_name_and_message(error)))
         outbox.flush()

@@ -247,7 +247,7 @@ def test_an_unknown_number_type_names_its_tensor(tmp_path: Path) -> None:
         ("llama", {"rope.scaling.type": "longrope"}, None, "'longrope'"),
         ("llama", {"rope.dimension_count": 4}, None, "rope.dimension_count"),
         ("llama", {}, "blk.0.ffn_gate_exps.weight", r"blk\.0\.ffn_gate_exps\.weight"),
-        ("llama", {}, "rope_freqs.weight", "not the rope scaling of Llama 3"),
+        ("llama", {}, "rope_freqs.weight", "values of Llama 3's RoPE scaling"),
     ],
 )
 def test_what_we_cannot_spell_is_refused_by_name(

@@ -70,7 +70,7 @@ def test_a_template_without_a_use_is_refused(run: Run) -> None:
     result = run("generate", *TINY, "--prompt", "x", "--raw", "--chat-template", TEMPLATE)
     assert result.code == outcome_of(ConfigError).exit_code
     assert "--chat-template has no effect with --raw" in result.err
-    with pytest.raises(ConfigError, match="not with skip_tokenizer_init"):
+    with pytest.raises(ConfigError, match="contradicts skip_tokenizer_init"):
         LLM("tiny:llama", chat_template=TEMPLATE, skip_tokenizer_init=True)
     assert "unrecognized arguments: --chat-template" in run("certify", "--chat-template", "x").err
 

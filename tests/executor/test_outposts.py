@@ -138,18 +138,18 @@ def come(port: int, hello: Hello, key: str = SECRET) -> None:
 @pytest.mark.parametrize(
     ("hello", "named"),
     [
-        (Hello(1, {"model": "tiny:qwen3"}, 0), "model is 'tiny:qwen3' on node 1 and 'tiny:llama'"),
-        (Hello(1, {"max_num_seqs": 4}, 0), "max_num_seqs is 4 on node 1 and 2 on node 0"),
-        (Hello(1, {"nnodes": 3}, 0), "nnodes is 3 on node 1 and 2 on node 0"),
-        (Hello(1, {}, 0, version="0.0"), r"it has slotzero 0\.0, node 0 has"),
-        (Hello(1, {}, 2), "node 1 would compute on a GPU and node 0 on a CPU"),
+        (Hello(1, {"model": "tiny:qwen3"}, 0), "model is 'tiny:qwen3' on node 1, but 'tiny:ll"),
+        (Hello(1, {"max_num_seqs": 4}, 0), "max_num_seqs is 4 on node 1, but 2 on node 0"),
+        (Hello(1, {"nnodes": 3}, 0), "nnodes is 3 on node 1, but 2 on node 0"),
+        (Hello(1, {}, 0, version="0.0"), r"it has slotzero 0\.0, but node 0 has"),
+        (Hello(1, {}, 2), "node 1 would compute on a GPU, but node 0 on a CPU"),
     ],
 )
 def test_what_differs_is_named_on_both(hello: Hello, named: str) -> None:
     port = free_port()
     with waiting(config_of(port)) as why, pytest.raises(ConfigError, match=named):
         come(port, hello)
-    assert "node 1 of 2 did not connect" in why[0] and "one was refused" in why[0]
+    assert "node 1 of 2 did not connect" in why[0] and "a node was refused" in why[0]
 
 
 def test_too_few_gpus_of_a_node_are_named() -> None:
@@ -157,7 +157,7 @@ def test_too_few_gpus_of_a_node_are_named() -> None:
     config = config_of(port, tensor_parallel_size=8)
     with (
         waiting(config, True),
-        pytest.raises(ConfigError, match="needs 4 GPUs on each, node 1 has"),
+        pytest.raises(ConfigError, match="needs 4 GPUs on each, but node 1 has"),
     ):
         come(port, Hello(1, {}, 3))
 
@@ -197,7 +197,7 @@ def test_a_node_that_goes_again_is_missing() -> None:
             with secure_socket.connect("127.0.0.1", port, SECRET.encode()) as came:
                 came.send(hello)
                 assert hello != "no hello" or came.poll(PATIENCE)
-    assert "node 1 of 3 did not connect" in why[0] and "it did not say hello" in why[0]
+    assert "node 1 of 3 did not connect" in why[0] and "it sent no Hello message" in why[0]
 
 
 def test_the_command_says_why_it_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +207,7 @@ def test_the_command_says_why_it_was_refused(capsys: pytest.CaptureFixture[str])
     with waiting(config_of(port)):
         assert main([*words.split(), "--page-size", "32"]) == 2
     signal.signal(signal.SIGTERM, before)
-    assert "page_size is 32 on node 1 and 16 on node 0" in capsys.readouterr().err
+    assert "page_size is 32 on node 1, but 16 on node 0" in capsys.readouterr().err
 
 
 def test_nobody_at_the_other_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +247,7 @@ def test_a_missing_node_a_port_in_use_a_key(monkeypatch: pytest.MonkeyPatch) -> 
         ({"master_port": 1 << 16}, "master_port"),
         ({"node_timeout": 0.0}, "node_timeout"),
         ({"executor": "dask"}, "executor must be one of local, ray"),
-        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "run slotzero serve here"),
+        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "on this machine run"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], named: str) -> None:

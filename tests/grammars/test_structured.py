@@ -36,8 +36,8 @@ pytest.importorskip("llguidance")
 # Four letters are fine; then llguidance must write the million down, and gives up.
 ENDLESS = {"regex": "(a|b){4}c{1000000}"}
 ENDLESS_ERROR = (
-    "structured_outputs: regex: the answer cannot go on "
-    "(lexer error: too many expressions constructed): ask for a simpler one"
+    "structured_outputs: regex: the answer cannot continue "
+    "(lexer error: too many expressions constructed): use a simpler grammar"
 )
 
 
@@ -113,14 +113,14 @@ def test_a_bad_shape_is_refused_by_name(asked: Any) -> None:
 
 def test_what_is_wrong_with_a_shape_is_said() -> None:
     for asked, message in (
-        ({"choice": []}, "choice=[] is empty; give at least one string"),
+        ({"choice": []}, "choice=[] is empty; it needs at least one"),
         ({"regex": "a\ud800"}, "regex has half a surrogate pair at position 1; send valid Unicode"),
         (
             {"choice": ["a", "\ud800"]},
             "choice[1] has half a surrogate pair at position 0; send valid",
         ),
         ({"json": "[1]"}, "json='[1]' must be a JSON object"),
-        ({"json": {}, "regex": "a"}, "give one of json_schema, json_object, regex, choice, json, "),
+        ({"json": {}, "regex": "a"}, "must have exactly one of json_schema, json_object, regex, "),
     ):
         with pytest.raises(RequestError) as raised:
             SamplingParams(structured_outputs=asked)

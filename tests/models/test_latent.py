@@ -250,7 +250,7 @@ def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_p
         ("deepseek-v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7"),
         ("deepseek-v3", {"kv_lora_rank": None}, "kv_lora_rank=None"),
         ("deepseek-v3", {"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
-        ("deepseek-v3", {"topk_group": 1}, "do not allow for such a choice"),
+        ("deepseek-v3", {"topk_group": 1}, "too few for that selection"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),

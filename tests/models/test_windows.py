@@ -156,7 +156,7 @@ def test_a_budget_too_small_is_refused(settings, words):
         ({"sliding_window": 0}, ["sliding_window=0", "1 to"]),
         ({"sliding_window": None}, ["sliding_window=None"]),
         ({"sliding_window": 513}, ["sliding_window=513", "max_position_embeddings=512"]),
-        ({"layer_types": ["full_attention"] * 3}, ["layer_types", "3 layers of 4"]),
+        ({"layer_types": ["full_attention"] * 3}, ["layer_types", "3 entries for 4"]),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, ["linear_attention"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),

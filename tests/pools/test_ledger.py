@@ -304,11 +304,11 @@ def _swap_whole(requests: list[Request]) -> None:
     [
         (lambda ledger, rs: _lose(rs[0], ledger, 2), "released a page of group 1 that it reads"),
         (lambda ledger, rs: _lose(rs[0], ledger, 1), "released a page of group 1 that it reads"),
-        (lambda ledger, rs: _swap_whole(rs), "and not page .* which the cache keeps with it"),
+        (lambda ledger, rs: _swap_whole(rs), "but not page .* which the cache keeps in the"),
         (lambda ledger, rs: setattr(rs[0], "num_paged", 5), "computed more than the 5"),
         (lambda ledger, rs: setattr(rs[0], "num_paged", 99), "has 3 pages of group 0"),
-        (lambda ledger, rs: setattr(rs[0], "num_computed", 3), "is shared, and request r"),
-        (lambda ledger, rs: ledger.groups[1].pool.take(1), "group 1 counts 1 owners, a recount 0"),
+        (lambda ledger, rs: setattr(rs[0], "num_computed", 3), "is shared, but request r"),
+        (lambda ledger, rs: ledger.groups[1].pool.take(1), "1 owners, but a recount finds 0"),
     ],
 )
 def test_check_finds_damage(damage, message: str) -> None:

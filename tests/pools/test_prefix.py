@@ -170,7 +170,7 @@ def test_a_page_cannot_hold_two_prefixes() -> None:
     cache = _cache()
     ((page,),) = _take(cache, 2)
     cache.insert([1, 1], [[page]])
-    with pytest.raises(PoolError, match=f"page {page} is offered, but holds another"):
+    with pytest.raises(PoolError, match=f"page {page} is offered, but the cache has"):
         cache.insert([2, 2], [[page]])
 
 

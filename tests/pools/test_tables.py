@@ -228,7 +228,7 @@ def test_slot_zero_and_foreign_slots_are_refused(slot: int) -> None:
 )
 def test_too_many_columns_are_refused(name: str, num_values: int, first: int) -> None:
     tables = make()
-    message = rf"table '{name}': {num_values} values at {first} for {WIDTHS[name]} columns"
+    message = rf"table '{name}': {num_values} values from column {first} on do not fit"
     with pytest.raises(ContractError, match=message):
         tables.stage(name, 1, [1] * num_values, first)
     tables.apply()

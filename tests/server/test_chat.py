@@ -147,4 +147,4 @@ def test_what_a_template_refuses_names_no_flag() -> None:
     tokenizer = tool_tokenizer("{{ raise_exception('no system role') }}")
     error = refused("/v1/chat/completions", CHAT, tokenizer=tokenizer)
     assert error["param"] == "messages"
-    assert error["message"].endswith("refuses these messages: no system role")
+    assert error["message"].endswith("rejects these messages: no system role")

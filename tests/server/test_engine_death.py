@@ -103,7 +103,7 @@ def test_an_engine_says_how_far_loading_is() -> None:
     with ours, theirs:
         told = process.LoadingReport(process.Outbox(ours))
         engine = start_engine(
-            EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), told=told
+            EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), on_progress=told
         )
         ours.shutdown(socket.SHUT_WR)
         data = b"".join(iter(lambda: theirs.recv(1 << 20), b""))

@@ -334,7 +334,7 @@ def test_an_unforeseen_error_at_the_start_is_told(
 ) -> None:
     desk = make_desk()
 
-    def broken(config: EngineConfig, told: Any) -> Engine:
+    def broken(config: EngineConfig, on_progress: Any) -> Engine:
         raise ZeroDivisionError
 
     monkeypatch.setattr("slotzero.certify.start.Engine", broken)

@@ -334,7 +334,7 @@ def test_requests_that_wait_are_cancelled_too(served: Served) -> None:
         ([1, 259], {}, "prompt: token id 259 is not in the vocabulary"),
         ([1], {"temperature": -1}, "temperature=-1: must be"),
         ([1], {"top_p": "much"}, "top_p='much': must be a number"),
-        ([1], {"logit_bias": [1, 2]}, "logit_bias=[1, 2]: keys are token ids"),
+        ([1], {"logit_bias": [1, 2]}, "logit_bias=[1, 2]: must map token ids"),
         ([1], {"logit_bias": {"x": 2}}, "logit_bias="),
         ([1], {"colour": "red"}, "'colour' is not a sampling parameter"),
         ([1], {"n": 2}, "'n' is not a sampling parameter"),

@@ -596,7 +596,7 @@ def test_when_all_fail_the_server_ends_with_their_reason(
     words = ["serve", "tiny:llama", "--backend", "cuda", "--dp", "2", "--port", "0"]
     assert cli.main(words) == 2
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "slotzero: error: backend cuda: torch sees no CUDA device here; use --backend cpu"
+        "slotzero: error: backend=cuda: torch finds no CUDA device; use --backend cpu"
     )
 
 

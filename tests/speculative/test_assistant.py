@@ -154,7 +154,7 @@ def test_it_owns_nothing(oracles, assistants):
     [
         ({"use_ordered_embeddings": True, "num_centroids": 50}, "num_centroids=50"),
         ({"backbone_hidden_size": 32}, "backbone_hidden_size is 32, the target's 64"),
-        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' is no assistant"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture is 'LlamaForCausalLM'"),
         ({"text_config": {"vocab_size": 99}}, "vocab_size is 99, the target's 210"),
         ({"text_config": {"sliding_window": 12}}, "window of sliding layers is 12"),
         ({"text_config": {"num_key_value_heads": 4}}, "num_kv_heads of sliding layers is 4"),

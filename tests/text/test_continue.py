@@ -59,7 +59,7 @@ def test_what_cannot_be_continued() -> None:
     ):
         with pytest.raises(RequestError, match=f"continue_final_message: .*{why}"):
             tokenizer(template).apply_chat_template(messages, **GO_ON)
-    with pytest.raises(RequestError, match="continue_final_message: not with add_generation"):
+    with pytest.raises(RequestError, match="continue_final_message: cannot be used with add_g"):
         tokenizer(PLAIN).apply_chat_template(BEGUN, continue_final_message=True)
 
 

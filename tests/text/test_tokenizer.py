@@ -325,8 +325,8 @@ def test_templates_find_what_hugging_face_promises_them() -> None:
     ("template", "message"),
     [
         ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
-        ("{{ messages[0]['content'] + 1 }}", "refuses these messages"),
-        ("{% if %}", "refuses these messages"),
+        ("{{ messages[0]['content'] + 1 }}", "rejects these messages"),
+        ("{% if %}", "rejects these messages"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
     ],
@@ -340,7 +340,7 @@ def test_what_goes_wrong_in_a_template_is_the_error_of_the_request(
 
 
 def test_a_model_without_template_names_the_way_around() -> None:
-    with pytest.raises(RequestError, match="no chat template: send a plain prompt, or give one"):
+    with pytest.raises(RequestError, match="no chat template: send a plain prompt, or pass"):
         with_template(None).apply_chat_template(USER)
 
 

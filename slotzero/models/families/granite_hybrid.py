@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: Mamba-2 or attention in each layer, experts beside a shared MLP."""
+"""Granite 4 hybrid: Mamba-2 or attention in each layer, and experts beside a shared MLP."""
 
 from collections.abc import Mapping
 from typing import Any
