@@ -11,7 +11,6 @@ from typing import NamedTuple
 from slotzero.distributed.ranks import Ranks
 from slotzero.kernels.types import Experts
 from slotzero.models.blocks.attention import Attention, KvGroup
-from slotzero.models.blocks.dense_mlp import DenseMlp
 from slotzero.models.blocks.layer_input import LayerEmbedding
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.parallel import ParallelMixers
@@ -81,6 +80,9 @@ class ModelConfig:
     norm_eps: float
     max_position: int
     layers: tuple[DecoderLayer, ...]
+    mlp_size: int
+    """Inner size of a dense MLP of the whole model, also if every layer has experts instead: the
+    default for an EAGLE head."""
     tied_embeddings: bool
     embedding_scale: float = 1.0
     final_softcap: float | None = None
@@ -118,12 +120,6 @@ class ModelConfig:
     def experts(self) -> Experts | None:
         """The shape of the model's experts; None if no layer has experts."""
         return next((layer.moe.experts for layer in self.layers if layer.moe is not None), None)
-
-    @property
-    def mlp_size(self) -> int:
-        """The inner size of a dense MLP; without one, that of an expert."""
-        dense = (layer.mlp.inner_size for layer in self.layers if isinstance(layer.mlp, DenseMlp))
-        return next(dense, self.experts.inner_size if self.experts else self.hidden_size)
 
     def shard(self, ranks: Ranks) -> "ModelConfig":
         """Return one rank's part of the model: a smaller model of the same family."""

@@ -409,6 +409,15 @@ def test_the_limit_is_counted_by_hand() -> None:
     assert more == pytest.approx((2 * state + kv_bytes) / recurrent.read_bandwidth)
 
 
+def test_of_embeddings_for_each_layer_a_few_rows_are_read() -> None:
+    session = BenchSession("tiny:gemma4", {"backend": "eager", "show_progress": False})
+    worker = session.engine.worker
+    embedding = worker.weights.layer_embedding
+    assert embedding is not None
+    expected = worker.weight_bytes - embedding.embedding.data.nbytes
+    assert session.least_seconds([]) * session.read_bandwidth == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("model", ["tiny:gpt-oss", "tiny:deepseek-v3"])
 def test_of_experts_those_that_are_chosen_are_read(model: str) -> None:
     session = BenchSession(model, {"backend": "eager", "show_progress": False})

@@ -1,7 +1,9 @@
 """Run tests/kernels/triton through Triton's interpreter, which must be chosen before triton is
 imported, and test properties that only its compiler shows."""
 
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -33,6 +35,22 @@ def test_through_the_interpreter(names):
     assert done.returncode == 0, done.stdout + done.stderr
     passed = set(re.findall(r"^PASSED \S+/test_(\w+)\.py::", done.stdout, re.MULTILINE))
     assert passed == set(names), done.stdout
+
+
+def test_globals_of_kernels_equal_themselves():
+    """Triton compares them at every launch with what was compiled, and refuses one that differs:
+    NaN does, from itself."""
+    jit = pytest.importorskip("triton.runtime.jit", reason="triton has no wheel for this platform")
+    import slotzero.kernels.triton as package
+
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    named = [vars(importlib.import_module(module.name)) for module in modules]
+    kernels = {one for names in named for one in names.values() if isinstance(one, jit.JITFunction)}
+    assert kernels
+    for kernel in kernels:
+        assert kernel.cache_key  # finds them
+        for (name, _), (value, names) in kernel.used_global_vals.items():
+            assert names[name] == value, f"{kernel.__name__}: {name}"
 
 
 @pytest.mark.parametrize("pairs", [16, 128])

@@ -18,7 +18,7 @@ from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.models.families.family import parse_config
 from slotzero.speculative.build import PACKAGED_HEAD
-from slotzero.speculative.eagle_config import parse_eagle
+from slotzero.speculative.eagle_config import parse_eagle, random_eagle
 from slotzero.speculative.model import ModelDrafter
 from slotzero.training.collect import Collector
 from slotzero.training.data import Answered
@@ -470,6 +470,22 @@ def test_a_head_of_another_model_is_refused(tmp_path):
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"fc\.weight is missing"):
         make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "size"),
+    [
+        ("qwen3-next", {"mlp_only_layers": []}, 136),
+        ("gemma4", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}, 72),
+        ("granite-hybrid", {}, 56),  # of the shared expert, which is its dense MLP too
+    ],
+)
+def test_a_random_head_is_as_wide_as_a_dense_mlp(family, changes, size):
+    """Also where every layer has experts, which are narrower."""
+    config = dict(open_checkpoint(f"tiny:{family}", "auto").config)
+    model = parse_config(config | {"moe_intermediate_size": 40} | changes)
+    assert all(layer.moe is not None for layer in model.layers)
+    assert random_eagle(model, "eagle3").intermediate_size == size
 
 
 # the head of the default model

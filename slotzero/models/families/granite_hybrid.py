@@ -49,6 +49,7 @@ def parse(config: Config) -> ModelConfig:
     return model(
         config,
         layers,
+        mlp_size=positive(config, "shared_intermediate_size"),
         embedding_scale=multiplier(config, "embedding_multiplier"),
         logits_scale=1.0 / multiplier(config, "logits_scaling"),
     )
