@@ -57,7 +57,7 @@ class RunnerSpec:
     writes: tuple[str, ...]
     """The derived tensors and outputs that it writes; it must not change any others."""
     width: int = 1
-    follows: Mapping[str, str] = field(default_factory=dict)
+    chosen_from: Mapping[str, str] = field(default_factory=dict)
     """For tables into which this runner writes a choice: the tensor that it chose from."""
     ahead: int = 0
     """Number of places after a slot's newest token that it may write."""

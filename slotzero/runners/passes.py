@@ -90,10 +90,12 @@ class Passes:
         self._positions = registry.derived(positions, (max_tokens,), torch.int32, per="token")
         self._new_length = registry.derived(new_length, (max_rows,), torch.int32)
         self._chosen = Sampled(
-            registry.output(SAMPLED, (max_rows,), torch.int32, follows=LOGITS),
-            registry.output(LOGPROBS, (max_rows,), torch.float32, follows=LOGITS),
-            registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, follows=LOGITS),
-            registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32, follows=LOGITS),
+            registry.output(SAMPLED, (max_rows,), torch.int32, chosen_from=LOGITS),
+            registry.output(LOGPROBS, (max_rows,), torch.float32, chosen_from=LOGITS),
+            registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, chosen_from=LOGITS),
+            registry.output(
+                TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32, chosen_from=LOGITS
+            ),
         )
         # float16 logits would lose precision; with bfloat16 everything else is less precise anyway
         wide = torch.float32 if dtype is torch.float16 else dtype

@@ -34,7 +34,7 @@ class TableSpec:
     """Value of row 0 and of every unused column."""
     is_matrix: bool = False
     """Whether it has two axes even if the width, which may depend on the settings, is 1."""
-    follows: str = ""
+    chosen_from: str = ""
     """The tensor from which the values that a step writes here are computed."""
 
     def shape(self, slots: int) -> tuple[int, ...]:

@@ -78,17 +78,19 @@ class SpeculativePasses:
             return registry.derived(name, (size,), torch.int32, per="token")
 
         def output(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return registry.output(name, (most, *shape), dtype, per="token", follows=VERIFY_LOGITS)
+            return registry.output(
+                name, (most, *shape), dtype, per="token", chosen_from=VERIFY_LOGITS
+            )
 
         self._token_slots, self._positions = map(derived, PLACES)
         self._num_verified = registry.output(
-            NUM_VERIFIED, (max_rows,), torch.int32, follows=VERIFY_LOGITS
+            NUM_VERIFIED, (max_rows,), torch.int32, chosen_from=VERIFY_LOGITS
         )
         self._num_tried = registry.output(NUM_TRIED, (max_rows,), torch.int32)
         self._path: Tensor | None = None
         if trees is not None:
             shape = max_rows, max_width
-            self._path = registry.output(PATH, shape, torch.int32, follows=VERIFY_LOGITS)
+            self._path = registry.output(PATH, shape, torch.int32, chosen_from=VERIFY_LOGITS)
         path = () if trees is None else (PATH,)
         self.results = (NUM_VERIFIED, NUM_TRIED, *path, *RESULTS)
         """Outputs that are sent to the host: for each row the number of confirmed and of verified

@@ -20,7 +20,7 @@ PARENTS = "draft_parents"
 
 def tree_tables(shape: TreeShape) -> tuple[TableSpec, ...]:
     """Return the table of parents: the node that each node follows; the root follows none."""
-    return (TableSpec(PARENTS, shape.num_nodes, "int32", 0, is_matrix=True, follows="logits"),)
+    return (TableSpec(PARENTS, shape.num_nodes, "int32", 0, is_matrix=True, chosen_from="logits"),)
 
 
 class Trees:
