@@ -32,7 +32,7 @@ class TorchSpeculation(SpeculationKernels):
         rows = lay_out(slots, start, num_tried, tokens)
         return rows, tokens.positions + (tokens.slots > 0)
 
-    def locate_new(
+    def locate_confirmed(
         self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         width = len(tokens.slots) // len(slots)
@@ -72,16 +72,18 @@ class TorchSpeculation(SpeculationKernels):
             x = x.gather(1, path.long()[:, :, None].expand_as(x))
         put(table, (owners, place * is_new), x, is_new)
 
-    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+    def store_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         put(table, (slots,), x[last], slots > 0)
 
-    def keep_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
+    def store_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
         slots, positions = tokens
         place = positions - drafter_len[slots]
         has_room = (slots > 0) & (place >= 0) & (place < table.shape[1])
         put(table, (slots * has_room, place * has_room), x, has_room)
 
-    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
+    def set_drafter_len(
+        self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor
+    ) -> None:
         end = torch.where(rows.counts > 0, tokens.positions[last] + 1, drafter_len[rows.slots])
         put(drafter_len, (rows.slots,), end, rows.slots > 0)
 
@@ -101,7 +103,7 @@ class TorchSpeculation(SpeculationKernels):
         newest = rows.length + step
         return DraftTargets(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
 
-    def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+    def store_drafts(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
         put(tokens, (slots, positions * (slots > 0)), ids, slots > 0)
 
     def propose_ngrams(
@@ -123,17 +125,17 @@ class TorchSpeculation(SpeculationKernels):
         for i in range(steps):
             wanted = torch.where(i < num, slots, 0)
             ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # may be drafts of this call
-            self.record_ngrams(wanted, length + 1 + i, ids, tokens)
+            self.store_drafts(wanted, length + 1 + i, ids, tokens)
         return num
 
-    def close_draft(self, rows: DraftRows, tables: DraftTables) -> None:
+    def set_num_drafts(self, rows: DraftRows, tables: DraftTables) -> None:
         put(tables.num_drafts, (rows.slots,), rows.num, rows.slots > 0)
         put(tables.drafted_at, (rows.slots,), rows.length, rows.slots > 0)
 
     def expand_draft_vocab(self, logits: Tensor, draft_of: Tensor) -> Tensor:
         return logits[:, draft_of.clamp_min(0)].masked_fill(draft_of < 0, -torch.inf)
 
-    def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+    def tree_branches(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
         above = parents[rows.slots][:, : rows.span].long()  # [R, W]
         place = up_to(rows.span, above).expand_as(above)
         is_real = tokens.slots.view_as(place) > 0
@@ -241,7 +243,7 @@ class TorchSpeculation(SpeculationKernels):
             best.flatten(),
         )
 
-    def select(
+    def select_nodes(
         self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
         slots, length, room = rows

@@ -156,7 +156,7 @@ class AssistantDrafter(LogitsDrafter):
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
         super().extend(inputs, pieces)
-        self.kernels.keep_last(inputs.rows.slots, inputs.last, inputs.features, self._hidden)
+        self.kernels.store_last(inputs.rows.slots, inputs.last, inputs.features, self._hidden)
 
     def stand(self, slots: Tensor) -> Tensor:
         """Return the position of every draft of a cycle: that of the newest token."""

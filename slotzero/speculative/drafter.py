@@ -60,11 +60,11 @@ class Drafter(ABC):  # a DrafterHook
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
         tokens, rows, _, last = inputs
-        self.kernels.follow(rows, tokens, last, self.tables[DRAFTER_LEN])
+        self.kernels.set_drafter_len(rows, tokens, last, self.tables[DRAFTER_LEN])
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
         drafter_len = self.tables[DRAFTER_LEN]
-        self.kernels.keep_next(tokens, drafter_len, features, self.pending)
+        self.kernels.store_next(tokens, drafter_len, features, self.pending)
 
     @abstractmethod
     def draft(
@@ -78,7 +78,7 @@ class Drafter(ABC):  # a DrafterHook
         return self.writes
 
     def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        self.kernels.record_ngrams(slots, positions, ids, self.tables.tokens)
+        self.kernels.store_drafts(slots, positions, ids, self.tables.tokens)
 
 
 class Guess(NamedTuple):

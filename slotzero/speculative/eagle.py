@@ -79,11 +79,11 @@ class EagleDrafter(LogitsDrafter):
             if layer:  # a new text uses no state of the slot's previous owner
                 tokens, rows = _one_before(tokens, rows)
                 before = self.kernels.load_features(tokens.slots, self._hidden[layer - 1][:, None])
-                self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer - 1])
+                self.kernels.store_last(rows.slots, last, hidden, self._hidden[layer - 1])
                 hidden = torch.where(is_first[:, None], before, hidden.roll(1, 0))
             hidden, _ = self._forward(layer, tokens, hidden, pieces, rows)
         if len(self._layers) == 1:
-            self.kernels.keep_last(rows.slots, last, hidden, self._hidden[0])
+            self.kernels.store_last(rows.slots, last, hidden, self._hidden[0])
 
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces

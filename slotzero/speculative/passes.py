@@ -135,7 +135,7 @@ class SpeculativePasses:
         rows, after = kernels.locate_drafts(slots, self._draft_tables, tokens, num_tried)
         branches = None
         if self._trees is not None:
-            branches = kernels.branch(rows, tokens, self._trees.parents)
+            branches = kernels.tree_branches(rows, tokens, self._trees.parents)
             after = branches.positions + (tokens.slots > 0)
         features = self._decoder.new_hidden(key.tokens, len(self._drafter.taps))
         batch = DecoderBatch(tokens, tables.tokens, tables.sampling.prompt_len, rows, branches)
@@ -166,7 +166,9 @@ class SpeculativePasses:
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
         tokens = self._tokens(key)
-        rows, last = self._kernels.locate_new(slots, tables.length, tables[DRAFTER_LEN], tokens)
+        rows, last = self._kernels.locate_confirmed(
+            slots, tables.length, tables[DRAFTER_LEN], tokens
+        )
         states = self._kernels.load_features(slots, self._drafter.pending[:, : key.width])
         self._drafter.extend(DrafterInputs(tokens, rows, states, last), pieces)
 
@@ -177,7 +179,7 @@ class SpeculativePasses:
             num = self._drafter.draft(*rows, most, pieces)
         else:
             num = self._trees.draft(*rows, pieces)
-        self._kernels.close_draft(rows._replace(num=num), self._draft_tables)
+        self._kernels.set_num_drafts(rows._replace(num=num), self._draft_tables)
 
     def _trail_of(self, key: GraphKey) -> Trail | None:
         """Return the trail for rows with this many tokens each."""

@@ -57,7 +57,7 @@ class Trees:
                 rows, drawn, front, guesses, TreeStep(step, shape.topk, behind), tables
             )
         most = shape.num_nodes - 1
-        return kernels.select(rows, guesses, most, tables.tokens, self.parents)
+        return kernels.select_nodes(rows, guesses, most, tables.tokens, self.parents)
 
     def _empty(self, num_rows: int, like: Tensor) -> Guesses:
         size = num_rows, self.shape.num_guesses

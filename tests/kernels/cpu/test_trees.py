@@ -57,7 +57,7 @@ def test_a_node_sees_what_leads_to_it(slots, width, random):
     for slot, tree in zip(slots, trees, strict=True):
         parents[slot, : len(tree)] = ints(*tree)
     rows, tokens = laid_out(slots, starts, counts, width)
-    branches = KERNELS.branch(rows, tokens, parents)
+    branches = KERNELS.tree_branches(rows, tokens, parents)
     branches.check(tokens, rows)
     for row, (start, tree) in enumerate(zip(starts, trees, strict=True)):
         for node in range(len(tree)):
@@ -98,7 +98,7 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
     before = [x.clone() for x in (tokens, length, kv, kept)]
     num_verified = torch.full((len(slots),), 7).int()
     path = torch.full((len(slots), width), 7).int()
-    tree = KERNELS.branch(rows, located, parents)
+    tree = KERNELS.tree_branches(rows, located, parents)
     KERNELS.accept_tree(
         ints(*slots), ints(*counts), sampled, parents, tree,
         DraftTables(tokens, length, *[torch.zeros_like(length)] * 6), num_verified, path,
@@ -219,7 +219,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
             assert front.after[at] == start + 2 + step
             assert front.scores[at] == torch.tensor(score)
     parents = torch.full((2, shape.num_nodes), 55, dtype=torch.int32)
-    num = KERNELS.select(draft_rows, guesses, shape.num_nodes - 1, tables.tokens, parents)
+    num = KERNELS.select_nodes(draft_rows, guesses, shape.num_nodes - 1, tables.tokens, parents)
     every = [node for new in book for node in new]
     chosen = sorted(every, key=lambda node: -node[1])[: min(room, shape.num_nodes - 1)]
     assert num.tolist() == [0, len(chosen), 0]

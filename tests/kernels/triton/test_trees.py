@@ -78,7 +78,7 @@ def test_a_node_sees_what_it_follows(device, rows, width):
     its_rows, tokens = forest.rows()
 
     def call(kernels: Kernels, tokens, parents, *rows):
-        return kernels.branch(width_of(Rows(*rows), tokens), tokens, parents)
+        return kernels.tree_branches(width_of(Rows(*rows), tokens), tokens, parents)
 
     agree(device, call, tokens, forest.parents, *its_rows[:4])
 
@@ -91,7 +91,7 @@ def test_a_branch_of_all_nodes(device):
     tokens = Tokens(slots.repeat_interleave(63), spoilt(126))
     moved = [t.to(device) for t in (slots, ones, ones * 63, ones, parents, *tokens)]
     rows = Rows(*moved[:4], span=63)
-    bases, seen, stands = TritonKernels().branch(rows, Tokens(*moved[5:]), moved[4])
+    bases, seen, stands = TritonKernels().tree_branches(rows, Tokens(*moved[5:]), moved[4])
     assert (bases == 1).all()
     assert seen.tolist() == [(2 << i) - 1 for i in range(63)] + [1 | 1 << i for i in range(63)]
     assert stands.tolist() == [*range(1, 64), 1, *[2] * 62]
@@ -106,7 +106,7 @@ def test_nodes_are_right_along_one_path(device, rows, width, right):
     sampled = ints(0, VOCAB, rows, width)
     forest.write(sampled, right)
     sampled[torch.arange(width) >= forest.tried[:, None]] = -7
-    branches = ReferenceKernels().branch(width_of(its_rows, tokens), tokens, forest.parents)
+    branches = ReferenceKernels().tree_branches(width_of(its_rows, tokens), tokens, forest.parents)
 
     def call(kernels: Kernels, slots, tried, sampled, parents, branches, *rest):
         tables, verified, path = rest
@@ -218,7 +218,7 @@ def test_a_tree_grows(device, rows, topk, steps, behind):
                     rows, its, fronts[-1], guesses, TreeStep(step, topk, behind), tables
                 )
             )
-        num = kernels.select(rows, guesses, most, tables.tokens, parents)
+        num = kernels.select_nodes(rows, guesses, most, tables.tokens, parents)
         return fronts, num
 
     given = (slots, length, room, drawn, guesses_of(rows, size), tables_of(tokens))
@@ -242,7 +242,7 @@ def test_the_best_guesses_are_selected(device, rows, size, most):
     tokens = table_of(ints(0, 3, rows + 2, MAX_LEN))
 
     def call(kernels: Kernels, slots, length, room, guesses, tokens, parents):
-        return kernels.select(DraftRows(slots, length, room), guesses, most, tokens, parents)
+        return kernels.select_nodes(DraftRows(slots, length, room), guesses, most, tokens, parents)
 
     given = (slots, length, ints(0, most + 4, rows), guesses, tokens, spoilt(rows + 2, 64))
     agree(device, call, *given)

@@ -131,7 +131,7 @@ def _move_kv_kernel(
         tl.store(kv + target[:, None] + column[None, :], value, mask=inside)
 
 
-def branch(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+def tree_branches(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
     num_tokens, width = len(tokens.slots), rows.span
     branches = _new_branches(num_tokens, rows.slots)
     launch(
@@ -318,7 +318,9 @@ def grow_tree(
     return out
 
 
-def select(rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor) -> Tensor:
+def select_nodes(
+    rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
+) -> Tensor:
     num_rows, size = guesses.scores.shape
     num = torch.empty_like(rows.slots)
     launch(
