@@ -47,7 +47,7 @@ class TorchSpeculation(SpeculationKernels):
         num_tried: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: what follows each token
         tables: DraftTables,
-        num_verified: Tensor,  # [R]
+        num_confirmed: Tensor,  # [R]
     ) -> None:
         tokens, length = tables.tokens, tables.length
         start, place = length[slots], up_to(sampled.shape[1], slots)
@@ -55,11 +55,11 @@ class TorchSpeculation(SpeculationKernels):
         is_draft = place < num_tried[:, None] - 1
         is_right = (tokens[slots[:, None], at] == sampled) & is_draft
         num = is_right.int().cumprod(1).sum(1, dtype=torch.int32) + 1
-        num_verified.copy_(torch.where(num_tried > 0, num, 0))
-        is_new = place < num_verified[:, None]
+        num_confirmed.copy_(torch.where(num_tried > 0, num, 0))
+        is_new = place < num_confirmed[:, None]
         owners = torch.where(is_new, slots[:, None], 0)
         put(tokens, (owners, at * is_new), sampled, is_new)
-        put(length, (slots,), start + num_verified, slots > 0)
+        put(length, (slots,), start + num_confirmed, slots > 0)
 
     def store_features(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
@@ -155,7 +155,7 @@ class TorchSpeculation(SpeculationKernels):
         parents: Tensor,
         branches: Branches,
         tables: DraftTables,
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:
         width, tokens, length = sampled.shape[1], tables.tokens, tables.length
@@ -168,26 +168,26 @@ class TorchSpeculation(SpeculationKernels):
         right = (is_right.long() << place.long()).sum(1, keepdim=True)
         # A node is accepted if all its ancestors are.
         is_good = (branches.seen.view_as(sampled) & ~right == 0) & is_tried
-        num_verified.copy_(is_good.sum(1, dtype=torch.int32))
-        is_new = place < num_verified[:, None]
+        num_confirmed.copy_(is_good.sum(1, dtype=torch.int32))
+        is_new = place < num_confirmed[:, None]
         path.copy_(torch.where(is_good, place, width).sort(dim=1).values * is_new)
         owners = torch.where(is_new, slots[:, None], 0)
         at = (start[:, None] + 1 + place) * is_new
         put(tokens, (owners, at), sampled.gather(1, path.long()), is_new)
-        put(length, (slots,), start + num_verified, slots > 0)
+        put(length, (slots,), start + num_confirmed, slots > 0)
 
     def move_kv(
         self,
         slots: Tensor,
         length: Tensor,  # after accept_tree
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,
         kv: PagedKv,  # stacked: [layers, pages, ...]
     ) -> None:
         place, page_size = up_to(path.shape[1], slots), kv.pages.shape[2]
-        is_moved = (place < num_verified[:, None]) & (path != place)
+        is_moved = (place < num_confirmed[:, None]) & (path != place)
         owners = torch.where(is_moved, slots[:, None], 0)
-        start = (length[slots] - num_verified)[:, None]
+        start = (length[slots] - num_confirmed)[:, None]
 
         def stored(places: Tensor) -> tuple[Tensor, Tensor]:
             at = (start + places) * is_moved

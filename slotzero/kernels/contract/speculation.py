@@ -49,12 +49,12 @@ class SpeculationKernels(ABC):
         num_tried: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: the token sampled after each token
         tables: DraftTables,
-        num_verified: Tensor,  # [R]
+        num_confirmed: Tensor,  # [R]
     ) -> None:
         """Accept drafts up to the first that differs from the token sampled in its place.
 
         Writes the accepted tokens and the one sampled after them, and advances the length;
-        num_verified counts them.
+        num_confirmed counts them.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class SpeculationKernels(ABC):
         parents: Tensor,
         branches: Branches,
         tables: DraftTables,
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:
         """Accept the path of nodes whose tokens equal the token sampled after their parent, like
@@ -143,7 +143,7 @@ class SpeculationKernels(ABC):
         self,
         slots: Tensor,
         length: Tensor,  # after accept_tree
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,
         kv: PagedKv,  # stacked: [layers, pages, ...]
     ) -> None:

@@ -96,15 +96,15 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
             free = [token for token in range(64) if token not in taken]
             tokens[slot, start + node] = random.choice(free[:4])
     before = [x.clone() for x in (tokens, length, kv, kept)]
-    num_verified = torch.full((len(slots),), 7).int()
+    num_confirmed = torch.full((len(slots),), 7).int()
     path = torch.full((len(slots), width), 7).int()
     tree = KERNELS.tree_branches(rows, located, parents)
     KERNELS.accept_tree(
         ints(*slots), ints(*counts), sampled, parents, tree,
-        DraftTables(tokens, length, *[torch.zeros_like(length)] * 6), num_verified, path,
+        DraftTables(tokens, length, *[torch.zeros_like(length)] * 6), num_confirmed, path,
     )  # fmt: skip
-    KERNELS.move_kv(ints(*slots), length, num_verified, path, PagedKv(kv, table))
-    KERNELS.store_features(ints(*slots), num_verified, features, kept, path)
+    KERNELS.move_kv(ints(*slots), length, num_confirmed, path, PagedKv(kv, table))
+    KERNELS.store_features(ints(*slots), num_confirmed, features, kept, path)
 
     old_tokens, old_length, old_kv, old_kept = before
     for row, (slot, start, nodes) in enumerate(zip(slots, starts, trees, strict=True)):
@@ -117,7 +117,7 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
                 break
             way += right
         assert path[row].tolist() == way + [0] * (width - len(way))
-        assert num_verified[row] == len(way)
+        assert num_confirmed[row] == len(way)
         if slot == 0:
             continue
         old_length[slot] = start + len(way)

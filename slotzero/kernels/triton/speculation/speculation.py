@@ -143,7 +143,7 @@ def aligned(num: int, size: int, like: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows", "sampled_stride", "token_stride"])
 def _accept_kernel(
-    slots, num_tried, sampled, tokens, length, num_verified,
+    slots, num_tried, sampled, tokens, length, num_confirmed,
     num_rows, sampled_stride, token_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def _accept_kernel(
     is_real = slot > 0
     tl.store(at, chosen, mask=is_real[:, None] & (place < num[:, None]))
     tl.store(length + slot, start + num, mask=is_real)
-    tl.store(num_verified + row, num, mask=row < num_rows)
+    tl.store(num_confirmed + row, num, mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["width", "path_stride"])
@@ -243,12 +243,12 @@ def accept(
     num_tried: Tensor,  # [R], from locate_drafts
     sampled: Tensor,  # [R, W]: the token sampled after each token
     tables: DraftTables,
-    num_verified: Tensor,  # [R]
+    num_confirmed: Tensor,  # [R]
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_kernel, (triton.cdiv(num_rows, ACCEPTED_ROWS),),
-        slots, num_tried, sampled, tables.tokens, tables.length, num_verified,
+        slots, num_tried, sampled, tables.tokens, tables.length, num_confirmed,
         num_rows, sampled.stride(0), tables.tokens.stride(0),
         ROWS=ACCEPTED_ROWS, WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip

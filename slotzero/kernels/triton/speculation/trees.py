@@ -68,7 +68,7 @@ def _branch_kernel(
     do_not_specialize=["width", "sampled_stride", "parent_stride", "token_stride", "path_stride"]
 )
 def _accept_tree_kernel(
-    slots, num_tried, sampled, parents, seen, tokens, length, num_verified, path,
+    slots, num_tried, sampled, parents, seen, tokens, length, num_confirmed, path,
     width, sampled_stride, parent_stride, token_stride, path_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _accept_tree_kernel(
     num_new_tokens = tl.where(slot > 0, num, 0)
     tl.store(its_tokens + 1 + before, follows, mask=is_good & (before < num_new_tokens))
     tl.store(length + slot, start + num, mask=slot > 0)
-    tl.store(num_verified + row, num)
+    tl.store(num_confirmed + row, num)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _stored_at(pages, at, is_moved, page_stride, place_stride, PAGE: tl.constexp
 
 @triton.jit(do_not_specialize=["path_stride", "table_stride"])
 def _move_kv_kernel(
-    slots, length, num_verified, path, kv_pages, page_table, path_stride, table_stride,
+    slots, length, num_confirmed, path, kv_pages, page_table, path_stride, table_stride,
     size, layer_stride, page_stride, place_stride,
     PAGE: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _move_kv_kernel(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     wait_for_writer(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    num = tl.load(num_verified + row)
+    num = tl.load(num_confirmed + row)
     start = tl.load(length + slot) - num
     pages, kv = page_table + slot * table_stride, kv_pages + layer * layer_stride
     for first in range(0, tl.where(slot > 0, num, 0), PLACES):
@@ -149,14 +149,14 @@ def accept_tree(
     parents: Tensor,
     branches: Branches,
     tables: DraftTables,
-    num_verified: Tensor,
+    num_confirmed: Tensor,
     path: Tensor,  # [R, W]
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_tree_kernel, (num_rows,),
         slots, num_tried, sampled, parents, branches.seen, tables.tokens, tables.length,
-        num_verified, path,
+        num_confirmed, path,
         width, sampled.stride(0), parents.stride(0), tables.tokens.stride(0), path.stride(0),
         WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip
@@ -165,7 +165,7 @@ def accept_tree(
 def move_kv(
     slots: Tensor,
     length: Tensor,  # after accept_tree
-    num_verified: Tensor,
+    num_confirmed: Tensor,
     path: Tensor,
     kv: PagedKv,  # stacked: [layers, pages, ...]
 ) -> None:
@@ -174,7 +174,7 @@ def move_kv(
     block = min(MOVED_BLOCK, triton.next_power_of_2(size))
     launch(
         _move_kv_kernel, (len(slots), num_layers, triton.cdiv(size, block)),
-        slots, length, num_verified, path, *kv,
+        slots, length, num_confirmed, path, *kv,
         path.stride(0), kv.page_table.stride(0), size, *kv.pages.stride()[:3],
         PAGE=page_size, PLACES=MOVED_PLACES, BLOCK=block, **overlap(),
     )  # fmt: skip
