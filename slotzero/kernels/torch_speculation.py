@@ -6,10 +6,10 @@ from torch import Tensor
 from slotzero.kernels.contract.speculation import SpeculationKernels
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.kernels.types_speculation import (
+    Candidates,
     DraftRows,
     DraftTables,
     DraftTargets,
-    Guesses,
     TreeFront,
     TreeStep,
 )
@@ -201,7 +201,7 @@ class TorchSpeculation(SpeculationKernels):
         rows: DraftRows,
         drawn: Sampled,  # for the newest token of each row, or for its front
         front: TreeFront | None,
-        guesses: Guesses,
+        candidates: Candidates,
         at: TreeStep,
         tables: SamplingTables,
     ) -> TreeFront:
@@ -210,10 +210,10 @@ class TorchSpeculation(SpeculationKernels):
         ids, scores = _candidates(drawn, owners, topk, tables)
         nodes = torch.full_like(slots, -1) if front is None else front.nodes
         scores = scores if front is None else scores + front.scores[:, None]
-        new = Guesses(ids, scores, nodes[:, None].expand_as(ids))
-        new = Guesses(*(part.reshape(num_rows, -1) for part in new))
+        new = Candidates(ids, scores, nodes[:, None].expand_as(ids))
+        new = Candidates(*(part.reshape(num_rows, -1) for part in new))
         first = min(step, 1) * topk + max(step - 1, 0) * topk**2
-        for part, values in zip(guesses, new, strict=True):
+        for part, values in zip(candidates, new, strict=True):
             part[:, first : first + values.shape[1]] = values
         best, chosen = (part[:, :topk] for part in _best_first(new.scores))
         number = up_to(topk, slots) + step * topk  # place in the tree
@@ -244,20 +244,20 @@ class TorchSpeculation(SpeculationKernels):
         )
 
     def select_nodes(
-        self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
+        self, rows: DraftRows, candidates: Candidates, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
         slots, length, room = rows
-        num = guesses.scores.isfinite().sum(1, dtype=torch.int32)
+        num = candidates.scores.isfinite().sum(1, dtype=torch.int32)
         num = torch.minimum(num, room.clamp_max(most)) * (slots > 0)
-        _, order = _best_first(guesses.scores)
+        _, order = _best_first(candidates.scores)
         rank = up_to(order.shape[1], slots).long().expand_as(order)
         rank = torch.empty_like(order).scatter_(1, order, rank)
         is_chosen = rank < num[:, None]
         node = is_chosen.cumsum(1, dtype=torch.int32) * is_chosen
-        above = node.gather(1, guesses.parents.long().clamp_min(0))
-        above = torch.where(guesses.parents < 0, 0, above)
+        above = node.gather(1, candidates.parents.long().clamp_min(0))
+        above = torch.where(candidates.parents < 0, 0, above)
         owners = torch.where(is_chosen, slots[:, None], 0)
-        put(tokens, (owners, (length[:, None] + node) * is_chosen), guesses.ids, is_chosen)
+        put(tokens, (owners, (length[:, None] + node) * is_chosen), candidates.ids, is_chosen)
         put(parents, (owners, node), above, is_chosen)
         return num
 

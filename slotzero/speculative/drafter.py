@@ -81,7 +81,7 @@ class Drafter(ABC):  # a DrafterHook
         self.kernels.store_drafts(slots, positions, ids, self.tables.tokens)
 
 
-class Guess(NamedTuple):
+class Prediction(NamedTuple):
     state: Tensor | None  # [T, size]: state for the next draft token
     logits: Tensor  # [T, vocab]
 
@@ -95,7 +95,7 @@ class LogitsDrafter(Drafter):
     computes tokens."""
 
     @abstractmethod
-    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+    def first(self, tokens: Tokens, pieces: Pieces) -> Prediction:
         """Predict what follows the newest tokens, or the pairs that end with them, [R]."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class LogitsDrafter(Drafter):
         pieces: Pieces,
         rows: Rows | None = None,
         branches: Branches | None = None,
-    ) -> Guess:
+    ) -> Prediction:
         """Predict what follows these draft tokens: one per row, or those of a tree."""
 
     def writes_of(self, steps: int) -> tuple[str, ...]:

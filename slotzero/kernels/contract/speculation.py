@@ -6,10 +6,10 @@ from torch import Tensor
 
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.kernels.types_speculation import (
+    Candidates,
     DraftRows,
     DraftTables,
     DraftTargets,
-    Guesses,
     TreeFront,
     TreeStep,
 )
@@ -155,7 +155,7 @@ class SpeculationKernels(ABC):
         rows: DraftRows,
         drawn: Sampled,  # for the newest token of each row, or for its front
         front: TreeFront | None,
-        guesses: Guesses,
+        candidates: Candidates,
         at: TreeStep,
         tables: SamplingTables,
     ) -> TreeFront:
@@ -167,7 +167,7 @@ class SpeculationKernels(ABC):
 
     @abstractmethod
     def select_nodes(
-        self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
+        self, rows: DraftRows, candidates: Candidates, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
         """Write the tokens and parents of each row's best candidates, in the order in which they
         were made -> [R]: their number, at most `most` and rows.num. Of equal scores the earlier is

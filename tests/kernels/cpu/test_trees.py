@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.types import PagedKv, Rows, Tokens
-from slotzero.kernels.types_speculation import DraftRows, DraftTables, Guesses, TreeFront, TreeStep
+from slotzero.kernels.types_speculation import (
+    Candidates,
+    DraftRows,
+    DraftTables,
+    TreeFront,
+    TreeStep,
+)
 from slotzero.sampling.params import MAX_LOGPROBS, SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
 from slotzero.tree_shape import TreeShape
@@ -176,7 +182,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
     slots = ints(0, slot if room else 0, 0)
     draft_rows = DraftRows(slots, ints(0, start, 0), ints(0, room, 0))
     size = 3, shape.num_guesses
-    guesses = Guesses(torch.zeros(size).int(), torch.zeros(size), torch.zeros(size).int())
+    candidates = Candidates(torch.zeros(size).int(), torch.zeros(size), torch.zeros(size).int())
     front: TreeFront | None = None
     book: list[list[Node]] = []  # by step
     frontier: list[Node] = [((), 0.0)] if room else []
@@ -201,7 +207,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
                     new.append(((*way, token), score + gain))
         book.append(new)
         front = KERNELS.grow_tree(
-            draft_rows, drawn, front, guesses, TreeStep(step, topk, behind), tables
+            draft_rows, drawn, front, candidates, TreeStep(step, topk, behind), tables
         )
         places = room - step * topk
         frontier = sorted(new, key=lambda node: -node[1])[: max(0, min(topk, places))]
@@ -219,7 +225,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
             assert front.after[at] == start + 2 + step
             assert front.scores[at] == torch.tensor(score)
     parents = torch.full((2, shape.num_nodes), 55, dtype=torch.int32)
-    num = KERNELS.select_nodes(draft_rows, guesses, shape.num_nodes - 1, tables.tokens, parents)
+    num = KERNELS.select_nodes(draft_rows, candidates, shape.num_nodes - 1, tables.tokens, parents)
     every = [node for new in book for node in new]
     chosen = sorted(every, key=lambda node: -node[1])[: min(room, shape.num_nodes - 1)]
     assert num.tolist() == [0, len(chosen), 0]
