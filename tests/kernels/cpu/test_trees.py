@@ -181,7 +181,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
     slot, start = 1, 40
     slots = ints(0, slot if room else 0, 0)
     draft_rows = DraftRows(slots, ints(0, start, 0), ints(0, room, 0))
-    size = 3, shape.num_guesses
+    size = 3, shape.num_candidates
     candidates = Candidates(torch.zeros(size).int(), torch.zeros(size), torch.zeros(size).int())
     front: TreeFront | None = None
     book: list[list[Node]] = []  # by step
