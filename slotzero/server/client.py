@@ -100,14 +100,14 @@ class EngineClient:
         *,
         name: str = "the engine",
         share: Share = WHOLE,
-        pulse: Broadcast | None = None,
+        changes: Broadcast | None = None,
         restarts: int = 3,
         restart_window: float = 300.0,
         patience: Patience | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig. The process is restarted at most `restarts` times
-        within `restart_window` seconds. `pulse` may be shared with other clients, to wait for a
+        within `restart_window` seconds. `changes` may be shared with other clients, to wait for a
         change in any of them."""
         self.settings = dict(settings)
         self.name = name
@@ -131,7 +131,7 @@ class EngineClient:
         self._launch = launch
         self._keeper: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._pulse = pulse or Broadcast()
+        self._changes = changes or Broadcast()
         self._last_words: Failed | None = None
         self._vigil = Vigil(self.patience)
         self._given_up = ""  # why this client killed the process
@@ -162,7 +162,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout):
                 while self.state in ("loading", "restarting", "unresponsive"):
-                    await self._pulse.wait()
+                    await self._changes.wait()
         except TimeoutError:
             raise EngineUnavailableError(f"{self.name} is not ready after {timeout} s") from None
         if self.state != "ready":
@@ -189,11 +189,11 @@ class EngineClient:
     async def drain(self, grace: float) -> None:
         """Accept no more requests; those still open after `grace` seconds end with an error."""
         self.is_draining = True
-        self._pulse.beat()
+        self._changes.notify()
         try:
             async with asyncio.timeout(grace):
                 while self._open:
-                    await self._pulse.wait()
+                    await self._changes.wait()
         except TimeoutError:
             _log.warning(
                 "%d requests in %s did not finish within %g s (--grace) and are cancelled",
@@ -224,7 +224,7 @@ class EngineClient:
                 seen = self.stats
                 yield seen
             else:
-                await self._pulse.wait()
+                await self._changes.wait()
 
     # The process
 
@@ -341,7 +341,7 @@ class EngineClient:
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self._pulse.beat()
+        self._changes.notify()
 
     def _unavailable(self) -> EngineUnavailableError:
         if self.is_draining or self.state == "stopped":
@@ -363,12 +363,12 @@ class EngineClient:
                 self._end(message.id, RequestRefusedError(*parts))
             case Stats():
                 self.stats = message
-                self._pulse.beat()
+                self._changes.notify()
             case Beat():
                 self._vigil.take(message)
             case Loading():
                 self.progress = message
-                self._pulse.beat()
+                self._changes.notify()
             case EngineReady():
                 self.info, self.failure, self.progress = message.info, "", None
                 _log.info("%s is ready", self.name)
@@ -404,7 +404,7 @@ class EngineClient:
         request = self._open.pop(number, None)
         if request is not None:
             self._num_waiting -= not request.has_started
-            self._pulse.beat()
+            self._changes.notify()
         return request
 
 
