@@ -92,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
         from slotzero.server.app import make_app
         from slotzero.server.connections import Connections
         from slotzero.server.fleet import Fleet
-        from slotzero.server.heartbeat import Patience
+        from slotzero.server.heartbeat import ResponseLimits
 
         tokenizer, sampling = _of_model(config)
         fleet = Fleet(
             engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
             settings.data_parallel_size,
             max_waiting=settings.max_waiting,
-            patience=Patience(
+            response_limits=ResponseLimits(
                 settings.heartbeat_timeout, settings.step_timeout, settings.unresponsive_timeout
             ),
             launch=launch,

@@ -31,7 +31,7 @@ from slotzero.errors import (
     SlotzeroError,
 )
 from slotzero.server.broadcast import Broadcast
-from slotzero.server.heartbeat import INTERVAL, Patience, Vigil
+from slotzero.server.heartbeat import INTERVAL, HeartbeatMonitor, ResponseLimits
 from slotzero.server.messages import (
     MAX_FRAME,
     Add,
@@ -54,7 +54,7 @@ from slotzero.server.stream import Mail, Stream
 State = Literal["loading", "ready", "unresponsive", "restarting", "failed", "stopped"]
 
 FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits twice as long
-PATIENCE = 5.0  # seconds for the process to exit once its socket is closed
+EXIT_SECONDS = 5.0  # seconds for the process to exit once its socket is closed
 _READ = 1 << 18
 _log = logging.getLogger("slotzero.server")
 
@@ -103,7 +103,7 @@ class EngineClient:
         changes: Broadcast | None = None,
         restarts: int = 3,
         restart_window: float = 300.0,
-        patience: Patience | None = None,
+        response_limits: ResponseLimits | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig. The process is restarted at most `restarts` times
@@ -114,7 +114,7 @@ class EngineClient:
         self.share = share
         self.restarts = restarts
         self.restart_window = restart_window
-        self.patience = patience or Patience()
+        self.response_limits = response_limits or ResponseLimits()
         self.state: State = "stopped"
         self.failure = ""
         """Why the engine is unresponsive, restarting or failed; else empty."""
@@ -133,7 +133,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._changes = changes or Broadcast()
         self._last_words: Failed | None = None
-        self._vigil = Vigil(self.patience)
+        self._monitor = HeartbeatMonitor(self.response_limits)
         self._given_up = ""  # why this client killed the process
         # On the wire a request has a number that is never reused: a late message about a cancelled
         # request cannot reach another request with the same id.
@@ -261,7 +261,7 @@ class EngineClient:
         """Start the process, serve until it ends, and return its exit code."""
         self._last_words = None
         self._given_up = ""
-        self._vigil = Vigil(self.patience)
+        self._monitor = HeartbeatMonitor(self.response_limits)
         try:
             process, end = await self._launch(self.settings, self.share)
         except ConfigError as error:
@@ -288,7 +288,7 @@ class EngineClient:
         frames = Frames(FromEngine)
         try:
             while data := await reader.read(_READ):
-                self._vigil.hear()
+                self._monitor.hear()
                 for message in frames.feed(data):
                     self._take(message)
         except OSError:  # another machine may have stopped responding
@@ -303,9 +303,9 @@ class EngineClient:
         while not self._given_up:
             await asyncio.sleep(INTERVAL)
             now = time.monotonic()
-            self._vigil.pass_time(now - before)
+            self._monitor.pass_time(now - before)
             before = now
-            trouble = self._vigil.trouble
+            trouble = self._monitor.trouble
             if self.state == "ready" and trouble:
                 _log.error("%s is unresponsive: %s", self.name, trouble)
                 self.failure = trouble
@@ -314,8 +314,8 @@ class EngineClient:
                 _log.info("%s is responsive again", self.name)
                 self.failure = ""
                 self._enter("ready")
-            elif self.state == "unresponsive" and self._vigil.is_hopeless:
-                seconds = self.patience.unresponsive
+            elif self.state == "unresponsive" and self._monitor.is_hopeless:
+                seconds = self.response_limits.unresponsive
                 self._given_up = f"{trouble}; killed after another {seconds:g} s"
                 with suppress(ProcessLookupError):  # it has just ended
                     process.kill()
@@ -365,7 +365,7 @@ class EngineClient:
                 self.stats = message
                 self._changes.notify()
             case Beat():
-                self._vigil.take(message)
+                self._monitor.take(message)
             case Loading():
                 self.progress = message
                 self._changes.notify()
@@ -452,7 +452,7 @@ async def _spawn(
 
 async def _reap(process: Process) -> int:
     try:
-        return await asyncio.wait_for(process.wait(), PATIENCE)
+        return await asyncio.wait_for(process.wait(), EXIT_SECONDS)
     except TimeoutError:
         process.kill()
         return await process.wait()

@@ -22,7 +22,7 @@ from slotzero.engine.router import RouteLoad, Router
 from slotzero.errors import EngineDiedError, OverloadedError
 from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
-from slotzero.server.heartbeat import Patience
+from slotzero.server.heartbeat import ResponseLimits
 from slotzero.server.messages import Loading, Stats, TokenDelta
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
@@ -44,7 +44,7 @@ class Fleet:
         max_waiting: int = 512,
         restarts: int = 3,
         restart_window: float = 300.0,
-        patience: Patience | None = None,
+        response_limits: ResponseLimits | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig, the same for each engine. `restarts` and
@@ -62,7 +62,7 @@ class Fleet:
                 changes=self.changes,
                 restarts=restarts,
                 restart_window=restart_window,
-                patience=patience,
+                response_limits=response_limits,
                 launch=launch,
             )
             for i in range(size)

@@ -28,7 +28,7 @@ from slotzero.errors import (
     RequestError,
     SlotzeroError,
 )
-from slotzero.server.heartbeat import Heart
+from slotzero.server.heartbeat import HeartbeatSender
 from slotzero.server.messages import (
     Add,
     Cancel,
@@ -345,12 +345,12 @@ def main(argv: Sequence[str]) -> int:
     rank_groups: list[RankGroup] = []
     threading.Thread(target=_listen, args=(end, inbox, rank_groups), daemon=True).start()
     outbox = Outbox(end)
-    heart = Heart(outbox.put)
-    heart.start()
+    heartbeats = HeartbeatSender(outbox.put)
+    heartbeats.start()
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
         rank_groups.append(engine.rank_group)
-        return EngineLoop(engine, inbox, outbox, heart.turned).run()
+        return EngineLoop(engine, inbox, outbox, heartbeats.turned).run()
     except (ConnectionError, TimeoutError):
         return 0  # the server is gone
     except SlotzeroError as error:
