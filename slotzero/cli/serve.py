@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     engine_settings = flags.engine_settings(args) | {"model": model}
     config = EngineConfig(**engine_settings)
     if config.node_rank:
-        return _stay(args)
+        return _run_node_agent(args)
     if config.nnodes > 1 and settings.data_parallel_size > 1:
         raise ConfigError(
             f"nnodes={config.nnodes} with data_parallel_size={settings.data_parallel_size}: drop "
@@ -132,7 +132,7 @@ def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     return tokenizer, sampling
 
 
-def _stay(args: argparse.Namespace) -> int:
+def _run_node_agent(args: argparse.Namespace) -> int:
     """Run a node agent on a machine other than the first, which decides all settings that were not
     given here."""
     from slotzero.executor.node_agent import outpost_of

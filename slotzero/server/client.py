@@ -85,7 +85,7 @@ async def launch_here(settings: Mapping[str, Any], share: Share) -> tuple[Proces
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request in the engine."""
 
     request_id: str
@@ -129,24 +129,24 @@ class EngineClient:
         """Number of processes that were replaced; the counters in Stats restart in each."""
         self.is_draining = False
         self._launch = launch
-        self._keeper: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._changes = changes or Broadcast()
-        self._last_words: Failed | None = None
+        self._last_report: Failed | None = None
         self._monitor = HeartbeatMonitor(self.response_limits)
         self._given_up = ""  # why this client killed the process
         # On the wire a request has a number that is never reused: a late message about a cancelled
         # request cannot reach another request with the same id.
         self._numbers = itertools.count()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._num_waiting = 0  # requests in _open that have not started
 
     async def start(self) -> None:
-        if self._keeper is not None:
+        if self._supervisor is not None:
             raise RuntimeError(f"{self.name} is already started")
         self.is_draining, self.info = False, {}
         self._enter("loading")
-        self._keeper = asyncio.create_task(self._keep())
+        self._supervisor = asyncio.create_task(self._supervise())
 
     @property
     def num_waiting(self) -> int:
@@ -174,7 +174,7 @@ class EngineClient:
         if self.state != "ready" or self.is_draining or self._writer is None:
             raise self._unavailable()
         number = f"{next(self._numbers)}"
-        request = _Open(request_id)
+        request = _OpenRequest(request_id)
         stream = Stream(request.mail, partial(self._cancel, number))
         try:
             data = _add_frame(number, prompt, params)
@@ -210,10 +210,10 @@ class EngineClient:
         if self.state != "failed":
             self.failure = ""
         self._enter("stopped")
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.gather(supervisor, return_exceptions=True)
         self._enter("stopped")
 
     async def subscribe(self) -> AsyncGenerator[Stats, None]:
@@ -228,18 +228,18 @@ class EngineClient:
 
     # The process
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Run the engine's process, and restart it when it dies."""
         deaths: deque[float] = deque()
         try:
             while not self.is_draining:
-                code = await self._live()
+                code = await self._run_process()
                 if self.is_draining:
                     break
                 now = time.monotonic()
                 while deaths and deaths[0] < now - self.restart_window:
                     deaths.popleft()
-                words = self._last_words if code > 0 else None  # a killed process reports nothing
+                words = self._last_report if code > 0 else None  # a killed process reports nothing
                 why = self._given_up or (words.message if words else _ending(code))
                 if words and not self.info:
                     return self._fail(why, code)  # it reported why it cannot start
@@ -257,15 +257,15 @@ class EngineClient:
             _log.exception("%s's process could not be started or supervised", self.name)
             self._fail(str(error), 1)
 
-    async def _live(self) -> int:
+    async def _run_process(self) -> int:
         """Start the process, serve until it ends, and return its exit code."""
-        self._last_words = None
+        self._last_report = None
         self._given_up = ""
         self._monitor = HeartbeatMonitor(self.response_limits)
         try:
             process, end = await self._launch(self.settings, self.share)
         except ConfigError as error:
-            self._last_words = Failed(type(error).__name__, str(error))
+            self._last_report = Failed(type(error).__name__, str(error))
             return error.exit_code
         except RankLostError as error:  # it was lost before its first message
             _log.error("%s: %s", self.name, error)
@@ -355,7 +355,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Progress():
-                self._last_words = None  # the engine survived the failed step
+                self._last_report = None  # the engine survived the failed step
                 for grown in message.grown:
                     self._deliver(grown)
             case Refused():
@@ -374,7 +374,7 @@ class EngineClient:
                 _log.info("%s is ready", self.name)
                 self._enter("ready")
             case Failed():
-                self._last_words = message
+                self._last_report = message
 
     def _deliver(self, grown: TokenDelta) -> None:
         request = self._open.get(grown.id)
@@ -400,7 +400,7 @@ class EngineClient:
         if self._writer is not None:
             self._writer.write(frame(Cancel(number)))
 
-    def _forget(self, number: str) -> _Open | None:
+    def _forget(self, number: str) -> _OpenRequest | None:
         request = self._open.pop(number, None)
         if request is not None:
             self._num_waiting -= not request.has_started
