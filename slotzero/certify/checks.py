@@ -49,8 +49,8 @@ class Examination:
         yield from self._arrivals()
 
     def s1(self) -> Iterator[Violation]:
-        for name, mismatch in self._guilty(self.trial.spoilable()):
-            found = f"spoilt, it changed {mismatch.tensor!r}: {mismatch}"
+        for name, mismatch in self._guilty(self.trial.poisonable()):
+            found = f"poisoned, it changed {mismatch.tensor!r}: {mismatch}"
             yield self._violation("S1", name, found, mismatch.row)
 
     def s2(self) -> Iterator[Violation]:
@@ -212,7 +212,7 @@ class Examination:
         If only both halves together change a result, no single tensor can be blamed, and the first
         tensor whose value changed is named.
         """
-        mismatch = next(self._hurt(self.trial.replay(spoil=names)), None)
+        mismatch = next(self._hurt(self.trial.replay(poison=names)), None)
         if mismatch is None:
             return
         middle = len(names) // 2
@@ -221,7 +221,7 @@ class Examination:
         yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
     def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
-        """Yield what changed in real rows, derived tensors and padding because of spoilt memory."""
+        """Yield what changed in real rows, derived tensors and padding because of poison."""
         for mismatch in differences(self.trial.runner, outcome, self.plain):
             if mismatch.tensor not in self.trial.scenario.unused:
                 yield mismatch
@@ -238,7 +238,7 @@ class Examination:
         yield from self._padding_of(outcome)
 
     def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
-        """Yield padded rows that spoilt memory changed. S4 checks that they are zero."""
+        """Yield padded rows that poisoned memory changed. S4 checks that they are zero."""
         first = len(outcome.slots)
         for entry in self._entries:
             if entry.kind is TensorKind.OUTPUT:

@@ -61,14 +61,14 @@ class Trial:
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
-               spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
+               poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
         """Replay as the engine does, with the checks that every replay makes."""
         key = key or self.scenario.key
-        return self.run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
+        return self.run(lambda k, n: self.runner.run(k, n), rows, key, poison)
 
     def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
-              spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
-        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, spoil)
+              poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
+        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, poison)
 
     def replay_after_larger_step(self) -> Outcome:
         """Replay with the scenario's tables, and everything else as a larger step left it."""
@@ -99,7 +99,7 @@ class Trial:
         counts = [] if spec.rows is None else [published[spec.published[1]][row] for row in rows]
         return self.runner.num_tokens(sum(counts), len(rows))
 
-    def spoilable(self) -> list[str]:
+    def poisonable(self) -> list[str]:
         """Return every tensor with unowned memory, in the order in which data flows, including
         those that other runners write."""
         kinds = (TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.TABLE, TensorKind.OUTPUT)
@@ -111,10 +111,10 @@ class Trial:
         how: Callable[[GraphKey, int], None],
         rows: Rows | None,
         key: GraphKey,
-        spoil: Iterable[str] = (),
+        poison: Iterable[str] = (),
     ) -> Outcome:
         """Set up the scenario and call `how` with the key and the number of tokens."""
-        self._load(spoil)
+        self._load(poison)
         return self._finish(how, rows, key)
 
     def _finish(
@@ -126,34 +126,34 @@ class Trial:
         slots = tuple(self.scenario.published[self._who][row] for row in rows)
         return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
 
-    def _load(self, spoil: Iterable[str]) -> None:
+    def _load(self, poison: Iterable[str]) -> None:
         self.registry.distrust_published()
         for entry in self._entries:
             if entry.kind is TensorKind.TABLE:
                 entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
-        for name in spoil:
-            self._spoil(self.registry.entry(name))
+        for name in poison:
+            self._poison(self.registry.entry(name))
 
     def _publish(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> None:
         self.registry.begin_step()
         for name in self.runner.spec.published:
             self.registry.publish(name, [published[name][row] for row in rows])
 
-    def _spoil(self, entry: Entry) -> None:
-        hostile = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
+    def _poison(self, entry: Entry) -> None:
+        poison = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
         if entry.kind is not TensorKind.TABLE:
-            entry.tensor.fill_(hostile)
+            entry.tensor.fill_(poison)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
         running = owned_rows(entry, self.scenario.published[self._who], self.scenario.tables)
         foreign = ~running
         foreign[0] = False
-        by_row[foreign] = hostile
+        by_row[foreign] = poison
         for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
-                by_row.masked_fill_(masks[entry.name], hostile)
+                by_row.masked_fill_(masks[entry.name], poison)
 
 
 def kind_of(runner: Runner) -> str:

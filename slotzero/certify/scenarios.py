@@ -1,4 +1,4 @@
-"""Scenarios for an engine: requests of odd lengths and every kind of sampling, over hostile memory.
+"""Scenarios for an engine: requests of odd lengths, all kinds of sampling, and poisoned memory.
 
 This module decides which requests run and which only occupy a slot; synthetic_requests.py knows
 what a runner accesses in the row of a slot. A new published tensor gets its column here.

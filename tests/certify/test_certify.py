@@ -405,7 +405,7 @@ def test_a_runner_of_one_size_is_tried_once() -> None:
 def test_a_spoilt_page_table_makes_no_page_of_another_ours(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
+    """With one page a row, the slot that page tables are poisoned with is a page of that slot."""
     monkeypatch.setattr(synthetic_requests, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out

@@ -102,7 +102,7 @@ class Case:
 
     @cached_property
     def foreign(self) -> int | None:
-        """A row of this table that an idle slot owns, and that holds no hostile value yet."""
+        """A row of this table that an idle slot owns, and that holds no poison yet."""
         trap, tables = self.scenario.trap, self.scenario.tables
         larger_step = self.scenario.larger_step[self.runner.spec.published[0]]
         idle = [slot for slot in (*larger_step, trap) if slot not in self.plain.slots]
