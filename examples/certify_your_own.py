@@ -54,7 +54,7 @@ class Counters:
             key=key,
             published={"slots": running},
             larger_step={"slots": list(range(SLOTS - ROWS + 1, SLOTS + 1))},
-            trap=SLOTS,
+            idle_slot=SLOTS,
             tables=memory_of(self.registry),
         )
 

@@ -119,13 +119,13 @@ class Examination:
             )
 
     def _others_touched(self) -> Iterator[Violation]:
-        others, trap = others_of(self.trial.runner), self.trial.scenario.trap
+        others, idle_slot = others_of(self.trial.runner), self.trial.scenario.idle_slot
         for entry in others:
-            entry.tensor.fill_(trap)
+            entry.tensor.fill_(idle_slot)
         if others:
             self.trial.replay()
         for entry in others:
-            before = torch.full_like(entry.tensor, trap)
+            before = torch.full_like(entry.tensor, idle_slot)
             rows = range(len(before))
             yield from self._unchanged(
                 entry, entry.tensor, before, rows, "it belongs to another runner"
@@ -194,7 +194,7 @@ class Examination:
 
     def _arrivals(self) -> Iterator[Violation]:
         """Check that downloads bring what the device holds now, not data of another step."""
-        for value in (self.trial.scenario.trap, 0):
+        for value in (self.trial.scenario.idle_slot, 0):
             for entry in self._entries:
                 if entry.kind is TensorKind.OUTPUT:
                     entry.tensor.fill_(value)

@@ -27,7 +27,7 @@ class Scenario:
     published: Mapping[str, Sequence[int]]  # by tensor, one value per row
     larger_step: Mapping[str, Sequence[int]]
     """The published values of another step with as many rows as possible, which ran before."""
-    trap: int
+    idle_slot: int
     """A slot that does not run: an index that is in range and wrong wherever it appears."""
     tables: Mapping[str, Tensor]
     unused: Mapping[str, Tensor] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Trial:
             self.registry.publish(name, [published[name][row] for row in rows])
 
     def _poison(self, entry: Entry) -> None:
-        poison = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
+        poison = torch.nan if entry.tensor.is_floating_point() else self.scenario.idle_slot
         if entry.kind is not TensorKind.TABLE:
             entry.tensor.fill_(poison)
             return
