@@ -9,7 +9,12 @@ from torch import Tensor
 
 from slotzero.certify.checksum import checksum
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
-from slotzero.certify.lint import Watch, baked, span_of, stray
+from slotzero.certify.operator_trace import (
+    OperatorTrace,
+    first_divergence,
+    span_of,
+    stray_addresses,
+)
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Registry, TensorKind
@@ -134,20 +139,20 @@ class Examination:
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
         steps = (range(trial.scenario.num_rows), range(0, trial.scenario.num_rows, 2))
-        watched, written = [], []
+        traces, written = [], []
         for rows in steps:
-            watch, key = Watch(self.registry), self._set(rows)
-            with watch:
+            trace, key = OperatorTrace(self.registry), self._set(rows)
+            with trace:
                 runner.eager(key)
-            watched.append(watch)
+            traces.append(trace)
             written.append(
                 runner.backend.transcript(partial(runner.spec.function, self._set(rows)))
             )
         findings = [
-            *watched[0].findings,
-            *baked(*(watch.lines for watch in watched)),
-            *baked(*written),
-            *stray(written[0], self.registry, runner.backend.memory()),
+            *traces[0].findings,
+            *first_divergence(*(trace.lines for trace in traces)),
+            *first_divergence(*written),
+            *stray_addresses(written[0], self.registry, runner.backend.memory()),
         ]
         for tensor, found in dict.fromkeys(findings):
             yield self._violation("S5", tensor, found, None)
