@@ -13,4 +13,4 @@ def start_engine(config: EngineConfig, told: Told = not_told) -> Engine:
         return Engine(config, told=told)
     from slotzero.certify.live import attach
 
-    return Engine(config, told=told, watch=lambda engine: attach(engine, config))
+    return Engine(config, told=told, attach_checks=lambda engine: attach(engine, config))
