@@ -249,7 +249,7 @@ def test_an_error_on_rank_0_in_a_step_ends_the_others(monkeypatch):
         raise CapacityError("no room")
 
     monkeypatch.setattr(llm.engine.worker, "_launch", fail)
-    with pytest.raises(RankLostError, match="the end of all: no room"):
+    with pytest.raises(RankLostError, match="one rank failed, so all ranks were ended: no room"):
         generate(llm)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -276,7 +276,7 @@ def test_starting_twice_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
         client = EngineClient({})
         await client.stop()  # nothing to stop
         await client.start()
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="already started"):
             await client.start()
         await client.drain(0)
         await client.stop()

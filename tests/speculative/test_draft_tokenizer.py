@@ -76,7 +76,7 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path, what: str) -> None
         load(target, draft)
     assert str(caught.value) == (
         f"draft model small: its {message}: "
-        "a draft model needs the target's tokenizer, choose one of its family"
+        "a draft model needs the target's tokenizer; choose one of the same family"
     )
 
 
