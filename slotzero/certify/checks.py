@@ -54,7 +54,7 @@ class Examination:
         yield from self._arrivals()
 
     def s1(self) -> Iterator[Violation]:
-        for name, mismatch in self._guilty(self.trial.poisonable()):
+        for name, mismatch in self._leaks(self.trial.poisonable()):
             found = f"poisoned, it changed {mismatch.tensor!r}: {mismatch}"
             yield self._violation("S1", name, found, mismatch.row)
 
@@ -211,21 +211,21 @@ class Examination:
                     text = f"the host got {got} where the device held {expected}"
                     yield self._violation("S0", name, text, row)
 
-    def _guilty(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
+    def _leaks(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
         """Yield the tensors whose unowned memory changes a result, found by bisection.
 
         If only both halves together change a result, no single tensor can be blamed, and the first
         tensor whose value changed is named.
         """
-        mismatch = next(self._hurt(self.trial.replay(poison=names)), None)
+        mismatch = next(self._changed_results(self.trial.replay(poison=names)), None)
         if mismatch is None:
             return
         middle = len(names) // 2
         halves = (names[:middle], names[middle:]) if middle else ()
-        found = [guilty for half in halves for guilty in self._guilty(half)]
+        found = [leak for half in halves for leak in self._leaks(half)]
         yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
-    def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
+    def _changed_results(self, outcome: Outcome) -> Iterator[Mismatch]:
         """Yield what changed in real rows, derived tensors and padding because of poison."""
         for mismatch in differences(self.trial.runner, outcome, self.plain):
             if mismatch.tensor not in self.trial.scenario.unused:

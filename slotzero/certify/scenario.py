@@ -57,7 +57,7 @@ class Trial:
     def __init__(self, runner: Runner, scenario: Scenario) -> None:
         self.runner, self.scenario = runner, scenario
         self.registry = runner.registry
-        self._who = runner.spec.published[0]
+        self._slots_name = runner.spec.published[0]
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
@@ -73,7 +73,7 @@ class Trial:
     def replay_after_larger_step(self) -> Outcome:
         """Replay with the scenario's tables, and everything else as a larger step left it."""
         larger_step = self.scenario.larger_step
-        num_rows = len(larger_step[self._who])
+        num_rows = len(larger_step[self._slots_name])
         tokens = self.num_tokens(larger_step, range(num_rows))
         key = self.runner.pick(tokens, num_rows)
         assert isinstance(key, GraphKey), key
@@ -123,7 +123,7 @@ class Trial:
         rows = range(self.scenario.num_rows) if rows is None else rows
         self._publish(self.scenario.published, rows)
         how(key, self.num_tokens(self.scenario.published, rows))
-        slots = tuple(self.scenario.published[self._who][row] for row in rows)
+        slots = tuple(self.scenario.published[self._slots_name][row] for row in rows)
         return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
 
     def _load(self, poison: Iterable[str]) -> None:
@@ -147,7 +147,7 @@ class Trial:
             entry.tensor.fill_(poison)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
-        running = owned_rows(entry, self.scenario.published[self._who], self.scenario.tables)
+        running = owned_rows(entry, self.scenario.published[self._slots_name], self.scenario.tables)
         foreign = ~running
         foreign[0] = False
         by_row[foreign] = poison

@@ -99,9 +99,9 @@ class Shadow:
         if hurt is not None:
             found = f"{hurt}: it is right if unowned memory is not overwritten"
             unexplained = self._violation("S1", hurt.tensor, found, hurt.row)
-            yield from list(self._guilty(expected, clean)) or [unexplained]
+            yield from list(self._leaks(expected, clean)) or [unexplained]
 
-    def _guilty(self, expected: Outcome, clean: Mapping[str, Mismatch]) -> Iterator[Violation]:
+    def _leaks(self, expected: Outcome, clean: Mapping[str, Mismatch]) -> Iterator[Violation]:
         """Yield the tensors that change a result when only their memory is overwritten."""
         for name in self._memory.poisonable:
             self._memory.undo()

@@ -8,7 +8,9 @@ from slotzero.executor.worker import Worker
 from slotzero.speculative.widths import FixedWidth, SpeculationStats, WidthPolicy, Widths
 from slotzero.step import Step
 
-MAX_UNCUT = 24  # tokens; a tree that is cut by less is learnt from too, or none ever would be
+# A row is learnt from only if its request has room for a whole draft, or for this many tokens: with
+# large trees few rows would qualify otherwise.
+MAX_UNCUT = 24
 
 
 class DraftWidths:

@@ -67,7 +67,7 @@ class Engine:
         told: Told = not_told,
         attach_checks: "Callable[[Engine], LiveChecks] | None" = None,
     ) -> None:
-        """`rank_group`: ranks that run already, and do what this one does without being told.
+        """`rank_group`: ranks that run already and make the same steps without messages.
         `told` is called with the progress of loading. `attach_checks` attaches the live checks, see
         certify/start.py."""
         checkpoint = open_checkpoint(config.model, config.load_format)
