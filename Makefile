@@ -18,15 +18,15 @@ PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-
 .DELETE_ON_ERROR:
 .PHONY: serve help install chat test test-fast test-gpu bench certify mutate clean
 
-serve: $(RUNTIME)  ## install, then open OpenAI's API for the default model on port 8000
+serve: $(RUNTIME)  ## install, then serve the default model over OpenAI's API on port 8000
 	@$(BIN)/slotzero serve
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  PYTHON=$(PYTHON) makes the environment, VENV=$(VENV) is where it lies"
+	@echo "  PYTHON=$(PYTHON) is used for a new environment in VENV=$(VENV)"
 
-install: $(RUNTIME)  ## make the environment, with the command slotzero and its default model
+install: $(RUNTIME)  ## create the environment with the command slotzero and its default model
 
 chat: $(RUNTIME)  ## install, then talk with the default model
 	@$(BIN)/slotzero chat
@@ -45,10 +45,10 @@ test-gpu: $(TEST)  ## install, then the tests that need an NVIDIA GPU
 bench: $(TEST)  ## install, then compare with transformers on this CPU
 	$(BIN)/python benchmarks/cpu_vs_transformers.py
 
-certify: $(RUNTIME)  ## install, then prove on this machine that no padded row can hurt
+certify: $(RUNTIME)  ## install, then check on this machine that padding cannot change a result
 	@$(BIN)/slotzero certify
 
-mutate: $(RUNTIME)  ## install, then break every tensor on purpose: is it noticed and named?
+mutate: $(RUNTIME)  ## install, then inject faults into every tensor: each must be caught and named
 	@$(BIN)/slotzero certify --mutate
 
 clean:  ## remove caches and build outputs; the environment stays

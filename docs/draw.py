@@ -75,10 +75,10 @@ def step() -> Picture:
     made.text(180, 70, "so one row is padding: slot 0.", "small")
 
     made.box(20, 108, 820, 112, "graph")
-    made.text(116, 130, "Device: replay one captured graph (positions to write-back)", "title")
+    made.text(116, 130, "Device: replay one captured graph", "title")
     steps = [
         ("positions", "length[slot]"),
-        ("embed", "tokens[slot]"),
+        ("embed", "tokens[slot, pos]"),
         ("all layers", "page_table[slot]"),
         ("sample", "parameters[slot]"),
         ("write back", "tokens, length"),
@@ -136,7 +136,7 @@ LAYERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
         ("system/", "memory, cache"),
         ("config.py", "settings"),
-        ("tree_shape.py", ""),
+        ("tree_shape.py", "drafts"),
         ("errors.py", "error tree"),
     ),
 )

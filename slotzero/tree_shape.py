@@ -22,7 +22,7 @@ class TreeShape:
     """Number of tokens that are verified: the newest token and the best drafts."""
 
     def __post_init__(self) -> None:
-        most = min(MAX_PLACES, 1 + self.num_guesses)
+        most = min(MAX_PLACES, 1 + self.num_candidates)
         if not 2 <= self.num_nodes <= most:
             raise ConfigError(
                 f"speculative_num_draft_tokens={self.num_nodes}: must be 2 to {most} for "
@@ -41,7 +41,7 @@ class TreeShape:
         return cls(steps, topk, num_nodes)
 
     @property
-    def num_guesses(self) -> int:
+    def num_candidates(self) -> int:
         return self.topk + (self.steps - 1) * self.topk**2
 
     @property

@@ -106,7 +106,7 @@ def draw(
     """-> [draws, 3], and how it went. All rows begin together, so that all have guesses; an answer
     may grow as long as its first guesses need, and is cancelled when it has three tokens."""
     engine, start = Engine(config), time.perf_counter()
-    params = replace(params, max_tokens=max(NUM_TOKENS, 2 + num_guesses(config)))
+    params = replace(params, max_tokens=max(NUM_TOKENS, 2 + num_candidates(config)))
     drawn = dict[str, list[int]]()
     num_rows = engine.limits.max_num_seqs
     with prompts_bar(True, len(seeds)) as progress:
@@ -131,7 +131,7 @@ def draw(
     return torch.tensor(list(drawn.values())), figures
 
 
-def num_guesses(config: EngineConfig) -> int:
+def num_candidates(config: EngineConfig) -> int:
     if config.speculative is None:
         return 0
     return places_ahead(config.speculative_steps + 1, config.tree)

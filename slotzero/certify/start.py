@@ -13,4 +13,6 @@ def start_engine(config: EngineConfig, on_progress: OnProgress = ignore_progress
         return Engine(config, on_progress=on_progress)
     from slotzero.certify.live import attach
 
-    return Engine(config, on_progress=on_progress, watch=lambda engine: attach(engine, config))
+    return Engine(
+        config, on_progress=on_progress, attach_checks=lambda engine: attach(engine, config)
+    )

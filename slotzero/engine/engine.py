@@ -45,7 +45,7 @@ from slotzero.text.chat_template import read_template
 from slotzero.text.tokenizer import Tokenizer
 
 
-class Watcher(Protocol):
+class LiveChecks(Protocol):
     """The checks on live traffic."""
 
     steps_watched: int
@@ -65,11 +65,11 @@ class Engine:
         config: EngineConfig,
         rank_group: RankGroup | None = None,
         on_progress: OnProgress = ignore_progress,
-        watch: "Callable[[Engine], Watcher] | None" = None,
+        attach_checks: "Callable[[Engine], LiveChecks] | None" = None,
     ) -> None:
-        """`rank_group`: ranks that run already, and do what this one does without being told.
-        `on_progress` is called with the progress of loading. `watch` attaches the live checks, see
-        certify/start.py."""
+        """`rank_group`: ranks that run already and make the same steps without messages.
+        `on_progress` is called with the progress of loading. `attach_checks` attaches the live
+        checks, see certify/start.py."""
         checkpoint = open_checkpoint(config.model, config.load_format)
         self.tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
@@ -98,9 +98,9 @@ class Engine:
         self._handles: dict[str, RequestHandle] = {}
         self._in_flight: deque[tuple[Step, list[Results]]] = deque()
         self._max_in_flight = 1 if self.worker.overlaps else 0  # between two calls of `step`
-        if config.sanitize != "off" and watch is None:
+        if config.sanitize != "off" and attach_checks is None:
             raise ConfigError("sanitize: build this engine by slotzero.certify.start.start_engine")
-        self.sanitizer = watch(self) if watch is not None else None
+        self.sanitizer = attach_checks(self) if attach_checks is not None else None
 
     def _grammars(self, config: EngineConfig, checkpoint: Checkpoint) -> Grammars:
         tokenizer = self.tokenizer
@@ -214,7 +214,7 @@ class Engine:
                 if step is not None:
                     self._launch(step)
                 has_committed = self._commit_if_due(grown, is_idle=step is None)
-                self._watch(grown, has_committed, is_idle=step is None)
+                self._run_live_checks(grown, has_committed, is_idle=step is None)
             except BaseException as error:
                 self._abandon(error, grown)
                 raise
@@ -275,10 +275,10 @@ class Engine:
         step = self.schedulers.plan(width)
         is_waiting = bool(self._in_flight) or self.admission.has_late
         if step is None and self.schedulers.has_work and not is_waiting:
-            self._refuse_to_wait()
+            self._fail_stalled_requests()
         return step
 
-    def _refuse_to_wait(self) -> None:
+    def _fail_stalled_requests(self) -> None:
         """End all requests, because none can continue and nothing in flight will change that."""
         num_running, num_waiting = self.schedulers.num_running, self.schedulers.num_waiting
         error = CapacityError(
@@ -349,7 +349,9 @@ class Engine:
             del tokens[first + num_kept :]
         return num_kept
 
-    def _watch(self, grown: Sequence[RequestHandle], has_committed: bool, is_idle: bool) -> None:
+    def _run_live_checks(
+        self, grown: Sequence[RequestHandle], has_committed: bool, is_idle: bool
+    ) -> None:
         """Run the live checks."""
         if self.sanitizer is None:
             return

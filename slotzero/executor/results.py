@@ -7,7 +7,7 @@ from typing import Any
 
 from slotzero.graph.transfer import Arriving
 from slotzero.runners.passes import SAMPLED
-from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED, PATH, VERIFIED
+from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED, PATH, VERIFIED
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Results:
         """Return the new tokens of each row."""
         if self._width == 1:
             return [[token] for token in self._part(SAMPLED)]
-        sampled, counts = self._part(VERIFIED), self._part(NUM_VERIFIED)
+        sampled, counts = self._part(VERIFIED), self._part(NUM_CONFIRMED)
         return [[sampled[i] for i in self._chosen(row)[:num]] for row, num in enumerate(counts)]
 
     def drafts(self) -> list[tuple[int, int]]:
-        """Return the numbers of verified and of accepted drafts of each row."""
-        pairs = zip(self._part(NUM_TRIED), self._part(NUM_VERIFIED), strict=True)
+        """Return for each row how many drafts were verified, and how many were accepted."""
+        pairs = zip(self._part(NUM_TRIED), self._part(NUM_CONFIRMED), strict=True)
         return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
 
     def logprobs(self, row: int) -> list[RowLogprobs]:

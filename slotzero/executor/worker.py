@@ -20,7 +20,7 @@ from slotzero.executor.results import Results
 from slotzero.executor.step_message import Message, Orders, Timing
 from slotzero.executor.table_writer import TableWriter
 from slotzero.graph import GraphKey, NoCaptureSize, Registry, Runner
-from slotzero.graph.runner import Record
+from slotzero.graph.runner import RecordingReport
 from slotzero.graph.transfer import Arriving, Download
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types_recurrent import States
@@ -117,8 +117,8 @@ class Worker:
             for key in runner.all_keys()
         ]
 
-    def record(self, seen: Callable[[Record], None]) -> float:
-        """Capture all sizes of all captured runners; return how many seconds that took."""
+    def record(self, seen: Callable[[RecordingReport], None]) -> float:
+        """Capture every size of every captured runner; return how many seconds that took."""
         start = time.perf_counter()
         with torch.inference_mode():
             self.kernels.prepare(self._rehearse)
@@ -163,7 +163,7 @@ class Worker:
         """Run a message of rank 0; return this rank's samples for its own requests, if any."""
         with torch.inference_mode():
             if isinstance(message, Timing):
-                self._runner(message.key).seconds(message.key)
+                self._runner(message.key).measure_seconds(message.key)
                 return None
             launches = [(self._runner(key), key) for key in message.launches]
             for runner, key in launches:
@@ -203,7 +203,7 @@ class Worker:
         if key not in self._seconds:
             self.rank_group.tell([Timing(key)] * len(self.writers))
             with torch.inference_mode():
-                self._seconds[key] = runner.seconds(key)
+                self._seconds[key] = runner.measure_seconds(key)
         return self._seconds[key]
 
     def _dispatch(self, step: Step) -> list[tuple[Runner, GraphKey]]:

@@ -134,7 +134,7 @@ class SlotTables(Staging):
         """Allocate all tables; `page_tables` are the names of the page tables by KV group."""
         specs = (
             # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
-            TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),
+            TableSpec("tokens", max_len + 1, "int32", 0, chosen_from="logits"),
             TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
             TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
             *(TableSpec(name, pages_per_slot, "int32", 0, is_matrix=True) for name in page_tables),
@@ -150,7 +150,7 @@ class SlotTables(Staging):
         except RuntimeError as error:
             raise CapacityError(f"{what} do not fit into memory: {REMEDY}") from error
         self._views = {
-            name: registry.table(name, self._view(place), follows=place.spec.follows)
+            name: registry.table(name, self._view(place), chosen_from=place.spec.chosen_from)
             for name, place in self._places.items()
         }
         for spec in specs:

@@ -36,7 +36,7 @@ class TableSpec:
     """Value of row 0 and of every unused column."""
     is_matrix: bool = False
     """Whether the table has two axes even if its width, which may depend on settings, is 1."""
-    follows: str = ""
+    chosen_from: str = ""
     """For a table that a step writes: the tensor from which the written values are computed."""
 
     def shape(self, slots: int) -> tuple[int, ...]:

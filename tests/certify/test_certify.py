@@ -360,7 +360,7 @@ def test_scenarios_of_drafts_have_rows_of_every_kind() -> None:
         runner.prepare(key)
         with scenario_for(engine, runner, key) as scenario:
             outcomes[runner] = Trial(runner, scenario).replay()
-    tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_verified"))
+    tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_confirmed"))
     pairs = set(zip(tried.tolist(), right.tolist(), strict=True))
     assert {(5, 5), (5, 3), (5, 1), (2, 2), (1, 1), (0, 0)} <= pairs
     drafted = outcomes[draft].tensors["num_drafts"][list(outcomes[draft].slots)]
@@ -405,7 +405,7 @@ def test_a_runner_of_one_size_is_tried_once() -> None:
 def test_a_spoilt_page_table_makes_no_page_of_another_ours(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
+    """With one page a row, the slot that page tables are poisoned with is a page of that slot."""
     monkeypatch.setattr(synthetic_requests, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out

@@ -247,7 +247,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def recorded() -> Engine:
-    """Every size is recorded, and all pages that a step does not own can be spoilt at once."""
+    """Every size is recorded, and all pages that a step does not own can be poisoned at once."""
     wanted = settings_of("llama", "wide")
     kv = int(str(wanted["kv_cache_memory"])) // NUM_PAGES["wide"] * 10
     more = {"max_num_seqs": 3, "kv_cache_memory": kv, "lazy_recording": False}

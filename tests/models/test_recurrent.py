@@ -140,7 +140,7 @@ def test_drafts_that_are_right_for_a_while(model, backend, monkeypatch):
     def write(self, slots, positions, ids):
         guessed = text[positions.long()]
         wrong = (positions % 5 == 0) | (positions % 7 == 0)
-        self.kernels.record_ngrams(slots, positions, guessed + wrong.int(), self.tables.tokens)
+        self.kernels.store_drafts(slots, positions, guessed + wrong.int(), self.tables.tokens)
 
     monkeypatch.setattr(ModelDrafter, "write", write)
     llm = make(

@@ -147,7 +147,7 @@ def test_an_engine_that_is_stopped_while_it_loads_is_gone() -> None:
 
     start = time.monotonic()
     assert not is_alive(asyncio.run(live()))
-    assert time.monotonic() - start < client_module.PATIENCE
+    assert time.monotonic() - start < client_module.EXIT_SECONDS
 
 
 PARENT = """
@@ -241,7 +241,7 @@ def test_deaths_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_noise_on_the_socket_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> None:
     send = "import os, sys, time; os.write(int(sys.argv[1]), {!r}); time.sleep(60)"
-    monkeypatch.setattr(client_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(client_module, "EXIT_SECONDS", 0.2)
     for noise in (b"\xff" * 8, b"\x02\x00\x00\x00\x91\xa1"):
         Fakes(send.format(noise), monkeypatch)
         why = asyncio.run(fail(EngineClient({}, restarts=0)))
@@ -270,7 +270,7 @@ def test_one_that_is_lost_before_it_has_a_socket_is_started_again(
 
 def test_starting_twice_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes("import time; time.sleep(60)", monkeypatch)
-    monkeypatch.setattr(client_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(client_module, "EXIT_SECONDS", 0.1)
 
     async def live() -> None:
         client = EngineClient({})

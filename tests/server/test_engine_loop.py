@@ -193,7 +193,7 @@ def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
     assert not kinds(messages, Failed)
     good = [g for p in kinds(messages, Progress) for g in p.grown if g.id == "good"]
     assert good[-1].finish_reason == "length"
-    assert desk.loop._asked == desk.engine._handles == {}
+    assert desk.loop._handles == desk.engine._handles == {}
     desk.engine.check()
 
 
@@ -222,7 +222,7 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_and_holds_nobody_up(
     assert {g.id for p in kinds(messages, Progress) for g in p.grown} == {"good"}
     assert kinds(messages, Stats)[-1].prompt_tokens <= 5
     assert not caplog.records and not kinds(messages, Failed)
-    assert desk.loop._asked == desk.engine._handles == {}
+    assert desk.loop._handles == desk.engine._handles == {}
 
 
 def test_broken_logits_give_a_structured_request_up_without_a_word(

@@ -279,7 +279,7 @@ class FakeReplica:
     """Has the requests it was given; a test says what becomes of them."""
 
     def __init__(self, fleet: Fleet, state: str = "ready") -> None:
-        self._pulse = fleet.pulse
+        self._changes = fleet.changes
         self.state = state
         self.failure, self.exit_code, self.progress = "", 0, None
         self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "num_schedulers": 1}
@@ -313,7 +313,7 @@ class FakeReplica:
                 mail.put_nowait(EngineDiedError("it died"))
             self.mails = []
         self.state = state
-        self._pulse.beat()
+        self._changes.notify()
 
 
 Play = Callable[[Fleet, list[FakeReplica]], Coroutine[Any, Any, None]]
@@ -437,7 +437,7 @@ def test_the_server_ends_while_it_waits() -> None:
         replicas[0].enter("restarting")
         await asyncio.sleep(0.01)
         replicas[0].is_draining = True
-        fleet.pulse.beat()
+        fleet.changes.notify()
         with pytest.raises(EngineDiedError):
             await task
 
@@ -647,13 +647,13 @@ def test_a_tally_is_of_all_engines() -> None:
 
 def test_a_pulse_wakes_those_who_wait_now() -> None:
     async def live() -> None:
-        pulse = Broadcast()
-        waiting = [asyncio.create_task(pulse.wait()) for _ in range(2)]
+        changes = Broadcast()
+        waiting = [asyncio.create_task(changes.wait()) for _ in range(2)]
         await asyncio.sleep(0)
-        pulse.beat()
+        changes.notify()
         await asyncio.gather(*waiting)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await pulse.wait()
+                await changes.wait()
 
     asyncio.run(live())

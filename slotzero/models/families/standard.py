@@ -34,9 +34,7 @@ def model(config: Config, layers: Sequence[DecoderLayer], **overrides: Any) -> M
         "norm_eps": eps(config),
         "max_position": min(rope.extended(max_position) for rope in ropes),
         "layers": tuple(layers),
-        "mlp_size": more["mlp_size"]
-        if "mlp_size" in more
-        else positive(config, "intermediate_size"),
+        "mlp_size": overrides.get("mlp_size") or positive(config, "intermediate_size"),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         "final_softcap": None if softcap is None else float(softcap),
     }

@@ -84,7 +84,7 @@ def test_drafts_of_recurrent_layers_change_nothing(family, monkeypatch):
     def write(self, slots, positions, ids):
         guessed = text.to(positions.device)[positions.long()]
         wrong = (positions % 5 == 0) | (positions % 7 == 0)
-        self.kernels.record_ngrams(slots, positions, guessed + wrong.int(), self.tables.tokens)
+        self.kernels.store_drafts(slots, positions, guessed + wrong.int(), self.tables.tokens)
 
     monkeypatch.setattr(ModelDrafter, "write", write)
     settings |= {"speculative": "draft", "speculative_model": "tiny:llama"}

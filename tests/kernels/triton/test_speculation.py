@@ -73,7 +73,7 @@ def test_new_tokens_are_located(device, rows, width):
     drafter_len = table_of(length - torch.minimum(ints(0, width + 3, rows + 2), length))
 
     def call(kernels: Kernels, slots, length, drafter_len, tokens):
-        return kernels.locate_new(slots, length, drafter_len, head(tokens, rows, width))
+        return kernels.locate_confirmed(slots, length, drafter_len, head(tokens, rows, width))
 
     agree(device, call, slots, length, drafter_len, places(rows, width))
 
@@ -150,7 +150,7 @@ def test_the_last_is_kept_and_fetched(device, half, is_half, size):
     x[last[slots == 0]] = NAN
 
     def call(kernels: Kernels, slots, last, x, table):
-        kernels.keep_last(slots, last, x[:, :size], table[:, :size])
+        kernels.store_last(slots, last, x[:, :size], table[:, :size])
         return kernels.load_features(slots, table[:, None, :size])
 
     *_, kept = agree(device, call, slots, last, x, table)
@@ -166,7 +166,7 @@ def test_what_is_decoded_is_kept_behind_the_rest(device, half, size):
     x, table = torch.randn(rows, size).to(half), torch.randn(rows + 2, most, size).to(half)
 
     def call(kernels: Kernels, slots, positions, drafter_len, x, table):
-        kernels.keep_next(Tokens(slots, positions), drafter_len, x, table)
+        kernels.store_next(Tokens(slots, positions), drafter_len, x, table)
 
     *_, kept = agree(device, call, slots, positions, table_of(length - behind, -1), x, table)
     written = (kept != table).any(-1).sum(-1)
@@ -184,7 +184,7 @@ def test_a_slot_is_followed_to_the_end_of_its_row(device, rows, width):
 
     def call(kernels: Kernels, slots, counts, positions, last, drafter_len):
         places = Rows(slots, slots, counts, slots)
-        kernels.follow(places, Tokens(slots, positions), last, drafter_len)
+        kernels.set_drafter_len(places, Tokens(slots, positions), last, drafter_len)
 
     positions, before = ints(100, 199, rows * width), table_of(ints(0, 99, rows + 2), -1)
     *_, after = agree(device, call, slots, counts, positions, last, before)
@@ -253,7 +253,7 @@ def test_a_guess_is_noted(device, rows):
     positions = torch.where(slots > 0, length[slots] + 1, 2**30)
     tokens[0] = -7
     given = (slots, positions, ints(5, 99, rows), tokens)
-    *_, noted = agree(device, lambda kernels, *given: kernels.record_ngrams(*given), *given)
+    *_, noted = agree(device, lambda kernels, *given: kernels.store_drafts(*given), *given)
     assert (noted != tokens).sum() == (slots > 0).sum()
 
 
@@ -262,7 +262,7 @@ def test_a_draft_is_closed(device, rows):
     slots, length, _, _ = World.of(rows, 3)
     tables = draft_tables(length, num_drafts=spoilt(rows + 2), drafted_at=length)
     given = (DraftRows(slots, ints(0, 99, rows), ints(0, 5, rows)), tables)
-    agree(device, lambda kernels, *given: kernels.close_draft(*given), *given)
+    agree(device, lambda kernels, *given: kernels.set_num_drafts(*given), *given)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 15])

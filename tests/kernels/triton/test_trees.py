@@ -14,7 +14,7 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation import trees
 from slotzero.kernels.types import PagedKv, Rows, Tokens
-from slotzero.kernels.types_speculation import DraftRows, Guesses, TreeFront, TreeStep
+from slotzero.kernels.types_speculation import Candidates, DraftRows, TreeFront, TreeStep
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -78,7 +78,7 @@ def test_a_node_sees_what_it_follows(device, rows, width):
     its_rows, tokens = forest.rows()
 
     def call(kernels: Kernels, tokens, parents, *rows):
-        return kernels.branch(width_of(Rows(*rows), tokens), tokens, parents)
+        return kernels.tree_branches(width_of(Rows(*rows), tokens), tokens, parents)
 
     agree(device, call, tokens, forest.parents, *its_rows[:4])
 
@@ -91,7 +91,7 @@ def test_a_branch_of_all_nodes(device):
     tokens = Tokens(slots.repeat_interleave(63), spoilt(126))
     moved = [t.to(device) for t in (slots, ones, ones * 63, ones, parents, *tokens)]
     rows = Rows(*moved[:4], span=63)
-    bases, seen, stands = TritonKernels().branch(rows, Tokens(*moved[5:]), moved[4])
+    bases, seen, stands = TritonKernels().tree_branches(rows, Tokens(*moved[5:]), moved[4])
     assert (bases == 1).all()
     assert seen.tolist() == [(2 << i) - 1 for i in range(63)] + [1 | 1 << i for i in range(63)]
     assert stands.tolist() == [*range(1, 64), 1, *[2] * 62]
@@ -106,7 +106,7 @@ def test_nodes_are_right_along_one_path(device, rows, width, right):
     sampled = ints(0, VOCAB, rows, width)
     forest.write(sampled, right)
     sampled[torch.arange(width) >= forest.tried[:, None]] = -7
-    branches = ReferenceKernels().branch(width_of(its_rows, tokens), tokens, forest.parents)
+    branches = ReferenceKernels().tree_branches(width_of(its_rows, tokens), tokens, forest.parents)
 
     def call(kernels: Kernels, slots, tried, sampled, parents, branches, *rest):
         tables, verified, path = rest
@@ -190,8 +190,8 @@ def tables_of(tokens: Tensor) -> SamplingTables:
     return SamplingTables(**{**named, "tokens": tokens})
 
 
-def guesses_of(rows: int, size: int) -> Guesses:
-    return Guesses(spoilt(rows, size), torch.full((rows, size), NAN), spoilt(rows, size))
+def guesses_of(rows: int, size: int) -> Candidates:
+    return Candidates(spoilt(rows, size), torch.full((rows, size), NAN), spoilt(rows, size))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def guesses_of(rows: int, size: int) -> Guesses:
     [(1, 2, 3, 0), (7, 2, 6, 1), (12, 3, 4, 0), (7, 4, 5, 1), (3, 7, 10, 1), (4, 8, 3, 0)],
 )
 def test_a_tree_grows(device, rows, topk, steps, behind):
-    """Step by step, some of it where there is no more room; the best guesses become the draft."""
+    """Step by step, some of it where there is no more room; the best become the draft."""
     torch.manual_seed(rows + topk)
     slots, size = slots_for(rows), topk + (steps - 1) * topk**2
     length = ints(1, MAX_LEN - 70, rows)
@@ -209,16 +209,16 @@ def test_a_tree_grows(device, rows, topk, steps, behind):
     drawn = [drawn_of(rows * (topk if step else 1), topk) for step in range(steps)]
     most = min(62, size)
 
-    def call(kernels: Kernels, slots, length, room, drawn, guesses, tables, parents):
+    def call(kernels: Kernels, slots, length, room, drawn, candidates, tables, parents):
         rows = DraftRows(slots, length, room)
         fronts: list[TreeFront | None] = [None]
         for step, its in enumerate(drawn):
             fronts.append(
                 kernels.grow_tree(
-                    rows, its, fronts[-1], guesses, TreeStep(step, topk, behind), tables
+                    rows, its, fronts[-1], candidates, TreeStep(step, topk, behind), tables
                 )
             )
-        num = kernels.select(rows, guesses, most, tables.tokens, parents)
+        num = kernels.select_nodes(rows, candidates, most, tables.tokens, parents)
         return fronts, num
 
     given = (slots, length, room, drawn, guesses_of(rows, size), tables_of(tokens))
@@ -238,13 +238,15 @@ def test_the_best_guesses_are_selected(device, rows, size, most):
     scores[torch.rand(rows, size) < 0.02] = NAN
     scores[:, :2][scores[:, :2] == 0] = -0.0
     parents = (torch.rand(rows, size) * torch.arange(size)).int() - 1
-    guesses = Guesses(ints(0, VOCAB, rows, size), scores, parents)
+    candidates = Candidates(ints(0, VOCAB, rows, size), scores, parents)
     tokens = table_of(ints(0, 3, rows + 2, MAX_LEN))
 
-    def call(kernels: Kernels, slots, length, room, guesses, tokens, parents):
-        return kernels.select(DraftRows(slots, length, room), guesses, most, tokens, parents)
+    def call(kernels: Kernels, slots, length, room, candidates, tokens, parents):
+        return kernels.select_nodes(
+            DraftRows(slots, length, room), candidates, most, tokens, parents
+        )
 
-    given = (slots, length, ints(0, most + 4, rows), guesses, tokens, spoilt(rows + 2, 64))
+    given = (slots, length, ints(0, most + 4, rows), candidates, tokens, spoilt(rows + 2, 64))
     agree(device, call, *given)
 
 
