@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from asked import ints, tables_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling_requests import ints, tables_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
