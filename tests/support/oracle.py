@@ -1,4 +1,4 @@
-"""Oracles: tiny random models of every family, with which transformers generates expected tokens."""
+"""Oracles: tiny random models of every family, and the tokens that transformers generates."""
 
 import copy
 from collections.abc import Sequence
