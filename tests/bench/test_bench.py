@@ -582,9 +582,8 @@ def test_a_profile_is_of_the_steps_after_the_mark(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.profiler, "ProfilerActivity", cpu)
     monkeypatch.setattr(profile, "_DEVICE_CATEGORIES", ("cpu_op",))
     monkeypatch.setattr(profile, "_MARK", "aten::erfinv")
-    monkeypatch.setattr(
-        profile, "NUM_COSTLIEST", 1000
-    )  # all of them: the costliest differ by machine
+    # all of them, since the costliest differ by machine
+    monkeypatch.setattr(profile, "NUM_COSTLIEST", 1000)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: torch.erfinv(torch.zeros(1)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     engine = make_engine()

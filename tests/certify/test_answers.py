@@ -247,9 +247,8 @@ def test_owners_are_recounted_and_a_miscount_is_reported_once(
 
 def test_sample_recomputes_one_answer_every_few_steps() -> None:
     engine = engine_of("llama", sanitize="sample", sanitize_every=10)
-    for _ in range(
-        5
-    ):  # eight or nine steps each: the first answer at once, then one every few steps
+    # eight or nine steps each: the first answer at once, then one every few steps
+    for _ in range(5):
         ask(engine, PROMPT, PROMPT[::-1])
     num_commits = engine.num_steps
     assert 40 <= num_commits <= 50

@@ -294,9 +294,8 @@ def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: lis
         lines = [line for line in out.splitlines() if line.startswith(f"│ {kind}-{width}[")]
         assert [line.split("x ")[1][0] for line in lines] == ["1", "2", "4"]
         assert all(line.count(" ok ") == len(CHECKS) for line in lines)
-    assert (
-        f"passed: {6 + 3 + 9 * len(widths)} of " in out
-    )  # three sizes of the pass that catches up
+    # three sizes belong to the pass that catches up
+    assert f"passed: {6 + 3 + 9 * len(widths)} of " in out
 
 
 @pytest.mark.parametrize(

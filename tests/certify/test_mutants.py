@@ -230,11 +230,8 @@ def test_no_fault_remains(scored):
     for owner in (worker.registry, worker.tables, *rings):
         assert not {"publish", "_write", "download"} & vars(owner).keys()
     assert not any("upload" in vars(ring) for ring in worker.registry._rings.values())
-    left = (
-        "tokens",
-        NUM_DRAFTS,
-        *states_of(scored.engine),
-    )  # left by the last owner; no step reads it
+    # left by the last owner; no step reads it
+    left = "tokens", NUM_DRAFTS, *states_of(scored.engine)
     for entry in worker.registry.entries():
         if entry.kind is TensorKind.TABLE:
             by_row = entry.tensor.movedim(entry.axis, 0)

@@ -216,10 +216,8 @@ def test_tiny_models_are_what_transformers_expects(name: str, tmp_path: Path) ->
         AutoConfig.for_model(config.pop("model_type"), **config)
     )
     network.save_pretrained(tmp_path)
-    ahead = (
-        f"model.layers.{config['num_hidden_layers']}.",
-        "mtp.",
-    )  # transformers does not load these
+    # transformers does not load these
+    ahead = f"model.layers.{config['num_hidden_layers']}.", "mtp."
     names = [tensor for tensor in checkpoint.names() if not tensor.startswith(ahead)]
     weights = {tensor: checkpoint.read(tensor) for tensor in names}
     theirs = load_file(tmp_path / "model.safetensors")

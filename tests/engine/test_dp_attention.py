@@ -33,10 +33,8 @@ def alone() -> Engine:
 def dp_engine() -> Iterator[Engine]:
     """Start an engine with DP attention, and fewer pages than three long requests need."""
     more = {"tensor_parallel_size": 2, "enable_dp_attention": True}
-    more |= {
-        "speculative": "eagle3",
-        "speculative_adaptive": False,
-    }  # adaptive speculation depends on timing
+    # adaptive speculation depends on timing
+    more |= {"speculative": "eagle3", "speculative_adaptive": False}
     page = Engine(EngineConfig(**SETTINGS)).worker.kv["full"]
     size = page["bytes"] // page["pages"]
     engine = Engine(EngineConfig(**SETTINGS, **more, kv_cache_memory=14 * size))

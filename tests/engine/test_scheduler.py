@@ -311,9 +311,8 @@ def test_a_prompt_that_waits_for_pages_is_not_looked_up_again(
         assert waiting.status is RequestStatus.WAITING
     _, first, *later = num_keys
     assert first == 101  # the last one is not found
-    assert (
-        len(later) > 60 and sum(later[:-1]) == 0
-    )  # the last call counts the pages that it offers to the cache on release
+    # the last call counts the pages that it offers to the cache on release
+    assert len(later) > 60 and sum(later[:-1]) == 0
     assert ledger.cache.stats.num_evicted_pages > 5
     world.turn()
     assert 0 < waiting.num_cached < 400

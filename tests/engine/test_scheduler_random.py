@@ -1,5 +1,4 @@
-"""Property tests of the scheduler: under random traffic, every request gets the tokens it gets
-alone."""
+"""Property tests of the scheduler: in random traffic, a request gets the tokens it gets alone."""
 
 import random
 from collections.abc import Sequence
