@@ -71,7 +71,7 @@ class Numbers:
     kv: float = 2
     state: float = 2  # hidden states and logits
     sent: tuple[float, float] = (2, 2)  # to the experts, and back
-    speed: float = 1  # of matrix products, relative to bfloat16
+    speed: float = 1  # speed of matrix products, relative to bfloat16
     sends_wanted: bool = False
     """A row is sent only to the ranks of its experts; Slotzero sends all rows to all ranks."""
     overlaps: bool = False

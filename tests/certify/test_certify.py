@@ -404,7 +404,7 @@ def test_a_runner_of_one_size_is_tried_once() -> None:
 def test_a_poisoned_page_table_names_no_page_of_another_row(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one page per row, the poison in page tables could be a page of the slot itself."""
+    """If a row has one page, the poison in page tables could be a page of the slot itself."""
     monkeypatch.setattr(synthetic_requests, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out

@@ -378,7 +378,7 @@ def test_a_fault_that_cannot_be_captured_is_named(monkeypatch):
 
 @pytest.mark.parametrize("max_num_seqs", [2, 4])
 def test_a_parameter_that_no_request_uses_is_not_broken(monkeypatch, max_num_seqs):
-    """With few slots no request has a logit bias, so a fault that drops it changes nothing."""
+    """If few slots run, no request has a logit bias, so a fault that drops it changes nothing."""
     with_faults(monkeypatch, "stale row", "off by one", "late host copy")
     engine = engine_of("tiny:llama", "eager", max_num_seqs=max_num_seqs)
     said = as_said(mutate(engine, runners=[engine.worker.decode]))

@@ -81,7 +81,7 @@ def test_chunked_prefill(oracles):
     expect_equal(traced, oracle, prompts_of([100, 3, 57, 26], oracle.vocab_size))
 
 
-PAGE = 2 * 2 * 16 * 2 * 16 * 4  # of llama: layers, k and v, page size, KV heads, head size, float32
+PAGE = 2 * 2 * 16 * 2 * 16 * 4  # llama: layers, K and V, page size, KV heads, head size, float32
 
 
 def test_preemption_by_a_tiny_kv_budget(oracles):

@@ -240,7 +240,7 @@ def test_a_window_alone_is_pruned_upwards() -> None:
     assert cache.evict(0, 1) == 1
     assert cache.pages(0) == [a, b, c, d]
     assert x not in cache.pages(0)
-    # of pages released together, the beginning goes first, since the end is still a hit
+    # the beginning of pages released together goes first, since the end is still a hit
     assert cache.evict(0, 3) == 3
     assert cache.pages(0) == [d]
     cache.check()
