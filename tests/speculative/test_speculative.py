@@ -83,9 +83,8 @@ def test_no_token_changes(drafter, params):
     plain, guessing = make(), make(**DRAFTERS[drafter])
     assert answers(guessing, prompts, params) == answers(plain, prompts, params)
     stats = guessing.engine.speculation
-    if (
-        drafter == "right tree" and params is GREEDY
-    ):  # always right in its best branch, and a tree has others, too
+    # its best branch is always right, and the tree has others, too
+    if drafter == "right tree" and params is GREEDY:
         assert stats.num_draft_tokens > 3 * stats.num_accepted_tokens > 3 * stats.num_drafts
     if drafter == "right":
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
