@@ -1,5 +1,8 @@
-"""Run tests/kernels/triton through Triton's interpreter, which must be chosen before triton is
-imported, and test properties that only its compiler shows."""
+"""Tests of the Triton kernels without a GPU.
+
+They run tests/kernels/triton through Triton's interpreter, which must be selected before triton is
+imported, and test properties that only the compiler shows.
+"""
 
 import importlib
 import os
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "triton"
 SHORT = ("experts", "kernels", "trees", "tune")
-"""Tests that take less time than starting a separate process for each"""
+"""Tests that share a process, since starting one for each would take longer than the tests."""
 NAMES = sorted(file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py"))
 GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
 
@@ -54,9 +57,9 @@ def test_globals_of_kernels_equal_themselves():
 
 
 @pytest.mark.parametrize("pairs", [16, 128])
-def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
-    """Compile for an H200, which needs no GPU. If the compiler no longer copied rows ahead of their
-    use, the results would not show it."""
+def test_rows_of_latent_heads_are_prefetched(monkeypatch, pairs):
+    """The test compiles for an H200, which needs no GPU. If the compiler no longer copied rows
+    ahead of their use, results would not show it."""
     triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""An engine that hangs is noticed, gets no requests, and is replaced if it does not come back."""
+"""Tests of the heartbeat: an engine that hangs gets no requests, and is replaced after a while."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
-SOON = 120.0  # seconds: a busy machine is slow, and nothing here may hang
+SOON = 120.0  # seconds: enough for a busy machine, and a limit for a test that hangs
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -38,7 +38,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-# Time, as the server counts it
+# Limits, with a fake clock
 
 
 def passed(monitor: HeartbeatMonitor, seconds: float) -> str:
@@ -90,7 +90,9 @@ def test_time_in_which_the_server_did_not_run_does_not_count() -> None:
     assert monitor.trouble == ""
 
 
-def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_reports_how_long_the_loop_has_been_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
     beats: list[Beat] = []
     is_over = threading.Event()
@@ -120,7 +122,7 @@ def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.Monke
 
 
 class Stopped:
-    """An engine whose process is stopped in the midst of an answer."""
+    """An engine whose process is stopped in the middle of an answer."""
 
     def __init__(self, response_limits: ResponseLimits) -> None:
         self.client = EngineClient(SETTINGS, response_limits=response_limits)
@@ -139,7 +141,7 @@ class Stopped:
         await self.client.stop()
 
 
-def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
+def test_a_stopped_engine_is_unresponsive_until_it_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def live() -> None:
@@ -149,7 +151,7 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
             assert client.failure == "no heartbeat for 10 s"
             with pytest.raises(EngineUnavailableError, match="the engine is unresponsive"):
                 client.submit("b", [1], GREEDY)
-            assert client.num_open == 1, "what was begun waits"
+            assert client.num_open == 1, "the running request waits"
             await asyncio.sleep(2 * INTERVAL)
             pid = client.pid
             assert pid is not None
@@ -192,7 +194,7 @@ def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
     asyncio.run(live())
 
 
-def test_a_health_check_sees_it(tmp_path: Path) -> None:
+def test_the_health_route_reports_an_unresponsive_engine(tmp_path: Path) -> None:
     words = ["tiny:llama", "--backend", "eager", "--heartbeat-timeout", "10"]
     server = Server([*words, "--unresponsive-timeout", "0"], tmp_path / "log")
 
@@ -226,11 +228,11 @@ def test_a_health_check_sees_it(tmp_path: Path) -> None:
     assert "is unresponsive" in server.log.read_text()
 
 
-# Processes that are no engines
+# Fake engine processes
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
-    """In place of the engine runs one that says this and is silent then."""
+    """Replace the engine by a process that sends these messages and is silent then."""
     data = b"".join(map(frame, messages))
     code = f"import os, sys, time; os.write(int(sys.argv[1]), {data!r}); time.sleep(600)"
 
@@ -258,7 +260,7 @@ def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.Mo
     asyncio.run(live())
 
 
-def test_one_that_loads_may_be_silent_and_says_how_far_it_is(
+def test_a_loading_engine_may_be_silent_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     say(monkeypatch, Loading("weights", 3, 7), Loading("recording", 2, 9))

@@ -1,4 +1,4 @@
-"""Draft trees, operation by operation against explicit examples: masks, acceptance and growth."""
+"""Tests of draft trees against explicit code, operation by operation: masks, acceptance, growth."""
 
 import math
 from random import Random
@@ -29,12 +29,12 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def grown(num_nodes: int, rng: Random) -> list[int]:
-    """The parent of each node; the root's is nonsense."""
+    """Return the parent of each node; that of the root is arbitrary."""
     return [99, *(rng.randrange(node) for node in range(1, num_nodes))]
 
 
 def branch(parents: list[int], node: int) -> list[int]:
-    """From the root to the node"""
+    """Return the nodes from the root to this node."""
     return [*(branch(parents, parents[node]) if node else ()), node]
 
 
@@ -53,7 +53,7 @@ rows_of = st.lists(st.integers(1, NUM_SLOTS), unique=True, min_size=1, max_size=
 
 @settings(max_examples=50, deadline=None)
 @given(slots=rows_of, width=st.integers(2, 63), random=st.randoms(use_true_random=False))
-def test_a_node_sees_what_leads_to_it(slots, width, random):
+def test_a_node_sees_its_ancestors(slots, width, random):
     slots.insert(random.randint(0, len(slots)), 0)
     starts = [slot and random.randint(1, 40) for slot in slots]
     counts = [slot and random.randint(1, width) for slot in slots]
@@ -75,8 +75,8 @@ def test_a_node_sees_what_leads_to_it(slots, width, random):
 
 @settings(max_examples=80, deadline=None)
 @given(slots=rows_of, width=st.integers(2, 20), random=st.randoms(use_true_random=False))
-def test_what_is_right_is_kept_in_order(slots, width, random):
-    """Tokens, features and KV; of others nothing changes."""
+def test_accepted_nodes_are_kept_in_order(slots, width, random):
+    """This covers tokens, features and KV cache; nothing else changes."""
     slots.insert(random.randint(0, len(slots)), 0)
     starts = [slot and random.randint(1, 20) for slot in slots]
     counts = [slot and random.randint(0, width) for slot in slots]
@@ -153,7 +153,8 @@ def sampling_tables(params: list[SamplingParams]) -> SamplingTables:
 
 
 def drawn_for(num: int, topk: int, random: Random) -> Sampled:
-    """Few tokens and few scores, so that there are ties; now and then a row that is broken."""
+    """Return samples with few distinct tokens and scores, so that there are ties, and some broken
+    rows."""
     ids, scores = [], []
     for _ in range(num):
         ids.append(random.sample(range(topk + 2), topk) + [0] * (MAX_LOGPROBS - topk))
@@ -165,7 +166,7 @@ def drawn_for(num: int, topk: int, random: Random) -> Sampled:
     return Sampled(ints(*tokens), torch.zeros(num), torch.tensor(ids).int(), torch.tensor(scores))
 
 
-Node = tuple[tuple[int, ...], float]  # tokens from the first guess on, and the score of them all
+Node = tuple[tuple[int, ...], float]  # tokens from the first draft on, and their total score
 
 
 @settings(max_examples=80, deadline=None)
@@ -174,8 +175,8 @@ Node = tuple[tuple[int, ...], float]  # tokens from the first guess on, and the 
     room=st.integers(0, 20), behind=st.integers(0, 1), is_penalised=st.booleans(),
     random=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_penalised, random):
-    """One row between two of padding, against a list of all that could be guessed."""
+def test_a_tree_has_the_best_of_all_drafts(steps, topk, most, room, behind, is_penalised, random):
+    """One row stands between two of padding; the reference lists all possible drafts."""
     shape = TreeShape(steps, topk, min(1 + most, 1 + topk + (steps - 1) * topk**2))
     tables = sampling_tables([SamplingParams(presence_penalty=0.5 * is_penalised)])
     slot, start = 1, 40
