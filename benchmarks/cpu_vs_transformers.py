@@ -1,10 +1,10 @@
-"""The default model on a CPU: Slotzero beside transformers (and llama.cpp where installed).
-
-One process, the same float32 weights, the same prompts, greedy, a fixed number of new tokens, best
-of `--rounds` in turn. Then the time from nothing to the first answer, with an empty cache and with
-a full one. Ends in one JSON line.
+"""Speed of the default model on a CPU: Slotzero, transformers and, if installed, llama.cpp.
 
     python benchmarks/cpu_vs_transformers.py
+
+All engines run in one process, in turn, with the same float32 weights and prompts: greedy, with a
+fixed number of new tokens, best of `--rounds`. Then the start-up time is measured: from a new
+process to the first answer, with an empty and with a full cache. The last line is JSON.
 """
 
 import argparse
@@ -36,7 +36,7 @@ FIRST_ANSWER = [
     "--prompt", "What is the capital of France? Answer in one sentence.",
 ]  # fmt: skip
 
-Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens made
+Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens generated
 
 
 def slotzero_engine() -> Generate:

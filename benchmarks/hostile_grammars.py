@@ -1,11 +1,11 @@
-"""The time per output token of one plain request, alone and beside a stream of hostile grammars.
+"""Time per output token of one plain request, alone and beside a stream of hostile grammars.
 
     python benchmarks/hostile_grammars.py --model smollm2 --tokens 200 --hostile 12
 
-Starts a server on a free port, streams one request without a grammar, and does it again while a few
-clients send structured outputs that are slow or large to compile, each different from the others.
-They begin when the plain request has a few tokens. Prints a table, and one line of JSON at the end.
-Everything is bounded: at most `--hostile` requests, which are given up when the plain request ends.
+The script starts a server on a free port and streams one request without a grammar. Then it does
+the same while a few clients send structured outputs that are slow or large to compile, each
+different from the others. They start when the plain request has a few tokens; at most `--hostile`
+are sent, and they are cancelled when the plain request ends. Prints a table, then one line of JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PRIMES = (999_983, 999_979, 999_961, 999_959, 999_953, 999_931, 999_917, 999_907
 
 
 def hostile(i: int) -> tuple[str, dict[str, Any]]:
-    """-> (kind, schema); no two of them are the same grammar"""
+    """Return kind and schema of the i-th hostile grammar; no two are the same grammar."""
     match i % 4:
         case 0:
             number = PRIMES[i // 4 % len(PRIMES)] + i // 32
@@ -48,7 +48,7 @@ def hostile(i: int) -> tuple[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def served(model: str) -> Iterator[int]:
-    """-> port of a server that is ready"""
+    """Run a server, and yield its port when it is ready."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -83,7 +83,7 @@ def is_ready(port: int) -> bool:
 
 
 def stream(port: int, num_tokens: int, at_work: Callable[[], None] = lambda: None) -> list[float]:
-    """-> seconds between the tokens of one request; `at_work` is called after a few"""
+    """Return the seconds between the tokens of one request; call `at_work` after the first few."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     body = {
         "model": NAME, "prompt": "Once upon a time", "max_tokens": num_tokens, "stream": True,
@@ -163,8 +163,10 @@ def summary(gaps: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=200, help="of the plain request")
-    parser.add_argument("--hostile", type=int, default=12, help="most hostile requests")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of the plain request")
+    parser.add_argument(
+        "--hostile", type=int, default=12, help="maximum number of hostile requests"
+    )
     wanted = parser.parse_args()
     with served(wanted.model) as port:
         stream(port, 16)

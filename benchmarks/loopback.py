@@ -1,9 +1,9 @@
-"""What ranks on one CPU cost each other: gloo's collectives, and the message that a step is.
+"""Communication cost of ranks on one CPU: gloo's collectives, and the message that carries a step.
 
-`python benchmarks/scaling.py --measure` runs it. Ranks share the cores here, so nothing of this is
-a speed-up: it is what a step pays on top, as an upper bound, and it says nothing of NCCL. Of each
-there are the quickest and the median; they differ by who else wants the cores. A message is timed
-from before it is sent until its answer, one byte, has come back.
+`python benchmarks/scaling.py --measure` runs it. The ranks share the CPU's cores, so this measures
+no speed-up: it gives an upper bound for what communication adds to a step, and says nothing about
+NCCL. Each result has the shortest and the median time, which differ with the load on the cores. A
+message is timed from before it is sent until its answer, one byte, has arrived.
 """
 
 import os
@@ -39,14 +39,14 @@ def measure() -> dict[str, Any]:
     for line in report["collectives"]:
         cells = " | ".join(_shown(line[name]) for name in CALLS)
         print(f"| {line['ranks']} | {line['rows']} | {cells} |")
-    print("\n| rows | bytes | there and back |\n|---|---|---|")
+    print("\n| rows | bytes | round trip |\n|---|---|---|")
     for line in report["messages"]:
         print(f"| {line['rows']} | {line['bytes']:,} | {_shown(line['both'])} |")
     return report
 
 
 def _calls(ranks: Ranks, rows: int) -> Mapping[str, Callable[[], Tensor]]:
-    """Over the hidden states of so many tokens, of all ranks together"""
+    """Return the collectives by name, over the hidden states of `rows` tokens of all ranks."""
     whole, share = torch.ones(rows, HIDDEN), -(-rows // ranks.size)
     own, each = torch.ones(share, HIDDEN), torch.ones(ranks.size, share, HIDDEN)
     padded = torch.ones(share * ranks.size, HIDDEN)
@@ -73,7 +73,7 @@ def _collectives(size: int) -> list[dict[str, Any]]:
         for process in others:
             process.start()
         if not ours.poll(PATIENCE):
-            raise TimeoutError(f"{size} ranks measured nothing in {PATIENCE:g} s")
+            raise TimeoutError(f"{size} ranks did not finish measuring within {PATIENCE:g} s")
         lines: list[dict[str, Any]] = ours.recv()
         for process in others:
             process.join()
@@ -92,7 +92,7 @@ def _take_part(meeting: Rendezvous, rank: int, connection: "Connection[Any, Any]
 
 
 def _messages() -> list[dict[str, Any]]:
-    """Orders of a decode step in which every row gets a page"""
+    """Time the messages of a decode step in which every row gets a page."""
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     other = spawning.Process(target=_answer, args=(theirs,), daemon=True)
@@ -124,7 +124,7 @@ def _answer(connection: "Connection[Any, Any]") -> None:
 
 
 def _timed(call: Callable[[], Any]) -> list[float]:
-    """The quickest and the median, in microseconds"""
+    """Return the shortest and the median time, in microseconds."""
     took = [1e6 * _seconds(call) for _ in range(WARM_UPS + REPEATS)][WARM_UPS:]
     return [round(min(took)), round(statistics.median(took))]
 

@@ -1,11 +1,11 @@
-"""What one GPU, one node and many nodes give, by a model: tables, checks, choices.
+"""Predicted performance of one GPU, one node and several nodes, checked against measurements.
 
-    python benchmarks/scaling.py             # constants, checks, and what each layout would give
+    python benchmarks/scaling.py             # constants, checks, and a prediction for each layout
     python benchmarks/scaling.py --measure   # gloo's collectives and a step's message, on this CPU
 
-The model is step_model.py. It is printed beside what we measured on one H200, beside what others
-published (scaling.json has their addresses), and for every layout of a node. Prints tables, then
-one line of JSON. docs/scaling.md says what to make of it.
+The predictions come from step_model.py. They are printed beside our measurements on one H200,
+beside published results (scaling.json has the sources), and for every layout of a node. The script
+prints tables, then one line of JSON. docs/scaling.md explains the results.
 """
 
 import argparse
@@ -38,11 +38,14 @@ from step_model import (
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.models.config import ModelConfig
 
-# --- beside what was measured, here and by others
+# --- checks against our measurements and published ones
 
 
 def check_ours(machine: Machine) -> list[dict[str, Any]]:
-    """Milliseconds on one H200; the constants come from those that are called fitted."""
+    """Compare with our measurements on one H200, in milliseconds.
+
+    The model's constants were fitted to the entries whose names say "fitted".
+    """
     found = []
 
     def add(what: str, rows: int, context: float, seconds: float, ms: float) -> None:
@@ -110,7 +113,7 @@ def _layout(tp: int, ep: bool = False, apart: bool = False, replicas: int = 1) -
     return Layout(Ranks(0, tp, "", ep, apart), replicas)
 
 
-# --- what each layout would give
+# --- predictions for each layout
 
 
 LAYOUTS = {
@@ -127,7 +130,7 @@ ROWS, NODE_ROWS, CONTEXT, MOST = (8, 64, 512), (16, 128, 512), 2048, 4096
 
 
 def choices(machine: Machine) -> list[dict[str, Any]]:
-    """Of a node of eight, in bfloat16: a decode step by rows of the whole node."""
+    """Predict decode steps of a node of eight GPUs in bfloat16, by the rows of the whole node."""
     found = []
     for name in CHOICES:
         model = MODELS[name]
@@ -149,7 +152,7 @@ def choices(machine: Machine) -> list[dict[str, Any]]:
 
 
 def nodes(machine: Machine) -> list[dict[str, Any]]:
-    """Of two nodes: ranks that reach over both, which is not implemented, and one engine each."""
+    """Predict two nodes: one engine per node, and ranks across both, which is not implemented."""
     found = []
     for name in ("Llama-3.1-70B", "Llama-3.1-405B"):
         for called, layout in {"2 x TP8": _layout(8, replicas=2), "TP16": _layout(16)}.items():
@@ -159,7 +162,7 @@ def nodes(machine: Machine) -> list[dict[str, Any]]:
 
 
 def _step(model: ModelConfig, machine: Machine, layout: Layout, rows: int) -> dict[str, float]:
-    """Decode, of so many rows in all"""
+    """Predict a decode step of `rows` rows in total."""
     took = spent(model, machine, layout.ranks, Load(-(-rows // layout.replicas), CONTEXT))
     return {
         "ms": _short(1000 * took.total),

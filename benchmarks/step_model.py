@@ -1,11 +1,12 @@
-"""The model of benchmarks/scaling.py: what a step of a rank takes, by bytes, flops and collectives.
+"""Performance model of a step on one rank, from bytes, flops and collectives; see scaling.py.
 
-A step is the weights and the KV that a rank reads, its flops, a fixed time a layer, and what the
-ranks exchange. What a rank has is asked of slotzero.models.shards; what it exchanges is counted as
-slotzero.models.decoder does it. The constants of a GPU are taken from what we measured on one H200
-(benchmarks/h200), those of links from what others published (scaling.json, with addresses). To read
-weights and to compute with them takes the root of the sum of both squares; all else is one after
-another, unless it says that it overlaps. It knows no host time, and experts are chosen evenly.
+The time of a step has four parts: the weights and KV cache that a rank reads, its flops, a fixed
+time per layer, and the collectives. slotzero.models.shards says what a rank holds; the collectives
+are counted as slotzero.models.decoder issues them. The constants of a GPU come from our
+measurements on one H200 (benchmarks/h200), those of the links from published results (scaling.json
+has the sources). The time of a product is the root of the sum of the squares of the time to read
+its weights and the time to compute it. All other parts add up, unless `overlaps` is set. The model
+has no host time, and assumes that experts are chosen evenly.
 """
 
 import functools
@@ -26,30 +27,30 @@ from slotzero.models.stacks import StackedParam, model_params
 HERE = Path(__file__).parent
 DATA: dict[str, Any] = json.loads((HERE / "scaling.json").read_text())
 MODELS = {name: parse_config(config) for name, config in DATA["models"].items()}
-NODE = 8  # GPUs that NVLink joins
+NODE = 8  # GPUs connected by NVLink
 CHOICE_BYTES, SLOT_BYTES = 4, 4
-MLP = ("mlp", "moe")  # how the names of their weights begin
+MLP = ("mlp", "moe")  # prefixes of the names of MLP weights
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU and its links: bytes, bytes a second, flops a second in bfloat16, seconds."""
+    """A GPU and its links, in bytes, bytes per second, bfloat16 flops per second, and seconds."""
 
     memory: float
     bandwidth: float
-    rate: float  # of products
-    link: float  # NVLink, as a collective sees it
-    nic: float  # to other nodes
-    latency: float  # of a collective over next to nothing
+    rate: float  # flops per second of matrix products
+    link: float  # NVLink bandwidth, as achieved by a collective
+    nic: float  # bandwidth to other nodes
+    latency: float  # time of a collective over almost no data
     layer: float = 0.0  # fixed time of a layer; latent attention and experts add to it
-    reach: float = 1.0  # share of the bandwidth, over weights
+    reach: float = 1.0  # share of the bandwidth achieved when reading weights
     latent_layer: float = 0.0
     latent_rate: float = math.inf
-    latent_reach: float = 1.0  # over latent KV
+    latent_reach: float = 1.0  # share of the bandwidth achieved when reading latent KV
     expert_layer: float = 0.0
     expert_rate: float = math.inf
     expert_reach: float = 1.0
-    prefill_rate: float = math.inf  # of attention over a prompt
+    prefill_rate: float = math.inf  # flops per second of attention over a prompt
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,17 @@ class Layout:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Bytes of a number, where it is; ours are bfloat16 everywhere."""
+    """Bytes per number, by where it is stored or sent; Slotzero uses bfloat16 everywhere."""
 
     weight: float = 2
     kv: float = 2
     state: float = 2  # hidden states and logits
-    sent: tuple[float, float] = (2, 2)  # to experts, and back
-    speed: float = 1  # of products, against bfloat16
+    sent: tuple[float, float] = (2, 2)  # to the experts, and back
+    speed: float = 1  # speed of matrix products, relative to bfloat16
     sends_wanted: bool = False
-    """A row goes to those ranks alone that it wants; ours has room for all rows everywhere."""
+    """A row is sent only to the ranks of its experts; Slotzero sends all rows to all ranks."""
     overlaps: bool = False
-    """Of two halves of a batch one computes while the other is exchanged."""
+    """One half of a batch computes while the other half is exchanged."""
 
 
 OURS = Numbers()
@@ -84,7 +85,7 @@ class Load(NamedTuple):
     """One step of all DP ranks together."""
 
     rows: int
-    context: float  # tokens stored in each row, or of a prompt, before it ends
+    context: float  # tokens stored for each row, or the length of each prompt
     is_prompt: bool = False
 
     @property
@@ -93,14 +94,14 @@ class Load(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective: what goes in on every rank, in bytes."""
+    """A collective, and the bytes of its input on every rank."""
 
     kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all
     size: float
 
 
 class Spent(NamedTuple):
-    """Seconds"""
+    """The seconds of a step, by part."""
 
     fixed: float
     products: float
@@ -114,7 +115,7 @@ class Spent(NamedTuple):
         return max(alone, self.exchange) if self.overlaps else alone + self.exchange
 
 
-# --- what a rank has
+# --- memory of a rank
 
 
 def elements(stacked: StackedParam) -> int:
@@ -128,12 +129,12 @@ def held(model: ModelConfig, ranks: Ranks) -> tuple[StackedParam, ...]:
 
 
 def weight_bytes(model: ModelConfig, ranks: Ranks, numbers: Numbers = OURS) -> float:
-    """Of each rank"""
+    """Return the bytes of the weights on one rank."""
     return numbers.weight * sum(map(elements, held(model, ranks)))
 
 
 def kv_bytes(model: ModelConfig, ranks: Ranks, context: float, numbers: Numbers = OURS) -> float:
-    """KV bytes of one row on one rank"""
+    """Return the bytes of KV cache of one row on one rank."""
     return sum(
         len(g.layers) * g.heads.num_kv_heads * g.heads.row_size * _seen(g.heads.window, context)
         for g in model.shard(ranks).groups
@@ -141,7 +142,7 @@ def kv_bytes(model: ModelConfig, ranks: Ranks, context: float, numbers: Numbers 
 
 
 def room(model: ModelConfig, machine: Machine, ranks: Ranks, context: float, n: Numbers) -> int:
-    """Rows of this length whose KV fits on all DP ranks, in nine tenths of the memory"""
+    """Return how many rows of this length fit on all DP ranks, in nine tenths of the memory."""
     free = 0.9 * machine.memory - weight_bytes(model, ranks, n)
     return max(0, int(free / kv_bytes(model, ranks, context, n))) * ranks.num_dp_ranks
 
@@ -150,11 +151,11 @@ def _seen(window: int | None, context: float) -> float:
     return context if window is None else min(window, context)
 
 
-# --- what ranks exchange
+# --- collectives
 
 
 def calls(model: ModelConfig, ranks: Ranks, load: Load, n: Numbers = OURS) -> Iterator[Call]:
-    """Every collective of a step, as Decoder and Vocabulary make them."""
+    """Yield every collective of a step, as Decoder and Vocabulary issue them."""
     if not ranks.is_distributed:
         return
     share = -(-load.tokens // ranks.size)
@@ -202,8 +203,11 @@ def _expert_calls(model: ModelConfig, ranks: Ranks, share: int, n: Numbers) -> I
 
 
 def call_seconds(machine: Machine, call: Call, size: int) -> float:
-    """A latency, and the bytes that leave a rank. Between nodes, what is summed or gathered goes
-    through a node first and then, an eighth by each GPU, to the others."""
+    """Return the time of a collective: a latency, and the time for the bytes that leave a rank.
+
+    Sums and gathers across nodes run inside each node first; then each GPU sends an eighth to the
+    other nodes.
+    """
     is_exchange = call.kind == "all_to_all"
     whole = call.size * (size if call.kind == "all_gather" else 1)
     whole *= 2 if call.kind == "all_reduce" else 1
@@ -216,7 +220,7 @@ def call_seconds(machine: Machine, call: Call, size: int) -> float:
     return 2 * machine.latency + inside / machine.link + outside / NODE / machine.nic
 
 
-# --- what a step takes
+# --- time of a step
 
 
 def spent(
@@ -244,9 +248,9 @@ def spent(
 
 @functools.cache
 def _read(model: ModelConfig, ranks: Ranks) -> tuple[int, int, int]:
-    """Numbers of the head, of MLPs, and of all else that every step reads"""
+    """Count the numbers in the head, in the MLPs, and in all other weights that a step reads."""
     params = held(model, ranks)
-    head = next((p for p in params if p.name == "head"), params[0])  # or tied: the embedding
+    head = next((p for p in params if p.name == "head"), params[0])  # if tied, the embedding
     layers = [p for p in params if p.prefixes is not None and p.param.experts is None]
     mlps = sum(elements(p) for p in layers if p.name.startswith(MLP))
     return elements(head), mlps, sum(map(elements, layers)) - mlps
@@ -259,7 +263,7 @@ def _num_sparse(model: ModelConfig) -> int:
 def _expert_seconds(
     mine: ModelConfig, machine: Machine, ranks: Ranks, tokens: int, n: Numbers
 ) -> float:
-    """Of all sparse layers; tokens choose evenly."""
+    """Return the time of the experts in all sparse layers, if tokens choose experts evenly."""
     shape = mine.experts
     if shape is None:
         return 0.0
@@ -284,7 +288,7 @@ def _attention_seconds(
             size = heads.head_dim + heads.value_dim
             if latent is not None:
                 size = latent.nope_dim + latent.rope_dim + latent.v_head_dim
-            before = seen - seen * seen / (2 * load.context)  # on average, of each token
+            before = seen - seen * seen / (2 * load.context)  # keys per token, on average
             flops = 2 * own_rows * load.context * before * heads.num_heads * size
             total += len(group.layers) * flops / machine.prefill_rate
             continue
@@ -302,19 +306,22 @@ def throughput(
     model: ModelConfig, machine: Machine, layout: Layout, rows: int, given: int, asked: int,
     n: Numbers = OURS, chunk: int = 8192,
 ) -> float:  # fmt: skip
-    """Tokens a second of requests that keep so many rows of each replica busy."""
+    """Return the tokens per second if requests keep `rows` rows of each replica busy."""
     decode = spent(model, machine, layout.ranks, Load(rows, given + asked / 2), n).total
     prompts = max(1, chunk * layout.ranks.num_dp_ranks // given)
     prefill = spent(model, machine, layout.ranks, Load(prompts, given, True), n).total / prompts
     return layout.replicas * rows * asked / (asked * decode + rows * prefill)
 
 
-# --- the constants of a GPU, from what we measured on one
+# --- constants of a GPU, from our measurements
 
 
 def calibrated() -> Machine:
-    """An H200: of two dense models' steps the time of a layer, the share of the bandwidth and the
-    rate; of DeepSeek's shape and of single layers with experts what these add."""
+    """Fit an H200 to our measurements.
+
+    Steps of two dense models give the time per layer, the share of the bandwidth and the rate.
+    DeepSeek's shape and single layers with experts give what these add.
+    """
     links, bandwidth = DATA["links"], 1e9 * measured("cost")["read_bandwidth_gb_per_second"]
     of_links = {"link": links["nvlink"], "nic": links["nic"], "latency": links["latency"]}
     machine = Machine(memory=141e9, bandwidth=bandwidth, rate=math.inf, **of_links)
@@ -331,7 +338,7 @@ def calibrated() -> Machine:
 
 
 def fitted_steps() -> Iterator[tuple[ModelConfig, Load, float]]:
-    """Steps that the constants come from, and their seconds"""
+    """Yield the steps that the constants are fitted to, and their seconds."""
     cost, graphs = measured("cost"), measured("graphs")
     for p in cost["against_batch"] + cost["against_context"]:
         yield MODELS["Llama-3.1-8B"], Load(p["rows"], p["context"]), p["ms"] / 1000
@@ -349,7 +356,7 @@ def _with_latent(machine: Machine, latent: Mapping[str, Any]) -> Machine:
     ms = {(r["heads"], r["rows"], r["context"]): r["ms"] for r in latent["results"]}
     model = latent_model(16)
     heads, num = model.groups[0].heads, model.num_layers
-    stored = num * 256 * (32768 - 1024)  # by which the longest steps differ from the shortest
+    stored = num * 256 * (32768 - 1024)  # tokens that the longest steps store beyond the shortest
     flops = 2 * 128 * (heads.head_dim + heads.value_dim)
     eighth, whole = ((ms[h, 256, 32768] - ms[h, 256, 1024]) / 1000 for h in (16, 128))
     rates = [r["expanded_tflops"] for r in latent["prefill"] if r["tokens"] > 512 > r["before"]]
@@ -382,7 +389,7 @@ def _with_experts(machine: Machine, results: Sequence[Mapping[str, Any]]) -> Mac
 
 
 def latent_model(num_heads: int) -> ModelConfig:
-    """Four dense layers in DeepSeek-V3's shape, as benchmarks/h200/latent.py has them"""
+    """Return four dense layers in DeepSeek-V3's shape, as in benchmarks/h200/latent.py."""
     config = DATA["models"]["DeepSeek-V3"] | {"num_hidden_layers": 4, "first_k_dense_replace": 4}
     config |= {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
     for name in ("intermediate_size", "vocab_size"):
@@ -392,7 +399,7 @@ def latent_model(num_heads: int) -> ModelConfig:
 
 @functools.cache
 def machines() -> dict[str, Machine]:
-    """Others have the H200's shares of what their makers state."""
+    """Return all machines; others achieve the H200's shares of their makers' specifications."""
     h200 = calibrated()
     stated = DATA["machines"]
     made = {}

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation: step.svg and architecture.svg.
+"""Generator of the documentation's pictures, step.svg and architecture.svg.
 
     python docs/draw.py
 
@@ -35,6 +35,8 @@ STYLE = """
 
 
 class Picture:
+    """An SVG picture made of boxes, texts and arrows."""
+
     def __init__(self, width: int, height: int, title: str) -> None:
         self._head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -67,18 +69,18 @@ class Picture:
 
 
 def step() -> Picture:
-    """A decode step of three requests, padded to the capture size 4."""
-    made = Picture(860, 426, "One decode step: three requests, padded to a captured size of four")
+    """Draw a decode step of three requests, padded to the capture size 4."""
+    made = Picture(860, 426, "One decode step: three requests, padded to the capture size of four")
     made.text(20, 30, "Host: publish the slots that run", "title")
     made.cells(20, 44, ["3", "7", "5", "0"], zeros=[3])
-    made.text(180, 54, "Three requests run. The captured size is 4,", "small")
+    made.text(180, 54, "Three requests run. The capture size is 4,", "small")
     made.text(180, 70, "so one row is padding: slot 0.", "small")
 
     made.box(20, 108, 820, 112, "graph")
-    made.text(116, 130, "Device: replay one captured graph (positions to write-back)", "title")
+    made.text(116, 130, "Device: replay one captured graph", "title")
     steps = [
         ("positions", "length[slot]"),
-        ("embed", "tokens[slot]"),
+        ("embed", "tokens[slot, pos]"),
         ("all layers", "page_table[slot]"),
         ("sample", "parameters[slot]"),
         ("write back", "tokens, length"),
@@ -123,7 +125,7 @@ def step() -> Picture:
 
 LAYERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("cli/", "the command slotzero"), ("server/", "HTTP, engine processes, metrics")),
-    (("training/", "EAGLE heads"), ("bench/", "measuring"), ("llm.py", "the offline API")),
+    (("training/", "EAGLE heads"), ("bench/", "benchmarks"), ("llm.py", "the offline API")),
     (("certify/", "proofs, mutants, live checks"),),
     (("engine/", "plan, run, commit; scheduler; output text"),),
     (("executor/", "limits, build, worker, table writer, ranks as processes"),),
@@ -136,7 +138,7 @@ LAYERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (
         ("system/", "memory, cache"),
         ("config.py", "settings"),
-        ("tree_shape.py", ""),
+        ("tree_shape.py", "drafts"),
         ("errors.py", "error tree"),
     ),
 )

@@ -1,10 +1,10 @@
-"""Add a model family from outside the package: Arcee, which transformers has and Slotzero does not.
+"""Add a model family from outside the package: Arcee, which Slotzero does not support itself.
 
     python examples/add_a_family.py
 
-Arcee is Llama with another MLP: no gates, and a squared ReLU. All of its blocks exist, so the
-family is one function that reads a config.json into layers. A tiny random model, built and saved by
-transformers, then shows that both engines choose the same tokens.
+Arcee is Llama with a different MLP: no gate, and a squared ReLU. Slotzero has all of its blocks, so
+the family is one function that turns a config.json into layers. The script then builds and saves a
+tiny random model with transformers, and checks that both engines generate the same tokens.
 """
 
 import tempfile
@@ -34,8 +34,8 @@ PROMPTS = ([1, 5, 9, 14], [1, 77, 30], [1, *range(20, 60)])
 
 
 def parse_arcee(config: Mapping[str, Any]) -> ModelConfig:
-    """Read Arcee's config.json into layers."""
-    require(config, "hidden_act", "relu2")  # refuse any other by name
+    """Turn Arcee's config.json into layers."""
+    require(config, "hidden_act", "relu2")  # refuse any other activation by name
     has_bias = bool(config.get("attention_bias", False))
     names = layer_groups(config)  # the KV group of each layer: "full" for all of them
     groups = kv_groups(config, names, attention_heads(config))
@@ -70,7 +70,7 @@ def save_tiny(folder: Path) -> ArceeForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.15,  # wide, so that a mistake changes the tokens
+        initializer_range=0.15,  # large, so that a mistake changes the tokens
         bos_token_id=1,
         eos_token_id=2,
     )

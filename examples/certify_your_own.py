@@ -1,9 +1,9 @@
-"""Records a toy model, certifies it, breaks a rule, and shows the error that names the tensor.
+"""Certify your own model: a toy passes, then breaks a rule, and the error names the tensor.
 
     python examples/certify_your_own.py
 
-The model is a counter for each slot: a step adds a learned gain to the counters of the slots that
-run and reports what they were. It has one tensor of each kind.
+The model is one counter per slot. A step adds a learned gain to the counters of the slots that run,
+and returns their previous values. The model has one tensor of each kind.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Counters:
         self.registry = registry = Registry(torch.device("cpu"))
         self.counts = registry.table("counts", torch.zeros(SLOTS + 1))
         self.slots = registry.published(
-            "slots", ROWS, pad=pad, reason="slot 0 is nobody's: what it adds is dropped"
+            "slots", ROWS, pad=pad, reason="slot 0 has no owner: what is added to it is dropped"
         )
         self.is_real = registry.derived("is_real", (ROWS,), torch.float32)
         self.before = registry.output("before", (ROWS,), torch.float32)
@@ -36,7 +36,7 @@ class Counters:
         self.runner = Runner(spec, registry, EagerBackend())
 
     def step(self, key: GraphKey, pieces: Pieces) -> None:
-        """All that is derived is derived here, from who runs and from the tables."""
+        """Compute all derived tensors from the published slots and the tables."""
         slots, is_real = self.slots[: key.rows], self.is_real[: key.rows]
         is_real.copy_(slots > 0)
         before = self.counts[slots]
@@ -46,7 +46,7 @@ class Counters:
 
     @contextmanager
     def scenario(self, runner: Runner, key: GraphKey) -> Iterator[Scenario]:
-        """A step that could happen: as few rows as this size is picked for, others standing by."""
+        """Set up a step with the fewest rows that use this capture size, while other slots idle."""
         rows = key.rows // 2 + 1
         self.counts[1:] = torch.arange(1, SLOTS + 1) / 4
         running = list(range(2, 2 + rows))
@@ -54,7 +54,7 @@ class Counters:
             key=key,
             published={"slots": running},
             larger_step={"slots": list(range(SLOTS - ROWS + 1, SLOTS + 1))},
-            trap=SLOTS,
+            idle_slot=SLOTS,
             tables=memory_of(self.registry),
         )
 
@@ -65,7 +65,7 @@ def certificate_of(counters: Counters) -> Certificate:
 
 
 def main() -> None:
-    for counters in (Counters(), Counters(pad=1)):  # slot 1 may be somebody's
+    for counters in (Counters(), Counters(pad=1)):  # slot 1 may belong to a request
         certificate = certificate_of(counters)
         print("certified" if certificate.passed else "broken")
         for violation in certificate.violations:
@@ -74,7 +74,7 @@ def main() -> None:
     counters.runner.prepare(GraphKey("count", 2, 2))
     counters.registry.begin_step()
     try:
-        counters.runner.run(GraphKey("count", 2, 2), 2)  # nobody said who runs
+        counters.runner.run(GraphKey("count", 2, 2), 2)  # the slots were not published
     except Exception as error:
         print(error)
 

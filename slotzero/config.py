@@ -1,7 +1,7 @@
-"""The engine's settings. The field is the flag: names are vLLM's, help is the field's docstring.
+"""The engine's settings. Each field is a flag of the command line, and its docstring the help text.
 
-It holds what the user asked for and knows no device; the worker turns None into what this machine
-and model allow.
+Names follow vLLM. The config has the values that the user gave and does not know the device; the
+worker resolves None to what the machine and the model allow.
 """
 
 import os
@@ -28,11 +28,13 @@ GENERATION_CONFIGS = ("auto", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
+    """Settings of one engine, validated on creation."""
+
     model: str = DEFAULT_MODEL
     """A folder, a .gguf file, a Hugging Face hub id, tiny:FAMILY for a tiny random model, or the
-    embedded smollm2."""
+    bundled smollm2."""
     load_format: str = "auto"
-    """auto loads the checkpoint's weights; dummy makes random weights from config.json alone."""
+    """auto loads the checkpoint's weights; dummy uses random weights and needs config.json only."""
     quantization: str = "auto"
     """Format of the weights in memory: auto keeps the checkpoint's, none unpacks quantised weights.
     fp8 converts the linear layers of an unquantised checkpoint (or a .gguf file) while they load,
@@ -43,89 +45,90 @@ class EngineConfig:
     of calls without parameters: auto takes them from the model's generation_config.json, none uses
     the engine's defaults. The commands chat and generate have their own defaults."""
     dtype: str = "auto"
-    """Data type of weights and KV cache: auto is the checkpoint's on a GPU (float16 if it is
-    quantised and large), and float32 on a CPU."""
+    """Data type of weights and KV cache: auto is the checkpoint's dtype on a GPU (float16 for a
+    large quantised checkpoint), and float32 on a CPU."""
     backend: str = "auto"
-    """How recorded steps run: cuda (CUDA graphs), cpu (compiled code), eager (not recorded), or
-    auto for the best that this machine supports."""
+    """How steps run: cuda (CUDA graphs), cpu (compiled code), eager (nothing is recorded), or auto
+    for the fastest one that this machine supports."""
     enforce_eager: bool = False
     """The same as --backend eager."""
     max_model_len: int | None = None
-    """Longest prompt plus answer, in tokens; default: what the model and memory allow."""
+    """Maximum length of prompt plus answer in tokens; default: what the model and memory allow."""
     max_num_seqs: int | None = None
-    """Most requests that run at once; default: 256 on a GPU, 16 on a CPU."""
+    """Maximum number of requests that run at once; default: 256 on a GPU, 16 on a CPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens per step; longer prompts are processed in chunks (chunked prefill)."""
+    """Maximum number of tokens per step; longer prompts are processed in chunks (chunked prefill).
+    """
     kv_cache_memory: int | None = None
     """Bytes for the KV cache (suffixes K, M, G); default: derived from free memory."""
     sliding_kv_memory: int | None = None
-    """Bytes of the KV cache for sliding-window layers; default: such that they and the other layers
-    hold the same number of requests of --expected-len tokens."""
+    """Bytes of the KV cache for sliding-window layers; default: enough for the same number of
+    requests of --expected-len tokens as in the other layers."""
     expected_len: int = 8192
-    """Typical length of a request, prompt plus answer, by which the KV cache is split between
-    sliding-window and other layers."""
+    """Typical length of a request (prompt plus answer). It determines how the KV cache is split
+    between sliding-window and other layers."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory that the engine may use in total."""
     page_size: int = 16
     """Tokens per page of the KV cache, a power of two."""
     tensor_parallel_size: int = 1
-    """Number of devices that share every layer of the model: each holds some of its attention heads
-    and a slice of its MLPs."""
+    """Tensor parallelism: number of devices over which every layer is split. Each holds some of the
+    attention heads and a slice of the MLPs."""
     enable_expert_parallel: bool = False
     """Expert parallelism: each device holds whole experts instead of a slice of every expert."""
     enable_dp_attention: bool = False
     """DP attention: each of the tensor_parallel_size devices has its own requests, up to
-    max_num_seqs, and computes their attention alone; only MLPs and experts are shared."""
+    max_num_seqs, and computes their attention alone; only MLPs and experts are split."""
     rank_timeout: float = 60.0
     """Seconds that one device waits for another before the engine fails."""
     nnodes: int = 1
-    """Number of machines over which the devices are divided evenly. All machines run the same
-    command, with the same secret in SLOTZERO_KEY and each with its own --node-rank."""
+    """Number of machines over which the devices are distributed evenly. Run the same command on all
+    machines, with the same secret in SLOTZERO_KEY, and a different --node-rank on each."""
     node_rank: int = 0
     """Index of this machine. Machine 0 runs the server; the others only compute."""
     master_addr: str = "127.0.0.1"
-    """Address of machine 0, as the other machines reach it."""
+    """Address at which the other machines reach machine 0."""
     master_port: int = 29500
-    """Port of machine 0 for the other machines."""
+    """Port at which the other machines reach machine 0."""
     node_timeout: float = 300.0
     """Seconds that machines wait for each other to start."""
     executor: str = "local"
-    """Where engine processes run: local is this machine, ray is the Ray cluster at RAY_ADDRESS or
-    on this machine."""
+    """Where engine processes run: local (this machine) or ray (the Ray cluster at RAY_ADDRESS, or
+    one on this machine)."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts and answers, and reuse it for prompts with the same prefix."""
     snapshot_interval: int = 256
-    """For models with recurrent layers: tokens between two snapshots of the state for the prefix
-    cache, a multiple of the page size."""
+    """For models with recurrent layers: number of tokens between two snapshots of the state for the
+    prefix cache, a multiple of the page size."""
     speculative: str | None = None
-    """Speculative decoding, which never changes an answer. The drafter: eagle or eagle3 (a draft
-    head), mtp (the model's own MTP layers, or its assistant), draft (a small model), ngram
-    (matches in the text so far)."""
+    """Speculative decoding, which never changes an answer. The value is the drafter: eagle or
+    eagle3 (a draft head), mtp (the model's own MTP layers, or its assistant), draft (a small
+    model), or ngram (repetitions in the text so far)."""
     speculative_model: str | None = None
-    """The draft head, draft model or assistant; smollm2 is an embedded eagle3 head, the default for
+    """The draft head, draft model or assistant. smollm2 is a bundled eagle3 head, the default for
     that model."""
     speculative_steps: int = 4
-    """Most draft tokens in sequence."""
+    """Maximum number of draft tokens in sequence."""
     speculative_topk: int = 1
-    """Alternatives after each draft token; above 1 the drafts form a tree, of which the best are
-    verified."""
+    """Number of alternatives after each draft token. Above 1 the drafts form a tree, of which the
+    best are verified."""
     speculative_num_draft_tokens: int | None = None
-    """Tokens of a draft tree that are verified at once, including the newest token; default: 1 +
-    steps * topk, at most 63."""
+    """Number of tokens of a draft tree that are verified at once, including the newest token;
+    default: 1 + steps * topk, at most 63."""
     speculative_adaptive: bool = True
-    """Draft fewer tokens, or none, while that is faster, judged by recent acceptance and the number
+    """Draft fewer tokens, or none, while that is faster, based on recent acceptance and the number
     of running requests."""
     grammar_timeout: float = 5.0
-    """Seconds to compile the grammar of a structured output; after that the request is refused.
-    Other requests run meanwhile."""
+    """Seconds to compile the grammar of a structured output; after that the request fails. Other
+    requests continue meanwhile."""
     grammar_memory: int = 256 << 20
-    """Most host memory in bytes for one grammar (suffixes K, M, G). Compiled grammars that no
+    """Maximum host memory in bytes for one grammar (suffixes K, M, G). Compiled grammars that no
     request uses are cached up to the same total."""
     lazy_recording: bool = False
     """Record a size when it is first needed instead of at startup."""
     sanitize: str = "off"
-    """Check live traffic: run steps twice, eagerly and with unowned memory overwritten, recompute
-    answers from their tokens alone, recount the owners of pages, and compare. sample checks some
+    """Check live traffic: run steps again, eagerly and with unowned memory overwritten; recompute
+    answers from their tokens alone; recount the owners of pages; and compare. sample checks some
     steps, full checks all."""
     sanitize_every: int = 1000
     """With --sanitize sample: check one step in N, and one answer after each such step."""
@@ -134,12 +137,12 @@ class EngineConfig:
     token leaves it, fallback runs eagerly from then on (after a wrong answer also without drafts
     and prefix cache)."""
     seed: int | None = None
-    """Seed for the requests that have none, and for dummy weights; default: requests are sampled
+    """Seed for requests without a seed, and for dummy weights; default: requests are sampled
     differently in every run, and dummy weights use 0."""
     chat_template: str | None = None
-    """Chat template to use in place of the model's own: a file, or the Jinja text itself."""
+    """Chat template to use instead of the model's own: a file, or the Jinja text itself."""
     skip_tokenizer_init: bool = False
-    """Do not load the tokenizer: token ids in, token ids out."""
+    """Do not load the tokenizer: requests and answers have token ids instead of text."""
     show_progress: bool = True
     """Show progress bars while loading and recording."""
 
@@ -228,22 +231,21 @@ class EngineConfig:
             raise ConfigError(f"enforce_eager contradicts backend={self.backend!r}: drop one")
 
     def _check_details(self, name: str, off: str | None, remedy: str) -> None:
-        """Refuse settings of a feature that is off: they would have no effect."""
+        """Raise on settings of a feature that is off: they would have no effect."""
         for field in fields(self):
             value, is_detail = getattr(self, field.name), field.name.startswith(f"{name}_")
             if getattr(self, name) == off and is_detail and value != field.default:
-                raise ConfigError(f"{field.name}={value!r} without {name}: {remedy}")
+                raise ConfigError(f"{field.name}={value!r} has no effect without {name}: {remedy}")
 
     def _check_speculation(self) -> None:
         num = self.speculative_num_draft_tokens
         if self.speculative_topk == 1 and num not in (None, self.speculative_steps + 1):
             raise ConfigError(
-                f"speculative_num_draft_tokens={num}: without a tree (speculative_topk=1) "
-                f"speculative_steps={self.speculative_steps} decides, and verifies "
-                f"{self.speculative_steps + 1}"
+                f"speculative_num_draft_tokens={num}: without a tree (speculative_topk=1) it must "
+                f"be speculative_steps + 1 = {self.speculative_steps + 1}; drop it"
             )
         if self.tree is not None and self.speculative == "ngram":
-            raise ConfigError("speculative_topk: ngram drafts are never a tree; drop it")
+            raise ConfigError("speculative_topk: the ngram drafter has no draft trees; drop it")
 
     def _check_nodes(self) -> None:
         if not self.node_rank and self.tensor_parallel_size % self.nnodes:  # node 0 decides
@@ -256,7 +258,7 @@ class EngineConfig:
 
     @property
     def weights_seed(self) -> int:
-        """Seed of dummy weights, which every rank, engine and run must draw alike."""
+        """Seed of dummy weights, the same in every rank, engine and run."""
         return 0 if self.seed is None else self.seed
 
     @property
@@ -273,8 +275,10 @@ class EngineConfig:
 
 
 def refuse_ranks(settings: Mapping[str, Any], what: str) -> None:
-    """Refuse several ranks for a command that replays steps itself: the other ranks would not take
-    part."""
+    """Raise if a command that replays steps itself is given several ranks.
+
+    The other ranks would not take part in its steps.
+    """
     size = settings.get("tensor_parallel_size", 1)
     if size != 1:
         raise ConfigError(f"tensor_parallel_size={size}: {what} supports one rank only; drop it")

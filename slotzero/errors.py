@@ -1,31 +1,31 @@
-"""Every error that Slotzero raises on purpose, as one tree, and what each means to a caller.
+"""All errors that Slotzero raises on purpose, as one tree, and their meaning to a caller.
 
     SlotzeroError
-    ├── InvalidInputError          the caller can correct it
-    │   ├── RequestError           one request: prompt, sampling parameters
-    │   │   ├── ContextError       its prompt is longer than the context
-    │   │   └── UnknownModelError  it names a model that is not served
-    │   ├── ConfigError            one setting of the engine or a flag
-    │   └── ModelError             the checkpoint
+    ├── InvalidInputError          the input is invalid, and the caller can correct it
+    │   ├── RequestError           in one request: prompt, sampling parameters
+    │   │   ├── ContextError       the prompt is longer than the context
+    │   │   └── UnknownModelError  the request names a model that is not served
+    │   ├── ConfigError            in a setting of the engine or a flag
+    │   └── ModelError             in the checkpoint
     │       ├── ModelNotFoundError
     │       ├── UnsupportedModelError
     │       ├── CorruptCheckpointError
     │       └── TokenizerMissingError
     ├── RankLostError              a rank has ended or does not reply
-    ├── StepFailedError            a step of another call failed, with requests of this call in it
-    ├── CapacityError              this machine is too small for what was asked
+    ├── StepFailedError            a step that another call ran has failed
+    ├── CapacityError              this machine does not have enough memory
     ├── ContractError              a rule of a graph-visible tensor was broken
-    │   └── SanitizerError         the sanitizer saw it on live traffic
+    │   └── SanitizerError         the sanitizer found it in live traffic
     ├── RecordingError             a size could not be captured
     ├── PoolError                  a slot or page was released twice, or by the wrong owner
     ├── EngineUnavailableError     the server's engine is loading, restarting, stopping or failed
-    │   └── EngineDiedError        it ended with this request in it
+    │   └── EngineDiedError        the engine ended while it had this request
     ├── DeadlineError              the answer took longer than --request-timeout
-    ├── OverloadedError            too many requests wait already
+    ├── OverloadedError            too many requests are waiting already
     └── RequestRefusedError        the engine's process refused or lost this request
 
-A message is one line: it names the thing and then the remedy. ERROR_OUTCOMES, at the end, maps
-errors to exit codes and to OpenAI error replies.
+A message is one line: what is wrong, then the remedy. ERROR_OUTCOMES, at the end, maps errors to
+exit codes and to OpenAI error replies.
 """
 
 from collections.abc import Mapping
@@ -44,10 +44,10 @@ class InvalidInputError(SlotzeroError):
 
 
 class RequestError(InvalidInputError):
-    """One request is wrong.
+    """A request is invalid.
 
-    `param` is the field that is wrong, as SamplingParams names it. `label` is how the message
-    begins if it begins with the field's name; an API with other names replaces it, see `renamed`.
+    `param` is the name of the invalid field in SamplingParams. `label` is the beginning of the
+    message if that is the field's name; `renamed` replaces it for an API with other names.
     """
 
     def __init__(self, message: str, param: str | None = None, label: str | None = None) -> None:
@@ -58,7 +58,7 @@ class RequestError(InvalidInputError):
         self.label = label
 
     def renamed(self, names: Mapping[str, str]) -> "RequestError":
-        """Return the error with the field's name in another API, if it has one there."""
+        """Return the error with the name that the field has in another API, if it has one there."""
         name = names.get(self.param or "")
         if name is None:
             return self
@@ -105,7 +105,7 @@ class RankLostError(SlotzeroError):
 
 
 class StepFailedError(SlotzeroError):
-    """A step of another call failed; `__cause__` is the error that the other call raised."""
+    """A step that another call ran has failed; `__cause__` is the error raised in that call."""
 
 
 class CapacityError(SlotzeroError):
@@ -113,7 +113,7 @@ class CapacityError(SlotzeroError):
 
 
 class ContractError(SlotzeroError):
-    """A rule was broken; `tensor` is the name of the tensor, if it is one tensor's rule."""
+    """A rule was broken; `tensor` is the name of the tensor, if the rule is about one tensor."""
 
     def __init__(self, message: str, tensor: str | None = None) -> None:
         super().__init__(message)
@@ -134,7 +134,7 @@ class PoolError(SlotzeroError):
 
 class EngineUnavailableError(SlotzeroError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
-        """`exit_code`: that of the engine's process, if its end is the reason."""
+        """`exit_code` is that of the engine's process, if its end is the reason."""
         super().__init__(message)
         self._exit_code = exit_code
 
@@ -159,8 +159,11 @@ class OverloadedError(SlotzeroError):
 
 
 class RequestRefusedError(SlotzeroError):
-    """The error of another process: `error` is the name of a class in errors.py, or of another
-    exception if the engine is at fault. `param` and `label` are those of a RequestError."""
+    """An error in the engine's process.
+
+    `error` is the name of a class in this module, or of another exception if the engine has a bug.
+    `param` and `label` are those of a RequestError.
+    """
 
     def __init__(
         self, error: str, message: str, param: str | None = None, label: str | None = None
@@ -171,7 +174,7 @@ class RequestRefusedError(SlotzeroError):
 
 
 class ErrorOutcome(NamedTuple):
-    """What an error means to the caller: the exit code of a command, and OpenAI's error reply."""
+    """Exit code of a command that fails with an error, and OpenAI's error reply."""
 
     exit_code: int
     status: int
@@ -189,7 +192,7 @@ ERROR_OUTCOMES: Mapping[type[SlotzeroError], ErrorOutcome] = {
     RequestError: ErrorOutcome(2, 400, _INVALID),
     ContextError: ErrorOutcome(2, 400, _INVALID, "context_length_exceeded"),
     UnknownModelError: ErrorOutcome(2, 404, _INVALID, "model_not_found"),
-    ConfigError: ErrorOutcome(2, *_BUG),  # a setting of the server, which no request can correct
+    ConfigError: ErrorOutcome(2, *_BUG),  # a setting of the server: clients cannot correct it
     ModelError: ErrorOutcome(3, *_BUG),
     TokenizerMissingError: ErrorOutcome(3, 400, _INVALID),
     CapacityError: ErrorOutcome(4, 503, _UNAVAILABLE, "capacity"),
@@ -199,14 +202,16 @@ ERROR_OUTCOMES: Mapping[type[SlotzeroError], ErrorOutcome] = {
     OverloadedError: ErrorOutcome(1, 429, "rate_limit_error", "rate_limit_exceeded"),
     EngineUnavailableError: ErrorOutcome(1, 503, _UNAVAILABLE, "engine_unavailable"),
     EngineDiedError: ErrorOutcome(1, 503, _UNAVAILABLE, "engine_died"),
-    # 408 is for a client that is slow to send; here the engine is slow to answer its gateway
+    # Not 408, which means that the client is too slow to send its request.
     DeadlineError: ErrorOutcome(1, 504, "timeout_error", "request_timeout"),
 }
 
 
 def outcome_of(kind: type) -> ErrorOutcome:
-    """Return the outcome of an error's class, or of the nearest class above it; any other
-    exception is a bug."""
+    """Return the outcome for an error's class or its nearest base class.
+
+    Other exceptions are treated as bugs.
+    """
     return next(
         (ERROR_OUTCOMES[k] for k in kind.__mro__ if k in ERROR_OUTCOMES),
         ERROR_OUTCOMES[SlotzeroError],

@@ -1,4 +1,4 @@
-"""The offline API, shaped like vLLM's `LLM`: a script is ported by changing its import."""
+"""The offline API, compatible with vLLM's `LLM`: to port a script, change its import."""
 
 import difflib
 import itertools
@@ -14,14 +14,14 @@ from slotzero.errors import ConfigError, RequestError, StepFailedError, Tokenize
 from slotzero.sampling.params import SamplingParams
 from slotzero.system.interrupt import uninterrupted
 from slotzero.system.progress import prompts_bar
-from slotzero.text.chat_template import template_message, variable_of_ours
+from slotzero.text.chat_template import reserved_variable, template_message
 from slotzero.text.tokenizer import Tokenizer
 
-Prompt = str | list[int] | Mapping[str, Any]  # a dict holds "prompt" or "prompt_token_ids"
+Prompt = str | list[int] | Mapping[str, Any]  # a dict has "prompt" or "prompt_token_ids"
 Params = SamplingParams | Sequence[SamplingParams] | None
 Message = Mapping[str, Any]
-# vLLM's settings with the only value that is supported here; any other is refused by name
-_MEANINGLESS = (
+# Settings of vLLM that are accepted with the only supported value; any other value raises.
+_ACCEPTED_VALUES = (
     ("pipeline_parallel_size", 1),
     ("trust_remote_code", False),
     ("quantization", None),
@@ -45,7 +45,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None = None
-    """Why the answer ended with finish_reason "abort": its grammar failed."""
+    """Why the grammar failed, if the answer ended with finish_reason "abort"."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -67,7 +67,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """New part of one answer: text that is final, and new tokens."""
+    """A new part of one answer: final text, and tokens."""
 
     prompt_index: int
     index: int
@@ -88,9 +88,9 @@ class _Job:
 
 
 class _Changes:
-    """The answers of one call that grew or ended since the last look, in steps of any thread.
+    """The answers of one call that grew or ended since the last `take`, in steps of any thread.
 
-    A step is looked at in time proportional to what grew in it, not to the number of prompts.
+    Reading them takes time proportional to their number, not to the number of prompts.
     """
 
     def __init__(self) -> None:
@@ -106,32 +106,31 @@ class _Changes:
 
 class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **settings: Any) -> None:
-        """Load a model. `settings` are the fields of EngineConfig; an unknown one is refused by
-        name."""
-        settings = {k: v for k, v in settings.items() if (k, v) not in _MEANINGLESS}
+        """Load a model; `settings` are fields of EngineConfig."""
+        settings = {k: v for k, v in settings.items() if (k, v) not in _ACCEPTED_VALUES}
         unknown = sorted(set(settings) - set(EngineConfig.__dataclass_fields__))
         if unknown:
             near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 2)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise ConfigError(
-                f"LLM has no setting {unknown[0]!r}{hint}; all are fields of "
+                f"LLM has no setting {unknown[0]!r}{hint}; settings are the fields of "
                 "slotzero.config.EngineConfig"
             )
         config = EngineConfig(model=model, **settings)
         if config.skip_tokenizer_init and config.chat_template is not None:
-            raise ConfigError("chat_template: not with skip_tokenizer_init, drop one")
+            raise ConfigError("chat_template contradicts skip_tokenizer_init: drop one")
         self.engine = start_engine(config)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise TokenizerMissingError(
-                "this LLM has no tokenizer (skip_tokenizer_init=True): give prompt_token_ids"
+                "this LLM has no tokenizer (skip_tokenizer_init=True): use prompt_token_ids"
             )
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a call without any, see EngineConfig.generation_config."""
+        """Return the default parameters of a call; see EngineConfig.generation_config."""
         return SamplingParams(**self.engine.sampling)
 
     def generate(
@@ -140,11 +139,11 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return answers in the order of the prompts. Nothing runs unless every prompt is valid.
+        """Return answers in the order of the prompts. Nothing runs unless all prompts are valid.
 
-        An answer whose grammar fails while it is written ends with finish_reason "abort" and says
-        why in its `error`; the others are not affected. A step that fails raises, in every thread
-        that had requests in it: its error where the step was made, else a StepFailedError.
+        An answer whose grammar fails ends with finish_reason "abort", and its `error` has the
+        reason; other answers are not affected. If a step fails, every thread with requests in it
+        gets an exception: the thread that ran the step the error itself, others a StepFailedError.
         """
         return self._run(self._jobs(prompts, sampling_params), use_tqdm)
 
@@ -158,9 +157,12 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template. Tools are
-        shown to the model; its calls are text. With `continue_final_message` (and
-        add_generation_prompt=False) the answer continues the last message."""
+        """Answer one conversation, or a list of them, using the model's chat template.
+
+        Tools are described to the model; its calls are returned as text. With
+        `continue_final_message` (and add_generation_prompt=False) the answer continues the last
+        message.
+        """
         prompts = self.chat_prompts(
             messages,
             add_generation_prompt=add_generation_prompt,
@@ -179,17 +181,17 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Prompt]:
-        """Return conversations as prompts; the template adds its own special tokens."""
+        """Render conversations as prompts; the template adds its own special tokens."""
         if isinstance(messages, str):
             raise RequestError("a conversation is a list of messages with role and content")
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         tokenizer = self.get_tokenizer()
         if tools and "tools" not in (tokenizer.tool_template or ""):
-            raise RequestError("tools: this model's chat template does not show them")
+            raise RequestError("tools: this model's chat template does not support tools")
         variables = dict(chat_template_kwargs or {})
-        if (taken := variable_of_ours(variables)) is not None:
-            raise RequestError(f"chat_template_kwargs: {taken!r} is set by the engine")
+        if (reserved := reserved_variable(variables)) is not None:
+            raise RequestError(f"chat_template_kwargs: {reserved!r} is set by the engine")
         prompts: list[Prompt] = []
         for conversation in conversations:
             if isinstance(conversation, str) or not all(
@@ -197,7 +199,7 @@ class LLM:
             ):
                 raise RequestError("a conversation is a list of messages with role and content")
             if not conversation:
-                raise RequestError("the conversation is empty: give at least one message")
+                raise RequestError("the conversation is empty: it needs at least one message")
             text = tokenizer.apply_chat_template(
                 [template_message(i, message) for i, message in enumerate(conversation)],
                 add_generation_prompt=add_generation_prompt,
@@ -212,8 +214,11 @@ class LLM:
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None
     ) -> Generator[StreamChunk, None, None]:
-        """Yield chunks of all answers as they come; closing the generator early cancels the rest.
-        Failures are reported as by `generate`, with the last chunk of an answer."""
+        """Yield chunks of all answers as they arrive.
+
+        Closing the generator early cancels the rest. Failures are reported as by `generate`, in the
+        last chunk of an answer.
+        """
         return self._stream(self._jobs(prompts, sampling_params))
 
     def _stream(self, jobs: list[_Job]) -> Generator[StreamChunk, None, None]:
@@ -227,7 +232,7 @@ class LLM:
                 for j, answer in enumerate(siblings)
             }
             while places:
-                self.engine.step()  # others may be in it, and others may step for us
+                self.engine.step()  # other threads' steps advance these answers too
                 with self.engine.lock:
                     changed = changes.take()
                     kept = [answer for answer in changed if answer.error is None]
@@ -241,7 +246,7 @@ class LLM:
             self._cancel(answers)
 
     def _jobs(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Job]:
-        """Validate everything before anything is queued."""
+        """Validate all prompts and parameters before any request is queued."""
         if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
             given: Any = [prompts]
         else:
@@ -258,7 +263,10 @@ class LLM:
                 f"sampling_params: must be a SamplingParams or a list of them, not {kind}"
             )
         if len(params) != len(given):
-            raise RequestError(f"{len(given)} prompts with {len(params)} sampling parameters")
+            raise RequestError(
+                f"{len(given)} prompts with {len(params)} sampling parameters: pass one for all, "
+                "or one per prompt"
+            )
         parts = [self._encoded(i, prompt) for i, prompt in enumerate(given)]
         if self.engine.tokenizer is None and any(its.stop for its in params):
             raise TokenizerMissingError("stop strings need a tokenizer: use stop_token_ids")
@@ -282,14 +290,17 @@ class LLM:
         return text, tokens
 
     def _add(self, jobs: list[_Job], answers: list[list[RequestHandle]], changes: _Changes) -> None:
-        """Queue n answers per prompt, and append them to `answers`, which the caller cancels if
-        this fails."""
+        """Queue n answers per prompt and append them to `answers`.
+
+        If this fails, the caller cancels those that were added.
+        """
         for job in jobs:
             answers.append([])
             for params in job.siblings:
                 request_id = f"{next(self._ids)}"
                 text = self._new_text(params)
-                with self.engine.lock, uninterrupted():  # or it would be queued and not known here
+                # Ctrl-C between these lines would leave a queued request that is not in `answers`.
+                with self.engine.lock, uninterrupted():
                     answer = self.engine.add(request_id, job.tokens, params, text)
                     answers[-1].append(answer)
                     answer.listener = changes.add
@@ -301,7 +312,7 @@ class LLM:
         return OutputText(tokenizer, params, self.engine.eos_token_ids)
 
     def _cancel(self, answers: list[list[RequestHandle]]) -> None:
-        """Cancel all answers that are not finished, however often Ctrl-C is pressed."""
+        """Cancel all unfinished answers, even if Ctrl-C is pressed again."""
         with self.engine.lock, uninterrupted():
             for answer in itertools.chain.from_iterable(answers):
                 if not answer.finished:
@@ -315,8 +326,8 @@ class LLM:
             self._add(jobs, answers, changes)
             num_tokens = {answer.request.id: 0 for siblings in answers for answer in siblings}
             with prompts_bar(show_progress and num_answers > 1, num_answers) as progress:
-                while num_tokens:  # of answers that are not finished
-                    self.engine.step()  # others may be in it, and others may step for us
+                while num_tokens:  # contains the answers that are not finished
+                    self.engine.step()  # other threads' steps advance these answers too
                     with self.engine.lock:
                         changed = changes.take()
                         now = {a.request.id: len(a.token_ids) for a in changed}
@@ -381,13 +392,13 @@ def _raise_if_lost(answers: Sequence[RequestHandle]) -> None:
     for answer in answers:
         if (error := answer.error) is not None:
             raise StepFailedError(
-                "a step of another call failed, with requests of this call in it: "
+                "a step that another call ran has failed, with requests of this call in it: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
 
 def _sibling(params: SamplingParams, i: int) -> SamplingParams:
-    """Return the parameters of answer i: a seeded request uses seed + i, in 64 bits."""
+    """Return the parameters of answer i: if there is a seed, it is seed + i, in 64 bits."""
     if params.seed is None:
         return params
     return replace(params, seed=(params.seed + i + 2**63) % 2**64 - 2**63)
@@ -410,7 +421,7 @@ def _parts(prompt: object) -> tuple[str | None, Sequence[int] | None]:
     if unknown:
         raise RequestError(f"{unknown[0]!r} is not supported in a prompt")
     if prompt.get("prompt") is None and prompt.get("prompt_token_ids") is None:
-        raise RequestError("give 'prompt' or 'prompt_token_ids'")
+        raise RequestError("'prompt' or 'prompt_token_ids' is missing")
     if not isinstance(prompt.get("prompt") or "", str):
         raise RequestError(f"'prompt' must be a string, not {type(prompt['prompt']).__name__}")
     return prompt.get("prompt"), prompt.get("prompt_token_ids")

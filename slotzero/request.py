@@ -1,21 +1,21 @@
 """One request: its prompt and parameters, its output so far, and the slot and pages it holds.
 
-It does not know tensors, text or its neighbours. The scheduler is its only writer; the engine reads
-it. The rule it keeps is the order of its counts. With `tokens` = prompt, then output, then the
-samples that steps already launched will bring:
+It does not know tensors, text or other requests. Only the scheduler writes it; the engine reads it.
+The rule is the order of its counts. With `tokens` = prompt, then output, then the samples of steps
+that are already launched:
 
     tokens[0 : num_cached)             KV found in the prefix cache at the last admission
-    tokens[0 : num_computed)           KV computed by launched steps, or found
-    tokens[0 : num_paged)              have pages, or had them and need them no more
+    tokens[0 : num_computed)           KV found, or computed by launched steps
+    tokens[0 : num_paged)              have pages, or had pages that are no longer needed
     tokens[0 : target)                 known at the last admission; the first sample follows them
     tokens[0 : num_tokens)             committed: the host knows their ids
     tokens[num_tokens : num_known)     in flight: only the device knows their ids
-    tokens[num_known : most_known)     in flight if drafts are right: only the device knows if
+    tokens[num_known : most_known)     in flight if drafts are accepted, which only the device knows
 
-While it runs, num_cached <= num_computed <= num_known <= max_len and num_computed <= num_paged. It
-is done on the device, if not yet on the host, when num_known == max_len; between there and
-most_known >= max_len, it may be. Where drafts were verified, num_computed is the least it can be
-until the host knows.
+While it runs, num_cached <= num_computed <= num_known <= max_len and num_computed <= num_paged. If
+num_known == max_len, the request is finished on the device, though maybe not yet on the host. If
+only most_known >= max_len, it may be finished. After steps that verify drafts, num_computed is a
+lower bound until the host has their results.
 """
 
 import enum
@@ -44,54 +44,55 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    """Resolved: the sampler never sees None."""
+    """Never None: the engine draws a seed if the request has none."""
     arrival: int
-    """Its place in the queue; strictly growing, kept through preemption."""
+    """Number by which requests are queued; strictly increasing, and kept through preemption."""
     stop_ids: frozenset[int]
-    """Resolved from end-of-sequence, ignore_eos and stop_token_ids."""
+    """All tokens that end the answer, from end-of-sequence, ignore_eos and stop_token_ids."""
     max_len: int
-    """Prompt plus max_tokens, clipped to the context."""
+    """Length of the prompt plus max_tokens, at most the context length."""
     grammar: Grammar | None = None
-    """Grammar state after the committed tokens. With a grammar, the next sample needs the mask
-    after the last one, so no other sample may be in flight."""
+    """Grammar state after the committed tokens. With a grammar, a sample needs the mask that
+    follows from the previous sample, so only one sample may be in flight."""
 
     output_token_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that was asked for and met; None for end-of-sequence."""
+    """The requested stop token id or stop string that ended the answer; None for end-of-sequence.
+    """
 
     dp_rank: int = 0
-    """Index of its scheduler, which never changes."""
+    """Index of the request's scheduler, which never changes."""
     slot: int = 0
-    """0: none."""
+    """0: no slot."""
     pages: list[list[int]] = field(default_factory=list)
-    """By KV group, then by page of the sequence. 0 where a window has passed the page."""
+    """By KV group, then by page of the sequence; 0 for a page before the window."""
     lookup: Lookup | None = None
-    """Its search in the prefix cache, while it waits for pages."""
+    """Search in the prefix cache, while the request waits for pages."""
     num_paged: int = 0
-    """Up to this position every group has its pages, and keeps them."""
+    """Every group has pages up to this position, and keeps those that are still read."""
     num_computed: int = 0
     target: int = 0
     num_in_flight: int = 0
-    """Steps that were launched and will bring a token."""
+    """Number of launched steps that will each produce at least one token."""
     most_in_flight: int = 0
-    """Maximum number of tokens that they will bring."""
+    """Maximum number of tokens that these steps will produce."""
     num_cached: int = 0
     num_found: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
     num_behind: int = 0
-    """Computed tokens that the drafter has not processed yet."""
+    """Number of computed tokens that the drafter has not processed yet."""
     num_preemptions: int = 0
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts are verified; not with a grammar, whose masks the host computes."""
+        """Whether drafts are verified. Not with a grammar, because the host computes its masks."""
         return self.params.speculative and self.grammar is None
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether the tokens that its grammar allows next are still being computed."""
+        """Whether the mask of the next token is still being computed."""
         return self.grammar is not None and not self.grammar.is_ready
 
     @property

@@ -1,8 +1,8 @@
 """One step: which requests run, from which position, for how many tokens.
 
-It is the whole message from planning to running, and the same on every rank. It does not know
-buckets, graphs or tensors. The rules it keeps: a request is at most one row of a step, and all
-DP ranks launch a step alike, in the size that the largest needs.
+It is everything that planning passes to running, and the same on every rank. It does not know
+capture sizes, graphs or tensors. The rules: a request has at most one row in a step, and all DP
+ranks launch a step in the same size, which is that of the largest.
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from typing import NamedTuple
 from slotzero.request import Request
 
 
-class Row(NamedTuple):  # frozen like a dataclass, and made a microsecond faster, hundreds a step
-    """Compute tokens[start : start + count) of the request in this slot.
+class Row(NamedTuple):  # creating one is a microsecond faster than a frozen dataclass
+    """One request in a step: tokens[start : start + count) of the request in this slot.
 
-    If the last steps of the request verify drafts, only the device knows its position; `start` is
-    then the smallest that it can be.
+    If the last steps of the request verify drafts, only the device knows its position, and `start`
+    is a lower bound.
     """
 
     request: Request
     slot: int
-    """Kept here because the request may have lost its slot when the step is committed."""
+    """Stored here because the request may have lost its slot when the step is committed."""
     start: int
-    count: int  # type: ignore[assignment]  # tuple.count() is not missed
+    count: int  # type: ignore[assignment]  # hides tuple.count(), which is not used
     samples: bool
-    """Whether the last of these tokens is the last known one, so that a new one follows it."""
+    """Whether these tokens end with the last known token, so that a new token is sampled."""
     most_new: int = 1
-    """Maximum number of new tokens: the drafts that can be accepted, and one more."""
+    """Maximum number of new tokens: all drafts, and one more."""
 
 
 @dataclass(frozen=True)
 class Step:
     rows_by_dp_rank: tuple[tuple[Row, ...], ...]
-    """One entry, or with DP attention one for each rank. Some may be empty, but not all."""
+    """One entry, or with DP attention one per rank. Some may be empty, but not all."""
     width: int = 1
     """Tokens per row. Above 1, every row verifies drafts: the newest token and width - 1 drafts."""
     catches_up: bool = False
@@ -56,9 +56,9 @@ class Step:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether every row feeds one token, `tokens[slot, length]`, and samples the next.
+        """Whether every row computes one token, `tokens[slot, length]`, and samples the next.
 
-        The last chunk of a prompt may be such a row. An earlier chunk of one token is not: to
-        sample there would overwrite a token of the prompt.
+        The last chunk of a prompt can be such a row. An earlier chunk of one token cannot: sampling
+        after it would overwrite a token of the prompt.
         """
         return self.width == 1 and all(row.count == 1 and row.samples for row in self.rows)

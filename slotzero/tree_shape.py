@@ -1,6 +1,6 @@
-"""The shape of a tree of drafts, and the places in the KV cache that drafts take.
+"""The shape of a draft tree, and the number of KV positions that drafts occupy.
 
-It knows no tensors, so that settings can be checked with it.
+It does not know tensors, so that settings can be validated without torch.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,16 @@ MAX_PLACES = 63
 
 @dataclass(frozen=True)
 class TreeShape:
+    """How a draft tree is grown, and how many of its nodes are verified."""
+
     steps: int
     topk: int
-    """Drafts after each token, and tokens that each drafting step extends."""
+    """Number of drafts after each token, and number of tokens that each drafting step extends."""
     num_nodes: int
-    """Tokens that are verified: the newest token and the best drafts."""
+    """Number of tokens that are verified: the newest token and the best drafts."""
 
     def __post_init__(self) -> None:
-        most = min(MAX_PLACES, 1 + self.num_guesses)
+        most = min(MAX_PLACES, 1 + self.num_candidates)
         if not 2 <= self.num_nodes <= most:
             raise ConfigError(
                 f"speculative_num_draft_tokens={self.num_nodes}: must be 2 to {most} for "
@@ -28,8 +30,8 @@ class TreeShape:
             )
         if self.num_grown > MAX_PLACES:
             raise ConfigError(
-                f"speculative_steps={self.steps} with speculative_topk={self.topk}: a tree can "
-                f"grow from at most {MAX_PLACES} drafts, lower one of them"
+                f"speculative_steps={self.steps} with speculative_topk={self.topk}: a tree can be "
+                f"grown from at most {MAX_PLACES} drafts; lower one of them"
             )
 
     @classmethod
@@ -39,7 +41,7 @@ class TreeShape:
         return cls(steps, topk, num_nodes)
 
     @property
-    def num_guesses(self) -> int:
+    def num_candidates(self) -> int:
         return self.topk + (self.steps - 1) * self.topk**2
 
     @property
@@ -49,12 +51,14 @@ class TreeShape:
 
     @property
     def num_places(self) -> int:
-        """Number of KV positions after the newest token that the tree occupies, while it is grown
-        or while it is verified."""
+        """Maximum number of KV positions after the newest token that the tree occupies, both while
+        it is grown and while it is verified."""
         return max(self.num_nodes - 1, self.num_grown)
 
 
 def places_ahead(width: int, tree: TreeShape | None) -> int:
-    """Return the number of positions after the newest token that drafts may occupy: those of the
-    tree, or of a row of `width` tokens."""
+    """Return the number of positions after the newest token that drafts may occupy.
+
+    These are the positions of the tree, or, without a tree, of a row of `width` tokens.
+    """
     return width - 1 if tree is None else tree.num_places

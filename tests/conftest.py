@@ -1,4 +1,4 @@
-"""Fixtures of all tests: tiny models with transformers as the oracle, and what a test may see."""
+"""Fixtures and pytest hooks for all tests: oracles, test order, and the environment of a test."""
 
 import contextlib
 import logging
@@ -16,17 +16,17 @@ import torch
 from slotzero.errors import CapacityError
 from slotzero.kernels.cpu.build import load as load_kernels
 
-if TYPE_CHECKING:  # it imports transformers, which takes seconds that few processes need
+if TYPE_CHECKING:  # it imports transformers, which takes seconds, and few processes need it
     from oracle import Oracle
 
 pytest.register_assert_rewrite(*(file.stem for file in Path(__file__).parent.glob("support/*.py")))
-hypothesis.settings.register_profile("untimed", deadline=None)  # speed is not for tests to judge
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine must not fail tests
 hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
 def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle]":
-    """Oracles by family name, each built once a session."""
+    """Return a function that gets the oracle of a family, and builds each oracle once a session."""
     from oracle import FAMILIES, build
 
     built: dict[str, Oracle] = {}
@@ -42,8 +42,8 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Oracle
 
 @pytest.fixture(params=[False, True], ids=["in order", "overlapped"])
 def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether engines that a test makes launch a step before they commit the one before, as they do
-    on a GPU."""
+    """Run the test with and without overlap: whether its engines launch a step before they commit
+    the previous one, as on a GPU."""
     from slotzero.executor.worker import Worker
 
     monkeypatch.setattr(Worker, "overlaps", request.param)
@@ -69,10 +69,11 @@ LONGEST = (
     "tests/test_bad_input.py",
     "tests/server/test_fleet_http.py",
 )
+"""The files that take longest, slowest first."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files that are slow as a whole where slow tests are not wanted, without an import."""
+    """Skip a file whose tests are all slow, without importing it, if slow tests are deselected."""
     if "not slow" not in config.option.markexpr or not collection_path.name.startswith("test_"):
         return None
     is_slow = re.search(
@@ -82,7 +83,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files are shared out among processes in this order: long ones are begun with."""
+    """Sort the tests so that the slowest files start first."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
 
@@ -95,8 +96,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The kernels of the CPU are built once, before several processes want them at the same time;
-    why they cannot be, the tests will tell."""
+    """Build the CPU kernels once, before several worker processes need them at the same time.
+
+    A failure is ignored here: the tests that use the kernels report it.
+    """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         with contextlib.suppress(CapacityError):
             load_kernels()
@@ -106,22 +109,22 @@ _sees_gpu = torch.cuda.is_available
 _num_threads = torch.get_num_threads()
 
 THREADED = "tests/kernels/", "tests/sampling/", "tests/graph/", "tests/runners/"
-"""Tests that use as many threads as there are cores. Elsewhere models are tiny and the cores are
-busy with other tests: to share out a step takes longer than to compute it."""
+"""Tests that use one thread per core. All other tests run on one thread: their models are tiny and
+the cores are busy with other tests, so splitting a step takes longer than computing it."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests without the gpu marker see a machine without a GPU, and most of them one thread."""
+    """Hide the GPU from tests without the gpu marker, and limit most of these to one thread."""
     is_gpu_test = item.get_closest_marker("gpu") is not None
     torch.cuda.is_available = _sees_gpu if is_gpu_test else lambda: False
-    shares_out = is_gpu_test or item.nodeid.startswith(THREADED)
-    torch.set_num_threads(_num_threads if shares_out else 1)
+    is_threaded = is_gpu_test or item.nodeid.startswith(THREADED)
+    torch.set_num_threads(_num_threads if is_threaded else 1)
 
 
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
-    """A process started in the background ignores Ctrl-C; the tests are about one that does not."""
+    """Handle Ctrl-C as in a foreground process: a shell starts background ones ignoring it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -129,7 +132,7 @@ def _interruptible() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logged_as_before() -> Iterator[None]:
-    """`slotzero serve` says where its process logs, which here is that of other tests too."""
+    """Restore the server's log settings, which `slotzero serve` changes for the whole process."""
     log = logging.getLogger("slotzero.server")
     before = log.level, log.propagate, log.handlers[:]
     yield

@@ -1,4 +1,4 @@
-"""The example adds a family from outside the package, and it chooses transformers' tokens."""
+"""Tests of the example add_a_family.py: its family generates the tokens of transformers."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ except UnsupportedModelError as error:
 
 
 def run(code: str) -> str:
-    """Run code in a process of its own, so that no other test sees the family."""
+    """Run code in a separate process, so that no other test sees the family."""
     path = [str(EXAMPLES), str(Path(slotzero.__file__).parents[1])]
     code = f"import sys; sys.path[:0] = {path!r}; {code}"
     done = subprocess.run(
@@ -39,7 +39,7 @@ def test_the_family_is_not_part_of_the_package():
 
 
 @pytest.mark.slow
-def test_the_example_chooses_the_tokens_of_transformers():
+def test_the_example_generates_the_tokens_of_transformers():
     lines = run(RUN).splitlines()
     assert lines == [
         f"{num} tokens in: the same 24 tokens out as transformers" for num in (4, 3, 41)

@@ -1,4 +1,4 @@
-"""Bad input of every kind: one line that names the thing, the right error, and nobody disturbed."""
+"""Tests of bad input: the right error, in one line that names the cause, and no other effect."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def drain(llm: LLM) -> None:
 
 
 def refuse(error: type[SlotzeroError], names: list[str], call: Callable[[], object]) -> str:
-    """The call fails with just this class, in one line that holds these names."""
+    """Check that the call fails with exactly this class, in one line with these names."""
     with pytest.raises(error) as info:
         call()
     message = str(info.value)
@@ -75,7 +75,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """-> exit code, standard output, standard error"""
+    """Return a function that calls the command and returns exit code, stdout and stderr."""
 
     def call(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
@@ -133,7 +133,7 @@ def refused_by_command(run: Run, code: int, names: list[str], *words: str) -> No
 )
 def test_a_sampling_parameter(run: Run, field: str, value: Any) -> None:
     message = refuse(RequestError, [field], lambda: SamplingParams(**{field: value}))
-    assert "must" in message  # the remedy
+    assert "must" in message  # the message has a remedy
     flag = "--" + field.replace("_", "-")
     words = ["tiny:llama", "--prompt", "x", "--json", f"{flag}={value}"]
     refused_by_command(run, 2, [field], *words)
@@ -177,7 +177,7 @@ def test_a_sampling_parameter_of_another_type(field: str, value: Any) -> None:
     refuse(RequestError, [field], lambda: SamplingParams(**{field: value}))
 
 
-# Prompts, and what a request asks of this model
+# Prompts, and requests that do not fit the model
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +200,9 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("how", ["engine", "generate", "stream"])
 @pytest.mark.parametrize("what", BAD_REQUESTS)
-def test_a_bad_request_disturbs_nobody(llm: LLM, what: str, how: str) -> None:
-    """It comes while two run and two wait, with good ones beside it; none of its batch is added."""
+def test_a_bad_request_affects_no_other(llm: LLM, what: str, how: str) -> None:
+    """It arrives in a batch with good requests while two run and two wait; none of its batch is
+    added."""
     tokens, wanted, names = BAD_REQUESTS[what]
     prompts = [[7 + i] * (5 + i) for i in range(4)]
     good = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -298,11 +299,11 @@ def test_stop_strings_need_a_tokenizer() -> None:
         ({"page_size": 0}, ConfigError, ["page_size", "power of two"]),
         ({"gpu_memory_utilization": 1.5}, ConfigError, ["gpu_memory_utilization", "(0, 1]"]),
         ({"gpu_memory_utilization": math.nan}, ConfigError, ["gpu_memory_utilization"]),
-        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' without sanitize"]),
-        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 without sanitize"]),
+        ({"sanitize_action": "raise"}, ConfigError, ["sanitize_action='raise' has no effect"]),
+        ({"sanitize_every": 5}, ConfigError, ["sanitize_every=5 has no effect without sanitize"]),
         pytest.param(
             {"dtype": "float16"}, ConfigError, ["float16", "float32"],
-            marks=pytest.mark.skipif(not NO_GPU, reason="is allowed on a GPU"),
+            marks=pytest.mark.skipif(not NO_GPU, reason="the setting is allowed on a GPU"),
         ),
     ],
 )  # fmt: skip
@@ -318,7 +319,7 @@ def test_a_setting(
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there(run: Run) -> None:
-    names = ["backend cuda", "--backend cpu"]
+    names = ["backend=cuda", "--backend cpu"]
     refuse(ConfigError, names, lambda: make(backend="cuda"))
     code, out, err = run("generate", "tiny:llama", "--prompt", "x", "--backend", "cuda")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -353,7 +354,7 @@ def test_a_setting_of_another_kind(setting: str, value: object, kind: str) -> No
     )
 
 
-def test_weights_that_no_memory_holds_are_refused_before_any_is_filled(
+def test_weights_that_exceed_memory_are_refused_before_any_is_filled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 16, 1 << 16))
@@ -393,7 +394,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_folder_that_is_damaged_below_works_as_it_is(run: Run, folder: Path) -> None:
+def test_the_folder_works_before_it_is_damaged(run: Run, folder: Path) -> None:
     assert make(str(folder)).generate("x", GREEDY, use_tqdm=False)[0].finished
     words = ["--prompt", "x", "--backend", "eager", "--max-tokens", "3", "--no-show-progress"]
     assert run("generate", str(folder), *words)[0] == 0
@@ -409,7 +410,7 @@ def cut(kept: int | float) -> Callable[[Path], None]:
 
 
 def config(**fields: Any) -> Callable[[Path], None]:
-    """None removes a field."""
+    """Return a function that changes config.json; None removes a field."""
 
     def damage(folder: Path) -> None:
         changed = {k: v for k, v in (CONFIG | fields).items() if v is not None}
@@ -476,7 +477,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
     "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
     "a rope of text": (config(rope_scaling="x"), Unsupported, ["rope_scaling='x'"]),
-    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "fields"]),
+    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "object"]),
     "KV heads of text": (config(num_key_value_heads="2"), Unsupported, ["num_key_value_heads='2'"]),
     "an architecture of text": (
         config(architectures="LlamaForCausalLM"),
@@ -489,7 +490,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
             tensors(lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}))(folder),
         ),
         Unsupported,
-        ["lm_head.weight is not the embedding", "tie_word_embeddings", "config.json"],
+        ["lm_head.weight differs from the embedding", "tie_word_embeddings", "config.json"],
     ),
     "two ropes": (
         config(
@@ -497,7 +498,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
             rope_scaling={"type": "yarn", "factor": 8.0},
         ),
         Unsupported,
-        ["rope_parameters and rope_scaling do not agree", "take rope_scaling out"],
+        ["rope_parameters and rope_scaling contradict each other", "remove rope_scaling"],
     ),
     "rope field": (
         rope(rope_type="linear", factor=2.0, mystery=1),
@@ -531,7 +532,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "a layer missing": (
         config(num_hidden_layers=3),
         Corrupt,
-        ["model.layers.2.", "is missing (9 in all)"],
+        ["model.layers.2.", "is missing (9 in total)"],
     ),
     "a tensor of another shape": (
         tensors(lambda t: t.update({UP: torch.zeros(176, 63)})),
@@ -556,7 +557,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "one layer too many": (
         config(num_hidden_layers=1),
         Unsupported,
-        ["model.layers.1.", "(9 such)"],
+        ["model.layers.1.", "(9 in total)"],
     ),
 }
 
@@ -570,7 +571,7 @@ def test_a_damaged_or_foreign_folder(run: Run, folder: Path, what: str) -> None:
 
 
 def test_a_window_as_long_as_the_context(folder: Path) -> None:
-    """The refusal above is of the value, not of the field."""
+    """The test above refuses the value, not the field."""
     mistral(sliding_window=512)(folder)
     assert make(str(folder)).generate("x", GREEDY, use_tqdm=False)[0].finished
 
@@ -578,7 +579,7 @@ def test_a_window_as_long_as_the_context(folder: Path) -> None:
 @pytest.mark.parametrize(
     "model", ["no-such-model", "tiny:nothing", "no/such/folder", "missing.gguf"]
 )
-def test_a_model_that_is_not_there(run: Run, model: str) -> None:
+def test_a_missing_model(run: Run, model: str) -> None:
     refuse(ModelNotFoundError, [model, "tiny:llama"], lambda: make(model))
     refused_by_command(run, 3, [model, "tiny:llama"], "--prompt", "x", "--model", model)
 
@@ -631,8 +632,8 @@ def test_other_gguf_files(run: Run, tmp_path: Path) -> None:
     refuse(Corrupt, ["other.gguf"], lambda: make(str(file)))
 
 
-def test_more_ends_than_fit_are_refused_before_anything_runs(folder: Path) -> None:
-    """A row of the table holds 32; sixteen are the request's, so sixteen are the model's."""
+def test_too_many_end_tokens_are_refused_before_anything_runs(folder: Path) -> None:
+    """A row of the table holds 32: sixteen for the request, and sixteen for the model."""
     ends = list(range(20))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
@@ -649,7 +650,7 @@ def test_more_ends_than_fit_are_refused_before_anything_runs(folder: Path) -> No
     refuse(RequestError, ["36 stop ids", "32"], ask)
 
 
-# As a process
+# In a process
 
 
 @pytest.mark.parametrize(
@@ -671,7 +672,7 @@ def test_a_process_ends_with_its_code_and_no_traceback(words: list[str], code: i
 
 @pytest.mark.parametrize("family", tiny_configs())
 def test_a_scaled_rope_is_used_or_refused(family: str) -> None:
-    """In no family is it ignored."""
+    """No family ignores it."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     plain = dict(tiny_configs()[family])
     try:
@@ -687,6 +688,6 @@ def test_two_ropes_that_agree() -> None:
     linear = {"rope_type": "linear", "factor": 8.0}
     for newer in (linear, {"full_attention": linear}):
         refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": linear})
-        with pytest.raises(UnsupportedModelError, match="do not agree"):
+        with pytest.raises(UnsupportedModelError, match="contradict each other"):
             other = linear | {"factor": 4.0}
             refuse_two_ropes(plain | {"rope_parameters": newer, "rope_scaling": other})

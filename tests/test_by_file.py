@@ -1,4 +1,4 @@
-"""The scheduler of the tests themselves: a test that crashes its process is the only one lost."""
+"""Test of the scheduler for pytest-xdist: a test that crashes its process is the only one lost."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ SOUND = "def test_sound(): pass\n"
 
 
 def test_crashes_are_reported_and_all_other_tests_run(tmp_path: Path) -> None:
-    """Two crashes, so that one worker may crash while the replacement of another one collects."""
+    """Two tests crash, so that a worker may crash while the replacement of another one collects."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     for name, text in {"a": CRASHES, "b": CRASHES, "c": SOUND, "d": SOUND, "e": SOUND}.items():
         (tmp_path / f"test_{name}.py").write_text(text)

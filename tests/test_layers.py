@@ -1,7 +1,7 @@
-"""The folders of the package are layers: a module imports from its own folder and from those below.
+"""Tests that the package's folders are layers: modules import only from their folder and below.
 
-Every import counts, those inside functions and under TYPE_CHECKING too. No module imports another's
-private name.
+Every import counts, including those inside functions and under TYPE_CHECKING. No module imports a
+private name of another.
 """
 
 import ast
@@ -42,7 +42,7 @@ LAYERS = (
     "tree_shape",
     "errors",
 )
-"""From top to bottom: folders, and modules that stand alone."""
+"""The layers from top to bottom: folders, and single modules."""
 
 ROOT = Path(slotzero.__file__).parent
 
@@ -69,7 +69,7 @@ def all_imports() -> list[Import]:
 
 
 def layer_of(found: Import) -> str | None:
-    """The layer that is imported from; None: another package, or this one's public names."""
+    """Return the imported layer, or None for another package or the public names of this one."""
     parts = [*found.module.split("."), found.name]
     return parts[1] if parts[0] == "slotzero" and parts[1] in LAYERS else None
 
@@ -92,7 +92,7 @@ def test_every_folder_and_module_has_a_layer() -> None:
 
 
 def test_no_import_points_up() -> None:
-    """So there is no cycle between folders, either."""
+    """Therefore there is no cycle between folders either."""
     assert [found for found in all_imports() if breaks_layers(found)] == []
 
 
@@ -111,5 +111,5 @@ def test_no_module_imports_a_private_name() -> None:
         (Import("models/rope.py", "torch.cli", "engine"), False),
     ],
 )
-def test_an_import_that_points_up_is_seen(found: Import, expected: bool) -> None:
+def test_an_import_that_points_up_is_detected(found: Import, expected: bool) -> None:
     assert breaks_layers(found) is expected

@@ -1,4 +1,4 @@
-"""`LLM`: what goes in, what comes out, and when text may be shown."""
+"""Tests of `LLM`: prompts and parameters, outputs, streams, stop strings, threads, interrupts."""
 
 import json
 import random
@@ -47,7 +47,7 @@ def llm() -> LLM:
 def _nothing_is_left(llm: LLM):
     yield
     left = list(llm.engine._handles)
-    for request_id in left:  # or every test that follows would fail as well
+    for request_id in left:  # otherwise every later test would fail as well
         llm.engine.cancel(request_id)
     assert not left
     assert not llm.engine.schedulers.has_work
@@ -58,7 +58,7 @@ def first(llm: LLM, prompt, params: SamplingParams) -> CompletionOutput:
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
-# What goes in
+# Prompts and parameters
 
 
 def test_a_text_a_list_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
@@ -82,7 +82,7 @@ def test_a_text_a_list_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
 
 
 def test_answers_come_in_order_each_with_its_own_parameters(llm: LLM) -> None:
-    """More prompts than rows, so that they end in another order than they came in."""
+    """There are more prompts than rows, so that they end in another order than they arrive."""
     prompts = [f"prompt {i}" for i in range(20)]
     params = [
         SamplingParams(temperature=i % 3, seed=i, max_tokens=1 + 7 * i % 11) for i in range(20)
@@ -95,7 +95,7 @@ def test_answers_come_in_order_each_with_its_own_parameters(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 20
 
 
-def test_what_an_output_holds(llm: LLM) -> None:
+def test_the_fields_of_an_output(llm: LLM) -> None:
     (output,) = llm.generate(["hello"], SHORT, use_tqdm=False)
     (answer,) = output.outputs
     assert output.finished
@@ -107,12 +107,12 @@ def test_what_an_output_holds(llm: LLM) -> None:
     assert answer.cumulative_logprob is None
 
 
-def test_the_default_is_vllms(llm: LLM) -> None:
+def test_the_default_parameters_are_those_of_vllm(llm: LLM) -> None:
     (output,) = llm.generate("hello", use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= SamplingParams().max_tokens == 16
 
 
-def test_no_prompts_are_no_answers(llm: LLM) -> None:
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
     assert llm.generate([], SHORT, use_tqdm=False) == []
     assert list(llm.stream([], SHORT)) == []
 
@@ -124,22 +124,22 @@ def test_cached_tokens_are_counted() -> None:
     assert counts == [0, 48]
 
 
-def test_as_many_parameters_as_prompts(llm: LLM) -> None:
+def test_the_number_of_parameters_must_equal_that_of_prompts(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts with 1 sampling parameters"):
         llm.generate(["a", "b"], [SHORT], use_tqdm=False)
 
 
 @pytest.mark.parametrize("given", [{"max_tokens": 2}, [{"max_tokens": 2}], "short", [SHORT, 5]])
-def test_what_are_no_parameters(llm: LLM, given: Any) -> None:
+def test_parameters_of_another_type_are_refused(llm: LLM, given: Any) -> None:
     with pytest.raises(RequestError, match=r"^sampling_params: must be a SamplingParams or a list"):
         llm.generate(["a"] * len(given), given, use_tqdm=False)
 
 
-def test_a_bad_prompt_is_named_by_its_place_and_nothing_runs(llm: LLM) -> None:
+def test_a_bad_prompt_is_named_by_its_index_and_nothing_runs(llm: LLM) -> None:
     steps = llm.engine.num_steps
     with pytest.raises(RequestError, match=r"^prompt 2: the prompt has 601 tokens"):
         llm.generate(["a", "b", "c" * 600], SHORT, use_tqdm=False)
-    with pytest.raises(RequestError, match=r"^prompt 1: give 'prompt' or 'prompt_token_ids'"):
+    with pytest.raises(RequestError, match=r"^prompt 1: 'prompt' or 'prompt_token_ids' is"):
         llm.generate(["a", {}], SHORT, use_tqdm=False)
     with pytest.raises(RequestError, match=r"^prompt 0: the prompt is empty"):
         next(llm.stream({"prompt_token_ids": []}, SHORT))
@@ -157,7 +157,7 @@ def test_an_unknown_setting_is_refused_by_name() -> None:
 # Several answers
 
 
-def test_n_answers_are_those_of_the_seeds_that_follow(llm: LLM) -> None:
+def test_n_answers_use_consecutive_seeds(llm: LLM) -> None:
     params = replace(SEEDED, n=4)
     outputs = llm.generate(["one", "two"], params, use_tqdm=False)
     for prompt, output in zip(("one", "two"), outputs, strict=True):
@@ -176,8 +176,8 @@ def test_n_answers_without_a_seed_differ_and_greedy_ones_do_not(llm: LLM) -> Non
     assert len({tuple(answer.token_ids) for answer in output.outputs}) == 1
 
 
-def test_seeds_that_follow_the_last_one(llm: LLM) -> None:
-    """Answers, or a refusal with nothing left in the queue."""
+def test_consecutive_seeds_after_the_largest_one(llm: LLM) -> None:
+    """They give answers, or a refusal with nothing left in the queue."""
     params = replace(SEEDED, seed=2**63 - 1, n=3)
     try:
         outputs = llm.generate(["one", "two"], params, use_tqdm=False)
@@ -199,7 +199,7 @@ def tokens_of(length: int, vocab: int, seed: int = 3) -> list[int]:
 
 @pytest.fixture(scope="module")
 def twin(oracles):
-    """transformers, and our engine on the same weights."""
+    """Return transformers' model, and our engine with the same weights."""
     oracle = oracles("smollm2")
     return oracle, make(oracle.path, skip_tokenizer_init=True, max_num_seqs=4)
 
@@ -229,7 +229,7 @@ def test_logprobs_are_the_log_softmax_of_transformers(twin, wanted: int) -> None
 
 
 def test_a_sampled_token_outside_the_top_is_reported_too(twin) -> None:
-    """Penalties and temperature choose; what is reported is the model's own distribution."""
+    """Penalties and temperature affect the choice; the reported distribution is the model's own."""
     oracle, llm = twin
     prompt = tokens_of(9, oracle.vocab_size)
     params = SamplingParams(
@@ -258,7 +258,8 @@ def test_logprobs_carry_the_text_of_their_tokens(llm: LLM) -> None:
 
 
 def plain_answer(oracle, prompt: list[int], params: SamplingParams) -> list[int]:
-    """Greedy decoding with penalties as the fields' docstrings say, one number at a time."""
+    """Decode greedily with penalties as the fields' docstrings define them, one number at a
+    time."""
     output: list[int] = []
     for _ in range(params.max_tokens):
         logits = oracle.generate(prompt + output, 1)[1][0].tolist()
@@ -292,7 +293,7 @@ PENALTIES = {
 
 
 def test_penalties_equal_a_plain_loop(twin) -> None:
-    """All of them in one batch, so that each would notice another's penalties."""
+    """All requests are in one batch, so that penalties of one must not affect another."""
     oracle, llm = twin
     prompts = [tokens_of(12, oracle.vocab_size, seed=i) * 2 for i in range(len(PENALTIES))]
     params = [
@@ -329,7 +330,7 @@ def test_filters_keep_what_a_plain_loop_keeps(twin, filters: dict) -> None:
         kept_all &= within(oracle, prompt, first_tokens(llm, prompt, params), filters)
         tokens = first_tokens(llm, prompt, replace(params, **filters))
         assert within(oracle, prompt, tokens, filters)
-    assert not kept_all  # without the filter other tokens come
+    assert not kept_all  # without the filter, other tokens appear
 
 
 def first_tokens(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
@@ -389,7 +390,7 @@ def test_chat_joins_the_parts_of_a_text(llm: LLM) -> None:
     ("message", "words"),
     [
         ({"content": "hello"}, r"messages\[1\]\.role: must be a string such as 'user', got None"),
-        ({"role": "user"}, r"messages\[1\]\.content: missing"),
+        ({"role": "user"}, r"messages\[1\]\.content: is missing"),
         ({"role": "user", "content": 5}, r"messages\[1\]\.content: must be a string or"),
         (
             {"role": "user", "content": ["hello"]},
@@ -401,16 +402,16 @@ def test_chat_joins_the_parts_of_a_text(llm: LLM) -> None:
         ),
     ],
 )
-def test_chat_refuses_what_no_template_would(llm: LLM, message: Any, words: str) -> None:
+def test_chat_refuses_invalid_messages(llm: LLM, message: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         llm.chat([*HELLO, message], SHORT, use_tqdm=False)
 
 
-def test_chat_hands_tools_and_variables_to_the_template(
+def test_chat_passes_tools_and_variables_to_the_template(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    with pytest.raises(RequestError, match="tools: this model's chat template does not show them"):
+    with pytest.raises(RequestError, match="tools: this model's chat template does not support"):
         llm.chat(HELLO, SHORT, use_tqdm=False, tools=tools)
     template = "{{ tools[0].function.name if tools else 'none' }} {{ mood }}"
     monkeypatch.setattr(llm.get_tokenizer(), "chat_template", template)
@@ -456,7 +457,7 @@ def test_token_ids_in_token_ids_out(llm: LLM) -> None:
             use()
 
 
-def test_an_answer_need_not_be_made_text(llm: LLM) -> None:
+def test_detokenisation_can_be_disabled(llm: LLM) -> None:
     answer = first(llm, "hello", replace(SHORT, detokenize=False))
     assert answer.text == ""
     assert answer.token_ids == first(llm, "hello", SHORT).token_ids
@@ -473,7 +474,7 @@ def text_by_place(chunks: Sequence[StreamChunk]) -> dict[tuple[int, int], str]:
     return texts
 
 
-def test_a_stream_joined_is_the_answer(llm: LLM) -> None:
+def test_the_joined_stream_equals_the_answer(llm: LLM) -> None:
     prompts = [f"prompt {i}" for i in range(6)]
     params = SamplingParams(temperature=1, seed=3, n=2, max_tokens=30)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -504,7 +505,7 @@ def test_closing_a_stream_early_cancels_it(llm: LLM) -> None:
         assert tokens == expected[: len(tokens)]
 
 
-def test_a_stream_that_is_never_read_asks_for_nothing(llm: LLM) -> None:
+def test_a_stream_that_is_never_read_adds_no_request(llm: LLM) -> None:
     steps = llm.engine.num_steps
     llm.stream("hello", SHORT).close()
     assert llm.engine.num_steps == steps
@@ -526,7 +527,7 @@ def test_two_streams_side_by_side_lose_nothing(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("meanwhile", ["generate", "close another"])
-def test_a_stream_goes_on_after_something_else_ran(llm: LLM, meanwhile: str) -> None:
+def test_a_stream_continues_after_another_call(llm: LLM, meanwhile: str) -> None:
     answer = first(llm, "one", SHORT)
     stream = llm.stream("one", SHORT)
     chunks = [next(stream)]
@@ -542,11 +543,11 @@ def test_a_stream_goes_on_after_something_else_ran(llm: LLM, meanwhile: str) -> 
     assert chunks[-1].finish_reason == "length"
 
 
-# Text, with a model that says what it is told
+# Text, with a scripted model
 
 
 class ScriptedResults:
-    """The device sampled something; the host is told the script's tokens."""
+    """Results in which the script's tokens replace the sampled ones."""
 
     def __init__(self, step: Step, scripts: list[list[int]], results: Results) -> None:
         self._step, self._scripts, self._results = step, scripts, results
@@ -563,26 +564,27 @@ class ScriptedResults:
         return script[place] if place < len(script) else 257
 
 
-def told(llm: LLM, *scripts: list[int]) -> LLM:
-    """Prompt [i] is answered with script i, then end-of-sequence."""
+def scripted(llm: LLM, *scripts: list[int]) -> LLM:
+    """Make the model answer prompt [i] with script i, then end-of-sequence."""
     worker = llm.engine.worker
     run = worker.run
-    worker.run = lambda step: [ScriptedResults(step, list(scripts), run(step)[0])]  # type: ignore[assignment, method-assign, return-value]
+    # type: ignore[assignment, method-assign, return-value]
+    worker.run = lambda step: [ScriptedResults(step, list(scripts), run(step)[0])]
     return llm
 
 
 def saying(*answers: Sequence[str]) -> LLM:
-    """Each answer is a list of pieces, one token each."""
+    """Return an LLM with scripted answers; each is a list of pieces, one token each."""
     pieces = sorted({piece for answer in answers for piece in answer})
     backend = Backend(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, "?"))
     backend.decoder = decoders.Fuse()
     llm = make(max_num_seqs=4)
     llm.engine.tokenizer = Tokenizer(backend, {}, None)
-    return told(llm, *([pieces.index(piece) for piece in answer] for answer in answers))
+    return scripted(llm, *([pieces.index(piece) for piece in answer] for answer in answers))
 
 
 def saying_bytes(*answers: bytes) -> LLM:
-    return told(make(max_num_seqs=4), *(list(answer) for answer in answers))
+    return scripted(make(max_num_seqs=4), *(list(answer) for answer in answers))
 
 
 ASK = {"prompt_token_ids": [0]}
@@ -597,12 +599,12 @@ PIECES = ["Hello", " wor", "ld. ", "And", " so", " on"]
         ("H", "", 1, "H"),  # the very beginning
         ("o w", "Hell", 2, "o w"),  # across two tokens
         ("o world. A", "Hell", 4, "o world. A"),  # across four
-        (["zzz", "ld", "wor"], "Hello ", 2, "wor"),  # the one that comes first
+        (["zzz", "ld", "wor"], "Hello ", 2, "wor"),  # the one that appears first
         (["ld", "d."], "Hello wor", 3, "ld"),  # both in one token: the earlier place
         (["d.", "ld"], "Hello wor", 3, "ld"),
         (["lo wo", "Hello"], "", 1, "Hello"),
         ("l", "He", 1, "l"),  # twice in one token: the first
-        ("Hello there", "Hello world. And so on", 7, None),  # begins, never completes
+        ("Hello there", "Hello world. And so on", 7, None),  # begins but never completes
         (" on!", "Hello world. And so on", 7, None),  # held back until the end
         (["x", "y"], "Hello world. And so on", 7, None),
     ],
@@ -628,7 +630,7 @@ def test_a_stop_string_in_the_last_token_allowed_is_a_stop() -> None:
     assert answer.text == "Hello world. "
 
 
-def test_stop_strings_are_of_one_request() -> None:
+def test_stop_strings_apply_to_one_request() -> None:
     llm = saying(PIECES, PIECES, PIECES)
     params = [SamplingParams(stop=s, max_tokens=30) for s in ("wor", "so", ())]
     jobs = [{"prompt_token_ids": [i]} for i in range(3)]
@@ -637,18 +639,19 @@ def test_stop_strings_are_of_one_request() -> None:
     assert texts == ["Hello ", "Hello world. And ", "Hello world. And so on"]
 
 
-def test_what_may_become_a_stop_string_is_held_back() -> None:
-    """And nothing else is: a text that cannot go on that way is shown with its token."""
+def test_a_possible_stop_string_is_held_back() -> None:
+    """No other text is held back: it is shown as soon as it cannot become a stop string."""
     llm = saying(["a", "a", "a", "b", "a", "x", "a", "a", "b", "c"])
     chunks = list(llm.stream(ASK, SamplingParams(stop="aabc", max_tokens=30)))
     assert [chunk.text for chunk in chunks] == ["", "", "a", "", "aab", "ax", "", "", "", ""]
     assert chunks[-1].finish_reason == "stop"
     chunks = list(llm.stream(ASK, SamplingParams(stop="aabc", max_tokens=9)))
-    assert [chunk.text for chunk in chunks[6:]] == ["", "", "aab"]  # the end: text after all
+    # at the end, the held text is shown
+    assert [chunk.text for chunk in chunks[6:]] == ["", "", "aab"]
     assert chunks[-1].finish_reason == "length"
 
 
-def test_a_real_answer_stops_where_its_text_says(llm: LLM) -> None:
+def test_a_real_answer_stops_at_its_stop_string(llm: LLM) -> None:
     params = SamplingParams(temperature=1, seed=8, max_tokens=40, ignore_eos=True)
     whole = first(llm, "hello", params)
     for start, end in ((0, 1), (5, 6), (11, 14), (20, 25)):
@@ -661,8 +664,8 @@ def test_a_real_answer_stops_where_its_text_says(llm: LLM) -> None:
         assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
 
 
-def test_min_tokens_is_for_stop_strings_too() -> None:
-    """Before that many tokens a stop string is text like any other."""
+def test_min_tokens_applies_to_stop_strings_too() -> None:
+    """Before min_tokens, a stop string is text like any other."""
     llm = saying(["a", "b", "c", "b", "d"])
     for min_tokens, text, num_tokens in ((0, "a", 2), (2, "a", 2), (3, "abc", 4), (5, "abcbd", 6)):
         answer = first(llm, ASK, SamplingParams(stop="b", min_tokens=min_tokens, max_tokens=9))
@@ -679,11 +682,11 @@ def test_a_stream_never_shows_half_a_character() -> None:
     assert text_by_place(chunks) == {(0, 0): TEXT, (1, 0): TEXT}
     assert not any("\N{REPLACEMENT CHARACTER}" in chunk.text for chunk in chunks)
     own = [chunk for chunk in chunks if chunk.prompt_index == 0]
-    assert max(len(chunk.text) for chunk in own) == 1  # and does not hold back what is whole
+    assert max(len(chunk.text) for chunk in own) == 1  # complete characters are not held back
     assert first(llm, ASK, params).text == TEXT
 
 
-def test_an_answer_cut_inside_a_character_says_so() -> None:
+def test_an_answer_cut_inside_a_character_ends_with_a_replacement() -> None:
     llm = saying_bytes("x😀".encode())
     for max_tokens in (2, 3, 4):
         params = SamplingParams(max_tokens=max_tokens)
@@ -699,7 +702,7 @@ def test_a_stop_string_of_several_bytes() -> None:
     assert answer.token_ids == list("naïve 日本語 ".encode())
 
 
-def test_special_tokens_show_only_if_asked_for() -> None:
+def test_special_tokens_are_shown_only_on_request() -> None:
     llm = saying_bytes(b"a", b"")
     llm.engine.request_factory.eos_token_ids = (257,)
     hidden, shown = (
@@ -712,7 +715,7 @@ def test_special_tokens_show_only_if_asked_for() -> None:
 
 
 def spm_tokenizer() -> Tokenizer:
-    """Bytes that have no token of their own are <0x..>, as in Llama 2 and Mistral."""
+    """Return a tokenizer in which bytes without a token are <0x..>, as in Llama 2 and Mistral."""
     vocab = {"<unk>": 0, "a": 1, "b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(254)}
     backend = Backend(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -720,11 +723,11 @@ def spm_tokenizer() -> Tokenizer:
 
 
 def test_a_newline_that_is_a_byte_token_stops_even_at_the_end() -> None:
-    """Byte tokens are held until the next token, or the end, tells how they are read."""
+    """Byte tokens are held until the next token, or the end, decides how they are decoded."""
     llm = make(max_num_seqs=4)
     llm.engine.tokenizer = spm_tokenizer()
     newline = 3 + ord("\n")
-    told(llm, [1, 2, newline, 1, newline, 2])
+    scripted(llm, [1, 2, newline, 1, newline, 2])
     answer = first(llm, ASK, SamplingParams(stop="\n", max_tokens=20))
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("ab", "stop", "\n")
     for max_tokens in (3, 6):
@@ -736,10 +739,10 @@ def test_a_newline_that_is_a_byte_token_stops_even_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("how", ["generate", "stream"])
-def test_a_step_looks_only_at_the_answers_that_grew_in_it(
+def test_a_step_visits_only_the_answers_that_grew_in_it(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Not at those that wait or have finished, however many there are."""
+    """It does not visit those that wait or have finished, however many there are."""
     llm = make(max_num_seqs=2)
     prompts, params = ["hello"] * 60, replace(SHORT, max_tokens=3)
     num_grown, num_looks, states = 0, 0, RequestHandle.finished.fget
@@ -763,14 +766,14 @@ def test_a_step_looks_only_at_the_answers_that_grew_in_it(
     else:
         assert sum(len(chunk.token_ids) for chunk in llm.stream(prompts, params)) == 180
     assert num_grown == 180
-    assert num_looks <= num_grown + 2 * len(prompts)  # and once or twice each, at the end
+    assert num_looks <= num_grown + 2 * len(prompts)  # plus once or twice for each at the end
 
 
 @pytest.mark.parametrize("failure", ["the device", "no room"])
 def test_a_step_that_fails_raises_in_every_thread_that_lost_requests(
     monkeypatch: pytest.MonkeyPatch, failure: str
 ) -> None:
-    """Two threads have requests in it; a third only waits for a slot and gets all its answers."""
+    """Two threads have requests in the step; a third waits for a slot and gets all its answers."""
     llm = make(max_num_seqs=3)
     engine = llm.engine
     expected = first(llm, "c", SHORT)
@@ -804,7 +807,7 @@ def test_a_step_that_fails_raises_in_every_thread_that_lost_requests(
             results[prompt] = error
 
     threads = []
-    for prompt, num in (("a", 1), ("b", 2), ("c", 3)):  # a and b have the three slots
+    for prompt, num in (("a", 1), ("b", 2), ("c", 3)):  # a and b take all three slots
         before = len(added)
         threads.append(threading.Thread(target=ask, args=(prompt, num)))
         threads[-1].start()
@@ -817,10 +820,10 @@ def test_a_step_that_fails_raises_in_every_thread_that_lost_requests(
         error for error in results.values() if isinstance(error, MemoryError | CapacityError)
     ]
     lost = [error for error in results.values() if isinstance(error, StepFailedError)]
-    assert len(stepping) == 1  # whichever thread made the step
+    assert len(stepping) == 1  # only one thread ran the step
     assert all(error.__cause__ is stepping[0] and failure in str(error) for error in lost)
     assert {type(results["a"]), type(results["b"])} <= {type(stepping[0]), StepFailedError}
-    if not isinstance(results["c"], Exception):  # unless it made the step itself
+    if not isinstance(results["c"], Exception):  # unless it ran the step itself
         assert [output.outputs[0] for output in results["c"]] == [expected] * 3
         assert len(lost) == 1
     assert first(llm, "c", SHORT) == expected
@@ -846,10 +849,12 @@ def test_a_stream_whose_requests_another_call_lost_raises(
     assert not llm.engine.has_work
 
 
-# How it is interrupted
+# Interrupts
 
 
-def test_an_interrupt_cancels_what_it_left(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_cancels_the_requests_of_its_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = first(llm, "hello", SHORT)
     step, calls = llm.engine.step, iter(range(100))
 
@@ -867,15 +872,15 @@ def test_an_interrupt_cancels_what_it_left(llm: LLM, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_can_be_written_as_json(llm: LLM) -> None:
-    """Plain Python values all the way down: no tensors, no numpy numbers."""
+    """All values are plain Python, without tensors or numpy numbers."""
     from dataclasses import asdict
 
     (output,) = llm.generate("hello", replace(SHORT, logprobs=2), use_tqdm=False)
     assert json.loads(json.dumps(asdict(output)))["outputs"][0]["text"] == output.outputs[0].text
 
 
-def test_logits_of_a_batch_stay_with_their_rows(twin) -> None:
-    """Rows that want log probabilities, among rows that do not."""
+def test_log_probabilities_belong_to_their_rows(twin) -> None:
+    """Some rows request log probabilities, and others do not."""
     oracle, llm = twin
     prompts = [tokens_of(5 + i, oracle.vocab_size, seed=i) for i in range(4)]
     params = [
@@ -892,6 +897,6 @@ def test_logits_of_a_batch_stay_with_their_rows(twin) -> None:
                 assert by_id[token].logprob == pytest.approx(row[token].item(), abs=1e-4)
 
 
-def test_names_are_found_before_they_are_loaded() -> None:
+def test_public_names_are_listed_before_they_are_imported() -> None:
     assert {"LLM", "SamplingParams", "__version__"} <= set(dir(slotzero))
     assert all(hasattr(slotzero, name) for name in dir(slotzero))

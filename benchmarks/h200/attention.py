@@ -1,11 +1,12 @@
-"""Decode attention as a share of the bandwidth: by chunks (decode.py) and stream-K.
+"""Decode attention as a share of the memory bandwidth: in chunks (decode.py) and with stream-K.
 
     python benchmarks/h200/attention.py [--models llama qwen gemma gpt-oss] [--rows 64 256]
         [--contexts 384 1000 mixed] [--lines 4/32/2/3/2 8/32/1/2/4]
 
-Shares are of the measured bandwidth, over the bytes of KV that are read; mixed is 100 to 2,000
-tokens a row. A line may be tried in other shapes: programs a processor / keys / warps / stages /
-cost of a row. Prints a table, then one line of JSON. On a CPU, to see it run: TRITON_INTERPRET=1.
+A share is the bytes of KV that are read, per second, divided by the measured bandwidth. The context
+"mixed" has 100 to 2,000 tokens per row. `--lines` tries stream-K with other parameters: programs
+per processor / keys / warps / stages / cost of a row. The script prints a table, then one line of
+JSON. To try it on a CPU, set TRITON_INTERPRET=1.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 class Case:
-    """Rows of some length, over the pages of some layers."""
+    """Rows of given lengths, with pages of several layers."""
 
     def __init__(self, model: str, rows: int, context: str) -> None:
         heads, kv_heads, dim = MODELS[model]
@@ -82,7 +83,7 @@ class Case:
         self.expected: torch.Tensor | None = None
 
     def call(self, way: str, layers: int = 1):
-        """-> of so many layers, a call that gives the last one's attention"""
+        """Return a function that runs `layers` layers and returns the attention of the last one."""
         module = decode if way == "chunks" else decode_stream_k
         shape = decode_stream_k.Shape(*map(int, way.split("/"))) if "/" in way else None
         decode_stream_k.shape_for = SHAPE_FOR if shape is None else lambda _: shape
@@ -122,7 +123,7 @@ class Case:
 
 
 def _nothing() -> None:
-    """Before a call."""
+    """Prepare nothing before a call."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Joules of what a step is made of, by the card's own counter, under a load that lasts.
+"""Energy of the parts of a step, from the GPU's energy counter, under a sustained load.
 
     python benchmarks/h200/energy.py path/to/llama-3.1-8b [--rows 64 256] [--contexts 128 384 640]
 
-Reading (zeros, and noise as weights are), the four products of a Llama-3.1-8B layer over 256 rows,
-the largest over 8,192, and decode steps of the model with random weights. Each is a graph that is
-replayed for a second, over more weights than a cache holds. Prints a line each, then one of JSON.
+The parts are: reading memory (zeros, and random numbers like weights), the four matrix products of
+a Llama-3.1-8B layer over 256 rows, the largest of them over 8,192 rows, and decode steps of the
+model with random weights. Each part is a CUDA graph that is replayed for a second, over more
+weights than the cache holds. The script prints a line for each, then one line of JSON.
 """
 
 import argparse
@@ -27,7 +28,7 @@ BLOCK, ROUNDS = 8192, 16
 
 
 class Card:
-    """The first one, as NVML knows it."""
+    """The first GPU, through NVML."""
 
     def __init__(self) -> None:
         self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -48,7 +49,9 @@ class Card:
     def _ask(self, name: str, *args: object) -> None:
         code = getattr(self._nvml, name)(*args)
         if code:
-            raise RuntimeError(f"{name} gave {code}: energy needs a GPU whose driver counts it")
+            raise RuntimeError(
+                f"{name} returned {code}: this benchmark needs a GPU whose driver counts energy"
+            )
 
 
 class Meter:
@@ -57,8 +60,11 @@ class Meter:
         self._card = Card()
 
     def measure(self, name: str, call: Callable[[], object], per: int = 1) -> None:
-        """Of one of the `per` parts of a call. The counter moves a few times a second: both ends
-        are where it does."""
+        """Measure a call that repeats the part `per` times, and record the energy of one part.
+
+        The counter is updated only a few times a second, so the measurement begins and ends at an
+        update.
+        """
         self._until(call, time.perf_counter() + WARM_UP)
         start, before = self._moved(call)[1:]
         count = self._until(call, start + SECONDS)
@@ -85,7 +91,7 @@ class Meter:
         return count
 
     def _moved(self, call: Callable[[], object]) -> tuple[int, float, float]:
-        """-> calls until the counter moved, when that was, and what it then says"""
+        """Call until the counter changes; return the number of calls, the time and the joules."""
         before, count = self._card.joules(), 0
         while (now := self._card.joules()) == before:
             call()

@@ -1,11 +1,12 @@
-"""Experts of a layer: one call of ours against a plain loop over experts, and the bandwidth limit.
+"""Experts of an MoE layer: our kernels, a plain loop over experts, and the bandwidth limit.
 
     python benchmarks/h200/experts.py [--rows 1 16 64 256 1024 4096]
 
-Shapes are a layer of gpt-oss-20b (32 experts, 4 of them chosen) and one of DeepSeek-V2-Lite (64, 6
-chosen, 2 shared), weights and tokens random, bfloat16 on a GPU. Ours is recorded, as it runs in a
-step; the loop reads on the host which experts are wanted, as plain torch must. The limit is the
-time to read the weights of all experts that anybody chose, once. Prints a line each, then JSON.
+The shapes are a layer of gpt-oss-20b (32 experts, 4 chosen per token) and one of DeepSeek-V2-Lite
+(64 experts, 6 chosen, 2 shared). Weights and tokens are random, in bfloat16 on a GPU. Our kernels
+run in a captured graph, as in a step; the loop reads the chosen experts on the host, as plain torch
+must. The limit is the time to read the weights of all chosen experts once. The script prints a line
+for each case, then JSON.
 """
 
 import argparse
@@ -57,7 +58,7 @@ def random_weights(hidden: int, shape: Experts, device: torch.device) -> ExpertW
     num, inner = shape.num_all, shape.inner_size
     has_bias = shape.activation == "clamped_silu"
     return ExpertWeights(
-        # so that choices differ
+        # large router weights, so that tokens choose different experts
         router=DenseWeight(drawn(shape.num_experts, hidden) * 50, None, shape.num_experts),
         correction=None,
         gate_up=DenseWeight(
@@ -127,7 +128,7 @@ def loop(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
 
 
 def _nothing() -> None:
-    """Before a call."""
+    """Prepare nothing before a call."""
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Latent KV: a decode step against the bandwidth limit, and prefill attention in both of its forms.
+"""MLA: a decode step against the bandwidth limit, and prefill attention in both of its forms.
 
     python benchmarks/h200/latent.py [--heads 16 128] [--rows 1 16 64 256] [--contexts 1024 8192]
     python benchmarks/h200/latent.py --prefill [--heads 16 128] [--chunks 512 2048+8192]
 
-Decode is of four dense layers in DeepSeek-V3's shape, random weights: with all of its 128 heads,
-whose decode is limited by arithmetic (240 operations a byte), and with 16, an eighth of the MLPs
-and of the vocabulary, what one of eight cards would have. The limit is to read all weights and all
-KV once. `kv_of_limit` is of the KV alone: how much longer the step takes than with an almost empty
-context.
+Decode runs four dense layers in DeepSeek-V3's shape with random weights: once with all 128 heads,
+where decode is limited by arithmetic (240 operations per byte), and once with 16 heads and an
+eighth of the MLPs and the vocabulary, which is the share of one of eight GPUs. The limit is the
+time to read all weights and the whole KV cache once. `kv_of_limit` concerns only the KV cache: it
+compares the limit with the additional time over a step with an almost empty context.
 
-Prefill is `mla_attention` of one layer over one row: tokens, and behind a + what is stored of it
-before. Each form is timed over the same numbers, its products included; its TFLOP/s are of its own
-arithmetic, and `differ` is how far the two results are apart. Prints a line each, then one of JSON.
+Prefill runs `mla_attention` of one layer over one row. A chunk is given as its number of tokens,
+with +N if N tokens are already stored. Both forms are timed on the same values, including their
+matrix products. TFLOP/s count the arithmetic of each form, and `differ` is the difference between
+the two results. The script prints a line for each case, then one line of JSON.
 """
 
 import argparse
@@ -51,11 +52,11 @@ CONFIG = {
     "torch_dtype": "bfloat16",
     "hidden_act": "silu",
 }
-SPLIT = {"intermediate_size": 18432, "vocab_size": 129280}  # of all 128 heads
+SPLIT = {"intermediate_size": 18432, "vocab_size": 129280}  # with all 128 heads
 PLAIN, TURNED, LATENT, RESULT = (
     CONFIG[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim")
 )
-FORMS = {"absorbed": 1 << 30, "expanded": 1}  # by what the longest row must have for the second
+FORMS = {"absorbed": 1 << 30, "expanded": 1}  # the length of a row from which it is expanded
 DEVICE, DTYPE, PAGE, ROWS = torch.device("cuda"), torch.bfloat16, 16, 8
 
 
@@ -138,7 +139,7 @@ def chunks(num_heads: int, named: list[str]) -> list[dict]:
 
 
 def operations(chunk: "Chunk", form: str) -> int:
-    """Two a multiply-add; of pairs that see each other, and of the form's products."""
+    """Count the operations of attention and of the form's products, two per multiply-add."""
     own, before = chunk.tokens * (chunk.tokens + 1) // 2, chunk.tokens * chunk.before
     absorbed, expanded = TURNED + 2 * LATENT, PLAIN + TURNED + RESULT
     products = chunk.tokens * LATENT * (PLAIN + RESULT)
@@ -149,7 +150,7 @@ def operations(chunk: "Chunk", form: str) -> int:
 
 
 class Chunk:
-    """Tokens of one row, what is stored of it before, padded rows, and weights of a layer."""
+    """One row of tokens with its stored context, padded rows, and the weights of a layer."""
 
     def __init__(self, num_heads: int, tokens: int, before: int) -> None:
         size, self.tokens, self.before = TURNED + LATENT, tokens, before

@@ -1,7 +1,8 @@
-"""Asks the default model to speak at length: sixty-four prompts that no head was trained on.
+"""Sixty-four prompts for long answers of the default model, on which no EAGLE head was trained.
 
-`written` are by hand. `held_out` are messages that the model wrote itself when text to train its
-head on was made, and that were held out: what a head meets most often.
+The `written` prompts were written by hand. The `held_out` prompts were written by the model while
+generating training text for its head, and were held out of training; they are the kind of text that
+a head meets most often.
 """
 
 import json
@@ -30,7 +31,7 @@ SUBJECTS = (
 
 
 def written() -> list[str]:
-    """Of any eight in a row, no two have the task or the subject in common."""
+    """Return the prompts written by hand; any eight in a row differ in both task and subject."""
     return [TASKS[i % 8].format(SUBJECTS[(i + i // 8) % 8]) for i in range(64)]
 
 

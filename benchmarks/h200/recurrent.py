@@ -3,16 +3,23 @@
     python benchmarks/h200/recurrent.py [--shapes Falcon-H1-1.5B ...] [--rows 1 64 256]
         [--prompts 512 8192 16x512] [--drafts 4] [--models Falcon-H1-1.5B ...]
 
-A mixer is convolve, scan and gate_norm, with random inputs: what a layer does beside its products.
-Decode is recorded, over as many layers as exceed the cache of the card, and the time is of one. The
-limit is to read and write all states once, at the measured bandwidth. With drafts, so many tokens a
-row are computed into a trail; its limit is to read the states and to write those of all tokens.
-Prompts are rows of one step (16x512: sixteen of 512 tokens); plain torch goes token by token, and
-is timed over the first few. Models are whole: a decode step with all products, experts and
-attention over a context of 1,024 tokens; of Qwen3-Next the first 12 of 48 layers, which fit one
-card. Their limit is to read the weights and KV once, and all states and write them. Prints a table
-of each, then one line of JSON. On a CPU, try it with TRITON_INTERPRET=1 --shapes small-mamba
-small-delta --rows 1 2 --prompts 2x40.
+A mixer runs convolve, scan and gate_norm on random inputs: everything a recurrent layer does
+besides its matrix products.
+
+Decode runs in a captured graph, over enough layers to exceed the GPU's cache; times are per layer.
+The limit is the time to read and write all states once, at the measured bandwidth. With `--drafts`,
+that many tokens per row are computed into a trail; the limit is then the time to read the states
+and to write the states after every token.
+
+Prompts are the rows of one step (16x512: sixteen prompts of 512 tokens). Plain torch computes token
+by token, and is timed over the first few tokens.
+
+Models run a whole decode step: all products, experts, and attention over a context of 1,024 tokens.
+Qwen3-Next runs with the first 12 of its 48 layers, which fit one GPU. The limit is the time to read
+the weights and the KV cache once, and to read and write all states.
+
+The script prints a table of each, then one line of JSON. To try it on a CPU: TRITON_INTERPRET=1
+python benchmarks/h200/recurrent.py --shapes small-mamba small-delta --rows 1 2 --prompts 2x40.
 """
 
 import argparse
@@ -89,7 +96,7 @@ def main() -> None:
 
 
 def table(measured: Iterable[dict]) -> list[dict]:
-    """Printed one after the other"""
+    """Print the results as a table, each as soon as it is measured, and return them."""
     results: list[dict] = []
     for result in measured:
         if not results:
@@ -100,7 +107,7 @@ def table(measured: Iterable[dict]) -> list[dict]:
 
 
 class Mixer:
-    """One layer's weights, and states of one layer or of many."""
+    """The weights of one layer, and the states of one layer or of many."""
 
     def __init__(self, shape: Scan, slots: int, layers: int, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -120,7 +127,7 @@ class Mixer:
         return torch.randn(size, device=self.device, dtype=self.dtype)
 
     def inputs(self, num: int) -> tuple[Tensor, ...]:
-        """Parts of a joined product: gates of the norm, channels, gates of heads, and beta"""
+        """Return slices of a joined product: gates of the norm, channels, gates of heads, beta."""
         sizes = [self.shape.inner_size, self.shape.channels, *[self.shape.num_heads] * 2]
         return self.drawn(num, sum(sizes)).split(sizes, dim=1)
 
@@ -220,7 +227,7 @@ def prefill(name: str, prompt: str, device: torch.device) -> dict:
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Recorded, where there is a card"""
+    """Time a call, in a captured graph if there is a GPU."""
     call()
     if device.type != "cuda":
         return device_seconds(call, _nothing, 1, device)
@@ -231,7 +238,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _nothing() -> None:
-    """Before a call."""
+    """Prepare nothing before a call."""
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Every workload of slotzero/bench/workloads.py on random weights: tokens per second, best of two.
+"""Throughput of every workload in slotzero/bench/workloads.py, random weights, best of two runs.
 
     python benchmarks/h200/run.py path/to/qwen3-0.6b path/to/llama-3.1-8b --out results.json
 
-A path is a folder with a config.json. An engine and a process for each model, prefix caching off,
-at most 256 rows. The name of a result is the model's folder and the workload. Prints a table, then
-one JSON line.
+A path is a folder with a config.json. Each model runs in its own engine and process, with prefix
+caching off and at most 256 rows. The name of a result is the model's folder and the workload. The
+script prints a table, then one line of JSON.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def measure(model: Path, workloads: list[str]) -> dict[str, float]:
     results: dict[str, float] = {}
     num_sizes = len(session.engine.worker.recorded_keys)
     print(
-        f"{name}: loaded in {session.load_seconds:.1f} s, {num_sizes} sizes recorded in "
+        f"{name}: loaded in {session.load_seconds:.1f} s, {num_sizes} sizes captured in "
         f"{session.record_seconds:.1f} s, bandwidth {session.read_bandwidth / 1e9:,.0f} GB/s",
         flush=True,
     )

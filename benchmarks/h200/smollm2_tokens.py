@@ -1,11 +1,12 @@
-"""Greedy tokens of the default model against transformers in float32, on the same device.
+"""Greedy tokens of the default model compared with transformers in float32 on the same device.
 
     python benchmarks/h200/smollm2_tokens.py [--dtype bfloat16] [MODEL]
 
-For 100 prompts Slotzero chooses 32 tokens. transformers then reads prompt and answer at once: where
-its most likely token is ours at every position, its own greedy answer is ours too. A prompt that
-diverges is reported with how much more likely, in logits, transformers found its own token there:
-both agree up to that place, so a small difference is a near-tie. Ends in one JSON line.
+Slotzero generates 32 tokens for each of 100 prompts. transformers then reads prompt and answer in
+one pass: if its most likely token equals ours at every position, its own greedy answer is the same.
+For a prompt whose answers diverge, the script reports the difference in logits between
+transformers' token and ours at the first difference: both agree up to there, so a small difference
+is a near-tie. The last line is JSON.
 """
 
 import argparse
@@ -78,7 +79,7 @@ def transformers_model(name: str) -> LlamaForCausalLM:
 def divergence(
     model: LlamaForCausalLM, prompt: list[int], answer: list[int]
 ) -> tuple[int, float] | None:
-    """The first place where transformers would choose another token, and by how much."""
+    """Return the first place where transformers chooses another token, and the logit difference."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()  # [answer, vocab]

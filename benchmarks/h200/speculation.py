@@ -1,12 +1,13 @@
-"""What speculation brings: a model with and without an EAGLE-3 head, in one run.
+"""Speed-up by speculation: a model with and without an EAGLE-3 head, in one run.
 
     python benchmarks/h200/speculation.py [MODEL] [--head FOLDER] [--steps 4] [--topk 1]
 
-Two sets of prompts, see prompts.py, through the chat template, greedy, end of text ignored: 128 to
-384 tokens each, so that they do not all end at once. So many requests are answered together, 1, 8
-or 64: whenever one ends, the next one comes, and time is taken until none is left that could come.
-Prints a table, then one JSON line: tokens per second, tokens that a verification brings, how many
-answers are the same to the last token, and how near to a tie the others part.
+The two sets of prompts in prompts.py go through the chat template. Answers are greedy and ignore
+the end of text; they have 128 to 384 tokens, so that they do not all end at once. 1, 8 or 64
+requests run at a time: whenever one ends, the next one starts, and time is taken until no request
+is left to start. The script prints a table, then one line of JSON: tokens per second, tokens per
+verification, how many answers are identical to the last token, and how close to a tie the others
+diverge.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from prompts import held_out, written
 
 from slotzero import LLM, SamplingParams
 
-NUM_ASKED = {1: 32, 8: 64, 64: 320}  # by how many are answered together
+NUM_ASKED = {1: 32, 8: 64, 64: 320}  # number of requests, by how many run at a time
 PARAMS = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokenize=False)
 LENGTHS = 128, 384
 
@@ -28,13 +29,15 @@ LENGTHS = 128, 384
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--head", help="a folder; default: what comes with the model")
+    parser.add_argument("--head", help="folder of the head (default: the model's own)")
     parser.add_argument("--kind", default="eagle3")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--topk", type=int, default=1)
-    parser.add_argument("--num-draft-tokens", type=int, help="of a tree, the newest one included")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, help="nodes of a draft tree, including the newest token"
+    )
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--fixed", action="store_true", help="always guess, however much it costs")
+    parser.add_argument("--fixed", action="store_true", help="always draft, even if it is slower")
     parser.add_argument("--kv-cache-memory", type=int, default=8 << 30)
     args = parser.parse_args()
     settings = {"max_num_seqs": 64, "max_model_len": 1024, "show_progress": False}
@@ -78,8 +81,11 @@ def compare(plain: LLM, guessing: LLM, prompts: list[list[int]], batch: int) -> 
 
 
 def part(plain: LLM, guessing: LLM, prompts: list) -> dict:
-    """How many answers differ from those without; and where they part, by how much at most what was
-    chosen was likelier than what came second, in log probability"""
+    """Count the answers that differ with speculation, and return how close to a tie they diverge.
+
+    `largest_gap` is the largest difference in log probability between the two best tokens at the
+    first difference.
+    """
     params = replace(PARAMS, logprobs=2)
     all_answers = (llm.generate(prompts, params, use_tqdm=False) for llm in (plain, guessing))
     gaps = []
@@ -94,7 +100,7 @@ def part(plain: LLM, guessing: LLM, prompts: list) -> dict:
 
 
 def measure(llm: LLM, prompts: list[list[int]], batch: int) -> tuple[float, dict[int, list[int]]]:
-    """-> tokens per second while so many are answered together, and answers that ended then"""
+    """Return tokens per second with `batch` requests at a time, and the finished answers."""
     llm.generate([{"prompt_token_ids": p} for p in prompts[:batch]], PARAMS, use_tqdm=False)
     engine, waiting, answers = llm.engine, deque(enumerate(prompts)), {}
     rng = random.Random(0)

@@ -1,5 +1,7 @@
-"""A decode step of a model of some shape, random weights, against the time to read all that it
-reads; and a process for each engine, as its users have it. Shared by the scripts beside it."""
+"""Engines with random weights, each in its own process, and the time of their decode steps.
+
+The other scripts in this folder use these functions.
+"""
 
 import json
 import tempfile
@@ -20,14 +22,16 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[..., T], *args: Any) -> T:
-    """What a function gives in a process of its own, as an engine has. An H200 reads memory that
-    was given back and taken again 12 % slower."""
+    """Call a function in a new process, as users run an engine, and return its result.
+
+    An H200 reads memory that was freed and allocated again 12 % slower.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
 def open_stack(config: Mapping[str, Any], **settings: Any) -> BenchSession:
-    """An engine for a model that is only a config; each size is recorded when it is first asked."""
+    """Start an engine with random weights from a config; sizes are captured at first use."""
     settings |= {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -35,7 +39,7 @@ def open_stack(config: Mapping[str, Any], **settings: Any) -> BenchSession:
 
 
 def step_seconds(session: BenchSession, rows: int, context: int) -> float | None:
-    """None: there is no room for so much."""
+    """Return the seconds of a decode step, or None if the KV cache has no room for the rows."""
     engine, runner = session.engine, session.engine.worker.decode
     key = runner.pick(rows, rows)
     if refusal(engine, key, context) is not None:

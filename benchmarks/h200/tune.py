@@ -1,11 +1,12 @@
-"""Times every tile of every product inside the whole recorded step, and prints the best as JSON.
+"""Tuning of matrix products: times every tile inside the captured step, prints the best as JSON.
 
     python benchmarks/h200/tune.py path/to/model... --out slotzero/kernels/triton/linear/tuned.json
 
-Start-up times an unknown shape by itself, in a chain of equal products; here each candidate is put
-into the recorded step of a model with random weights, product after product, the others staying at
-the best so far. Rows are decode's; with --speculative and a drafter, its products are timed in the
-draft and draft-extend passes. What is in the file already is kept where a model has other shapes.
+At start-up, an engine times an unknown shape in isolation, in a chain of equal products. This
+script instead tries each candidate in the captured step of a model with random weights, one product
+after another, while the other products use the best tile so far. The rows are those of decode
+steps. With --speculative and a drafter, the drafter's products are timed in the draft and
+draft-extend passes. Entries of the file for other shapes are kept.
 """
 
 import argparse
@@ -56,11 +57,11 @@ def main() -> None:
         for rows in args.rows:
             for _ in range(args.rounds):
                 best |= tune(engine, decode, rows, best, timed)
-            timed |= set(asked(engine, decode, decode.pick(rows, rows)))
+            timed |= set(requested_keys(engine, decode, decode.pick(rows, rows)))
         for runner in drafting:
             for rows in args.rows:
                 best |= tune(engine, runner, rows, best, timed)
-                timed |= set(asked(engine, runner, runner.pick(rows, rows)))
+                timed |= set(requested_keys(engine, runner, runner.pick(rows, rows)))
         if args.out:
             args.out.write_text(json.dumps(best, indent=1, sort_keys=True) + "\n")
         del engine, decode, others, drafting
@@ -72,9 +73,9 @@ def main() -> None:
 def tune(
     engine: Engine, runner: Runner, rows: int, known: dict[str, str], done: set[str]
 ) -> dict[str, str]:
-    """-> the best of what one size of a runner multiplies, but for what is done already"""
+    """Return the best choice for each product of one size of a runner, except those in `done`."""
     size = runner.pick(rows, rows)
-    keys = [key for key in asked(engine, runner, size) if key not in done]
+    keys = [key for key in requested_keys(engine, runner, size) if key not in done]
     chosen = {key: known.get(key, CUBLAS) for key in keys}
     compile_all(engine, runner, size, keys)
     for key in keys:
@@ -86,7 +87,7 @@ def tune(
         }
         ranked = sorted(seconds, key=seconds.__getitem__)
         if seconds[ranked[0]] == float("inf"):
-            raise RuntimeError(f"{key}: nothing could be timed")
+            raise RuntimeError(f"{key}: no candidate could be timed")
         chosen[key] = ranked[0]
         shown = "; ".join(f"{1000 * seconds[name]:.4f} {name}" for name in ranked)
         print(f"{size}: {key}: {shown}", flush=True)
@@ -94,8 +95,8 @@ def tune(
     return chosen
 
 
-def asked(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
-    """Keys of choices that a size asks for."""
+def requested_keys(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
+    """Return the keys of the choices that a step of this size looks up."""
     choices = engine.worker.kernels.choices
     keys: dict[str, None] = {}
 
@@ -113,7 +114,10 @@ def asked(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
 
 
 def compile_all(engine: Engine, runner: Runner, size: GraphKey, keys: list[str]) -> None:
-    """Side by side: products without a choice ask for their likely tiles, which are all here."""
+    """Compile all tiles in parallel.
+
+    A product without a choice compiles its likely tiles, and here all tiles count as likely.
+    """
     kernels = engine.worker.kernels
     assert isinstance(kernels, TritonKernels)
     choices = kernels.choices
@@ -133,18 +137,18 @@ def step_seconds(engine: Engine, runner: Runner, size: GraphKey, choices: dict[s
         with torch.inference_mode():
             runner.record(size)
         device = worker.registry.device
-        if runner is not worker.decode:  # over an empty step: products take as long
+        if runner is not worker.decode:  # an empty step: its products take the same time
             replay = partial(runner.replay, size)
             return device_seconds(replay, _nothing, REPEATS, device, lead=0.01)
         with standing(engine, runner, size, CONTEXT) as rows:
             return device_seconds(rows.replay, rows.rewind, REPEATS, device, lead=0.01)
-    except Exception as error:  # a tile that this card cannot hold
+    except Exception as error:  # a tile that does not fit this GPU
         print(f"  {error}", flush=True)
         return float("inf")
 
 
 def _nothing() -> None:
-    """Before a replay."""
+    """Prepare nothing before a replay."""
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/sanitizer/false_alarms.py --batches 1000 --seed 0
 
-It raises at the first violation. The last line is JSON.
+The script raises at the first violation. The last line is JSON.
 """
 
 import argparse

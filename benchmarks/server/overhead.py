@@ -1,9 +1,10 @@
-"""What HTTP costs: tokens per second of streams against those of offline generation.
+"""Overhead of HTTP: tokens per second of streams, compared with offline generation.
 
     python benchmarks/server/overhead.py MODEL [--streams 32] [--port 8123] [engine flags]
 
-The same requests twice: `slotzero bench throughput`, then `slotzero bench serve` against a
-`slotzero serve` of its own, all at once, best of three. Prints a table and a JSON line.
+The script runs the same requests twice: with `slotzero bench throughput`, and with `slotzero bench
+serve` against a `slotzero serve` that it starts, all requests at once, best of three. It prints a
+table and a line of JSON.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from slotzero.bench.sheets import Report, Sheet, print_sheets
 from slotzero.errors import ConfigError
 
 RUNS = 3
-PATIENCE = 180.0  # seconds to load and record
+PATIENCE = 180.0  # seconds for loading and capturing
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     ]
     offline = bench("throughput", args.model, *shape, *flags)["tokens_per_second"]
     serve = [*slotzero("serve", args.model), "--port", str(args.port), *flags]
-    serve.append("--no-enable-prefix-caching")  # as offline: the runs have the same prompts
+    serve.append("--no-enable-prefix-caching")  # as offline, since all runs have the same prompts
     server = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
     try:
         asyncio.run(until_healthy(Site("127.0.0.1", args.port, {})))

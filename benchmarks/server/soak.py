@@ -1,12 +1,13 @@
-"""A server under abuse: many streams at once, clients that leave, an engine that is killed.
+"""Soak test of a server: many streams at once, clients that disconnect, an engine that is killed.
 
     python benchmarks/server/soak.py [--clients 200] [--seconds 60] [--model tiny:llama]
 
-Starts `slotzero serve` on a free port of the loopback interface. Three parts: (1) all clients
-stream for the whole time; every prompt has a nonce, and every answer must be the one that offline
-generation gives; (2) half of all streams are left at a random moment, after which slots and pages
-must come back; (3) the engine's process is killed under load: every client gets an answer or an
-error, and the server must serve again. Prints a table and a JSON line; exits 1 if anything failed.
+The script starts `slotzero serve` on a free port of the loopback interface. It has three parts: (1)
+All clients stream for the whole time. Every prompt has a nonce, and every answer must equal that of
+offline generation. (2) Half of all streams are closed at a random moment; afterwards all slots and
+pages must be free again. (3) The engine's process is killed under load: every client must get an
+answer or an error, and the server must serve again. Prints a table and a line of JSON; the exit
+status is 1 if anything failed.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def offline(model: str) -> dict[str, str]:
-    """Prompts with a nonce each, and their only right answer."""
+    """Return prompts, each with a nonce, and the one right answer to each."""
     rng = random.Random(1)
     prompts = [f"nonce {rng.getrandbits(40):x} says" for _ in range(NUM_PROMPTS)]
     llm = LLM(model, show_progress=False)
@@ -123,7 +124,7 @@ async def stream(
     fates: Counter[str],
     leave: float,
 ) -> None:
-    """Requests one after the other until the time is over; what became of each is counted."""
+    """Send requests one after another until the time is over, and count how each ended."""
     rng = random.Random(seed)
     while time.monotonic() < end:
         prompt = rng.choice(list(expected))
@@ -146,7 +147,7 @@ async def stream(
                     break
         except HttpError as failure:
             error = f"status {failure.status}"
-        except Exception as failure:  # a connection that ends is what is looked for here
+        except Exception as failure:  # connections that break are what this part looks for
             error = type(failure).__name__
         if error:
             fates[error] += 1
@@ -163,13 +164,13 @@ async def healthy(site: Site, within: float) -> None:
         try:
             await site.get("/health")
             return
-        except Exception:  # not listening yet, or 503
+        except Exception:  # the server does not listen yet, or answers 503
             await asyncio.sleep(0.1)
     raise SystemExit(f"the server was not healthy within {within:.0f} s")
 
 
 async def idle_within(site: Site, seconds: float) -> bool:
-    """Whether nothing runs, waits or holds a slot or a page of its own any more."""
+    """Wait until no request runs, waits or holds a slot or a page; return whether that happened."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         text = await site.text("/metrics")
@@ -183,13 +184,13 @@ async def idle_within(site: Site, seconds: float) -> bool:
 
 
 def engine_of(pid: int) -> int:
-    """The one child of the server."""
+    """Return the process id of the engine, the server's only child."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0])
 
 
 def resident(pid: int) -> int:
-    """Bytes of the server and its engine."""
+    """Return the resident bytes of the server and its engine."""
     total = 0
     for process in (pid, engine_of(pid)):
         fields = Path(f"/proc/{process}/statm").read_text().split()

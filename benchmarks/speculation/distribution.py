@@ -1,13 +1,13 @@
-"""Speculation changes no distribution: the first tokens of many draws, with it and without.
+"""Test that speculation changes no distribution: first tokens of many draws with and without it.
 
     python benchmarks/speculation/distribution.py --draws 200000
     python benchmarks/speculation/distribution.py --speculative-steps 3 --speculative-topk 3
 
-A tiny model answers one prompt again and again, each time with another seed: as many times with
-speculation as without, and no seed twice. A draft model is the model itself with weights a little
-off, so that some of its guesses are right and some are not. A two-sample chi-square test compares
-each of the first three tokens, and all three together. The last line is JSON; the exit status is 1
-if any p-value is below 0.01.
+A tiny model answers one prompt many times: equally often with and without speculation, and each
+time with another seed. The draft model is the model itself with slightly changed weights, so that
+some of its drafts are right and some are wrong. A two-sample chi-square test compares each of the
+first three tokens, and all three together. The last line is JSON; the exit status is 1 if any
+p-value is below 0.01.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from slotzero.tree_shape import places_ahead
 
 NUM_TOKENS = 3
 LEAST_P = 0.01
-LEAST_COUNT = 10  # of a cell, both sides together: five expected on each
-PROMPT = [256, *b"Once upon a time,"]  # a page that is found in the cache, and two tokens more
+LEAST_COUNT = 10  # per cell, both samples together, so that five are expected in each
+PROMPT = [256, *b"Once upon a time,"]  # one page, found in the prefix cache, and two more tokens
 
 
 class Compared(NamedTuple):
@@ -69,18 +69,20 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--draws", type=int, default=200_000, help="with, and as many without")
+    parser.add_argument(
+        "--draws", type=int, default=200_000, help="draws with, and as many without"
+    )
     parser.add_argument("--model", choices=tiny_names(), default="tiny:llama")
     parser.add_argument("--speculative", choices=DRAFTERS, default="draft")
     parser.add_argument(
         "--off-by", type=float, default=0.03,
-        help="of a draft model: noise on the weights of the model; 0: it is always right",
+        help="noise added to the weights of the draft model; 0: its drafts are always right",
     )  # fmt: skip
     parser.add_argument("--speculative-steps", type=int, default=2)
     parser.add_argument("--speculative-topk", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=1.5)
     parser.add_argument("--top-k", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=0, help="the first of all seeds")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     return parser.parse_args()
@@ -103,10 +105,13 @@ def speculation(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 def draw(
     config: EngineConfig, params: SamplingParams, seeds: range
 ) -> tuple[Tensor, dict[str, float]]:
-    """-> [draws, 3], and how it went. All rows begin together, so that all have guesses; an answer
-    may grow as long as its first guesses need, and is cancelled when it has three tokens."""
+    """Return the first three tokens of every draw, [draws, 3], and statistics of the run.
+
+    All rows start together, so that all of them get drafts. An answer may grow as long as its first
+    drafts need, and is cancelled once it has three tokens.
+    """
     engine, start = Engine(config), time.perf_counter()
-    params = replace(params, max_tokens=max(NUM_TOKENS, 2 + num_guesses(config)))
+    params = replace(params, max_tokens=max(NUM_TOKENS, 2 + num_candidates(config)))
     drawn = dict[str, list[int]]()
     num_rows = engine.limits.max_num_seqs
     with prompts_bar(True, len(seeds)) as progress:
@@ -131,7 +136,7 @@ def draw(
     return torch.tensor(list(drawn.values())), figures
 
 
-def num_guesses(config: EngineConfig) -> int:
+def num_candidates(config: EngineConfig) -> int:
     if config.speculative is None:
         return 0
     return places_ahead(config.speculative_steps + 1, config.tree)
@@ -146,7 +151,7 @@ def compare(one: Tensor, other: Tensor) -> list[Compared]:
 
 
 def chi_square(what: str, one: Tensor, other: Tensor) -> Compared:
-    """Of two samples of one size, rows being draws. Rare cells are one, which is not."""
+    """Compare two samples of equal size, one row per draw; rare cells are merged into one."""
     _, cells = torch.cat((one, other)).unique(dim=0, return_inverse=True)
     counts = [torch.bincount(of, minlength=int(cells.max()) + 1) for of in cells.split(len(one))]
     both = torch.stack(counts).double()  # [2, cells]

@@ -1,13 +1,14 @@
-"""Speculation changes no token: greedy answers with every drafter against those without.
+"""Test that speculation changes no token: greedy answers with every drafter and without one.
 
     python benchmarks/speculation/identity.py
     python benchmarks/speculation/identity.py --model tiny:qwen3 --drafter eagle3 --backend eager
 
-Every tiny model, on every backend, answers the same random prompts: first without, then with each
-drafter, guessing so many steps ahead, in a row and as a tree. `draft` is the model itself, which is
-always right, and `near` the model with weights a little off, which is right now and then. A row of
-the table is all such settings together. The last line is JSON; the exit status is 1 if any answer
-differs. A near-tie may fall the other way without a fault, so it is shown how near it was.
+Every tiny model, on every backend, answers the same random prompts: first without a drafter, then
+with each drafter, for several numbers of steps, as a chain and as a tree. `draft` is the model
+itself, which is always right; `near` is the model with slightly changed weights, which is sometimes
+right. A row of the table sums up all settings of a drafter. The last line is JSON; the exit status
+is 1 if any answer differs. A near-tie can resolve differently without a fault, so the script shows
+how close the two tokens were.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from slotzero.system.progress import prompts_bar
 
 DRAFTERS = ("ngram", "eagle", "eagle3", "draft", "near")
 COLUMNS = ("settings", "requests", "drafts", "accepted", "differ")
-TEXT = 256  # token ids of a tiny model that are bytes
-LONGEST = 96  # prompt
-OFF_BY = 0.03  # of a weight's spread, where a draft model is near
+TEXT = 256  # the token ids below this are bytes, in a tiny model
+LONGEST = 96  # length of the longest prompt
+OFF_BY = 0.03  # noise on the weights of `near`, as a share of their spread
 Progress = Callable[[int, int], None]
 
 
@@ -65,7 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=("eager", "cpu"))
     parser.add_argument("--steps", nargs="+", type=int, default=(1, 3, 6))
-    parser.add_argument("--topk", nargs="+", type=int, default=(1, 3), help="above 1: trees")
+    parser.add_argument("--topk", nargs="+", type=int, default=(1, 3), help="above 1: draft trees")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--max-num-seqs", type=int, default=8)
@@ -74,7 +75,7 @@ def parse() -> argparse.Namespace:
 
 
 def compare(model: str, backend: str, args: argparse.Namespace, progress: Progress):
-    """-> for each drafter: its name, its figures, and what differs"""
+    """Yield the name, the figures and the differences of each drafter."""
     rng = random.Random(f"{args.seed} {model}")
     prompts = draw_prompts(rng, args.prompts)
     params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
@@ -120,7 +121,7 @@ def speculation(model: str, drafter: str, steps: int, topk: int, near: str) -> d
 
 
 def draw_prompts(rng: random.Random, num: int) -> list[list[int]]:
-    """One in three begins like another, so that it is found in the cache."""
+    """Draw prompts, one in three with a common prefix that is found in the prefix cache."""
     prompts: list[list[int]] = []
     for _ in range(num):
         start = rng.choice(prompts) if prompts and rng.random() < 1 / 3 else []
@@ -143,7 +144,7 @@ def answers(
 def describe(
     plain: LLM, prompt: list[int], params: SamplingParams, expected: list[int], got: list[int]
 ) -> dict[str, Any]:
-    """Where an answer first differs, and how far apart the two tokens are there without drafts."""
+    """Describe where an answer first differs, and how close the two tokens are without drafts."""
     pairs = zip(expected, got, strict=False)
     place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
     tokens = prompt + expected[:place]

@@ -1,4 +1,4 @@
-"""A draft model that is right now and then: a tiny model with weights a little off."""
+"""Draft model that is sometimes right: a tiny model with slightly changed weights."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from slotzero.checkpoint.tiny import tiny_checkpoint
 
 
 def write_near(model: str, off_by: float, folder: Path) -> None:
-    """`off_by`: of the spread of a weight's values."""
+    """Write the model with noise on its weights; `off_by` is relative to the spread of a weight."""
     checkpoint, generator = tiny_checkpoint(model), torch.Generator().manual_seed(0)
     tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
     for weight in tensors.values():

@@ -106,7 +106,7 @@ class BenchSession:
             e.name: e.tensor.numel() * e.tensor.dtype.itemsize for e in worker.registry.entries()
         }
         unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
-        unread += sizes.get("weight.input_embedding", 0)
+        unread += sizes.get("weight.layer_embedding.embedding", 0)
         if (shape := worker.model.experts) is not None:  # though all layers may be dense
             stored = sum(size for name, size in sizes.items() if _EXPERTS.fullmatch(name))
             routed = stored * shape.num_experts // shape.num_all

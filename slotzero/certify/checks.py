@@ -9,7 +9,12 @@ from torch import Tensor
 
 from slotzero.certify.checksum import checksum
 from slotzero.certify.compare import Mismatch, differences, first_difference, padding_of
-from slotzero.certify.lint import Watch, baked, span_of, stray
+from slotzero.certify.operator_trace import (
+    OperatorTrace,
+    first_divergence,
+    span_of,
+    stray_addresses,
+)
 from slotzero.certify.report import Violation
 from slotzero.certify.scenario import Outcome, Trial, others_of, owned_rows
 from slotzero.graph import GraphKey, Registry, TensorKind
@@ -49,8 +54,8 @@ class Examination:
         yield from self._arrivals()
 
     def s1(self) -> Iterator[Violation]:
-        for name, mismatch in self._guilty(self.trial.spoilable()):
-            found = f"spoilt, it changed {mismatch.tensor!r}: {mismatch}"
+        for name, mismatch in self._leaks(self.trial.poisonable()):
+            found = f"poisoned, it changed {mismatch.tensor!r}: {mismatch}"
             yield self._violation("S1", name, found, mismatch.row)
 
     def s2(self) -> Iterator[Violation]:
@@ -119,13 +124,13 @@ class Examination:
             )
 
     def _others_touched(self) -> Iterator[Violation]:
-        others, trap = others_of(self.trial.runner), self.trial.scenario.trap
+        others, idle_slot = others_of(self.trial.runner), self.trial.scenario.idle_slot
         for entry in others:
-            entry.tensor.fill_(trap)
+            entry.tensor.fill_(idle_slot)
         if others:
             self.trial.replay()
         for entry in others:
-            before = torch.full_like(entry.tensor, trap)
+            before = torch.full_like(entry.tensor, idle_slot)
             rows = range(len(before))
             yield from self._unchanged(
                 entry, entry.tensor, before, rows, "it belongs to another runner"
@@ -134,20 +139,20 @@ class Examination:
     def s5(self) -> Iterator[Violation]:
         trial, runner = self.trial, self.trial.runner
         steps = (range(trial.scenario.num_rows), range(0, trial.scenario.num_rows, 2))
-        watched, written = [], []
+        traces, written = [], []
         for rows in steps:
-            watch, key = Watch(self.registry), self._set(rows)
-            with watch:
+            trace, key = OperatorTrace(self.registry), self._set(rows)
+            with trace:
                 runner.eager(key)
-            watched.append(watch)
+            traces.append(trace)
             written.append(
                 runner.backend.transcript(partial(runner.spec.function, self._set(rows)))
             )
         findings = [
-            *watched[0].findings,
-            *baked(*(watch.lines for watch in watched)),
-            *baked(*written),
-            *stray(written[0], self.registry, runner.backend.memory()),
+            *traces[0].findings,
+            *first_divergence(*(trace.lines for trace in traces)),
+            *first_divergence(*written),
+            *stray_addresses(written[0], self.registry, runner.backend.memory()),
         ]
         for tensor, found in dict.fromkeys(findings):
             yield self._violation("S5", tensor, found, None)
@@ -194,7 +199,7 @@ class Examination:
 
     def _arrivals(self) -> Iterator[Violation]:
         """Check that downloads bring what the device holds now, not data of another step."""
-        for value in (self.trial.scenario.trap, 0):
+        for value in (self.trial.scenario.idle_slot, 0):
             for entry in self._entries:
                 if entry.kind is TensorKind.OUTPUT:
                     entry.tensor.fill_(value)
@@ -206,22 +211,22 @@ class Examination:
                     text = f"the host got {got} where the device held {expected}"
                     yield self._violation("S0", name, text, row)
 
-    def _guilty(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
+    def _leaks(self, names: Sequence[str]) -> Iterator[tuple[str, Mismatch]]:
         """Yield the tensors whose unowned memory changes a result, found by bisection.
 
         If only both halves together change a result, no single tensor can be blamed, and the first
         tensor whose value changed is named.
         """
-        mismatch = next(self._hurt(self.trial.replay(spoil=names)), None)
+        mismatch = next(self._changed_results(self.trial.replay(poison=names)), None)
         if mismatch is None:
             return
         middle = len(names) // 2
         halves = (names[:middle], names[middle:]) if middle else ()
-        found = [guilty for half in halves for guilty in self._guilty(half)]
+        found = [leak for half in halves for leak in self._leaks(half)]
         yield from found or [(mismatch.tensor if middle else names[0], mismatch)]
 
-    def _hurt(self, outcome: Outcome) -> Iterator[Mismatch]:
-        """Yield what changed in real rows, derived tensors and padding because of spoilt memory."""
+    def _changed_results(self, outcome: Outcome) -> Iterator[Mismatch]:
+        """Yield what changed in real rows, derived tensors and padding because of poison."""
         for mismatch in differences(self.trial.runner, outcome, self.plain):
             if mismatch.tensor not in self.trial.scenario.unused:
                 yield mismatch
@@ -238,7 +243,7 @@ class Examination:
         yield from self._padding_of(outcome)
 
     def _padding_of(self, outcome: Outcome) -> Iterator[Mismatch]:
-        """Yield padded rows that spoilt memory changed. S4 checks that they are zero."""
+        """Yield padded rows that poisoned memory changed. S4 checks that they are zero."""
         first = len(outcome.slots)
         for entry in self._entries:
             if entry.kind is TensorKind.OUTPUT:

@@ -33,9 +33,9 @@ def differences(
     """
     entries = [e for e in runner.entries() if e.name in got.tensors]
     shared = [slot for slot in got.slots if slot in expected.slots]
-    followed = {e.name: runner.spec.follows.get(e.name, e.follows) for e in entries if bound}
+    sources = {e.name: runner.spec.chosen_from.get(e.name, e.chosen_from) for e in entries if bound}
     for entry in entries:
-        if followed.get(entry.name) and followed[entry.name] not in got.tensors:
+        if sources.get(entry.name) and sources[entry.name] not in got.tensors:
             shared = _with_equal(entry, shared, got, expected)
     same_layout = got.key == expected.key and got.slots == expected.slots
     same_step = {*shared} == {*got.slots, *expected.slots}
@@ -47,9 +47,9 @@ def differences(
                 continue
             if entry.per == "step" and not same_step:
                 continue
-            slots, chosen_from = shared, followed.get(entry.name, "")
-            if chosen_from in got.tensors:
-                slots = _with_equal(runner.registry.entry(chosen_from), shared, got, expected)
+            slots, source = shared, sources.get(entry.name, "")
+            if source in got.tensors:
+                slots = _with_equal(runner.registry.entry(source), shared, got, expected)
             ours, theirs = (_part(entry, slots, o, expected.tensors) for o in (got, expected))
             found = first_difference(ours, theirs, bound)
             if found is not None:
@@ -152,10 +152,10 @@ def _part(entry: Entry, slots: Sequence[int], outcome: Outcome, tables: Tables) 
 
 
 def _with_equal(
-    followed: Entry, slots: Sequence[int], got: Outcome, expected: Outcome
+    chosen_from: Entry, slots: Sequence[int], got: Outcome, expected: Outcome
 ) -> list[int]:
     return [
         slot
         for slot in slots
-        if torch.equal(*(_part(followed, [slot], o, expected.tensors) for o in (got, expected)))
+        if torch.equal(*(_part(chosen_from, [slot], o, expected.tensors) for o in (got, expected)))
     ]

@@ -39,7 +39,7 @@ def attach(engine: Engine, config: EngineConfig) -> "LiveSanitizer":
         every=1 if is_full else config.sanitize_every,
         action=config.sanitize_action,
         bound=bounds_of(engine).replay,
-        highest_trap=min(
+        highest_index=min(
             limits.max_num_seqs,
             *(num_pages - 1 for num_pages in limits.num_pages.values()),
             limits.max_model_len - 1,
@@ -61,7 +61,7 @@ class LiveSanitizer(Observer):
         every: int,
         action: str,
         bound: float,
-        highest_trap: int,
+        highest_index: int,
     ) -> None:
         self.answers = AnswerCheck(engine, is_full=every == 1)
         self.violations = 0
@@ -69,7 +69,7 @@ class LiveSanitizer(Observer):
         self.steps_without_room = 0
         self.last: deque[Violation] = deque(maxlen=KEPT)
         self._every, self._action, self._bound = every, action, bound
-        self._engine, self._highest_trap = engine, highest_trap
+        self._engine, self._highest_trap = engine, highest_index
         self._steps: Counter[str] = Counter()  # by runner
         self._num_commits = 0
         self._last_miscount = ""

@@ -19,32 +19,32 @@ from slotzero.certify.scenario import MUTABLE, Outcome, others_of, owned_rows
 from slotzero.graph import GraphKey, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
-SPOILT_PAGES = 8  # a sample of the pages that no running slot owns, as each is copied
+POISONED_PAGES = 8  # a sample of the pages that no running slot owns, as each is copied
 
 
 class Patch:
     """Rows of a table, and a mask of the places in them that the step does not own."""
 
-    def __init__(self, entry: Entry, rows: Tensor, mask: Tensor, hostile: float) -> None:
+    def __init__(self, entry: Entry, rows: Tensor, mask: Tensor, poison: float) -> None:
         """mask: [rows, ...], with any number of the table's further axes."""
         self.entry, self.rows = entry, rows
         self._by_row = entry.tensor.movedim(entry.axis, 0)
         self._saved = self._by_row[rows]
         self._mask = mask.view(*mask.shape, *[1] * (self._saved.dim() - mask.dim()))
-        self._spoilt = self._saved.masked_fill(self._mask, hostile)
+        self._poisoned = self._saved.masked_fill(self._mask, poison)
 
-    def spoil(self) -> None:
-        self._by_row[self.rows] = self._spoilt
+    def poison(self) -> None:
+        self._by_row[self.rows] = self._poisoned
 
     def put_back(self) -> None:
         self._by_row[self.rows] = torch.where(self._mask, self._saved, self._by_row[self.rows])
 
     def first_change(self) -> tuple[int, str, str] | None:
-        """Return the row, its value and the hostile value that it should still hold, or None."""
-        now = torch.where(self._mask, self._by_row[self.rows], self._spoilt)
-        if torch.equal(now.view(torch.uint8), self._spoilt.view(torch.uint8)):
+        """Return the row, its value and the poison that it should still hold, or None."""
+        now = torch.where(self._mask, self._by_row[self.rows], self._poisoned)
+        if torch.equal(now.view(torch.uint8), self._poisoned.view(torch.uint8)):
             return None  # the usual case, and NaN is not equal to itself
-        found = first_difference(now, self._spoilt, 0.0)
+        found = first_difference(now, self._poisoned, 0.0)
         return None if found is None else (int(self.rows[found[0]]), *found[1:])
 
 
@@ -52,9 +52,9 @@ class StepMemory:
     """A copy of a step's memory, taken after publishing and before anything runs."""
 
     def __init__(
-        self, runner: Runner, key: GraphKey, highest_trap: int, rng: random.Random
+        self, runner: Runner, key: GraphKey, highest_index: int, rng: random.Random
     ) -> None:
-        """`highest_trap` is in range as every kind of index: slot, page, position and token."""
+        """`highest_index` is in range as every kind of index: slot, page, position and token."""
         self.registry = registry = runner.registry
         self.slots, counts = _who_runs(runner)
         self.entries = [e for e in runner.entries() if e.kind in MUTABLE]
@@ -70,8 +70,8 @@ class StepMemory:
         }
         self.before = self.outcome()
         self._sums = {e.name: row_checksums(e.tensor, e.axis) for e in self.paged}
-        idle = set(range(1, highest_trap + 1)) - set(self.slots)
-        self._traps = dict.fromkeys((e.name for e in self.entries), min(idle, default=1))
+        idle = set(range(1, highest_index + 1)) - set(self.slots)
+        self._indices = dict.fromkeys((e.name for e in self.entries), min(idle, default=1))
         tails = unused_tails(runner, self.slots, counts)
         self._patches: dict[str, Patch] = {}
         for entry in sorted(self.tables, key=lambda e: not e.through):  # pages first: see _foreign
@@ -79,7 +79,7 @@ class StepMemory:
             self._patches[entry.name] = self._patch(entry, foreign, tails.get(entry.name))
 
     @property
-    def spoilable(self) -> list[str]:
+    def poisonable(self) -> list[str]:
         return [e.name for e in self._scratch] + list(self._patches)
 
     def outcome(self) -> Outcome:
@@ -92,7 +92,7 @@ class StepMemory:
         return Outcome(self._key, self.slots, tensors, frozenset(e.name for e in self.paged))
 
     @contextmanager
-    def spoilt(self, names: Collection[str]) -> Iterator[list[Patch]]:
+    def poisoned(self, names: Collection[str]) -> Iterator[list[Patch]]:
         """Overwrite the unowned memory of these tensors, and yield the patches of tables.
 
         Afterwards everything is restored except what a step rewrites.
@@ -100,10 +100,10 @@ class StepMemory:
         patches = [patch for name, patch in self._patches.items() if name in names]
         try:
             for patch in patches:
-                patch.spoil()
+                patch.poison()
             for entry in self._scratch:
                 if entry.name in names:
-                    entry.tensor.fill_(self._hostile(entry))
+                    entry.tensor.fill_(self._poison_of(entry))
             yield patches
         finally:
             for patch in patches:
@@ -143,15 +143,15 @@ class StepMemory:
         return others.nonzero()[:, 0]
 
     def _foreign(self, entry: Entry, rng: random.Random) -> Tensor:
-        """Return [rows] bool: rows to overwrite whole. The first such page is the trap of page
+        """Return [rows] bool: rows to overwrite whole. The first such page is the poison of page
         tables."""
         foreign = ~self.owned[entry.name]
         foreign[0] = False
         if not entry.through:
             return foreign
         pages = foreign.nonzero()[:, 0].tolist()
-        some = rng.sample(pages, min(SPOILT_PAGES, len(pages)))
-        self._traps[entry.through] = next(iter(some), 1)
+        some = rng.sample(pages, min(POISONED_PAGES, len(pages)))
+        self._indices[entry.through] = next(iter(some), 1)
         foreign[:] = False
         foreign[some] = True
         return foreign
@@ -162,10 +162,10 @@ class StepMemory:
             mask = foreign[:, None] | (self.owned[entry.name][:, None] & tail)
         rows = mask.view(len(mask), -1).any(1).nonzero()[:, 0]
         mask = mask[rows].view(-1, *[1] * entry.axis, *mask.shape[1:])
-        return Patch(entry, rows, mask, self._hostile(entry))
+        return Patch(entry, rows, mask, self._poison_of(entry))
 
-    def _hostile(self, entry: Entry) -> float:
-        return torch.nan if entry.tensor.is_floating_point() else self._traps[entry.name]
+    def _poison_of(self, entry: Entry) -> float:
+        return torch.nan if entry.tensor.is_floating_point() else self._indices[entry.name]
 
 
 def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:

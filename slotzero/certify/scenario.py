@@ -27,7 +27,7 @@ class Scenario:
     published: Mapping[str, Sequence[int]]  # by tensor, one value per row
     larger_step: Mapping[str, Sequence[int]]
     """The published values of another step with as many rows as possible, which ran before."""
-    trap: int
+    idle_slot: int
     """A slot that does not run: an index that is in range and wrong wherever it appears."""
     tables: Mapping[str, Tensor]
     unused: Mapping[str, Tensor] = field(default_factory=dict)
@@ -57,23 +57,23 @@ class Trial:
     def __init__(self, runner: Runner, scenario: Scenario) -> None:
         self.runner, self.scenario = runner, scenario
         self.registry = runner.registry
-        self._who = runner.spec.published[0]
+        self._slots_name = runner.spec.published[0]
         self._entries = [e for e in runner.entries() if e.kind in MUTABLE]
 
     def replay(self, *, rows: Rows | None = None, key: GraphKey | None = None,
-               spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
+               poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
         """Replay as the engine does, with the checks that every replay makes."""
         key = key or self.scenario.key
-        return self.run(lambda k, n: self.runner.run(k, n), rows, key, spoil)
+        return self.run(lambda k, n: self.runner.run(k, n), rows, key, poison)
 
     def eager(self, *, rows: Rows | None = None, key: GraphKey | None = None,
-              spoil: Iterable[str] = ()) -> Outcome:  # fmt: skip
-        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, spoil)
+              poison: Iterable[str] = ()) -> Outcome:  # fmt: skip
+        return self.run(lambda k, _: self.runner.eager(k), rows, key or self.scenario.key, poison)
 
     def replay_after_larger_step(self) -> Outcome:
         """Replay with the scenario's tables, and everything else as a larger step left it."""
         larger_step = self.scenario.larger_step
-        num_rows = len(larger_step[self._who])
+        num_rows = len(larger_step[self._slots_name])
         tokens = self.num_tokens(larger_step, range(num_rows))
         key = self.runner.pick(tokens, num_rows)
         assert isinstance(key, GraphKey), key
@@ -99,7 +99,7 @@ class Trial:
         counts = [] if spec.rows is None else [published[spec.published[1]][row] for row in rows]
         return self.runner.num_tokens(sum(counts), len(rows))
 
-    def spoilable(self) -> list[str]:
+    def poisonable(self) -> list[str]:
         """Return every tensor with unowned memory, in the order in which data flows, including
         those that other runners write."""
         kinds = (TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.TABLE, TensorKind.OUTPUT)
@@ -111,10 +111,10 @@ class Trial:
         how: Callable[[GraphKey, int], None],
         rows: Rows | None,
         key: GraphKey,
-        spoil: Iterable[str] = (),
+        poison: Iterable[str] = (),
     ) -> Outcome:
         """Set up the scenario and call `how` with the key and the number of tokens."""
-        self._load(spoil)
+        self._load(poison)
         return self._finish(how, rows, key)
 
     def _finish(
@@ -123,37 +123,37 @@ class Trial:
         rows = range(self.scenario.num_rows) if rows is None else rows
         self._publish(self.scenario.published, rows)
         how(key, self.num_tokens(self.scenario.published, rows))
-        slots = tuple(self.scenario.published[self._who][row] for row in rows)
+        slots = tuple(self.scenario.published[self._slots_name][row] for row in rows)
         return Outcome(key, slots, {e.name: e.tensor.clone() for e in self._entries})
 
-    def _load(self, spoil: Iterable[str]) -> None:
+    def _load(self, poison: Iterable[str]) -> None:
         self.registry.distrust_published()
         for entry in self._entries:
             if entry.kind is TensorKind.TABLE:
                 entry.tensor.copy_(self.scenario.tables[entry.name])
             else:
                 entry.tensor.zero_()
-        for name in spoil:
-            self._spoil(self.registry.entry(name))
+        for name in poison:
+            self._poison(self.registry.entry(name))
 
     def _publish(self, published: Mapping[str, Sequence[int]], rows: Iterable[int]) -> None:
         self.registry.begin_step()
         for name in self.runner.spec.published:
             self.registry.publish(name, [published[name][row] for row in rows])
 
-    def _spoil(self, entry: Entry) -> None:
-        hostile = torch.nan if entry.tensor.is_floating_point() else self.scenario.trap
+    def _poison(self, entry: Entry) -> None:
+        poison = torch.nan if entry.tensor.is_floating_point() else self.scenario.idle_slot
         if entry.kind is not TensorKind.TABLE:
-            entry.tensor.fill_(hostile)
+            entry.tensor.fill_(poison)
             return
         by_row = entry.tensor.movedim(entry.axis, 0)
-        running = owned_rows(entry, self.scenario.published[self._who], self.scenario.tables)
+        running = owned_rows(entry, self.scenario.published[self._slots_name], self.scenario.tables)
         foreign = ~running
         foreign[0] = False
-        by_row[foreign] = hostile
+        by_row[foreign] = poison
         for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
-                by_row.masked_fill_(masks[entry.name], hostile)
+                by_row.masked_fill_(masks[entry.name], poison)
 
 
 def kind_of(runner: Runner) -> str:

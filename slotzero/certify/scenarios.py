@@ -1,4 +1,4 @@
-"""Scenarios for an engine: requests of odd lengths and every kind of sampling, over hostile memory.
+"""Scenarios for an engine: requests of odd lengths, all kinds of sampling, and poisoned memory.
 
 This module decides which requests run and which only occupy a slot; synthetic_requests.py knows
 what a runner accesses in the row of a slot. A new published tensor gets its column here.
@@ -106,7 +106,7 @@ def scenario_for(engine: Engine, runner: Runner, key: GraphKey) -> Iterator[Scen
             key=key,
             published=_published(runner, running, counts),
             larger_step=_published(runner, larger_step, [1] * len(larger_step)),
-            trap=idle[0].request.slot if idle else engine.limits.max_num_seqs,
+            idle_slot=idle[0].request.slot if idle else engine.limits.max_num_seqs,
             tables=memory_of(registry),
             unused=unused,
             fresh={name: mask.written & ~mask.known for name, mask in masks.items()},

@@ -26,7 +26,7 @@ class Shadow:
         try:
             expected = self._run(self._runner.eager)
             memory.undo()
-            violations = self._replay_over_spoilt(memory.spoilable)
+            violations = self._replay_over_poison(memory.poisonable)
             after = memory.outcome()
             violations += self._s4(after)
             violations += self._s1_and_s2(after, expected)
@@ -41,16 +41,16 @@ class Shadow:
         how(self._key)
         return self._memory.outcome()
 
-    def _replay_over_spoilt(self, names: Collection[str]) -> list[Violation]:
+    def _replay_over_poison(self, names: Collection[str]) -> list[Violation]:
         """Replay over overwritten memory, and return violations where it wrote to it."""
         violations = []
-        with self._memory.spoilt(names) as patches:
+        with self._memory.poisoned(names) as patches:
             self._runner.replay(self._key)
             for patch in patches:
                 found = patch.first_change()
                 if found is not None:
-                    row, got, hostile = found
-                    text = f"{got} in place of {hostile}: the step does not own this row"
+                    row, got, poison = found
+                    text = f"{got} in place of {poison}: the step does not own this row"
                     violations.append(self._violation("S4", patch.entry.name, text, row))
         return violations
 
@@ -99,17 +99,17 @@ class Shadow:
         if hurt is not None:
             found = f"{hurt}: it is right if unowned memory is not overwritten"
             unexplained = self._violation("S1", hurt.tensor, found, hurt.row)
-            yield from list(self._guilty(expected, clean)) or [unexplained]
+            yield from list(self._leaks(expected, clean)) or [unexplained]
 
-    def _guilty(self, expected: Outcome, clean: Mapping[str, Mismatch]) -> Iterator[Violation]:
+    def _leaks(self, expected: Outcome, clean: Mapping[str, Mismatch]) -> Iterator[Violation]:
         """Yield the tensors that change a result when only their memory is overwritten."""
-        for name in self._memory.spoilable:
+        for name in self._memory.poisonable:
             self._memory.undo()
-            self._replay_over_spoilt([name])
+            self._replay_over_poison([name])
             wrong = self._wrong(self._memory.outcome(), expected)
             hurt = next((mismatch for other, mismatch in wrong.items() if other not in clean), None)
             if hurt is not None:
-                found = f"spoilt, it changed {hurt.tensor!r}: {hurt}"
+                found = f"poisoned, it changed {hurt.tensor!r}: {hurt}"
                 yield self._violation("S1", name, found, hurt.row)
 
     def _wrong(self, got: Outcome, expected: Outcome) -> dict[str, Mismatch]:

@@ -297,8 +297,8 @@ class SyntheticRequestBuilder:
             [place for place in range(step * topk, step * topk + per_step) if place < room]
             for step in range(steps)
         ]
-        num_guesses = per_step * (1 + sum(len(front) for front in fronts[:-1]))
-        num = min(room, self._shape.num_nodes - 1, num_guesses)
+        num_candidates = per_step * (1 + sum(len(front) for front in fronts[:-1]))
+        num = min(room, self._shape.num_nodes - 1, num_candidates)
         places = {place for front in fronts for place in front}
         return DraftPlaces(places | {*range(num)}, [p for f in fronts[:-1] for p in f], num)
 

@@ -1,1 +1,1 @@
-"""Sources of weights, all behind one contract: `Checkpoint`."""
+"""Checkpoint formats (safetensors, GGUF, random weights) behind one contract, `Checkpoint`."""

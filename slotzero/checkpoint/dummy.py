@@ -1,10 +1,9 @@
-"""A checkpoint of random weights: shapes from the config, numbers from a seed.
+"""A checkpoint with random weights: shapes from the config, values from a seed.
 
-It does not read tensor files, so a config.json alone is a model: enough to measure speed and
-memory.
+It does not read tensor files, so a config.json alone is enough to measure speed and memory.
 
-The rule: a tensor depends on (seed, name) and its shape only. Reading in another order, or reading
-one tensor of many, gives the same numbers on every machine with the same torch.
+The rule: the values of a tensor depend on the seed, its name and its shape only. They are the same
+in any order of reading, and on every machine with the same version of torch.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from slotzero.models.tensors import expected_tensors
 from slotzero.text.tokenizer import Tokenizer
 
 _DEFAULT_STD = 0.02
-_SLOW = -2.0  # A_log: a state that forgets slowly, so that a wrong one is seen for long
+_A_LOG_MEAN = -2.0  # states that decay slowly, so that an error in a state stays visible for long
 _ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scalar", "router.scale", "expert_scale",
          "norm_f.weight")  # fmt: skip
 
@@ -49,13 +48,13 @@ class DummyCheckpoint(Checkpoint):
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._shapes:
-            raise CorruptCheckpointError(f"{self.name}: its config has no tensor {name}")
+            raise CorruptCheckpointError(f"{self.name}: a model with its config has no {name}")
         shape = self._shapes[name]
         if name.endswith(_ONES):
             return torch.ones(shape)
         generator = torch.Generator().manual_seed(tensor_seed(self._seed, name))
         std = float(self.config.get("initializer_range") or _DEFAULT_STD)
-        mean = _SLOW if name.endswith("A_log") else 0.0
+        mean = _A_LOG_MEAN if name.endswith("A_log") else 0.0
         return torch.empty(shape).normal_(mean, std, generator=generator)
 
     def tokenizer(self) -> Tokenizer:
@@ -66,6 +65,6 @@ class DummyCheckpoint(Checkpoint):
 
 
 def tensor_seed(seed: int, name: str) -> int:
-    """Return a seed for a tensor. Python's own hash of a string differs between processes."""
+    """Return the seed of a tensor. (Python's own hash of a string differs between processes.)"""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

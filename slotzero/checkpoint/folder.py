@@ -1,11 +1,11 @@
 """A folder in Hugging Face's format: config.json, safetensors (one file or an index), a tokenizer.
 
-It does not read weights when it is opened: that reads the header of each file, and `read` maps one
-tensor.
+Opening a folder reads the header of each file, but no weights; `read` maps one tensor.
 
-The rule: all files are present and complete, and have what the index lists, or opening fails and
-names the file. Tensors that the index does not list are available too; the caller knows which are
-allowed. An incomplete download is found in milliseconds, not after minutes of loading.
+The rule: opening fails, and names the file, unless all files are present and complete and contain
+the tensors that the index lists. So an incomplete download is found in milliseconds, not after
+minutes of loading. Tensors that the index does not list are available too; the caller decides
+which tensors are allowed.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -89,7 +89,9 @@ class FolderCheckpoint(Checkpoint):
             raise CorruptCheckpointError(f"{index} has no weight_map; download it again")
         for name, file in file_of.items():
             if not isinstance(file, str):
-                raise CorruptCheckpointError(f"{index}: {name} is in {file!r}; download it again")
+                raise CorruptCheckpointError(
+                    f"{index}: {name} is in {file!r}, which is not a file name; download it again"
+                )
         stored = {file: self._open(self._path / file) for file in sorted(set(file_of.values()))}
         for name, file in file_of.items():
             if name not in stored[file]:
@@ -97,14 +99,14 @@ class FolderCheckpoint(Checkpoint):
                     f"{self._path / file} has no tensor {name}, but {index.name} lists it; "
                     "download both again"
                 )
-        left_out = {name: file for file, names in stored.items() for name in names}
-        return {name: self._path / file for name, file in (left_out | file_of).items()}
+        unlisted = {name: file for file, names in stored.items() for name in names}
+        return {name: self._path / file for name, file in (unlisted | file_of).items()}
 
     def _open(self, file: Path) -> frozenset[str]:
         if not file.is_file():
             raise CorruptCheckpointError(f"{file} is missing; download it again")
         try:
-            # Checks that the tensors end where the file ends; reads the header only.
+            # Reads the header only, and checks that the last tensor ends where the file ends.
             self._handles[file] = safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError) as error:
             raise _broken(file, error) from None
@@ -112,6 +114,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 def folder_config(path: Path) -> dict[str, Any]:
+    """Read the config of the text model in a folder."""
     if not (path / "config.json").is_file():
         found = sorted(file.name for file in path.glob("*.gguf"))
         remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
@@ -120,18 +123,21 @@ def folder_config(path: Path) -> dict[str, Any]:
 
 
 def folder_eos_token_ids(path: Path) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens. generation_config.json lists more of them (end of a turn,
-    of a message) than config.json."""
+    """Return the end-of-sequence tokens of a folder.
+
+    generation_config.json lists more of them (end of turn, end of message) than config.json.
+    """
     generation = read_json_if_there(path / _GENERATION).get("eos_token_id")
     return token_ids(generation) or token_ids(folder_config(path).get("eos_token_id"))
 
 
 def folder_sampling(path: Path) -> dict[str, Any]:
+    """Read the default sampling parameters from generation_config.json, if it exists."""
     file = path / _GENERATION
     stored = read_json_if_there(file)
     found = {name: stored[name] for name in _SAMPLING if stored.get(name) is not None}
     if isinstance(top_k := found.get("top_k"), float) and top_k.is_integer():
-        found["top_k"] = int(top_k)  # some files have a float
+        found["top_k"] = int(top_k)  # some files store it as a float
     try:
         SamplingParams(**found)
     except RequestError as error:
@@ -149,12 +155,12 @@ def _single_file(path: Path) -> Path:
         return files[0]
     if files:
         raise CorruptCheckpointError(
-            f"{path / _INDEX} is missing, and there are {len(files)} safetensors files; "
+            f"{path / _INDEX} is missing, although there are {len(files)} safetensors files; "
             "download it again"
         )
     if any(path.glob("*.bin")):
         raise UnsupportedModelError(
-            f"{path} has its weights in *.bin files, which can run code; "
+            f"{path} has its weights in *.bin files, which can run code when they are loaded; "
             "convert them to safetensors"
         )
     raise CorruptCheckpointError(

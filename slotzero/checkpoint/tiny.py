@@ -1,7 +1,7 @@
-"""Models of a few hundred kilobytes with random weights, for tests and first steps without a file.
+"""Tiny models with random weights, for tests and for trying out the engine without a download.
 
-Their text is noise, but the same noise every time. Their tokens are bytes, so any text is a prompt.
-Each family has one (see models/families/tiny.py for the shapes).
+They have a few hundred kilobytes. Their output is meaningless, but always the same. Their tokens
+are bytes, so any text can be a prompt. See models/families/tiny.py for the shapes.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ PREFIX = "tiny:"
 
 
 def tiny_configs() -> Mapping[str, Mapping[str, Any]]:
-    """Return the config of each tiny model by name."""
+    """Return the configs of all tiny models by name."""
     return {name: config for f in families().values() for name, config in f.tiny.items()}
 
 

@@ -15,7 +15,7 @@ Measure one of:
 
   throughput  a workload of many requests
   latency     one request, repeatedly
-  graphs      every recording by itself
+  graphs      every captured graph by itself
   cost        a decode step, by batch size and context length
   serve       a running server, with requests that arrive at random times
 
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
         "--all-sizes",
         action="store_true",
         default=None,
-        help="graphs: measure every recorded size",
+        help="graphs: measure every captured size",
     )
     group.add_argument(
         "--context",

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from slotzero.certify.report import Certificate
 
 DESCRIPTION = """\
-Check that padding, history and neighbours cannot change a result, at every recorded size of every
-runner; a runner that is not recorded is checked at three sizes. Sizes are recorded as they are
+Check that padding, history and neighbours cannot change a result, at every captured size of every
+runner; a runner that is not captured is checked at three sizes. Sizes are captured as they are
 checked. Prints a table and, for each failure, the runner, size, check, tensor, first differing row
 and value, and the violated rule. The exit code is 1 if a check fails.
 
@@ -173,7 +173,7 @@ def _print_certificate(certificate: "Certificate") -> None:
     for failure in failures:
         print(f"FAILED: runner {failure.runner}: {failure}")
     outcome = "passed" if certificate.passed else f"NOT passed, {len(failures)} failures"
-    seconds = f"{certificate.seconds:.1f} s, recording included"
+    seconds = f"{certificate.seconds:.1f} s, capture included"
     print(f"{outcome}: {certificate.coverage} in {seconds}")
 
 

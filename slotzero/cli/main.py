@@ -22,9 +22,9 @@ COMMANDS = {
     "serve": "start an OpenAI-compatible HTTP server",
     "chat": "chat with a model in the terminal",
     "generate": "answer prompts from an argument, a file or standard input",
-    "bench": "measure throughput, latency, recordings, cost or a running server",
+    "bench": "measure throughput, latency, captured graphs, cost or a running server",
     "train-eagle": "train an EAGLE-3 draft head for --speculative eagle3",
-    "certify": "check that padding cannot change a result, at every recorded size",
+    "certify": "check that padding cannot change a result, at every captured size",
     "doctor": "show this machine's hardware and software, and what the engine would use",
 }
 INTERRUPTED = 128 + 2  # as a shell reports the signals SIGINT and SIGPIPE

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     engine_settings = flags.engine_settings(args) | {"model": model}
     config = EngineConfig(**engine_settings)
     if config.node_rank:
-        return _stay(args)
+        return _run_node_agent(args)
     if config.nnodes > 1 and settings.data_parallel_size > 1:
         raise ConfigError(
             f"nnodes={config.nnodes} with data_parallel_size={settings.data_parallel_size}: drop "
@@ -92,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
         from slotzero.server.app import make_app
         from slotzero.server.connections import Connections
         from slotzero.server.fleet import Fleet
-        from slotzero.server.heartbeat import Patience
+        from slotzero.server.heartbeat import ResponseLimits
 
         tokenizer, sampling = _of_model(config)
         fleet = Fleet(
             engine_settings | {"skip_tokenizer_init": True},  # text stays in this process
             settings.data_parallel_size,
             max_waiting=settings.max_waiting,
-            patience=Patience(
+            response_limits=ResponseLimits(
                 settings.heartbeat_timeout, settings.step_timeout, settings.unresponsive_timeout
             ),
             launch=launch,
@@ -132,16 +132,16 @@ def _of_model(config: EngineConfig) -> tuple["Tokenizer", Mapping[str, Any]]:
     return tokenizer, sampling
 
 
-def _stay(args: argparse.Namespace) -> int:
+def _run_node_agent(args: argparse.Namespace) -> int:
     """Run a node agent on a machine other than the first, which decides all settings that were not
     given here."""
-    from slotzero.executor.node_agent import outpost_of
+    from slotzero.executor.node_agent import node_agent
 
     given = flags.engine_settings(args)
     if args.model is not None or args.model_flag is not None:
         given["model"] = flags.chosen_model(args)
     with contextlib.suppress(KeyboardInterrupt):
-        node = outpost_of(given)
+        node = node_agent(given)
         # only now: an exception would not end the import of torch
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         node.stay()

@@ -1,1 +1,1 @@
-"""Collectives between ranks, and the authenticated sockets between machines."""
+"""Collectives between ranks, and authenticated sockets between machines."""

@@ -1,7 +1,7 @@
 """The ranks that compute one model together, and their collectives inside a step.
 
-A collective is an operation like any other: it is captured with the step and replayed with it.
-Every rank replays the same steps in the same order, so every rank takes part in each.
+A collective is captured and replayed with the step, like any other operation. All ranks replay the
+same steps in the same order, so all take part in every collective.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ranks:
+    """One rank of a group: its index, the size of the group, and how the model is split."""
+
     rank: int = 0
     size: int = 1
-    group: str = ""  # torch.distributed's name of them
+    group: str = ""  # name of the process group in torch.distributed
     expert_parallel: bool = False
     """Expert parallelism: each rank holds whole experts instead of a slice of every expert."""
     dp_attention: bool = False
@@ -33,7 +35,7 @@ class Ranks:
 
     @property
     def num_dp_ranks(self) -> int:
-        """Number of ranks that have requests of their own."""
+        """Number of ranks that have their own requests."""
         return self.size if self.dp_attention else 1
 
     def sum(self, x: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ class Ranks:
         return cast("Tensor", ops.wait_tensor(gathered))
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """Return the sum over all ranks of this rank's rows, [rows, ...] of [size * rows, ...]."""
+        """Sum [size * rows, ...] over all ranks, and return this rank's rows, [rows, ...]."""
         ops = torch.ops._c10d_functional
         part = ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
         return cast("Tensor", ops.wait_tensor(part))
@@ -68,25 +70,25 @@ class Ranks:
         return cast("Tensor", ops.wait_tensor(exchanged))
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is true on any rank; not inside a step."""
+        """Return whether the flag is true on any rank. Cannot be called inside a step."""
         return not self.least(int(not flag))
 
     def least(self, number: int) -> int:
-        """Return the minimum over all ranks; not inside a step."""
+        """Return the minimum over all ranks. Cannot be called inside a step."""
         if not self.is_distributed:
             return number
         from torch import distributed
 
-        said = torch.tensor(number)
-        distributed.all_reduce(said, distributed.ReduceOp.MIN)
-        return int(said)
+        minimum = torch.tensor(number)
+        distributed.all_reduce(minimum, distributed.ReduceOp.MIN)
+        return int(minimum)
 
 
 ALONE = Ranks()
 
 
 def norm_over(ranks: Ranks, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm to rows that are split over all ranks; this one has x [rows, part]."""
+    """Apply RMSNorm to rows that are split over all ranks; `x` [rows, part] is this rank's part."""
     wide = x.float()
     squares = ranks.sum(wide.square().sum(-1, keepdim=True))
     normed = wide * torch.rsqrt(squares / (ranks.size * x.shape[-1]) + eps)

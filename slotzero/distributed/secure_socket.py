@@ -1,10 +1,10 @@
 """Authenticated TCP connections between processes on several machines.
 
-Messages are unpickled, which can run any code, so nothing is read before both ends have proved that
-they know the key, each by a digest of the other's challenge. Later messages are neither encrypted
+Messages are unpickled, which can run any code. So nothing is read before both ends have proved that
+they know the key, by a digest of the other end's challenge. Later messages are neither encrypted
 nor signed: the network between the machines must be private.
 
-The rules: a silent client does not keep others waiting for long, and a machine that disappears is
+The rules: a silent client does not block other clients for long, and a machine that disappears is
 noticed within a minute.
 """
 
@@ -18,23 +18,24 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from slotzero.errors import ConfigError
 
 KEY = "SLOTZERO_KEY"
-SHORTEST_KEY = 16
-HANDSHAKE = 5.0  # seconds in which a client must show the key
-_QUIET = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))  # seconds
+MIN_KEY_LEN = 16
+HANDSHAKE = 5.0  # seconds in which a client must prove that it knows the key
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
 def given_key() -> bytes:
+    """Return the key from the environment."""
     key = os.environ.get(KEY, "")
-    if len(key) < SHORTEST_KEY:
+    if len(key) < MIN_KEY_LEN:
         raise ConfigError(
-            f"{KEY} must be a secret of at least {SHORTEST_KEY} characters, got {len(key)}: set it "
-            "to the same on every node, such as the output of openssl rand -hex 16"
+            f"{KEY} must be a secret of at least {MIN_KEY_LEN} characters, got {len(key)}: set it "
+            "to the same value on every node, for example the output of openssl rand -hex 16"
         )
     return key.encode()
 
 
 def accept(listener: socket.socket, key: bytes, seconds: float) -> Connection | None:
-    """Accept a client within that time, if it knows the key."""
+    """Accept a client that knows the key; return None if there is none within this time."""
     listener.settimeout(seconds)
     try:
         end, _ = listener.accept()
@@ -52,14 +53,16 @@ def accept(listener: socket.socket, key: bytes, seconds: float) -> Connection | 
 
 
 def connect(host: str, port: int, key: bytes, seconds: float = 6 * HANDSHAKE) -> Connection:
-    """Connect; raises OSError if there is no reply."""
+    """Connect to a listener; raise OSError if it does not reply."""
     line = _line(socket.create_connection((host, port), timeout=seconds), seconds)
     try:
         answer_challenge(line, key)
         deliver_challenge(line, key)
     except AuthenticationError:
         line.close()
-        raise ConfigError(f"{KEY} differs at {host}:{port}: set it to the same value") from None
+        raise ConfigError(
+            f"{KEY} differs at {host}:{port}: set it to the same value on every node"
+        ) from None
     except EOFError:
         line.close()
         raise ConnectionResetError(f"{host}:{port} closed the connection") from None
@@ -72,10 +75,10 @@ def connect(host: str, port: int, key: bytes, seconds: float = 6 * HANDSHAKE) ->
 
 def _line(end: socket.socket, seconds: float) -> Connection:
     end.setblocking(True)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step is one small message
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each step is one small message
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
-    for option, value in _QUIET:
+    for option, value in _KEEPALIVE:
         end.setsockopt(socket.IPPROTO_TCP, option, value)
     line = Connection(end.detach())
     wait_at_most(line, seconds)
@@ -87,9 +90,9 @@ def wait_at_most(
     seconds: float,
     doing: Sequence[int] = (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO),
 ) -> None:
-    """Set the timeout of reads and writes, or of one of them; 0: none."""
+    """Set the timeout of reads and writes, or of the one in `doing`; 0 means no timeout."""
     length = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(line.fileno())) as end:
-        end.setblocking(True)  # Python's own default would make both ends of the copy non-blocking
+        end.setblocking(True)  # by default Python would make the original socket non-blocking too
         for option in doing:
             end.setsockopt(socket.SOL_SOCKET, option, length)

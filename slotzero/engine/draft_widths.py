@@ -8,7 +8,9 @@ from slotzero.executor.worker import Worker
 from slotzero.speculative.widths import FixedWidth, SpeculationStats, WidthPolicy, Widths
 from slotzero.step import Step
 
-MAX_UNCUT = 24  # tokens; a tree that is cut by less is learnt from too, or none ever would be
+# A row is learnt from only if its request has room for a whole draft, or for this many tokens: with
+# large trees few rows would qualify otherwise.
+MAX_UNCUT = 24
 
 
 class DraftWidths:
@@ -41,8 +43,8 @@ class DraftWidths:
         depth = min(step.width - 1, stats.num_positions)
         uncut = 2 * (depth + 1) + self._ahead - depth  # tokens left with which a draft is whole
         drafts = (of_row for of_rank in results for of_row in of_rank.drafts())
-        for row, (num_drafts, num_right) in zip(step.rows, drafts, strict=True):
-            stats.add(num_drafts, num_right)
+        for row, (num_drafts, num_accepted) in zip(step.rows, drafts, strict=True):
+            stats.add(num_drafts, num_accepted)
             has_room = row.request.max_len - row.start > min(uncut, MAX_UNCUT)
             if row.request.speculates and has_room:
-                self.policy.learn(depth, num_right)  # a position without a draft was wrong too
+                self.policy.learn(depth, num_accepted)  # a position without a draft was wrong too

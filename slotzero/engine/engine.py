@@ -40,12 +40,12 @@ from slotzero.sampling.params import SamplingParams
 from slotzero.speculative.widths import SpeculationStats
 from slotzero.step import Step
 from slotzero.system.interrupt import uninterrupted
-from slotzero.system.progress import Told, not_told, recording_bar, weights_bar
+from slotzero.system.progress import OnProgress, ignore_progress, recording_bar, weights_bar
 from slotzero.text.chat_template import read_template
 from slotzero.text.tokenizer import Tokenizer
 
 
-class Watcher(Protocol):
+class LiveChecks(Protocol):
     """The checks on live traffic."""
 
     steps_watched: int
@@ -64,12 +64,12 @@ class Engine:
         self,
         config: EngineConfig,
         rank_group: RankGroup | None = None,
-        told: Told = not_told,
-        watch: "Callable[[Engine], Watcher] | None" = None,
+        on_progress: OnProgress = ignore_progress,
+        attach_checks: "Callable[[Engine], LiveChecks] | None" = None,
     ) -> None:
-        """`rank_group`: ranks that run already, and do what this one does without being told.
-        `told` is called with the progress of loading. `watch` attaches the live checks, see
-        certify/start.py."""
+        """`rank_group`: ranks that run already and make the same steps without messages.
+        `on_progress` is called with the progress of loading. `attach_checks` attaches the live
+        checks, see certify/start.py."""
         checkpoint = open_checkpoint(
             config.model, config.load_format, quantization=config.quantization
         )
@@ -77,8 +77,8 @@ class Engine:
         self.sampling = checkpoint.sampling() if config.generation_config == "auto" else {}
         """Default sampling parameters of the model, which the callers apply."""
         self.rank_group = rank_group or start_ranks(config, parse_config(checkpoint.config))
-        told("kernels", 0, 0)
-        bar = weights_bar(config.show_progress, checkpoint.name, told)
+        on_progress("kernels", 0, 0)
+        bar = weights_bar(config.show_progress, checkpoint.name, on_progress)
         with bar as progress, self.rank_group.watched("loading"):
             self.worker = build_worker(config, checkpoint, progress, self.rank_group)
         self.limits = self.worker.limits
@@ -92,7 +92,7 @@ class Engine:
         )
         self.admission = GrammarAdmission(self._grammars(config, checkpoint), self.lock)
         self.schedulers = _schedulers(config, self.worker)
-        self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, told)
+        self.recording_seconds = 0.0 if config.lazy_recording else self._record(config, on_progress)
         self.num_steps = 0
         self.draft_widths = DraftWidths(config, self.worker)
         self._seeds = random.Random(config.seed)
@@ -100,9 +100,9 @@ class Engine:
         self._handles: dict[str, RequestHandle] = {}
         self._in_flight: deque[tuple[Step, list[Results]]] = deque()
         self._max_in_flight = 1 if self.worker.overlaps else 0  # between two calls of `step`
-        if config.sanitize != "off" and watch is None:
+        if config.sanitize != "off" and attach_checks is None:
             raise ConfigError("sanitize: build this engine by slotzero.certify.start.start_engine")
-        self.sanitizer = watch(self) if watch is not None else None
+        self.sanitizer = attach_checks(self) if attach_checks is not None else None
 
     def _grammars(self, config: EngineConfig, checkpoint: Checkpoint) -> Grammars:
         tokenizer = self.tokenizer
@@ -113,10 +113,10 @@ class Engine:
             GrammarLimits(reply_seconds=config.grammar_timeout, memory=config.grammar_memory),
         )
 
-    def _record(self, config: EngineConfig, told: Told) -> float:
+    def _record(self, config: EngineConfig, on_progress: OnProgress) -> float:
         """Capture every size, and return the seconds that took."""
         num_sizes = len(self.worker.recorded_keys)
-        records = recording_bar(config.show_progress, self.limits.backend, num_sizes, told)
+        records = recording_bar(config.show_progress, self.limits.backend, num_sizes, on_progress)
         with records as seen, self.rank_group.watched("recording"):
             return self.worker.record(seen)
 
@@ -216,7 +216,7 @@ class Engine:
                 if step is not None:
                     self._launch(step)
                 has_committed = self._commit_if_due(grown, is_idle=step is None)
-                self._watch(grown, has_committed, is_idle=step is None)
+                self._run_live_checks(grown, has_committed, is_idle=step is None)
             except BaseException as error:
                 self._abandon(error, grown)
                 raise
@@ -277,10 +277,10 @@ class Engine:
         step = self.schedulers.plan(width)
         is_waiting = bool(self._in_flight) or self.admission.has_late
         if step is None and self.schedulers.has_work and not is_waiting:
-            self._refuse_to_wait()
+            self._fail_stalled_requests()
         return step
 
-    def _refuse_to_wait(self) -> None:
+    def _fail_stalled_requests(self) -> None:
         """End all requests, because none can continue and nothing in flight will change that."""
         num_running, num_waiting = self.schedulers.num_running, self.schedulers.num_waiting
         error = CapacityError(
@@ -351,7 +351,9 @@ class Engine:
             del tokens[first + num_kept :]
         return num_kept
 
-    def _watch(self, grown: Sequence[RequestHandle], has_committed: bool, is_idle: bool) -> None:
+    def _run_live_checks(
+        self, grown: Sequence[RequestHandle], has_committed: bool, is_idle: bool
+    ) -> None:
         """Run the live checks."""
         if self.sanitizer is None:
             return

@@ -346,7 +346,7 @@ class Scheduler:
         rows: list[Row] = []
         budget = self.config.max_num_batched_tokens - num_decoding
         budget -= sum(row.count for row in prefilling)
-        while budget and self._waiting and self._has_seat():
+        while budget and self._waiting and self._has_free_slot():
             request = next(iter(self._waiting.values()))
             if not self._admit(request, budget):
                 break
@@ -355,7 +355,7 @@ class Scheduler:
             budget -= rows[-1].count
         return rows
 
-    def _has_seat(self) -> bool:
+    def _has_free_slot(self) -> bool:
         return self.slots.num_free > 0 and len(self._running) < self.config.max_num_seqs
 
     def _admit(self, request: Request, budget: int) -> bool:

@@ -1,1 +1,1 @@
-"""Execution of planned steps: the worker of a device, and its ranks as processes."""
+"""Execution of planned steps: the worker of one device, and the processes of the other ranks."""

@@ -3,9 +3,9 @@
 1. The weights of the target model and of the drafter are loaded, sharded for this rank.
 2. The limits are resolved from the memory that is left.
 3. The slot tables, the KV cache, recurrent states and the drafter's own tensors are allocated.
-4. The runners are made. Nothing is captured yet: `Worker.record` does that.
+4. The runners are created. Nothing is captured yet: `Worker.record` does that.
 
-A tensor that a CUDA graph reads is registered here or below, and never after the first capture.
+All tensors that CUDA graphs read are registered in this process, never after the first capture.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def build_worker(
 
 @dataclass(frozen=True)
 class _Loaded:
-    """The models of this rank, before any memory is set aside for requests."""
+    """The models of this rank, before memory for requests is allocated."""
 
     model: ModelConfig
     weights: DecoderWeights
@@ -75,7 +75,7 @@ class _Loaded:
 
 @dataclass(frozen=True)
 class _Memory:
-    """The memory that is allocated for requests."""
+    """The memory for requests."""
 
     tables: SlotTables
     kv: Mapping[str, PagedKv]
@@ -232,8 +232,10 @@ class _Builder:
 
     @property
     def _deadline(self) -> float | None:
-        """Return the seconds to wait for the results of a step, because another rank may be gone;
-        None: forever."""
+        """Return how many seconds to wait for the results of a step; None: forever.
+
+        With several ranks the wait is limited, because another rank may be gone.
+        """
         return self._config.rank_timeout if self._ranks.is_distributed else None
 
     def _speculation(
@@ -263,7 +265,7 @@ class _Builder:
     def _writers(
         self, limits: Limits, memory: _Memory, page_tables: Sequence[str]
     ) -> tuple[TableWriter, ...]:
-        """Make one writer for each DP rank, this rank's first."""
+        """Create one writer per DP rank, this rank's first."""
         tables = memory.tables
         remote = range(1, self._ranks.num_dp_ranks)
         stagings = [tables, *(Staging(limits.max_num_seqs, tables.specs) for _ in remote)]

@@ -1,9 +1,9 @@
-"""A rank other than rank 0: `python -m slotzero.executor.follower RANK FD`, started by rank0.py, or
-by node_agent.py on another machine.
+"""The process of a rank other than rank 0: `python -m slotzero.executor.follower RANK FD`.
 
-It loads its shard of the model, captures the same sizes, and then runs the messages of rank 0 until
-its connection ends; or it does one task, and reports. With DP attention it sends back what it
-sampled. Rank 0 handles the signals to stop, so this process ignores them.
+It is started by rank0.py, or by node_agent.py on another machine. It loads its shard of the model,
+captures the same sizes as rank 0, and then runs the messages of rank 0 until its connection ends;
+or it runs one task and sends the result. With DP attention it sends the tokens that it sampled.
+Rank 0 handles the signals to stop, so this process ignores them.
 """
 
 import os
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     except SlotzeroError as error:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return error.exit_code
-    except RuntimeError as error:  # a collective that another rank did not take part in
+    except RuntimeError as error:  # a collective in which another rank did not take part
         print(f"rank {rank}: {error}", file=sys.stderr)
     return 1
 
@@ -64,9 +64,9 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
 
 
 def obey(worker: "Worker", connection: "Connection[Any, Any]") -> None:
-    """Run the messages of rank 0 until the connection ends or None comes."""
+    """Run the messages of rank 0 until the connection ends or a message is None."""
     outbox: queue.SimpleQueue[Arriving | None] = queue.SimpleQueue()
-    # a thread of its own: waiting for the samples of one step must not delay the next launch
+    # In another thread, so that waiting for the samples of a step does not delay the next launch.
     sender = threading.Thread(target=_send, args=(outbox, connection), daemon=True)
     sender.start()
     while (message := connection.recv()) is not None:
@@ -83,7 +83,7 @@ def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[
             connection.send([tensor.numpy() for tensor in results.wait()])
     except ConnectionError:
         return  # rank 0 is gone
-    except BaseException as error:  # a rank that is silent is worse than one that has ended
+    except BaseException as error:  # end the process, because rank 0 would wait for a silent rank
         print(f"the sampled tokens could not be sent: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -91,4 +91,4 @@ def _send(outbox: "queue.SimpleQueue[Arriving | None]", connection: "Connection[
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(exit_code)  # without the shutdown of a process group that may be broken
+    os._exit(exit_code)  # skip the shutdown of the process group, which may be broken

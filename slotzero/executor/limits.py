@@ -1,7 +1,7 @@
 """The limits of one worker: its rows, tokens, pages, snapshots and capture sizes.
 
-Settings that were left open are resolved here, from the model and the memory that is left after
-its weights were loaded. This module allocates nothing.
+Settings that the user left open are resolved here, from the model and from the memory that is left
+after loading its weights. This module allocates nothing.
 """
 
 import sys
@@ -23,9 +23,9 @@ from slotzero.pools.states import StateShape
 from slotzero.speculative.drafter import MOST_PENDING
 from slotzero.tree_shape import places_ahead
 
-MAX_CAPTURED_TOKENS = 8192  # in a prefill; above, the computation hides the launches
-FEW_ROWS = 8  # a captured prefill has this many rows, or max_num_seqs
-EAGER_STEP = {"cpu": 16, "cuda": 256}  # difference between two token sizes of an eager prefill
+MAX_CAPTURED_TOKENS = 8192  # in a prefill; with more, computation hides the launches anyway
+FEW_ROWS = 8  # a captured prefill has this number of rows, or max_num_seqs
+EAGER_STEP = {"cpu": 16, "cuda": 256}  # tokens between two sizes of an eager prefill
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ def captured_prefill_sizes(limits: Limits) -> PrefillSizes:
 
 
 def eager_prefill_sizes(limits: Limits, device: torch.device) -> PrefillSizes:
-    """Return the sizes of a prefill runner that is not captured: a size costs nothing, so there are
-    many."""
+    """Return the sizes of a prefill runner that is not captured: many, as they cost nothing."""
     tokens = Ladder.multiples(EAGER_STEP[device.type], limits.max_num_batched_tokens)
     return PrefillSizes(tokens, Ladder.up_to(limits.max_num_seqs))
 
@@ -92,7 +91,7 @@ def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:
     wanted = "eager" if config.enforce_eager else config.backend
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
-        raise ConfigError("backend cuda: torch sees no CUDA device here; use --backend cpu")
+        raise ConfigError("backend=cuda: torch finds no CUDA device; use --backend cpu")
     device = torch.device("cuda" if has_cuda and wanted != "cpu" else "cpu")
     if wanted == "auto":
         wanted = "cuda" if has_cuda else "cpu"
@@ -101,7 +100,10 @@ def choose_backend(config: EngineConfig) -> tuple[torch.device, str]:
 
         if compiler() is None:
             if config.backend == "cpu":
-                raise ConfigError("backend cpu: compiling needs a C++ compiler; install g++")
+                raise ConfigError(
+                    "backend=cpu compiles its steps and needs a C++ compiler: install g++, or use "
+                    "--backend eager"
+                )
             wanted = "eager"
     return device, wanted
 
@@ -113,7 +115,9 @@ def default_max_num_seqs(device: torch.device) -> int:
 def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
     if device.type == "cpu":
         if wanted not in ("auto", "float32"):
-            raise ConfigError(f"dtype {wanted}: on a CPU only float32 is implemented")
+            raise ConfigError(
+                f"dtype={wanted}: only float32 is implemented on a CPU; use --dtype auto"
+            )
         return torch.float32
     if wanted == "auto":
         stored = config.get("dtype") or config.get("torch_dtype")
@@ -128,8 +132,8 @@ def choose_widths(config: EngineConfig) -> tuple[int, ...]:
     if config.tree is not None:
         return (1, config.tree.num_nodes)
     most = config.speculative_steps + 1
-    fewer = {config.speculative_steps // 2 + 1} if config.speculative_adaptive else set()
-    return tuple(sorted({1, most, *fewer}))
+    half = {config.speculative_steps // 2 + 1} if config.speculative_adaptive else set()
+    return tuple(sorted({1, most, *half}))
 
 
 class _Batch(NamedTuple):
@@ -155,12 +159,12 @@ def resolve_limits(
 ) -> Limits:
     """Resolve every open setting, and split the memory that is free now.
 
-    `shares_prefixes`: whether the drafter, if any, allows prefix caching.
+    `shares_prefixes` is false if the drafter does not allow prefix caching.
     """
     max_position = model.max_position
     if config.max_model_len is not None and config.max_model_len > max_position:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is above the model's own limit of {max_position}"
+            f"max_model_len={config.max_model_len} exceeds the model's own limit of {max_position}"
         )
     batch = _largest_batch(config, device)
     budget = _kv_budget(config, device, ranks)
@@ -202,13 +206,13 @@ def _largest_batch(config: EngineConfig, device: torch.device) -> _Batch:
 
 def _kv_budget(config: EngineConfig, device: torch.device, ranks: Ranks) -> int:
     """Return the bytes for KV and snapshots on this rank: the minimum over all ranks."""
-    sharers = ranks.size if device.type == "cpu" else 1  # ranks that share this memory
-    free = free_bytes(device, config.gpu_memory_utilization) // sharers
+    num_sharing = ranks.size if device.type == "cpu" else 1  # ranks that share this memory
+    free = free_bytes(device, config.gpu_memory_utilization) // num_sharing
     return ranks.least(config.kv_cache_memory or free)
 
 
 def _keys_depend_on_prompt_len(model: ModelConfig, max_model_len: int) -> bool:
-    """Return whether equal prefixes may have unequal keys, so that they cannot be shared."""
+    """Return whether equal prefixes can have different keys, so that they cannot be shared."""
     ropes = [group.rope for group in model.groups if group.rope.depends_on_prompt]
     return any(max_model_len > rope.original_max_position for rope in ropes)
 

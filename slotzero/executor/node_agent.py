@@ -1,8 +1,9 @@
 """The agent of a machine other than node 0: `slotzero serve ... --node-rank 1`.
 
-It connects to node 0 (nodes.py), starts the ranks that node 0 asks for, and reports when one ends.
-It knows neither the model nor what the ranks do. The rules: its ranks live no longer than node 0's
-engine or this process; when that engine ends, it waits for the next one, unless it was told to end.
+It connects to node 0 (nodes.py), starts the ranks that node 0 requests, and reports when one ends.
+It does not know the model or what the ranks compute. The rules: its ranks end with node 0's engine
+or with this process; when that engine ends, the agent waits for the next one, unless node 0 has
+told it to end.
 """
 
 import subprocess
@@ -23,15 +24,15 @@ _POLL, _PAUSE = 0.05, 0.5
 
 class NodeAgent:
     def __init__(self, hello: Hello, address: tuple[str, int], key: bytes, seconds: float) -> None:
-        """`seconds`: how long to wait for node 0."""
+        """Prepare an agent that waits for node 0 for at most `seconds`."""
         self._hello, self._address, self._key, self._seconds = hello, address, key, seconds
         self._where = f"node 0 at {address[0]}:{address[1]}"
 
     def stay(self) -> None:
-        """Serve one engine of node 0 after another, until node 0 says that it was the last."""
+        """Serve one engine of node 0 after another, until node 0 reports that it was the last."""
         while not self.attend():
-            self._say(f"{self._where} is gone: waiting for it")
-        self._say("told to end")
+            self._say(f"lost the connection to {self._where}: waiting for it to restart")
+        self._say("ending, because node 0 has ended")
 
     def attend(self) -> bool:
         """Serve one engine of node 0 to its end, and return whether it was the last."""
@@ -69,7 +70,7 @@ class NodeAgent:
                 if time.monotonic() > until:
                     raise RankLostError(
                         f"{self._where} was not reachable for {self._seconds:g} s ({error}): start "
-                        "it, with this --master-addr and --master-port"
+                        "it with the same --master-addr and --master-port"
                     ) from None
             time.sleep(_PAUSE)
 
@@ -88,8 +89,8 @@ def _named(ranks: range) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def outpost_of(given: Mapping[str, Any]) -> NodeAgent:
-    """Make the agent of this machine. `given`: the fields of EngineConfig that the user has set."""
+def node_agent(given: Mapping[str, Any]) -> NodeAgent:
+    """Create the agent of this machine; `given` are the EngineConfig fields that the user set."""
     import torch
 
     from slotzero.config import EngineConfig

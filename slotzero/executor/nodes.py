@@ -1,11 +1,12 @@
 """The other machines of an engine, as rank 0 sees them.
 
-It listens at --master-addr and --master-port until each node has connected (node_agent.py), tells
-it which ranks to start, and accepts the connections of those. A node keeps its first connection:
-over it the node reports which of its ranks has ended, and is told when the engine will not restart.
+Rank 0 listens at --master-addr and --master-port until every node has connected (node_agent.py),
+tells each node which ranks to start, and accepts the connections of these ranks. A node keeps its
+first connection: over it, the node reports when a rank has ended, and learns when the engine will
+not be restarted.
 
-The rules: a node whose settings contradict ours is refused, by the name of the setting, and may
-connect again; a node that has not connected in time is an error that says what to run there.
+The rules: a node whose settings contradict those of node 0 is refused with the name of the setting,
+and may connect again; if a node does not connect in time, the error says what to run there.
 """
 
 import atexit
@@ -28,8 +29,8 @@ from slotzero.executor.rank_group import Rendezvous
 from slotzero.system.child import ending
 
 LISTENER = "SLOTZERO_LISTENER"
-"""A descriptor that listens there already, if the parent process has chosen the port."""
-THEIR_OWN = ("node_rank", "node_timeout", "master_addr", "show_progress")
+"""File descriptor of a socket that listens already, if the parent process chose the port."""
+PER_NODE_SETTINGS = ("node_rank", "node_timeout", "master_addr", "show_progress")
 _POLL = 0.2
 _COMMAND = "slotzero serve with the same --nnodes, --master-addr and --master-port, and --node-rank"
 
@@ -40,9 +41,9 @@ class Hello:
 
     node_rank: int
     given: Mapping[str, Any]
-    """Settings that it was started with; node 0 decides all others."""
+    """Settings that the node was started with; node 0 decides all others."""
     num_gpus: int | None
-    """Number of GPUs that it would compute on; None: the launcher that placed it has counted."""
+    """Number of GPUs of the node; None if a launcher placed it, which has checked the number."""
     version: str = __version__
 
 
@@ -77,7 +78,7 @@ class Nodes:
         self._where = f"{config.master_addr}:{config.master_port}"
         self._refused = ""
         self._store: Any = None
-        self._is_placed = LISTENER in os.environ  # and so are the others
+        self._is_placed = LISTENER in os.environ  # a launcher starts this node and the others
         self._listener = _listen(config)
         atexit.register(self.dismiss)
 
@@ -111,7 +112,7 @@ class Nodes:
         return Rendezvous(size, store, config.rank_timeout, per_node)
 
     def lost(self) -> str:
-        """Return a message about a rank or node that has ended, or empty."""
+        """Return a message about a rank or node that has ended, or an empty string."""
         for node, node_line in self._lines.items():
             try:
                 if node_line.poll():
@@ -136,16 +137,16 @@ class Nodes:
         self._store = None
 
     def _await_nodes(self) -> None:
-        began, is_said = time.monotonic(), self._is_placed
+        began, is_logged = time.monotonic(), self._is_placed
         while missing := sorted(set(range(1, self._config.nnodes)) - set(self._lines)):
             if time.monotonic() - began > self._config.node_timeout:
                 raise RankLostError(self._late(missing[0]))
-            if not is_said:
-                is_said = True
-                _say(f"waiting at {self._where} for other nodes: run there {_COMMAND} N")
-            came = secure_socket.accept(self._listener, self._key, _POLL)
-            if came is not None:
-                self._admit(came)
+            if not is_logged:
+                is_logged = True
+                _say(f"waiting at {self._where} for other nodes: on each, run {_COMMAND} N")
+            connection = secure_socket.accept(self._listener, self._key, _POLL)
+            if connection is not None:
+                self._admit(connection)
             self._forget_gone()
 
     def _late(self, node: int) -> str:
@@ -153,36 +154,40 @@ class Nodes:
             f"node {node} of {self._config.nnodes} did not connect to {self._where} within "
             f"{self._config.node_timeout:g} s{self._refused}"
         )
-        remedy = f"; run there {_COMMAND} {node}"
+        remedy = f"; on that machine, run {_COMMAND} {node}"
         if self._config.master_addr.startswith("127."):
             remedy += " (other machines cannot reach a loopback --master-addr)"
         return late if self._is_placed else late + remedy
 
-    def _admit(self, came: Connection) -> None:
+    def _admit(self, connection: Connection) -> None:
         try:
-            hello: Any = came.recv() if came.poll(secure_socket.HANDSHAKE) else None
-            why = self._refuses(hello) if isinstance(hello, Hello) else "it did not say hello"
+            polled = connection.poll(secure_socket.HANDSHAKE)
+            hello: Any = connection.recv() if polled else None
+            why = self._refusal(hello) if isinstance(hello, Hello) else "it sent no Hello message"
             if not why:
-                self._lines[hello.node_rank] = came
+                self._lines[hello.node_rank] = connection
                 return
-            came.send(Refusal(why))
+            connection.send(Refusal(why))
         except (EOFError, OSError):
             why = "it closed the connection"
-        came.close()
-        self._refused = f" (one was refused: {why})"
+        connection.close()
+        self._refused = f" (a node was refused: {why})"
         _say(f"a node was refused: {why}")
 
-    def _refuses(self, hello: Hello) -> str:
-        """Return why this node is refused, or empty."""
+    def _refusal(self, hello: Hello) -> str:
+        """Return why this node is refused, or an empty string."""
         config = self._config
         if hello.version != __version__:
-            return f"it has slotzero {hello.version}, node 0 has {__version__}: install the same"
-        for name, theirs in hello.given.items():
-            ours = getattr(config, name)
-            if name not in THEIR_OWN and theirs != ours:
+            return (
+                f"it has slotzero {hello.version}, but node 0 has {__version__}: install the same "
+                "version"
+            )
+        for name, value in hello.given.items():
+            expected = getattr(config, name)
+            if name not in PER_NODE_SETTINGS and value != expected:
                 return (
-                    f"{name} is {theirs!r} on node {hello.node_rank} and {ours!r} on node 0: "
-                    "give both the same"
+                    f"{name} is {value!r} on node {hello.node_rank}, but {expected!r} on node 0: "
+                    "use the same value on both"
                 )
         if hello.node_rank in self._lines:
             return f"node {hello.node_rank} has connected already: use a different --node-rank"
@@ -190,19 +195,22 @@ class Nodes:
         if num_gpus is not None and (num_gpus > 0) != self._on_gpus:
             devices = ("a GPU", "a CPU") if num_gpus else ("a CPU", "a GPU")
             return (
-                f"node {hello.node_rank} would compute on {devices[0]} and node 0 on {devices[1]}: "
-                "give both the same --backend"
+                f"node {hello.node_rank} would compute on {devices[0]}, but node 0 on "
+                f"{devices[1]}: use the same --backend on both"
             )
         if num_gpus and num_gpus < needed:
             return (
                 f"tensor_parallel_size={config.tensor_parallel_size} over {config.nnodes} nodes "
-                f"needs {needed} GPUs on each, node {hello.node_rank} has {num_gpus}"
+                f"needs {needed} GPUs on each, but node {hello.node_rank} has {num_gpus}"
             )
         return ""
 
     def _forget_gone(self) -> None:
-        """Forget the nodes that are gone. A node sends nothing until it is sent something, so what
-        can be read is the end of its connection."""
+        """Forget the nodes that are gone.
+
+        A node sends nothing before it receives a message, so if its connection is readable, it has
+        ended.
+        """
         for node, node_line in list(self._lines.items()):
             if node_line.poll():
                 node_line.close()
@@ -217,15 +225,15 @@ class Nodes:
             if lost or time.monotonic() > until:
                 late = f"rank {missing[0]} did not connect within {config.rank_timeout:g} s"
                 raise RankLostError(lost or late)
-            came = secure_socket.accept(self._listener, self._key, _POLL)
-            if came is None:
+            connection = secure_socket.accept(self._listener, self._key, _POLL)
+            if connection is None:
                 continue
             with contextlib.suppress(EOFError, OSError):
-                rank = came.recv() if came.poll(secure_socket.HANDSHAKE) else None
+                rank = connection.recv() if connection.poll(secure_socket.HANDSHAKE) else None
                 if rank in missing:
-                    ranks[rank] = came
+                    ranks[rank] = connection
                     continue
-            came.close()  # one node too many, which will connect again
+            connection.close()  # a surplus node, which will connect again
         return ranks
 
 
@@ -236,12 +244,12 @@ def _listen(config: EngineConfig) -> socket.socket:
     try:
         return socket.create_server((config.master_addr, config.master_port))
     except OSError as error:
-        known = error.errno is not None and error.errno > 0  # not for names that do not resolve
+        known = error.errno is not None and error.errno > 0  # negative if a name does not resolve
         reason = os.strerror(error.errno or 0) if known else error.strerror
         raise ConfigError(
             f"cannot listen on {config.master_addr}:{config.master_port} ({reason}): "
             "--master-addr must be an IPv4 address of node 0, and --master-port a free port there; "
-            "choose others, on every node"
+            "change them on every node"
         ) from None
 
 

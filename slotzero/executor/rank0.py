@@ -1,9 +1,10 @@
-"""Rank 0 of several: it starts the others, sends them every step, and notices when one is lost.
+"""Rank 0 of several ranks: it starts the others, sends them every step, and detects lost ranks.
 
-Each is a process `python -m slotzero.executor.follower`, at the other end of a socket pair, or on
-another machine (nodes.py) of a TCP connection; collectives use torch.distributed's connections. The
-rules: a rank that ends, or does not start in time, is an error that names it; after a step failed
-on one of them the ranks are out of step, so all of them end.
+Each other rank is a process `python -m slotzero.executor.follower`, connected by a socket pair, or
+by TCP if it is on another machine (nodes.py). Collectives use connections of torch.distributed.
+
+The rules: if a rank ends or does not start in time, the error names it. If a step fails on one
+rank, the ranks have diverged, so all of them end.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from slotzero.models.config import ModelConfig
 from slotzero.models.families.family import parse_config
 from slotzero.system import child
 
-PATIENCE = 5.0  # seconds for a rank that broke a collective to end, so that it can be named
+PATIENCE = 5.0  # seconds for a rank that broke a collective to end, so that the error can name it
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -42,14 +43,15 @@ RankTask = Callable[[EngineConfig, RankGroup], Any]
 def start_ranks(
     config: EngineConfig, model: ModelConfig, task: RankTask | None = None
 ) -> RankGroup:
-    """Start the ranks of an engine. A model that cannot be split is refused before that."""
+    """Start the other ranks of an engine; raise before that if the model cannot be split."""
     size = config.tensor_parallel_size
     if config.executor == "ray":
-        raise ConfigError("executor=ray is supported by slotzero serve only")
+        raise ConfigError("executor=ray is supported by slotzero serve only; use executor=local")
     if config.node_rank:
         raise ConfigError(
-            f"node_rank={config.node_rank}: the engine is on node 0; run slotzero serve here, with "
-            f"--node-rank {config.node_rank} and the same --nnodes, --master-addr and --master-port"
+            f"node_rank={config.node_rank}: the engine runs on node 0; on this machine run "
+            f"slotzero serve with --node-rank {config.node_rank} and the same --nnodes, "
+            "--master-addr and --master-port as there"
         )
     if config.enable_expert_parallel and (size == 1 or model.experts is None):
         needed = "a model with experts" if size > 1 else "tensor_parallel_size above 1"
@@ -62,17 +64,18 @@ def start_ranks(
     if device.type == "cuda" and config.ranks_per_node > torch.cuda.device_count():
         over = f" over {config.nnodes} nodes" if config.nnodes > 1 else ""
         raise ConfigError(
-            f"tensor_parallel_size={size}{over}: this machine has {torch.cuda.device_count()} GPUs"
+            f"tensor_parallel_size={size}{over}: this machine has {torch.cuda.device_count()} "
+            f"GPUs, but {config.ranks_per_node} are needed; choose a smaller size"
         )
     if config.sanitize != "off":
         raise ConfigError(
-            f"sanitize={config.sanitize} watches one rank: with tensor_parallel_size={size} use "
-            "slotzero certify"
+            f"sanitize={config.sanitize} supports one rank only: with tensor_parallel_size={size} "
+            "use slotzero certify"
         )
     if torch.distributed.is_initialized():
         raise ConfigError(
-            f"tensor_parallel_size={size}: this process has an engine with several ranks already; "
-            "end that one first, with its engine.rank_group.close()"
+            f"tensor_parallel_size={size}: this process already has an engine with several ranks; "
+            "close that one first with its engine.rank_group.close()"
         )
     model.shard(Ranks(0, size, "", config.enable_expert_parallel, config.enable_dp_attention))
     return Rank0(config, device, task)
@@ -80,7 +83,7 @@ def start_ranks(
 
 @contextlib.contextmanager
 def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
-    """Start ranks that all certify by themselves, without messages for each step."""
+    """Start ranks that all run the certification by themselves, without messages for each step."""
     checkpoint = open_checkpoint(config.model, config.load_format, quantization=config.quantization)
     rank_group = start_ranks(config, parse_config(checkpoint.config), task)
     try:
@@ -92,7 +95,7 @@ def certify_ranks(config: EngineConfig, task: RankTask) -> Iterator[RankGroup]:
 @final
 class Rank0(RemoteRanks):
     def __init__(self, config: EngineConfig, device: torch.device, task: RankTask | None) -> None:
-        """`task`: the task of the other ranks; None: they run the messages of rank 0."""
+        """Start the other ranks; they run `task`, or, if it is None, the messages of rank 0."""
         super().__init__(ALONE, {}, config.rank_timeout)
         self._task = task
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -100,7 +103,7 @@ class Rank0(RemoteRanks):
         self._nodes: Nodes | None = None
         size, per_node = config.tensor_parallel_size, config.ranks_per_node
         rendezvous = Rendezvous(size, f"file://{self._folder.name}/store", config.rank_timeout)
-        if THREADS not in os.environ:  # the same number on every rank, so that sums are split alike
+        if THREADS not in os.environ:  # equal on all ranks, so that all split sums the same way
             torch.set_num_threads(max(1, torch.get_num_threads() // per_node))
         with self.watched("starting"):
             if config.nnodes > 1:
@@ -135,13 +138,13 @@ class Rank0(RemoteRanks):
         try:
             yield
         except BaseException as error:
-            is_theirs = isinstance(error, RuntimeError | OSError | EOFError)
-            lost = self._lost(PATIENCE) if is_theirs else ""
-            if not (in_step or is_theirs or isinstance(error, RankLostError)):
-                self.dismiss()  # the engine would not start the next time either
+            may_be_remote = isinstance(error, RuntimeError | OSError | EOFError)
+            lost = self._lost(PATIENCE) if may_be_remote else ""
+            if not (in_step or may_be_remote or isinstance(error, RankLostError)):
+                self.dismiss()  # a restart of the engine would fail the same way
             self._end()
             if not lost and "imed out" in str(error):
-                lost = f"a rank did not respond while {doing}, see --rank-timeout: {error}"
+                lost = f"a rank did not respond while {doing} (see --rank-timeout): {error}"
             if not lost and in_step and isinstance(error, Exception):
                 lost = f"one rank failed, so all ranks were ended: {error}"
             if not lost or isinstance(error, RankLostError):
@@ -157,8 +160,10 @@ class Rank0(RemoteRanks):
         self._end()
 
     def _end(self) -> None:
-        """End the other ranks: they end with their connection, or else are killed. Other machines
-        wait for this engine to restart."""
+        """End the other ranks: they end when their connection closes, or else are killed.
+
+        The agents of other machines wait for this engine to restart.
+        """
         if self._nodes is not None:
             self._nodes.close()
         for connection in self._connections.values():
@@ -174,16 +179,15 @@ class Rank0(RemoteRanks):
             self.ranks = ALONE
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd, threads = theirs.fileno(), {THREADS: str(torch.get_num_threads())}
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            fd, threads = child_end.fileno(), {THREADS: str(torch.get_num_threads())}
             words = [str(rank), str(fd)]
             self._processes[rank] = child.start(child.FOLLOWER, words, [fd], threads)
-        self._connections[rank] = Connection(ours.detach())
+        self._connections[rank] = Connection(parent_end.detach())
 
     def _await_others(self, seconds: float) -> None:
-        """Wait until each rank has reported that it is ready; a rank that ends instead is an error
-        at once."""
+        """Wait until each rank has reported that it is ready; raise at once if a rank ends."""
         deadline = time.monotonic() + seconds
         for connection in self._connections.values():
             while not connection.poll(0.1):
@@ -193,7 +197,7 @@ class Rank0(RemoteRanks):
             connection.recv()
 
     def _lost(self, seconds: float) -> str:
-        """Return a message about a rank that has ended, or ends within this time; else empty."""
+        """Return a message about a rank that has ended or ends within this time, else empty."""
         until = time.monotonic() + seconds
         while True:
             for rank, process in self._processes.items():

@@ -1,4 +1,4 @@
-"""The ranks of an engine: messages for each step, and how a failure ends them."""
+"""The other ranks of an engine: sending them steps, reading their results, and ending them."""
 
 import contextlib
 import fcntl
@@ -26,7 +26,7 @@ SIOCGIFADDR = 0x8915  # ioctl of Linux: the address of an interface
 
 
 class RankGroup:
-    """Ranks of an engine that is alone, or whose other ranks need no messages."""
+    """The ranks of an engine with one rank, or whose other ranks need no messages."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
@@ -35,28 +35,34 @@ class RankGroup:
         """Send one message for each DP rank, before rank 0 runs its own."""
 
     def sampled(self, dp_rank: int) -> Arriving:
-        """Return what another DP rank samples in the step it was sent last. Read in order."""
+        """Return the samples of another DP rank in the last step that was sent to it.
+
+        The results of several steps must be read in order.
+        """
         raise ContractError(f"DP rank {dp_rank} is not in this group")
 
     @contextlib.contextmanager
     def watched(self, doing: str, in_step: bool = False) -> Iterator[None]:
-        """End the other ranks if the block fails. If one of them caused the failure, the error
-        names it. Any failure `in_step` is a RankLostError, because the ranks are out of step."""
+        """End the other ranks if the block fails.
+
+        If one of them caused the failure, the error names it. Any failure `in_step` becomes a
+        RankLostError, because the ranks have diverged.
+        """
         yield
 
     def reports(self) -> list[Any]:
-        """Return the reports of the other ranks, in order, if they were given a task."""
+        """Return the results of the other ranks in order, if they were given a task."""
         return []
 
     def dismiss(self) -> None:
-        """Tell other machines that this engine will not be restarted; from any thread."""
+        """Tell other machines that this engine will not be restarted. Any thread may call this."""
 
     def close(self) -> None:
         """End the other ranks."""
 
 
 class RemoteRanks(RankGroup):
-    """Ranks that are each reached through a connection."""
+    """Ranks in other processes, each reached through a connection."""
 
     def __init__(self, ranks: Ranks, connections: dict[int, Connection], seconds: float) -> None:
         super().__init__(ranks)
@@ -95,12 +101,12 @@ class _Sent:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store at which the ranks of an engine meet, and how long one waits for another."""
+    """The store at which the ranks of an engine meet, and how long they wait for each other."""
 
     size: int
-    store: str  # a URL that torch.distributed knows; tcp:// where ranks are on several machines
+    store: str  # a URL for torch.distributed; tcp:// if ranks are on several machines
     seconds: float
-    per_node: int | None = None  # None: all of them
+    per_node: int | None = None  # ranks per machine; None: all ranks are on one machine
 
     def join(
         self,
@@ -137,13 +143,16 @@ class Rendezvous:
 
 
 def interface_towards(host: str) -> str:
-    """Return the network interface through which an address is reached, or which has it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+    """Return the network interface that has an address, or through which the address is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends no packet
         probe.connect((host, 9))
-        ours = probe.getsockname()[0]
+        local = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
-                told = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(told[20:24]) == ours:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(reply[20:24]) == local:
                     return name
-    raise ConfigError(f"no interface has {ours}, from which {host} is reached: set {INTERFACE}")
+    raise ConfigError(
+        f"no network interface has the address {local}, from which {host} is reached: set "
+        f"{INTERFACE} to the name of an interface"
+    )

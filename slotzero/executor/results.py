@@ -7,7 +7,7 @@ from typing import Any
 
 from slotzero.graph.transfer import Arriving
 from slotzero.runners.passes import SAMPLED
-from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED, PATH, VERIFIED
+from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED, PATH, VERIFIED
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Results:
     """Sampled tokens of one step; reading them waits for the device."""
 
     def __init__(self, download: Arriving, names: Sequence[str], width: int) -> None:
-        """`names`: the downloaded tensors, in order; the last ones may be missing."""
+        """Wrap a download; `names` are its tensors in order, of which the last may be missing."""
         self._download, self._names, self._width = download, names, width
 
     def wait(self) -> None:
@@ -31,16 +31,16 @@ class Results:
         """Return the new tokens of each row."""
         if self._width == 1:
             return [[token] for token in self._part(SAMPLED)]
-        sampled, counts = self._part(VERIFIED), self._part(NUM_VERIFIED)
+        sampled, counts = self._part(VERIFIED), self._part(NUM_CONFIRMED)
         return [[sampled[i] for i in self._chosen(row)[:num]] for row, num in enumerate(counts)]
 
     def drafts(self) -> list[tuple[int, int]]:
         """Return for each row how many drafts were verified, and how many were accepted."""
-        pairs = zip(self._part(NUM_TRIED), self._part(NUM_VERIFIED), strict=True)
+        pairs = zip(self._part(NUM_TRIED), self._part(NUM_CONFIRMED), strict=True)
         return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
 
     def logprobs(self, row: int) -> list[RowLogprobs]:
-        """Return the log probabilities of a row: its new tokens first, then rejected ones."""
+        """Return the log probabilities of a row: first of its new tokens, then of rejected ones."""
         *_, chosen, ids, values = self._download.wait()
         return [
             RowLogprobs(chosen[i].item(), ids[i].tolist(), values[i].tolist())
@@ -55,7 +55,7 @@ class Results:
 
     @cached_property
     def _paths(self) -> list[list[int]] | None:
-        """Nodes of each row's draft tree, the accepted path first; None: drafts are no trees."""
+        """Nodes of each row's draft tree, accepted path first; None if drafts are not a tree."""
         return self._part(PATH) if PATH in self._names else None
 
     def _part(self, name: str) -> list[Any]:

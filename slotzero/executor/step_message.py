@@ -1,8 +1,8 @@
 """Messages from rank 0 to the other ranks, which run the same steps in the same order.
 
-A step is the writes to the tables, the slots that run, and the graphs that are replayed. Ranks that
-share attention sample as rank 0 does, from the same logits, so no token is sent to them or back.
-With DP attention, a rank is sent the rows of its own requests only, and sends back their samples.
+A message has the writes to the tables, the slots that run, and the graphs to replay. Ranks that
+share attention heads sample the same tokens as rank 0, from the same logits, so no tokens are sent.
+With DP attention, a rank receives only the rows of its own requests, and sends their samples back.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from slotzero.graph import GraphKey
 
 @dataclass(frozen=True)
 class Orders:
+    """One step of one DP rank."""
+
     writes: np.ndarray | None  # [2, n] int32: words of the tables and their values
     slots: list[int]
     counts: list[int]
@@ -26,7 +28,7 @@ class Orders:
 
 @dataclass(frozen=True)
 class Timing:
-    """Replay a graph over empty rows, so that rank 0 can measure how long it takes."""
+    """Replay of a graph over empty rows, with which rank 0 measures how long it takes."""
 
     key: GraphKey
 

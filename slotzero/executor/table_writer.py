@@ -1,6 +1,6 @@
 """The `SlotWriter` of a scheduler: it stages the table rows of requests.
 
-The tables are this rank's, or those of another DP rank. It does not know when they are applied.
+The tables are those of this rank or of another DP rank. It does not know when writes are applied.
 """
 
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ class TableWriter:
 
 
 def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:
-    """Return the row without the columns at its end that are neutral already."""
+    """Return the row without the columns at its end that have the neutral value."""
     n = len(values)
     while n and values[n - 1] == neutral:
         n -= 1

@@ -1,8 +1,8 @@
-"""The worker: runs steps on the device.
+"""The worker: it runs steps on the device.
 
-build.py makes it. It captures CUDA graphs, applies the staged writes to the slot tables, launches
-the runners of a step, and returns results that arrive later. It does not know queues, text or
-which requests are finished.
+It captures CUDA graphs, applies the staged writes to the slot tables, launches the runners of a
+step, and returns results that arrive later. It does not know queues, text or which requests are
+finished. build.py creates it.
 """
 
 import time
@@ -20,7 +20,7 @@ from slotzero.executor.results import Results
 from slotzero.executor.step_message import Message, Orders, Timing
 from slotzero.executor.table_writer import TableWriter
 from slotzero.graph import GraphKey, NoCaptureSize, Registry, Runner
-from slotzero.graph.runner import Record
+from slotzero.graph.runner import RecordingReport
 from slotzero.graph.transfer import Arriving, Download
 from slotzero.kernels.contract import Kernels
 from slotzero.kernels.types_recurrent import States
@@ -54,7 +54,7 @@ class Worker:
     passes: Passes
     decode: Runner
     prefills: tuple[Runner, ...]
-    """In order of preference: the first that has a size for a step runs it."""
+    """In order of preference: a step runs on the first runner that has a size for it."""
     results: ResultRing
     speculation: SpeculativeRunners | None
     writers: tuple[TableWriter, ...]  # by DP rank, this rank's first
@@ -76,7 +76,7 @@ class Worker:
 
     @property
     def overlaps(self) -> bool:
-        """Whether `run` returns before the step has run: the host works meanwhile."""
+        """Whether `run` returns before the step has run, so that the host works in parallel."""
         return self.registry.device.type == "cuda"
 
     @property
@@ -109,7 +109,7 @@ class Worker:
 
     @property
     def recorded_keys(self) -> list[tuple[Runner, GraphKey]]:
-        """Every size that is captured at start-up, largest first."""
+        """All sizes that are captured at start-up, largest first."""
         return [
             (runner, key)
             for runner in reversed(self.runners)
@@ -117,8 +117,8 @@ class Worker:
             for key in runner.all_keys()
         ]
 
-    def record(self, seen: Callable[[Record], None]) -> float:
-        """Capture every size of every captured runner, and return the seconds that took."""
+    def record(self, seen: Callable[[RecordingReport], None]) -> float:
+        """Capture every size of every captured runner; return how many seconds that took."""
         start = time.perf_counter()
         with torch.inference_mode():
             self.kernels.prepare(self._rehearse)
@@ -160,10 +160,10 @@ class Worker:
         return [Results(download, names, step.width) for download in downloads]
 
     def obey(self, message: Message) -> Arriving | None:
-        """Run what rank 0 sent, and return what this rank sampled for requests of its own."""
+        """Run a message of rank 0; return this rank's samples for its own requests, if any."""
         with torch.inference_mode():
             if isinstance(message, Timing):
-                self._runner(message.key).seconds(message.key)
+                self._runner(message.key).measure_seconds(message.key)
                 return None
             launches = [(self._runner(key), key) for key in message.launches]
             for runner, key in launches:
@@ -193,7 +193,7 @@ class Worker:
         return next(runner for runner in self.runners if runner.spec.name == key.runner)
 
     def seconds(self, width: int, num_rows: int) -> float:
-        """Return the time of a decode step over empty rows; it is measured on the first call."""
+        """Return the duration of a decode step over empty rows, measured on the first call."""
         runners = self.cycles[width] if width > 1 else (self.decode,)
         return sum(self._seconds_of(runner, num_rows) for runner in runners)
 
@@ -203,11 +203,11 @@ class Worker:
         if key not in self._seconds:
             self.rank_group.tell([Timing(key)] * len(self.writers))
             with torch.inference_mode():
-                self._seconds[key] = runner.seconds(key)
+                self._seconds[key] = runner.measure_seconds(key)
         return self._seconds[key]
 
     def _dispatch(self, step: Step) -> list[tuple[Runner, GraphKey]]:
-        """Return the launches of a step, in order; the host reads nothing between two of them."""
+        """Return the launches of a step in order. Between two of them, the host reads nothing."""
         launches: list[Sequence[Runner]] = []
         if step.catches_up:
             assert self.speculation is not None
@@ -215,7 +215,7 @@ class Worker:
         if step.width > 1:
             cycle = self.cycles[step.width]
             if step.catches_up:
-                launches.append([cycle.draft])  # the step before made no drafts
+                launches.append([cycle.draft])  # the previous step made no drafts
             launches += [[runner] for runner in cycle]
         elif step.is_decode:
             launches.append([self.decode])

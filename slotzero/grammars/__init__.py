@@ -1,1 +1,1 @@
-"""Structured outputs: grammars that are compiled and followed in processes of their own."""
+"""Structured outputs: grammars are compiled, and their masks computed, in separate processes."""

@@ -1,8 +1,8 @@
-"""Messages between the engine and a worker: pickles with their length in front, over a socket.
+"""Messages between the engine and a worker: length-prefixed pickles over a socket.
 
-The engine's end never blocks. What the kernel does not take at once stays in an outbox until the
-selector says that there is room. A worker blocks at its end; the engine always reads its replies,
-so neither end waits for the other forever.
+The engine's end never blocks. Data that the kernel does not accept at once stays in an outbox until
+the selector reports that the socket is writable. The worker's end blocks; the engine always reads
+its replies, so there is no deadlock.
 """
 
 import pickle
@@ -21,7 +21,7 @@ def frame(message: object) -> bytes:
 
 
 def read(stream: BinaryIO) -> Any:
-    """Wait for the next message; raises EOFError if the other end is closed."""
+    """Wait for the next message; raise EOFError if the other end is closed."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         raise EOFError
@@ -34,13 +34,16 @@ def read(stream: BinaryIO) -> Any:
 
 @final
 class Channel:
-    """The engine's end. The selector reports it with `data`: call `flush` when it can be written
-    to, and `receive` when it can be read."""
+    """The engine's end of a connection to a worker.
+
+    It is registered with the selector under `data`. Call `flush` when it is writable, and `receive`
+    when it is readable.
+    """
 
     def __init__(self, end: socket.socket, selector: selectors.BaseSelector, data: object) -> None:
         end.setblocking(False)
         self.is_open = True
-        """Whether the other end may still send something."""
+        """Whether the other end may still send messages."""
         self._socket, self._selector, self._data = end, selector, data
         self._inbox, self._outbox = bytearray(), bytearray()
         self._events = selectors.EVENT_READ
@@ -51,7 +54,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as there is room for."""
+        """Send as much of the outbox as the kernel accepts."""
         try:
             while self._outbox:
                 del self._outbox[: self._socket.send(self._outbox)]
@@ -65,7 +68,7 @@ class Channel:
             self._selector.modify(self._socket, events, self._data)
 
     def receive(self) -> list[Any]:
-        """Return all messages that have come."""
+        """Return all messages that have arrived."""
         self._fill()
         messages, start = [], 0
         while start + _LENGTH.size <= len(self._inbox):

@@ -1,10 +1,11 @@
 """The fork server: `python -m slotzero.grammars.fork_server FD VOCAB_SIZE EOS_IDS LIMITS`.
 
 It builds the vocabulary once, which takes a second, and then forks a worker for each grammar, which
-takes milliseconds. It reads the tokenizer's JSON from standard input and takes orders over the
-inherited socket FD. It imports neither torch nor numpy, so a fork copies little.
+takes milliseconds. It reads the tokenizer's JSON from standard input, and messages from the
+inherited socket FD. It does not import torch or numpy, so that a fork copies little memory.
 
-The rule: a worker never outlives this process, and this process ends with the engine's end of FD.
+The rule: a worker never outlives this process, and this process ends when the engine's end of FD
+is closed.
 """
 
 import contextlib
@@ -37,13 +38,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C is for the engine to judge
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine decides what Ctrl-C does
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(argv[0]))
     control.set_inheritable(False)
     tokenizer_json = sys.stdin.buffer.read().decode()
     if not tokenizer_json:
-        return 0  # the engine could not load it, and knows why
+        return 0  # the engine could not load the tokenizer, and reports why
     try:
         vocabulary = load_vocabulary(tokenizer_json, int(argv[1]), json.loads(argv[2]))
     except ValueError as error:
@@ -52,9 +53,9 @@ def main(argv: Sequence[str]) -> int:
     del tokenizer_json
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)  # else a worker would allocate from these pages, and not be seen to
+        libc.malloc_trim(0)  # a worker's allocations from these pages would not be counted
     gc.collect()
-    gc.freeze()  # the collector must not touch, and so copy, what workers share
+    gc.freeze()  # the collector would write to pages that workers share, and so copy them
     control.send(pickle.dumps(Ready(vocabulary.ends)))
     work_for = functools.partial(work, vocabulary=vocabulary, **json.loads(argv[3]))
     _ForkServer(control, work_for, libc).run()
@@ -69,10 +70,10 @@ class _ForkServer:
         self._work = work
         self._libc = libc
         self._selector = selectors.DefaultSelector()
-        self._pids: dict[int, int] = {}  # by number; each is a child that was not reaped
+        self._pids: dict[int, int] = {}  # by worker number; children that are not reaped yet
 
     def run(self) -> None:
-        """Serve until the engine is gone. Workers are killed when this process ends."""
+        """Handle messages until the engine is gone. Workers are killed when this process ends."""
         self._selector.register(self._control, selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
@@ -92,7 +93,7 @@ class _ForkServer:
         if isinstance(message, StartWorker):
             if fds:
                 self._fork(message.number, fds[0])
-            else:  # the kernel drops a descriptor for which there is no room
+            else:  # the kernel drops a descriptor if this process has too many open files
                 self._tell(NotStarted(message.number, os.strerror(errno.EMFILE)))
         elif message.number in self._pids:
             os.kill(self._pids[message.number], signal.SIGKILL)
@@ -113,7 +114,7 @@ class _ForkServer:
         status = 1
         try:
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before that
+            if os.getppid() != parent:  # the parent ended before the call of prctl
                 os._exit(0)
             _keep_only(fd)
             status = self._work(socket.socket(fileno=fd))
@@ -138,19 +139,21 @@ class _ForkServer:
         self._tell(WorkerEnded(number, os.waitstatus_to_exitcode(status)))
 
     def _tell(self, message: WorkerEnded | NotStarted) -> None:
-        with contextlib.suppress(OSError):  # the engine's end is noticed by `run`
+        with contextlib.suppress(OSError):  # if the engine is gone, `run` notices
             self._control.send(pickle.dumps(message))
 
 
 def _keep_only(fd: int) -> None:
-    """Close the files of the fork server. The output of a crash is discarded: the engine tells the
-    client why the worker ended."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    """Close all files inherited from the fork server but `fd`.
+
+    The output of a crash is discarded: the engine tells the client why the worker ended.
+    """
+    devnull = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
-        os.dup2(nowhere, standard)
+        os.dup2(devnull, standard)
     for other in os.listdir("/proc/self/fd"):
         if int(other) > 2 and int(other) != fd:
-            with contextlib.suppress(OSError):  # the one that listed them
+            with contextlib.suppress(OSError):  # the descriptor of listdir is closed already
                 os.close(int(other))
 
 

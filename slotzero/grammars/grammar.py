@@ -1,10 +1,10 @@
-"""One answer's place in its grammar, as the engine sees it.
+"""The state of one answer in its grammar, as the engine sees it.
 
-The mask of the next token is computed in a worker process. Between a token and its mask the answer
-is not ready, and its request sits out. It does not know slots, steps or torch.
+A worker process computes the mask of the next token. Between a token and its mask the answer is not
+ready, and its request is left out of steps. This module does not know slots, steps or torch.
 
-The rule: `allowed` is what the tokens so far leave open, so a request that is computed again after
-a preemption finds it as it left it.
+The rule: `allowed` depends on the tokens so far only, so it is still valid when a request is
+computed again after a preemption.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ class GrammarOwner(Protocol):
     """The pool that the answer belongs to."""
 
     def follow(self, grammar: "Grammar") -> None:
-        """Ask for the mask after `grammar.tokens`."""
+        """Request the mask after `grammar.tokens`."""
 
     def release(self, grammar: "Grammar") -> None:
         """End an answer."""
@@ -34,11 +34,11 @@ class Grammar:
         self.number = number
         self.tokens: list[int] = []
         self.num_sent = 0
-        """tokens[0 : num_sent) are known to the worker."""
+        """tokens[0 : num_sent) have been sent to the worker."""
         self.num_restarts = 0
-        """Number of times that its worker ended for another reason than a limit."""
+        """Number of times that the worker ended for a reason other than a limit."""
         self.error: RequestError | None = None
-        """Why the answer cannot go on. Set by the pool; for the client to read."""
+        """Why the answer cannot continue. The pool sets it, and the client receives it."""
         self._pool = pool
         self._allowed: np.ndarray | None = None
         self._end: np.ndarray | None = None
@@ -47,7 +47,7 @@ class Grammar:
 
     @property
     def failure(self) -> str:
-        """The message of `error`, or empty."""
+        """The message of `error`; empty without an error."""
         return "" if self.error is None else str(self.error)
 
     @property
@@ -57,7 +57,7 @@ class Grammar:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being computed for it."""
+        """Whether nothing is being computed for this answer."""
         return self.is_ready or self.error is not None
 
     @property
@@ -67,8 +67,10 @@ class Grammar:
         return self._allowed
 
     def advance(self, token: int) -> bool:
-        """Append a token, and ask for the next mask. False: the token was not allowed, or there is
-        a `failure`."""
+        """Append a token and request the next mask.
+
+        Return False if the token is not allowed, or if there is an `error`.
+        """
         word, bit = divmod(token, WORD_BITS)
         if self.error is not None or not int(self.allowed[word]) >> bit & 1:
             return False
@@ -78,7 +80,7 @@ class Grammar:
         return self.error is None
 
     def can_go_on(self, banned: Collection[int] = ()) -> bool:
-        """Return whether a token other than these and the ends of a sequence is allowed."""
+        """Return whether any token is allowed, except end-of-sequence and the `banned` ones."""
         assert self._end is not None
         rest = self.allowed & ~self._end
         if banned:
@@ -86,19 +88,23 @@ class Grammar:
         return bool(rest.any())
 
     def release(self) -> None:
-        """End the answer; may be called again."""
+        """End the answer. Further calls have no effect."""
         if not self._is_released:
             self._is_released = True
             self._pool.release(self)
 
     def receive(self, allowed: np.ndarray, end: np.ndarray) -> None:
-        """Set the mask of the next token, and the mask of all ends of a sequence. The pool calls
-        this."""
+        """Set the mask of the next token and the mask of end-of-sequence tokens.
+
+        The pool calls this.
+        """
         self._allowed, self._end = allowed, end
 
     def is_awaited(self) -> bool:
-        """Return whether to wait for this mask: not if a recent one was late. Call it once for each
-        mask."""
+        """Return whether to wait for this mask: not if a recent one was late.
+
+        Call this once per mask.
+        """
         self._num_unawaited -= self._num_unawaited > 0
         return not self._num_unawaited
 

@@ -1,25 +1,25 @@
-"""Limits of one grammar in time and memory, and the messages for a grammar that exceeds them."""
+"""Limits of a grammar in time and memory, and the error messages for exceeding them."""
 
 from dataclasses import dataclass
 
 MAX_IN_USE = 8
-"""Memory of all grammars in use, in units of the limit of one grammar."""
+"""Limit on the memory of all grammars in use, in units of the limit of one grammar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarLimits:
     reply_seconds: float = 5.0
-    """Wall-clock time to compile a grammar. Computing a mask may not take longer, either."""
+    """Wall-clock time to compile a grammar, and also to compute a mask."""
     mask_seconds: float = 1.0
-    """CPU time to compute one mask: a busy machine must not end an answer."""
+    """CPU time to compute one mask. (Wall-clock time would end answers on a busy machine.)"""
     memory: int = 256 << 20
-    """Bytes, for one grammar."""
+    """Bytes for one grammar."""
     queue_seconds: float = 300.0
     """How long a grammar waits to be compiled while no other grammar is started."""
 
     @property
     def max_in_use(self) -> int:
-        """Bytes, for all grammars with answers together."""
+        """Bytes for all grammars with answers together."""
         return MAX_IN_USE * self.memory
 
     @property
@@ -35,8 +35,8 @@ class GrammarLimits:
     @property
     def too_large_together(self) -> str:
         return (
-            f"all grammars in use need more than {self.max_in_use >> 20} MiB of memory, and this "
-            "one the most: use a simpler grammar, or raise --grammar-memory"
+            f"all grammars in use need more than {self.max_in_use >> 20} MiB of memory together, "
+            "and this one is the largest: use a simpler grammar, or raise --grammar-memory"
         )
 
     @property

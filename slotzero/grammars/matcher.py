@@ -1,10 +1,10 @@
-"""Compiled grammars of llguidance, and the answers that follow them.
+"""Compiled grammars of llguidance, and the state of the answers that follow them.
 
-This code runs in a worker process only (worker.py). It knows neither requests nor limits of time
-and memory: a call may take minutes or gigabytes, and the process is then killed.
+This code runs in worker processes only (worker.py). It does not know requests, or limits of time
+and memory: if a call takes minutes or gigabytes, the process is killed.
 
-The rule: an answer fails only because of its own tokens. Answers of one grammar share a lexer,
-which grows; when it reaches a limit, the answer is computed again with a lexer of its own.
+The rule: an answer fails only because of its own tokens. Answers with the same grammar share a
+lexer, which grows. When it reaches a limit, the answer is computed again with its own lexer.
 """
 
 import functools
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 WORD_BITS = 32
-# JSON allows any space between its tokens, and a weak model can write it forever
+# JSON allows any amount of white space between tokens, and a weak model can generate it endlessly.
 _JSON_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _NO_END = "<|no end of sequence|>"
 
@@ -37,7 +37,7 @@ class GrammarVocabulary(NamedTuple):
 def load_vocabulary(
     tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> GrammarVocabulary:
-    """Build llguidance's view of a tokenizer; raises ValueError if it cannot be used.
+    """Build llguidance's view of a tokenizer; raise ValueError if it cannot be used.
 
     `vocab_size` is the number of the model's logits.
     """
@@ -48,7 +48,7 @@ def load_vocabulary(
     backend = Backend.from_str(tokenizer_json)
     ends = [i for i in eos_token_ids if backend.id_to_token(i) is not None]
     known = (1 << vocab_size) - 1
-    if not ends:  # llguidance wants one: add one that the model cannot choose
+    if not ends:  # llguidance needs one, so add one that the model cannot choose
         backend.add_special_tokens([AddedToken(_NO_END, normalized=False)])
         ends = [backend.get_vocab()[_NO_END]]
         known &= ~(1 << ends[0])
@@ -65,21 +65,24 @@ class _FollowedAnswer:
 
 class CompiledGrammar:
     def __init__(self, vocabulary: GrammarVocabulary, kind: Kind, text: str) -> None:
-        """Raise ValueError with one line that says what is wrong with the grammar."""
+        """Compile a grammar; raise ValueError with a message of one line if it is invalid."""
         self._vocabulary = vocabulary
         self._make = _compiler(vocabulary, kind, text)
         self._matcher: LLMatcher | None = self._make()
         self._num_sharing = 0
         self._answers: dict[int, _FollowedAnswer] = {}
         self.first_mask = self._mask(self._matcher)
-        """The tokens that may begin an answer: bit i % 8 of byte i // 8 for token i."""
+        """Mask of the first token of an answer: bit i % 8 of byte i // 8 for token i."""
         wrong = self._matcher.get_error() or self._trial()
         if wrong:
             raise ValueError(first_line(wrong))
 
     def follow(self, number: int, tokens: Sequence[int]) -> bytes:
-        """Append tokens to an answer, which begins with its first ones, and return the mask of the
-        next token; raises ValueError if the grammar has become too complex."""
+        """Append tokens to an answer, and return the mask of the next token.
+
+        The first call with a number begins an answer. Raise ValueError if the grammar becomes too
+        complex.
+        """
         answer = self._answers.get(number)
         if answer is None:
             answer = self._answers[number] = _FollowedAnswer(self._copy())
@@ -90,7 +93,7 @@ class CompiledGrammar:
             answer.matcher = self._copy()
             mask, wrong = self._advance(answer.matcher, answer.tokens)
         if wrong:
-            self._matcher, self._num_sharing = None, 0  # its lexer is at its limits
+            self._matcher, self._num_sharing = None, 0  # its lexer has reached a limit
             raise ValueError(first_line(wrong))
         return mask
 
@@ -104,7 +107,7 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
     def _advance(self, matcher: "LLMatcher", tokens: Sequence[int]) -> tuple[bytes, str]:
-        """Return the mask after these tokens, and an error message or empty."""
+        """Return the mask after these tokens, and an error message, empty if there is no error."""
         if not matcher.consume_tokens(list(tokens)):
             return b"", matcher.get_error()
         return self._mask(matcher), matcher.get_error()
@@ -115,10 +118,10 @@ class CompiledGrammar:
         return allowed.to_bytes(num_bytes, "little")
 
     def _trial(self) -> str:
-        """Return the error after one token, or empty: some limits are checked only then."""
+        """Try one token, because some limits are checked only then; return the error or empty."""
         allowed = int.from_bytes(self.first_mask, "little")
         if not allowed:
-            return "nothing is allowed"
+            return "it allows no token"
         assert self._matcher is not None
         copy = self._matcher.deep_copy()
         copy.consume_token((allowed & -allowed).bit_length() - 1)
@@ -126,7 +129,7 @@ class CompiledGrammar:
 
 
 def first_line(error: object) -> str:
-    """Return the cause from a message that also draws the place of the error."""
+    """Return the cause from a message that also shows the position of the error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines[:1] == ["NoExtensionBias"]:
         return "no text can match it"
@@ -135,7 +138,7 @@ def first_line(error: object) -> str:
 
 
 def mask_of(tokens: Collection[int], num_bytes: int) -> bytes:
-    """Return the mask of these tokens, without those that do not fit."""
+    """Return the mask of these tokens; tokens that do not fit into it are ignored."""
     bits = 0
     for token in tokens:
         if token < num_bytes * 8:
@@ -150,7 +153,7 @@ def _compiler(vocabulary: GrammarVocabulary, kind: Kind, text: str) -> Callable[
         match kind:
             case "regex":
                 source = LLMatcher.grammar_from_regex(text)
-            case "choice":  # as one terminal: as a rule it would be slow, and 2,000 at most
+            case "choice":  # a terminal, because a rule would be slow, and limited to 2,000 texts
                 texts = " | ".join(json.dumps(choice) for choice in json.loads(text))
                 source = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
             case "json_schema" | "json_object":

@@ -1,7 +1,7 @@
-"""Messages between the engine, the fork server and the workers; pickled.
+"""Messages between the engine, the fork server and the workers.
 
-Each worker has its own socket. The socket of the fork server preserves message boundaries; a
-message has at most MAX_ORDER bytes.
+They are pickled. Each worker has its own socket. The socket of the fork server preserves message
+boundaries, and its messages have at most MAX_ORDER bytes.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from slotzero.sampling.structured import Kind
 
 MAX_ORDER = 1 << 16
-COMPILE = 0  # the number of the first question to a worker; answers have numbers from 1 on
+COMPILE = 0  # the number of the first request to a worker; answers have numbers from 1 on
 
 
 # To and from a worker
@@ -30,7 +30,7 @@ class Follow(NamedTuple):
 
 
 class EndAnswer(NamedTuple):
-    """An answer is over. There is no reply."""
+    """An answer has ended. There is no reply."""
 
     number: int
 
@@ -40,7 +40,7 @@ class Reply(NamedTuple):
     """COMPILE, or the answer's number."""
     mask: bytes
     error: str
-    """Why there is no mask; else empty."""
+    """Why there is no mask; empty if there is one."""
     memory: int
     """Bytes that the process has allocated since it was forked."""
 
@@ -49,7 +49,7 @@ class Reply(NamedTuple):
 
 
 class StartWorker(NamedTuple):
-    """A request to fork a worker, which gets the socket that comes with this message."""
+    """A request to fork a worker, which gets the socket that is sent with this message."""
 
     number: int
 
@@ -64,7 +64,7 @@ class Ready(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """No grammar can be compiled for this tokenizer."""
+    """The tokenizer cannot be used, so no grammar can be compiled."""
 
     reason: str
 
@@ -77,7 +77,7 @@ class NotStarted(NamedTuple):
 
 
 class WorkerEnded(NamedTuple):
-    """A worker ended by itself."""
+    """A worker has ended."""
 
     number: int
     exit_code: int

@@ -1,9 +1,9 @@
-"""The grammars of one engine: answers begin and end here, and wait for their masks.
+"""The grammars of one engine: where answers begin, wait for their masks, and end.
 
-Each grammar has a worker process. So a grammar that takes too long or too much memory is killed
-without harm to the engine, and its memory is really free then; supervisor.py decides about that.
-This module exchanges messages with the processes. Nothing here waits, except `poll` and `wait`, for
-at most as long as they are told. The caller holds the engine's lock.
+Each grammar has a worker process. So a grammar that takes too long or too much memory can be killed
+without harm to the engine, and all its memory is freed; supervisor.py decides when. This module
+exchanges messages with the processes. Only `poll` and `wait` block, for at most the given time. The
+caller holds the engine's lock.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Grammars:
         eos_token_ids: Sequence[int],
         limits: GrammarLimits,
     ) -> None:
-        """`vocab_size` is the model's: a mask has one bit for each of its logits."""
+        """Prepare without starting a process; `vocab_size` is the number of the model's logits."""
         make_server = functools.partial(
             ForkServer,
             make_tokenizer,
@@ -56,7 +56,7 @@ class Grammars:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to compile or to compute."""
+        """Whether a grammar is being compiled or a mask computed."""
         return self._workers.is_busy
 
     @property
@@ -65,15 +65,19 @@ class Grammars:
         return self._workers.idle_bytes
 
     def prepare(self) -> None:
-        """Start the fork server, for which the first grammar would wait: most of a second for
-        50,000 tokens. If it cannot be started, the next call tries again."""
+        """Start the fork server, so that the first grammar does not wait for it.
+
+        Starting takes most of a second for 50,000 tokens. If it fails, the next call tries again.
+        """
         if self._is_installed:
             self.supervisor.start_server()
 
-    def begin(self, asked: StructuredOutputs) -> Grammar:
-        """Begin an answer, which is not ready before its grammar is compiled. Raises RequestError
-        if it is known that the grammar cannot be compiled."""
-        source = GrammarSource(asked.kind, asked.text)
+    def begin(self, structure: StructuredOutputs) -> Grammar:
+        """Begin an answer, which is not ready before its grammar is compiled.
+
+        Raise RequestError if it is already known that the grammar cannot be compiled.
+        """
+        source = GrammarSource(structure.kind, structure.text)
         if not self._is_installed:
             raise structure_error("llguidance is missing: pip install 'slotzero[server]'")
         if self.supervisor.unusable:
@@ -99,11 +103,14 @@ class Grammars:
             self.supervisor.release(grammar)
 
     def wait(self, grammars: Iterable[Grammar], seconds: float) -> None:
-        """Wait for masks that were asked for just now. An answer whose mask is late is not waited
-        for the next few times, because the other answers of the batch would wait with it."""
+        """Wait for masks that were requested just now.
+
+        If a mask is late, the next few masks of its answer are not waited for, because the other
+        answers of the batch would wait too.
+        """
         awaited = [grammar for grammar in grammars if grammar.is_awaited()]
         until = time.monotonic() + seconds
-        pending = awaited[::-1]  # replies mostly come in order: what has come is at the end
+        pending = awaited[::-1]  # replies mostly arrive in order, so pop from the end
         while pending:
             if pending[-1].is_settled:
                 pending.pop()
@@ -117,7 +124,7 @@ class Grammars:
                 grammar.was_late()
 
     def poll(self, seconds: float) -> None:
-        """Take the messages that have come, or the next that come within this time."""
+        """Handle the messages that have arrived; wait up to `seconds` if there are none."""
         supervisor = self.supervisor
         if supervisor.server is None:
             return
@@ -137,11 +144,13 @@ class Grammars:
             case Ready(ends):
                 self.supervisor.end = words(mask_of(ends, self._mask_bytes))
             case Unusable(reason):
-                self.supervisor.unusable = f"this model's tokenizer cannot be used ({reason})"
+                self.supervisor.unusable = (
+                    f"this model's tokenizer cannot be used for structured outputs ({reason})"
+                )
             case WorkerEnded(number, exit_code):
                 worker = self._workers.numbered(number)
                 if worker is not None:
-                    self._take(worker)  # its last replies say what it was working on
+                    self._take(worker)  # its last replies show what it was working on
                     self.supervisor.ended(worker, exit_code)
             case NotStarted(number, reason):
                 worker = self._workers.numbered(number)
@@ -153,16 +162,16 @@ class Grammars:
                 self.supervisor.server_ended(server)
 
     def _take(self, worker: GrammarWorker) -> None:
-        """Take all replies that have come."""
+        """Handle all replies that have arrived."""
         if worker.channel is None:
-            return  # there will be no more
+            return  # no more replies can arrive
         for reply in worker.channel.receive():
             self._take_reply(worker, reply)
         if worker.channel is not None and not worker.channel.is_open:
-            worker.disconnect()  # the fork server will say how it ended
+            worker.disconnect()  # the fork server reports how it ended
 
     def _take_reply(self, worker: GrammarWorker, reply: Reply) -> None:
-        worker.asked.popleft()
+        worker.unanswered.popleft()
         worker.since, worker.memory = time.monotonic(), reply.memory
         if reply.number == COMPILE:
             self._compiled(worker, reply)
@@ -172,7 +181,7 @@ class Grammars:
             return  # it was released meanwhile
         if reply.error:
             self.supervisor.fail(
-                grammar, f"the answer cannot go on ({reply.error}): ask for a simpler one"
+                grammar, f"the answer cannot continue ({reply.error}): use a simpler grammar"
             )
         else:
             self.supervisor.give(grammar, words(reply.mask))
@@ -184,7 +193,7 @@ class Grammars:
         worker.first_mask = words(reply.mask)
         for grammar in worker.answers.values():
             if grammar.is_ready:
-                continue  # it has known its mask since before a restart
+                continue  # it received its mask before a restart
             if grammar.tokens:
                 worker.follow(grammar, worker.since)
             else:

@@ -1,6 +1,6 @@
-"""The processes of grammars as the engine holds them: the fork server, and one worker per grammar.
+"""The engine's handles of the fork server and of the workers, one per grammar.
 
-Nothing here waits. It does not know the limits; supervisor.py does.
+Nothing here blocks. This module does not know the limits; supervisor.py does.
 """
 
 import contextlib
@@ -47,16 +47,18 @@ class ForkServer:
         eos_token_ids: Sequence[int],
         limits: Mapping[str, float],
     ) -> None:
-        """Start the process without waiting for it; it sends `Ready`. `limits` are arguments of
-        worker.work."""
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fd, ends = theirs.fileno(), list(eos_token_ids)
+        """Start the process without waiting for it; it will send `Ready`.
+
+        `limits` are arguments of worker.work.
+        """
+        self.socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fd, ends = child_end.fileno(), list(eos_token_ids)
         arguments = [str(fd), str(vocab_size), json.dumps(ends), json.dumps(limits)]
         env = {"TOKENIZERS_PARALLELISM": "false"}
         process = child.start(child.GRAMMARS, arguments, [fd], env)
-        theirs.close()
+        child_end.close()
         self.failures: list[str] = []
-        """Why there is no tokenizer."""
+        """Why the tokenizer could not be loaded."""
         threading.Thread(
             target=_feed, args=(process, make_tokenizer, self.failures), daemon=True
         ).start()
@@ -64,25 +66,28 @@ class ForkServer:
         self.close = weakref.finalize(self, _end, process, self.socket)
 
     def start(self, number: int) -> socket.socket:
-        """Have a worker forked, and return our end of its socket; raises OSError if there are too
-        many open files."""
-        ours, theirs = socket.socketpair()
+        """Request a new worker, and return the engine's end of its socket.
+
+        Raise OSError if there are too many open files.
+        """
+        engine_end, worker_end = socket.socketpair()
+        message = pickle.dumps(StartWorker(number))
         try:
-            with contextlib.suppress(ConnectionError):  # `receive` notices its end
-                socket.send_fds(self.socket, [pickle.dumps(StartWorker(number))], [theirs.fileno()])
+            with contextlib.suppress(ConnectionError):  # `receive` notices that the server ended
+                socket.send_fds(self.socket, [message], [worker_end.fileno()])
         except OSError:
-            ours.close()
+            engine_end.close()
             raise
         finally:
-            theirs.close()
-        return ours
+            worker_end.close()
+        return engine_end
 
     def kill(self, number: int) -> None:
         with contextlib.suppress(ConnectionError):
             self.socket.send(pickle.dumps(Kill(number)))
 
     def receive(self) -> Ready | Unusable | NotStarted | WorkerEnded | None:
-        """Return the next message; None: the process has ended."""
+        """Return the next message, or None if the process has ended."""
         try:
             data = self.socket.recv(MAX_ORDER)
         except ConnectionError:
@@ -92,7 +97,7 @@ class ForkServer:
 
 @final
 class GrammarWorker:
-    """One grammar: queued, then compiling, then compiled, until its process ends or is killed."""
+    """The worker of one grammar: queued, compiling, compiled, until its process ends."""
 
     def __init__(
         self, number: int, source: GrammarSource, now: float, is_restart: bool = False
@@ -103,18 +108,18 @@ class GrammarWorker:
         self.is_restart = is_restart
         """Whether it replaces another worker that followed its answers."""
         self.answers: dict[int, Grammar] = {}
-        """The answers that it follows, by their numbers."""
-        self.asked: deque[int] = deque()
-        """Messages without a reply, in order: COMPILE or the numbers of answers. It works on the
-        first."""
+        """The answers that follow this grammar, by number."""
+        self.unanswered: deque[int] = deque()
+        """Messages without a reply, in order: COMPILE or the numbers of answers. The worker is
+        working on the first."""
         self.since = 0.0
-        """When it began to work on that."""
+        """When the worker began to work on the first of `unanswered`."""
         self.memory = 0
-        """Bytes, as of its last reply."""
+        """Bytes in use at the time of the last reply."""
         self.first_mask: np.ndarray | None = None
-        """Once it is compiled."""
+        """Mask of the first token; None until the grammar is compiled."""
         self.channel: Channel | None = None
-        """Once it has a process, until that is seen to have ended."""
+        """Connection to the process; None before it starts and after it has ended."""
 
     @property
     def is_compiled(self) -> bool:
@@ -122,12 +127,12 @@ class GrammarWorker:
 
     def compile(self, channel: Channel, now: float) -> None:
         self.channel = channel
-        self._ask(COMPILE, self.source, now)
+        self._request(COMPILE, self.source, now)
 
     def follow(self, grammar: Grammar, now: float) -> None:
         new = grammar.tokens[grammar.num_sent :]
         grammar.num_sent = len(grammar.tokens)
-        self._ask(grammar.number, Follow(grammar.number, new), now)
+        self._request(grammar.number, Follow(grammar.number, new), now)
 
     def end(self, number: int) -> None:
         self._send(EndAnswer(number))
@@ -137,10 +142,10 @@ class GrammarWorker:
             self.channel.close()
             self.channel = None
 
-    def _ask(self, number: int, message: GrammarSource | Follow, now: float) -> None:
-        if not self.asked:
+    def _request(self, number: int, message: GrammarSource | Follow, now: float) -> None:
+        if not self.unanswered:
             self.since = now
-        self.asked.append(number)
+        self.unanswered.append(number)
         self._send(message)
 
     def _send(self, message: GrammarSource | Follow | EndAnswer) -> None:
@@ -160,14 +165,14 @@ def _feed(
     except SlotzeroError as error:
         failures.append(str(error))
     except OSError:
-        pass  # the process has ended; `receive` notices that
+        pass  # the process has ended, which `receive` notices
     finally:
         with contextlib.suppress(OSError):
             process.stdin.close()
 
 
 def _end(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
-    control.close()  # at which it ends, and its workers with it
+    control.close()  # then the process ends, and its workers with it
     try:
         process.wait(_SECONDS_TO_END)
     except subprocess.TimeoutExpired:

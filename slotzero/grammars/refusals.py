@@ -1,6 +1,6 @@
-"""Grammars that could not be compiled: a request for one of them fails at once.
+"""Grammars that could not be compiled: a request with one of them fails at once.
 
-The rule: what a limit refused is tried again later, when the machine may have less to do.
+The rule: a grammar that exceeded a limit is tried again later, when the machine may be less busy.
 """
 
 import time
@@ -16,15 +16,15 @@ _MAX_REFUSALS = 256
 class Refusals:
     def __init__(self) -> None:
         self._refusals: OrderedDict[GrammarSource, tuple[str, float]] = OrderedDict()
-        """The reason, and the time at which the refusal ends."""
+        """By grammar: the reason, and the time at which the refusal expires."""
 
     def add(self, source: GrammarSource, reason: str, until: float) -> None:
-        """Remember a refusal, and forget the oldest if there are too many."""
+        """Store a refusal, and drop the oldest if there are too many."""
         self._refusals[source] = reason, until
         if len(self._refusals) > _MAX_REFUSALS:
             self._refusals.popitem(last=False)
 
     def reason(self, source: GrammarSource) -> str | None:
-        """Return why this grammar is refused now; None if it may be compiled."""
+        """Return why this grammar is refused, or None if it may be compiled."""
         reason, until = self._refusals.get(source, ("", 0.0))
         return reason if time.monotonic() < until else None

@@ -1,14 +1,14 @@
 """The supervisor of all workers: it starts, restarts and kills them, and fails their answers.
 
-It does not read messages; pool.py does. The rules it keeps, with `memory` the limit of one grammar:
+It does not read messages; pool.py does. Its rules, with `memory` the limit of one grammar:
 
 - A worker that exceeds a time limit is killed. The answer that it was working on fails; its other
-  answers are followed again, from their tokens, in a new worker.
-- Workers without answers are kept for the next request, up to _MAX_IDLE and `memory` in all; the
-  least recently used is removed first.
-- Workers with answers are at most _MAX_RUNNING, with MAX_IN_USE times `memory` in all. While they
-  have that, no other grammar is compiled; if they grow beyond it, the answers of the largest fail.
-  A worker that replaces another does not wait for that, or its answers might wait forever.
+  answers are recomputed from their tokens in a new worker.
+- Workers without answers are kept for later requests: at most _MAX_IDLE, with `memory` in total.
+  The least recently used is removed first.
+- Workers with answers are limited to _MAX_RUNNING, with MAX_IN_USE times `memory` in total. At the
+  limit, no other grammar is compiled; above the limit on memory, the answers of the largest worker
+  fail. A worker that replaces another starts even at the limit: its answers could wait forever.
 """
 
 import itertools
@@ -32,9 +32,9 @@ from slotzero.sampling.structured import structure_error
 from slotzero.system.child import ending
 
 _REFUSED_SECONDS = 60.0
-_MAX_RESTARTS = 1  # after an end that no limit explains
+_MAX_RESTARTS = 1  # of an answer whose worker ended for a reason other than a limit
 _CRASHES = (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-"""How a worker ends at its memory limit: Rust aborts if it cannot allocate."""
+"""Exit codes of a worker that reaches its memory limit. (Rust aborts if it cannot allocate.)"""
 
 
 @final
@@ -43,21 +43,21 @@ class Supervisor:
         self.limits = limits
         self.server: ForkServer | None = None
         self.not_started = ""
-        """Why there is no fork server, after an attempt to start it."""
+        """Why the last attempt to start the fork server failed."""
         self.unusable = ""
-        """Why no grammar can be compiled for this tokenizer."""
+        """Why no grammar can be compiled for this tokenizer; empty if grammars can be compiled."""
         self.end: np.ndarray | None = None
         """The mask of tokens that end a sequence; None until the fork server is ready."""
         self.selector = selectors.DefaultSelector()
         self.workers = GrammarWorkers()
         self.worker_of: dict[int, GrammarWorker] = {}
-        """By the answer's number."""
+        """By number of the answer."""
         self.refusals = Refusals()
         self._make_server = make_server
         self._numbers = itertools.count(COMPILE + 1)
 
     def next_number(self) -> int:
-        """Return a new number for a worker or an answer."""
+        """Return an unused number for a worker or an answer."""
         return next(self._numbers)
 
     def start_server(self) -> None:
@@ -76,7 +76,8 @@ class Supervisor:
         server.close()
         was_ready, self.server, self.end = self.end is not None, None, None
         if not was_ready and not self.unusable:
-            why = server.failures[0] if server.failures else "its process ended: send it again"
+            ended = "its process ended: send the request again"
+            why = server.failures[0] if server.failures else ended
             for worker in list(self.workers.values()):
                 self.refuse(worker, why, until=0.0)
             return
@@ -105,7 +106,7 @@ class Supervisor:
     def ended(self, worker: GrammarWorker, exit_code: int) -> None:
         """Handle a worker whose process ended by itself or was killed from outside."""
         if worker is not self.workers.get(worker.source):
-            return  # its last reply was a refusal
+            return  # it was removed already, because its grammar was refused
         if exit_code == -signal.SIGPROF:
             self._overrun(worker, slow_mask(self.limits.mask_seconds))
             return
@@ -119,7 +120,7 @@ class Supervisor:
         self._restart(worker)
 
     def enforce_limits(self) -> None:
-        """Kill, remove, start and refuse workers, as the limits say."""
+        """Kill, remove, start and refuse workers according to the limits."""
         self._kill_late()
         self._balance()
         self._start_queued()
@@ -153,7 +154,7 @@ class Supervisor:
         self._balance()
 
     def refuse(self, worker: GrammarWorker, why: str, until: float) -> None:
-        """Fail all answers of a grammar that cannot be compiled, and refuse it until then."""
+        """Fail all answers of a grammar that cannot be compiled, and refuse it until `until`."""
         for grammar in list(worker.answers.values()):
             self.fail(grammar, why)
         self._remove(worker)
@@ -181,8 +182,10 @@ class Supervisor:
             worker.compile(Channel(end, self.selector, worker), now)
 
     def _make_room(self, worker: GrammarWorker, reason: str | None) -> bool:
-        """Remove an idle worker, or refuse this grammar, because no process could be started for
-        it. Return whether to try again."""
+        """Handle that no process could be started: remove an idle worker, or refuse this grammar.
+
+        Return whether to try again.
+        """
         if idle := self.workers.idle:
             self._remove(idle[0])
             return True
@@ -196,17 +199,17 @@ class Supervisor:
             self._overrun(worker, slow)
 
     def _overrun(self, worker: GrammarWorker, why: str) -> None:
-        """Fail the answer that the worker was working on when it reached a limit; only that one."""
+        """Fail only the answer that the worker was working on when it reached a limit."""
         if not worker.is_compiled:
             self.refuse(worker, why, time.monotonic() + _REFUSED_SECONDS)
             return
-        culprit = worker.answers.get(worker.asked[0]) if worker.asked else None
+        culprit = worker.answers.get(worker.unanswered[0]) if worker.unanswered else None
         if culprit is not None:
             self.fail(culprit, why)
         self._restart(worker)
 
     def _restart(self, worker: GrammarWorker) -> None:
-        """Follow the remaining answers in a new worker, which starts before other grammars."""
+        """Continue the remaining answers in a new worker, which starts before other grammars."""
         self._remove(worker)
         if worker.answers:
             now = time.monotonic()

@@ -2,10 +2,10 @@
 
 It is forked from fork_server.py and ends when the engine closes its socket. Native code cannot be
 interrupted, so limits end the whole process: the kernel refuses memory, or sends SIGPROF when a
-mask has taken its CPU time. The engine watches the clock on the wall and has a worker killed.
+mask exceeds its CPU time. The engine measures wall-clock time and has a slow worker killed.
 
-The rule: it answers in the order in which it was asked, so the oldest question without a reply is
-the one that it is working on.
+The rule: a worker replies in the order of the requests, so it is working on the oldest request
+without a reply.
 """
 
 import os
@@ -20,14 +20,13 @@ from slotzero.grammars.matcher import CompiledGrammar, GrammarVocabulary
 from slotzero.grammars.messages import COMPILE, EndAnswer, Follow, GrammarSource, Reply
 
 OUT_OF_MEMORY = 3  # exit status
-NICENESS = 10  # a grammar that keeps a core busy leaves most of it to the engine
+NICENESS = 10  # a busy worker leaves most of its core to the engine
 
 
 def work(
     connection: socket.socket, vocabulary: GrammarVocabulary, memory: int, mask_seconds: float
 ) -> int:
-    """Serve one grammar with at most `memory` bytes more than are used now; return the exit
-    status."""
+    """Serve one grammar with at most `memory` more bytes than now; return the exit status."""
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     before = _pages(statm)
     os.nice(NICENESS)
@@ -56,15 +55,15 @@ def _serve(
         memory = num_allocated() * resource.getpagesize()
         connection.sendall(frame(Reply(number, mask, error, max(0, memory))))
 
-    questions = connection.makefile("rb")
-    source: GrammarSource = read(questions)
+    requests = connection.makefile("rb")
+    source: GrammarSource = read(requests)
     try:
         grammar = CompiledGrammar(vocabulary, source.kind, source.text)
     except ValueError as error:
         return reply(COMPILE, b"", str(error))
     reply(COMPILE, grammar.first_mask)
     while True:
-        message: Follow | EndAnswer = read(questions)
+        message: Follow | EndAnswer = read(requests)
         if isinstance(message, EndAnswer):
             grammar.end(message.number)
             continue
@@ -79,10 +78,10 @@ def _serve(
 class _Pages(NamedTuple):
     mapped: int
     anonymous: int
-    """Resident, and not of a file."""
+    """Resident pages that do not belong to a file."""
 
 
 def _pages(statm: int) -> _Pages:
-    """Read the open file again for each reply: opening it would take longer than most masks."""
-    mapped, resident, of_files, *_ = map(int, os.pread(statm, 256, 0).split())
-    return _Pages(mapped, resident - of_files)
+    """Read the open file; opening it for each reply would take longer than computing most masks."""
+    mapped, resident, file_backed, *_ = map(int, os.pread(statm, 256, 0).split())
+    return _Pages(mapped, resident - file_backed)

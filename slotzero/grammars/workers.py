@@ -1,8 +1,7 @@
 """The workers of one engine: one per grammar, in the order of their last use.
 
-This module counts and orders workers. It does not know why a worker is removed; supervisor.py
-does. The rule: a worker in the queue has no process yet; any other has one until it is
-removed.
+This module counts and orders workers. It does not know why a worker is removed; supervisor.py does.
+The rule: a worker in the queue has no process yet; any other has one until it is removed.
 """
 
 import math
@@ -17,8 +16,8 @@ from slotzero.grammars.process import GrammarWorker
 
 _MAX_COMPILING = 4
 _MAX_IDLE = 32
-_MAX_RUNNING = 64  # with answers; idle workers that are used again are not counted
-_PROCESS_BYTES = 1 << 20  # memory of an idle process, however small its grammar is
+_MAX_RUNNING = 64  # workers with answers; reusing an idle worker is always allowed
+_PROCESS_BYTES = 1 << 20  # memory of an idle process, even if its grammar is tiny
 
 
 @final
@@ -27,9 +26,10 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
         self.queue: deque[GrammarWorker] = deque()
         """Workers that have no process yet."""
         self._workers: OrderedDict[GrammarSource, GrammarWorker] = OrderedDict()
-        """In the order in which they were added or last became idle: the front is removed first."""
+        """Ordered by the time at which a worker was added or became idle; the first is removed
+        first."""
         self._started_at = 0.0
-        """When a worker last left the queue for a process."""
+        """When the last worker was started."""
 
     def __getitem__(self, source: GrammarSource) -> GrammarWorker:
         return self._workers[source]
@@ -42,8 +42,8 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to compile or to compute."""
-        return any(worker.asked for worker in self.values()) or bool(self.queue)
+        """Whether a grammar is queued or being compiled, or a mask is being computed."""
+        return any(worker.unanswered for worker in self.values()) or bool(self.queue)
 
     @property
     def idle(self) -> list[GrammarWorker]:
@@ -60,7 +60,7 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
         return sum(max(worker.memory, _PROCESS_BYTES) for worker in self.idle)
 
     def add(self, worker: GrammarWorker) -> None:
-        """Queue a worker; one that replaces another goes before all others."""
+        """Queue a worker; one that replaces another is queued first."""
         self._workers[worker.source] = worker
         if worker.is_restart:
             self.queue.appendleft(worker)
@@ -83,45 +83,47 @@ class GrammarWorkers(Mapping[GrammarSource, GrammarWorker]):
         return next((worker for worker in self.values() if worker.number == number), None)
 
     def next_to_start(self, limits: GrammarLimits) -> GrammarWorker | None:
-        """Return the head of the queue, if it may have a process now."""
+        """Return the head of the queue if it may be started now, else None."""
         if not self.queue:
             return None
         worker = self.queue[0]
-        if sum(COMPILE in other.asked for other in self.values()) >= _MAX_COMPILING:
+        if sum(COMPILE in other.unanswered for other in self.values()) >= _MAX_COMPILING:
             return None
         return None if self._is_full(limits) and not worker.is_restart else worker
 
     def started(self, now: float) -> None:
-        """Take the head of the queue, which has a process now."""
+        """Remove the head of the queue, which has been started."""
         self.queue.popleft()
         self._started_at = now
 
     def stuck(self, seconds: float) -> list[GrammarWorker]:
-        """Return the queued workers that have waited this long, if none was started meanwhile."""
+        """Return the workers queued for at least `seconds`, if none was started in this time."""
         latest = time.monotonic() - seconds
         if self._started_at > latest:
             return []
         return [worker for worker in self.queue if worker.queued_at <= latest]
 
     def late(self, seconds: float) -> list[GrammarWorker]:
-        """Return the workers that have worked on one reply for this long."""
+        """Return the workers that have been working on one reply for at least `seconds`."""
         latest = time.monotonic() - seconds
-        return [worker for worker in self.values() if worker.asked and worker.since <= latest]
+        return [worker for worker in self.values() if worker.unanswered and worker.since <= latest]
 
     def seconds_left(self, seconds: float) -> float:
-        """Return the time until the first worker has worked on one reply for this long."""
-        since = min((worker.since for worker in self.values() if worker.asked), default=math.inf)
+        """Return the time until some worker has been working on one reply for `seconds`."""
+        since = min(
+            (worker.since for worker in self.values() if worker.unanswered), default=math.inf
+        )
         return max(0.0, since + seconds - time.monotonic())
 
     def surplus(self, limits: GrammarLimits) -> GrammarWorker | None:
-        """Return the idle worker to remove next, if there are too many or too large ones."""
+        """Return the idle worker to remove next, if they are too many or too large, else None."""
         idle = self.idle
         if len(idle) > _MAX_IDLE or self.idle_bytes > limits.memory:
             return idle[0]
         return None
 
     def largest_if_too_large(self, limits: GrammarLimits) -> GrammarWorker | None:
-        """Return the largest worker in use, if all of them together exceed their limit."""
+        """Return the largest worker in use, if all in use exceed their limit, else None."""
         in_use = self.in_use
         if sum(worker.memory for worker in in_use) <= limits.max_in_use:
             return None

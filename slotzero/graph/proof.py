@@ -1,6 +1,6 @@
 """The cheap part of certification, run on every recording before it serves.
 
-An empty step is replayed over hostile memory: derived tensors must be rewritten over the whole
+An empty step is replayed over poisoned memory: derived tensors must be rewritten over the whole
 size, outputs must be zero, and no table may change. It costs one replay. `slotzero certify` checks
 what needs real rows.
 """
@@ -15,7 +15,7 @@ from slotzero.graph.registry import Entry, TensorKind
 if TYPE_CHECKING:
     from slotzero.graph.runner import GraphKey, Runner
 
-HOSTILE = (1, 2)  # in range for every table: code that uses them is wrong, but does not crash
+POISON = (1, 2)  # in range for every table: code that uses them is wrong, but does not crash
 
 
 def find_violation(runner: "Runner", key: "GraphKey") -> str:
@@ -24,9 +24,9 @@ def find_violation(runner: "Runner", key: "GraphKey") -> str:
     entries = runner.entries()
     written = [e for e in entries if e.kind in (TensorKind.DERIVED, TensorKind.OUTPUT)]
     tables = {e.name: _witness(e).clone() for e in entries if e.kind is TensorKind.TABLE}
-    wrong = _over(HOSTILE[0], runner, key, written)
-    if wrong:  # a right value may equal the hostile one: try another
-        wrong = [entry for entry in _over(HOSTILE[1], runner, key, written) if entry in wrong]
+    wrong = _over(POISON[0], runner, key, written)
+    if wrong:  # a right value may equal the poison: try another
+        wrong = [entry for entry in _over(POISON[1], runner, key, written) if entry in wrong]
     for entry in written:
         entry.tensor.zero_()
     wrong += [
@@ -36,20 +36,20 @@ def find_violation(runner: "Runner", key: "GraphKey") -> str:
     return "; ".join(_rule(entry) for entry in wrong)
 
 
-def _over(hostile: int, runner: "Runner", key: "GraphKey", written: list[Entry]) -> list[Entry]:
-    """Replay over memory filled with `hostile`, and return the derived tensors that still contain
+def _over(poison: int, runner: "Runner", key: "GraphKey", written: list[Entry]) -> list[Entry]:
+    """Replay over memory filled with `poison`, and return the derived tensors that still contain
     it and the outputs that are not zero."""
     for entry in written:
-        entry.tensor.fill_(torch.nan if entry.tensor.is_floating_point() else hostile)
+        entry.tensor.fill_(torch.nan if entry.tensor.is_floating_point() else poison)
     runner.replay(key)
-    return [entry for entry in written if _is_wrong(entry, key, hostile)]
+    return [entry for entry in written if _is_wrong(entry, key, poison)]
 
 
-def _is_wrong(entry: Entry, key: "GraphKey", hostile: int) -> bool:
+def _is_wrong(entry: Entry, key: "GraphKey", poison: int) -> bool:
     part = entry.tensor[: entry.extent(key.tokens, key.rows)]
     if entry.kind is TensorKind.OUTPUT:
         return bool((part != 0).any())  # NaN is not 0 either
-    return bool((part.isnan() if part.is_floating_point() else part == hostile).any())
+    return bool((part.isnan() if part.is_floating_point() else part == poison).any())
 
 
 def _witness(entry: Entry) -> Tensor:

@@ -40,7 +40,7 @@ class Entry:
     per: str = "row"
     """For a derived or output tensor: one entry per "row", per "token", or for the "step" as a
     whole."""
-    follows: str = ""
+    chosen_from: str = ""
     """The tensor that it was chosen from: if that differs by rounding, this may differ entirely."""
 
     def extent(self, tokens: int, rows: int) -> int:
@@ -65,12 +65,14 @@ class Registry:
     # One method per kind.
 
     def table(
-        self, name: str, tensor: Tensor, *, axis: int = 0, through: str = "", follows: str = ""
+        self, name: str, tensor: Tensor, *, axis: int = 0, through: str = "", chosen_from: str = ""
     ) -> Tensor:
         """Register a pool's memory as a table; no slot owns row 0."""
         tensor = self._on_device(name, tensor)
         return self._add(
-            Entry(name, TensorKind.TABLE, tensor, axis=axis, through=through, follows=follows)
+            Entry(
+                name, TensorKind.TABLE, tensor, axis=axis, through=through, chosen_from=chosen_from
+            )
         )
 
     def published(
@@ -97,10 +99,10 @@ class Registry:
         dtype: torch.dtype,
         *,
         per: str = "row",
-        follows: str = "",
+        chosen_from: str = "",
     ) -> Tensor:
         tensor = torch.zeros(*shape, dtype=dtype, device=self.device)
-        return self._add(Entry(name, TensorKind.OUTPUT, tensor, per=per, follows=follows))
+        return self._add(Entry(name, TensorKind.OUTPUT, tensor, per=per, chosen_from=chosen_from))
 
     def constant(self, name: str, tensor: Tensor) -> Tensor:
         return self._add(Entry(name, TensorKind.CONSTANT, self._on_device(name, tensor)))

@@ -57,14 +57,14 @@ class RunnerSpec:
     writes: tuple[str, ...]
     """The derived tensors and outputs that it writes; it must not change any others."""
     width: int = 1
-    follows: Mapping[str, str] = field(default_factory=dict)
+    chosen_from: Mapping[str, str] = field(default_factory=dict)
     """For tables into which this runner writes a choice: the tensor that it chose from."""
     ahead: int = 0
     """Number of places after a slot's newest token that it may write."""
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordingReport:
     """How one size was recorded: its time and memory, or why it runs eagerly."""
 
     key: GraphKey
@@ -106,7 +106,7 @@ class Runner:
                 )
         self.spec = spec
         self.counts = Counts()
-        self.records: dict[GraphKey, Record] = {}
+        self.records: dict[GraphKey, RecordingReport] = {}
         self.observer: Observer | None = None
         self.registry = registry
         self.backend = backend
@@ -164,7 +164,7 @@ class Runner:
         self._publish_empty_step()
         self.spec.function(key, OncePieces())
 
-    def record(self, key: GraphKey) -> Record:
+    def record(self, key: GraphKey) -> RecordingReport:
         """Record one size over an empty step; if that fails, warn and run it eagerly."""
         self.registry.freeze()
         self._publish_empty_step()
@@ -177,7 +177,7 @@ class Runner:
             warnings.warn(f"{key} could not be recorded and runs eagerly: {error}", stacklevel=2)
             recording = backend.record(partial(self.spec.function, key))
         seconds = time.perf_counter() - start
-        record = Record(key, backend.name, seconds, recording.num_bytes, failure)
+        record = RecordingReport(key, backend.name, seconds, recording.num_bytes, failure)
         self.records[key] = record
         self._recordings[key] = recording
         self._fingerprints[key] = self.registry.fingerprints()
@@ -214,7 +214,7 @@ class Runner:
         """Replay without checks and counts, over whatever the registered tensors hold."""
         self._recordings[key].replay()
 
-    def seconds(self, key: GraphKey) -> float:
+    def measure_seconds(self, key: GraphKey) -> float:
         """Return the time of one replay among several over an empty step, after a warm-up. This
         overwrites what was published."""
         self.prepare(key)
@@ -252,7 +252,7 @@ class Runner:
         for name in self.spec.published:
             self.registry.publish(name, ())
 
-    def _count(self, record: Record, num_tokens: int) -> None:
+    def _count(self, record: RecordingReport, num_tokens: int) -> None:
         self.counts.real_tokens += num_tokens
         self.counts.padded_tokens += record.key.tokens - num_tokens
         if record.backend != "eager":

@@ -125,20 +125,22 @@ class TorchRecurrent(RecurrentKernels):
         trail: Trail,
         slots: Tensor,
         length: Tensor,
-        num_right: Tensor,
+        num_confirmed: Tensor,
         states: States,
         shape: Scan,
     ) -> None:
         row = torch.arange(len(slots), device=slots.device)
-        is_right = (slots > 0) & (num_right > 0)
-        last = (num_right - 1).clamp_min(0)
+        is_confirmed = (slots > 0) & (num_confirmed > 0)
+        last = (num_confirmed - 1).clamp_min(0)
         for table, left in ((states.conv, trail.conv), (states.scan, trail.scan)):
-            put(table.transpose(0, 1), (slots * is_right,), left[row, last], is_right)
+            put(table.transpose(0, 1), (slots * is_confirmed,), left[row, last], is_confirmed)
         if states.rows is None or states.conv_kept is None or states.scan_kept is None:
             return
-        start, width = length[slots] - num_right, trail.conv.shape[1]
+        start, width = length[slots] - num_confirmed, trail.conv.shape[1]
         for i in range(width):
-            target = snapshot_row(states.rows, slots, start + i, shape, is_right & (i < num_right))
+            target = snapshot_row(
+                states.rows, slots, start + i, shape, is_confirmed & (i < num_confirmed)
+            )
             for kept, left in ((states.conv_kept, trail.conv), (states.scan_kept, trail.scan)):
                 put(kept.transpose(0, 1), (target,), left[:, i], target > 0)
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from slotzero.kernels.contract.speculation import SpeculationKernels
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.kernels.types_speculation import (
+    Candidates,
     DraftRows,
     DraftTables,
     DraftTargets,
-    Guesses,
     TreeFront,
     TreeStep,
 )
@@ -32,7 +32,7 @@ class TorchSpeculation(SpeculationKernels):
         rows = lay_out(slots, start, num_tried, tokens)
         return rows, tokens.positions + (tokens.slots > 0)
 
-    def locate_new(
+    def locate_confirmed(
         self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         width = len(tokens.slots) // len(slots)
@@ -47,7 +47,7 @@ class TorchSpeculation(SpeculationKernels):
         num_tried: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: what follows each token
         tables: DraftTables,
-        num_verified: Tensor,  # [R]
+        num_confirmed: Tensor,  # [R]
     ) -> None:
         tokens, length = tables.tokens, tables.length
         start, place = length[slots], up_to(sampled.shape[1], slots)
@@ -55,11 +55,11 @@ class TorchSpeculation(SpeculationKernels):
         is_draft = place < num_tried[:, None] - 1
         is_right = (tokens[slots[:, None], at] == sampled) & is_draft
         num = is_right.int().cumprod(1).sum(1, dtype=torch.int32) + 1
-        num_verified.copy_(torch.where(num_tried > 0, num, 0))
-        is_new = place < num_verified[:, None]
+        num_confirmed.copy_(torch.where(num_tried > 0, num, 0))
+        is_new = place < num_confirmed[:, None]
         owners = torch.where(is_new, slots[:, None], 0)
         put(tokens, (owners, at * is_new), sampled, is_new)
-        put(length, (slots,), start + num_verified, slots > 0)
+        put(length, (slots,), start + num_confirmed, slots > 0)
 
     def store_features(
         self, slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
@@ -72,16 +72,18 @@ class TorchSpeculation(SpeculationKernels):
             x = x.gather(1, path.long()[:, :, None].expand_as(x))
         put(table, (owners, place * is_new), x, is_new)
 
-    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+    def store_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         put(table, (slots,), x[last], slots > 0)
 
-    def keep_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
+    def store_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
         slots, positions = tokens
         place = positions - drafter_len[slots]
         has_room = (slots > 0) & (place >= 0) & (place < table.shape[1])
         put(table, (slots * has_room, place * has_room), x, has_room)
 
-    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
+    def set_drafter_len(
+        self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor
+    ) -> None:
         end = torch.where(rows.counts > 0, tokens.positions[last] + 1, drafter_len[rows.slots])
         put(drafter_len, (rows.slots,), end, rows.slots > 0)
 
@@ -101,7 +103,7 @@ class TorchSpeculation(SpeculationKernels):
         newest = rows.length + step
         return DraftTargets(wanted, (newest - behind) * (wanted > 0), (newest + 1) * (wanted > 0))
 
-    def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+    def store_drafts(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
         put(tokens, (slots, positions * (slots > 0)), ids, slots > 0)
 
     def propose_ngrams(
@@ -123,17 +125,17 @@ class TorchSpeculation(SpeculationKernels):
         for i in range(steps):
             wanted = torch.where(i < num, slots, 0)
             ids = tokens[wanted, (at + 1 + i) * (wanted > 0)]  # may be drafts of this call
-            self.record_ngrams(wanted, length + 1 + i, ids, tokens)
+            self.store_drafts(wanted, length + 1 + i, ids, tokens)
         return num
 
-    def close_draft(self, rows: DraftRows, tables: DraftTables) -> None:
+    def set_num_drafts(self, rows: DraftRows, tables: DraftTables) -> None:
         put(tables.num_drafts, (rows.slots,), rows.num, rows.slots > 0)
         put(tables.drafted_at, (rows.slots,), rows.length, rows.slots > 0)
 
     def expand_draft_vocab(self, logits: Tensor, draft_of: Tensor) -> Tensor:
         return logits[:, draft_of.clamp_min(0)].masked_fill(draft_of < 0, -torch.inf)
 
-    def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+    def tree_branches(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
         above = parents[rows.slots][:, : rows.span].long()  # [R, W]
         place = up_to(rows.span, above).expand_as(above)
         is_real = tokens.slots.view_as(place) > 0
@@ -153,7 +155,7 @@ class TorchSpeculation(SpeculationKernels):
         parents: Tensor,
         branches: Branches,
         tables: DraftTables,
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:
         width, tokens, length = sampled.shape[1], tables.tokens, tables.length
@@ -166,26 +168,26 @@ class TorchSpeculation(SpeculationKernels):
         right = (is_right.long() << place.long()).sum(1, keepdim=True)
         # A node is accepted if all its ancestors are.
         is_good = (branches.seen.view_as(sampled) & ~right == 0) & is_tried
-        num_verified.copy_(is_good.sum(1, dtype=torch.int32))
-        is_new = place < num_verified[:, None]
+        num_confirmed.copy_(is_good.sum(1, dtype=torch.int32))
+        is_new = place < num_confirmed[:, None]
         path.copy_(torch.where(is_good, place, width).sort(dim=1).values * is_new)
         owners = torch.where(is_new, slots[:, None], 0)
         at = (start[:, None] + 1 + place) * is_new
         put(tokens, (owners, at), sampled.gather(1, path.long()), is_new)
-        put(length, (slots,), start + num_verified, slots > 0)
+        put(length, (slots,), start + num_confirmed, slots > 0)
 
     def move_kv(
         self,
         slots: Tensor,
         length: Tensor,  # after accept_tree
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,
         kv: PagedKv,  # stacked: [layers, pages, ...]
     ) -> None:
         place, page_size = up_to(path.shape[1], slots), kv.pages.shape[2]
-        is_moved = (place < num_verified[:, None]) & (path != place)
+        is_moved = (place < num_confirmed[:, None]) & (path != place)
         owners = torch.where(is_moved, slots[:, None], 0)
-        start = (length[slots] - num_verified)[:, None]
+        start = (length[slots] - num_confirmed)[:, None]
 
         def stored(places: Tensor) -> tuple[Tensor, Tensor]:
             at = (start + places) * is_moved
@@ -199,7 +201,7 @@ class TorchSpeculation(SpeculationKernels):
         rows: DraftRows,
         drawn: Sampled,  # for the newest token of each row, or for its front
         front: TreeFront | None,
-        guesses: Guesses,
+        candidates: Candidates,
         at: TreeStep,
         tables: SamplingTables,
     ) -> TreeFront:
@@ -208,10 +210,10 @@ class TorchSpeculation(SpeculationKernels):
         ids, scores = _candidates(drawn, owners, topk, tables)
         nodes = torch.full_like(slots, -1) if front is None else front.nodes
         scores = scores if front is None else scores + front.scores[:, None]
-        new = Guesses(ids, scores, nodes[:, None].expand_as(ids))
-        new = Guesses(*(part.reshape(num_rows, -1) for part in new))
+        new = Candidates(ids, scores, nodes[:, None].expand_as(ids))
+        new = Candidates(*(part.reshape(num_rows, -1) for part in new))
         first = min(step, 1) * topk + max(step - 1, 0) * topk**2
-        for part, values in zip(guesses, new, strict=True):
+        for part, values in zip(candidates, new, strict=True):
             part[:, first : first + values.shape[1]] = values
         best, chosen = (part[:, :topk] for part in _best_first(new.scores))
         number = up_to(topk, slots) + step * topk  # place in the tree
@@ -241,21 +243,21 @@ class TorchSpeculation(SpeculationKernels):
             best.flatten(),
         )
 
-    def select(
-        self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
+    def select_nodes(
+        self, rows: DraftRows, candidates: Candidates, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
         slots, length, room = rows
-        num = guesses.scores.isfinite().sum(1, dtype=torch.int32)
+        num = candidates.scores.isfinite().sum(1, dtype=torch.int32)
         num = torch.minimum(num, room.clamp_max(most)) * (slots > 0)
-        _, order = _best_first(guesses.scores)
+        _, order = _best_first(candidates.scores)
         rank = up_to(order.shape[1], slots).long().expand_as(order)
         rank = torch.empty_like(order).scatter_(1, order, rank)
         is_chosen = rank < num[:, None]
         node = is_chosen.cumsum(1, dtype=torch.int32) * is_chosen
-        above = node.gather(1, guesses.parents.long().clamp_min(0))
-        above = torch.where(guesses.parents < 0, 0, above)
+        above = node.gather(1, candidates.parents.long().clamp_min(0))
+        above = torch.where(candidates.parents < 0, 0, above)
         owners = torch.where(is_chosen, slots[:, None], 0)
-        put(tokens, (owners, (length[:, None] + node) * is_chosen), guesses.ids, is_chosen)
+        put(tokens, (owners, (length[:, None] + node) * is_chosen), candidates.ids, is_chosen)
         put(parents, (owners, node), above, is_chosen)
         return num
 

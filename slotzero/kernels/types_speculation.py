@@ -36,7 +36,7 @@ class DraftTargets(NamedTuple):
     after: Tensor  # index of the token that is drafted
 
 
-class Guesses(NamedTuple):
+class Candidates(NamedTuple):
     """All candidates for the nodes of a tree, step after step, [R, M] each."""
 
     ids: Tensor
@@ -60,5 +60,5 @@ class TreeFront(NamedTuple):
     branches: Branches
     after: Tensor  # [T]: index of the token that is drafted next
     origins: Tensor  # [T]: the row of the logits that each node was chosen from
-    nodes: Tensor  # [T]: index among the guesses
+    nodes: Tensor  # [T]: index among the candidates
     scores: Tensor  # [T]

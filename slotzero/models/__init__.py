@@ -1,1 +1,1 @@
-"""Models as functions of registered tensors: one decoder skeleton, told apart by data."""
+"""Models as functions of registered tensors: one decoder for all families, which differ in data."""

@@ -1,6 +1,7 @@
-"""The contract of a checkpoint: a Hugging Face style config, and tensors by Hugging Face name.
+"""The contract of a checkpoint: a config and named tensors, both in Hugging Face's format.
 
-It does not know models: `models/weights.py` decides which names it wants and how they are laid out.
+A checkpoint does not know models: `models/weights.py` decides which tensors a model needs and how
+their values are laid out in memory.
 """
 
 from abc import ABC, abstractmethod
@@ -14,14 +15,18 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Of a tensor, what was asked for; nothing where it has another number of dimensions."""
+    """The requested part of a tensor; empty if the request has the wrong number of dimensions."""
 
     tensor: "torch.Tensor"
-    whole: tuple[int, ...]  # its shape
+    whole: tuple[int, ...]  # shape of the whole tensor
 
 
 class Checkpoint(ABC):
-    """`config` is what config.json holds (for GGUF: the same fields, made from its metadata)."""
+    """Source of a model's config, tensors and tokenizer.
+
+    `config` has the fields of config.json. A GGUF file has none, so its metadata is translated into
+    the same fields.
+    """
 
     name: str
     config: Mapping[str, Any]
@@ -29,29 +34,41 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Tensor names, as Hugging Face has them (`model.layers.0.self_attn.q_proj.weight`)."""
+        """Return the names of all tensors, such as `model.layers.0.self_attn.q_proj.weight`."""
 
     @abstractmethod
     def read(self, name: str) -> "torch.Tensor":
-        """One tensor on the CPU, in Hugging Face layout, in its stored dtype or float32."""
+        """Read a tensor to the CPU, in Hugging Face's layout, in its stored dtype or float32."""
 
     def read_part(self, name: str, *wanted: slice) -> Part:
-        """The same, of so much of each axis; a checkpoint that can, reads no more than that."""
+        """Read the `wanted` slice of each axis of a tensor.
+
+        By default the whole tensor is read; a checkpoint that can read less overrides this.
+        """
         tensor = self.read(name)
         whole = tuple(tensor.shape)
         return Part(tensor[wanted] if len(whole) == len(wanted) else tensor[:0], whole)
 
     @abstractmethod
     def tokenizer(self) -> "Tokenizer":
-        """The checkpoint's tokenizer with its chat template; raises TokenizerMissingError."""
+        """Load the tokenizer with its chat template.
+
+        Raises TokenizerMissingError if the checkpoint has no tokenizer.
+        """
 
     def sampling(self) -> Mapping[str, Any]:
-        """What its makers would have for fields of SamplingParams that a request leaves out."""
+        """Return the checkpoint's defaults for fields of SamplingParams that a request leaves out.
+
+        They come from generation_config.json, if there is one.
+        """
         return {}
 
 
 class CheckpointView(Checkpoint):
-    """Another checkpoint, some of whose tensors are shown otherwise than they are stored."""
+    """Wrapper that presents some tensors of another checkpoint differently from how it stores them.
+
+    For example, it decodes quantised tensors or renames tensors.
+    """
 
     def __init__(self, stored: Checkpoint) -> None:
         self._stored = stored

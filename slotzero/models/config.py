@@ -1,6 +1,6 @@
-"""A model's config: its decoder layers and the numbers around them.
+"""A model's config: its decoder layers, and the settings outside the layers.
 
-Families (models/families) make it from a checkpoint's config.json. It knows no tensors.
+A family (models/families) creates it from a checkpoint's config.json. It does not know tensors.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from typing import NamedTuple
 from slotzero.distributed.ranks import Ranks
 from slotzero.kernels.types import Experts
 from slotzero.models.blocks.attention import Attention, KvGroup
-from slotzero.models.blocks.dense_mlp import DenseMlp
 from slotzero.models.blocks.layer_input import LayerEmbedding
 from slotzero.models.blocks.mla import MlaAttention
 from slotzero.models.blocks.parallel import ParallelMixers
@@ -23,7 +22,7 @@ FULL, SLIDING, LATENT = "full", "sliding", "latent"  # names of KV groups
 
 
 class ModelNames(NamedTuple):
-    """Names outside the layers in a checkpoint, and the prefix of a layer."""
+    """Names of a checkpoint's tensors outside the layers, and the name prefix of a layer."""
 
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
@@ -35,8 +34,10 @@ MODEL_NAMES = ModelNames()
 
 
 class MtpNames(NamedTuple):
-    """Names of a multi-token prediction layer; `{layer}` counts on from the model's last layer and
-    `{index}` from 0."""
+    """Names of the tensors of a multi-token prediction (MTP) layer in a checkpoint.
+
+    `{index}` counts the MTP layers from 0; `{layer}` continues the numbering of the model's layers.
+    """
 
     layer: str = "model.layers.{layer}."
     embed_norm: str = "model.layers.{layer}.enorm"
@@ -50,7 +51,7 @@ MTP_NAMES = MtpNames()
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """Multi-token prediction (MTP): layers behind the last that predict further tokens."""
+    """Multi-token prediction (MTP): layers after the model's last that predict further tokens."""
 
     num_layers: int
     layer: DecoderLayer
@@ -63,7 +64,7 @@ class MtpConfig:
 
 
 class RecurrentLayers(NamedTuple):
-    """The recurrent layers of a model, whose mixers are all alike."""
+    """The recurrent layers of a model. Their mixers all have the same config."""
 
     mixer: RecurrentMixer
     layers: tuple[int, ...]
@@ -80,6 +81,9 @@ class ModelConfig:
     norm_eps: float
     max_position: int
     layers: tuple[DecoderLayer, ...]
+    mlp_size: int
+    """Inner size of a dense MLP of the whole model, also if every layer has experts instead: the
+    default for an EAGLE head."""
     tied_embeddings: bool
     embedding_scale: float = 1.0
     final_softcap: float | None = None
@@ -103,37 +107,31 @@ class ModelConfig:
 
     @cached_property
     def groups(self) -> tuple[KvGroup, ...]:
-        """The KV groups of all layers, by name."""
+        """The KV groups of all layers, sorted by name."""
         groups = {layer.group for layer in self.layers} - {None}
         return tuple(sorted((g for g in groups if g is not None), key=lambda g: g.name))
 
     @cached_property
     def recurrent(self) -> RecurrentLayers | None:
-        """None: no layer is recurrent."""
+        """The model's recurrent layers; None if it has none."""
         found = {i: layer.recurrent for i, layer in enumerate(self.layers)}
         mixers = {i: mixer for i, mixer in found.items() if mixer is not None}
         return RecurrentLayers(next(iter(mixers.values())), tuple(mixers)) if mixers else None
 
     @cached_property
     def experts(self) -> Experts | None:
-        """None: no layer has experts."""
+        """The shape of the model's experts; None if no layer has experts."""
         return next((layer.moe.experts for layer in self.layers if layer.moe is not None), None)
 
-    @property
-    def mlp_size(self) -> int:
-        """The inner size of a dense MLP, or of an expert where there is none."""
-        dense = (layer.mlp.inner_size for layer in self.layers if isinstance(layer.mlp, DenseMlp))
-        return next(dense, self.experts.inner_size if self.experts else self.hidden_size)
-
     def shard(self, ranks: Ranks) -> "ModelConfig":
-        """Return one rank's part: a smaller model of the same family."""
+        """Return one rank's part of the model: a smaller model of the same family."""
         if not ranks.is_distributed:
             return self
         mtp = self.mtp and replace(self.mtp, layer=self.mtp.layer.shard(ranks))
         return replace(self, layers=tuple(layer.shard(ranks) for layer in self.layers), mtp=mtp)
 
     def with_snapshots(self, interval: int) -> "ModelConfig":
-        """Return the model with snapshots of recurrent states after every `interval` tokens."""
+        """Return the model with a snapshot of each recurrent state every `interval` tokens."""
 
         def change(layer: DecoderLayer) -> DecoderLayer:
             match layer.mixer:
@@ -147,11 +145,12 @@ class ModelConfig:
         return replace(self, layers=tuple(change(layer) for layer in self.layers))
 
     def with_groups(self, change: Callable[[KvGroup], KvGroup]) -> "ModelConfig":
-        """Return the model with other KV groups."""
+        """Return the model with `change` applied to the KV group of every layer."""
         return replace(self, layers=tuple(with_group(layer, change) for layer in self.layers))
 
 
 def with_group(layer: DecoderLayer, change: Callable[[KvGroup], KvGroup]) -> DecoderLayer:
+    """Return the layer with `change` applied to its KV group, if it has one."""
     match layer.mixer:
         case Attention(group=group) | MlaAttention(group=group):
             return replace(layer, mixer=replace(layer.mixer, group=change(group)))

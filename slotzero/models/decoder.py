@@ -1,7 +1,7 @@
 """The decoder: embedding, layers, final norm and vocabulary head of every model.
 
-It maps tokens, each a (slot, position), to hidden states. It does not know requests, batches or
-sampling, and allocates nothing that outlives a step.
+It maps tokens, each given as a (slot, position), to hidden states. It does not know requests,
+scheduling or sampling, and allocates nothing that outlives a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,17 +42,17 @@ NO_TAPS: Mapping[int, Tensor] = {}
 
 
 class DecoderBatch(NamedTuple):
-    """The tokens of a step, and where a row may hold several of them, its rows."""
+    """The tokens of a step."""
 
     tokens: Tokens
     ids: Tensor  # [slots + 1, max_len], by position
     prompt_len: Tensor  # [slots + 1]
-    rows: Rows | None
+    rows: Rows | None  # None: every row has one token
     branches: Branches | None = None
 
 
 class LayerMemory(NamedTuple):
-    """What the layers remember of earlier tokens: KV pages by group, and recurrent states."""
+    """What the layers keep of earlier tokens: KV pages by group, and recurrent states."""
 
     kv: Mapping[str, PagedKv]  # pages [layers, pages, page_size, kv_heads, row_size]
     states: States | None = None  # stacked
@@ -72,7 +72,7 @@ class LayerMemory(NamedTuple):
 
 
 class GroupStep(NamedTuple):
-    """A step as the layers of one KV group see it."""
+    """Inputs that all layers of one KV group share in a step."""
 
     angles: Angles
     plan: AttentionPlan
@@ -88,13 +88,13 @@ class Decoder:
         routing: Routing | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`config` is the rank's part of the model, see ModelConfig.shard."""
+        """Bind weights to kernels; `config` is the rank's part of the model (ModelConfig.shard)."""
         self.config = config
         self.vocabulary = Vocabulary(
             config.vocab_size, weights.embedding, weights.head, kernels, ranks
         )
         self.writes = () if routing is None else (routing.name,)
-        """Outputs of every forward pass."""
+        """Names of the registered tensors that every forward pass writes."""
         self._expert_starts = None if routing is None else routing.starts
         self._weights = weights
         self._frequencies = frequencies
@@ -121,36 +121,38 @@ class Decoder:
         states: States | None = None,
         trail: Trail | None = None,
     ) -> Normed:
-        """Return [T, hidden] under the final norm. KV of every real token is stored on the way;
-        recurrent states (stacked) change, or are left in the trail.
+        """Return hidden states [T, hidden] under the final norm.
 
-        `taps` says where to copy the input of a layer to, [T, hidden]; one past the last layer is
-        the hidden state under the final norm.
+        The KV of every real token is stored on the way. Recurrent states (stacked by layer) are
+        updated in place, or, with a trail, written to the trail only.
+
+        `taps` maps a layer to a buffer [T, hidden] that receives the layer's input. The entry one
+        past the last layer receives the hidden states under the final norm.
         """
         residual, normed = self.vocabulary.embed(
             batch.tokens, batch.ids, self._scale, self._weights.layers[0].norms.input,
             self.config.norm_eps,
         )  # fmt: skip
         inputs = self._layer_inputs(batch, residual)
-        stands = standing(batch.tokens, batch.branches)
+        rope_tokens = standing(batch.tokens, batch.branches)
         memory = LayerMemory(kv, states, trail)
-        return self._run_layers(residual, normed, inputs, batch, stands, memory, pieces, taps)
+        return self._run_layers(residual, normed, inputs, batch, rope_tokens, memory, pieces, taps)
 
     def forward_from(
         self,
-        begin: Tensor,  # [T, hidden], in place of embeddings
-        tokens: Tokens,  # whose keys are seen, and those before them
-        stands: Tokens,  # positions for rotary embedding
+        begin: Tensor,  # [T, hidden], used instead of embeddings
+        tokens: Tokens,  # each attends to the keys up to its own position
+        rope_tokens: Tokens,  # positions for rotary embedding
         prompt_len: Tensor,
         kv: Mapping[str, PagedKv],
         pieces: Pieces,
     ) -> Normed:
-        """Run layers that store no KV."""
+        """Run layers that store no KV, from given hidden states."""
         norm, eps = self._weights.layers[0].norms.input, self.config.norm_eps
         batch = DecoderBatch(tokens, tokens.slots, prompt_len, None)
         inputs, normed = [None] * len(self._layers), self._kernels.norm(begin, norm, eps)
         memory = LayerMemory(kv)
-        return self._run_layers(begin, normed, inputs, batch, stands, memory, pieces, NO_TAPS)
+        return self._run_layers(begin, normed, inputs, batch, rope_tokens, memory, pieces, NO_TAPS)
 
     def _run_layers(
         self,
@@ -158,13 +160,13 @@ class Decoder:
         normed: Normed,
         inputs: Sequence[Tensor | None],
         batch: DecoderBatch,
-        stands: Tokens,
+        rope_tokens: Tokens,
         memory: LayerMemory,
         pieces: Pieces,
         taps: Mapping[int, Tensor],
     ) -> Normed:
         groups = {
-            group.name: self._group_step(group, batch, stands) for group in self.config.groups
+            group.name: self._group_step(group, batch, rope_tokens) for group in self.config.groups
         }
         moe = self._expert_starts
         for i, (layer, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
@@ -182,11 +184,11 @@ class Decoder:
             taps[len(self._layers)].copy_(self._kernels.apply_norm(normed))
         return normed
 
-    def _group_step(self, group: KvGroup, batch: DecoderBatch, stands: Tokens) -> GroupStep:
+    def _group_step(self, group: KvGroup, batch: DecoderBatch, rope_tokens: Tokens) -> GroupStep:
         kernels, frequency = self._kernels, self._frequencies[group.name]
         plan = kernels.plan(batch.tokens, batch.rows, group.heads, batch.branches)
-        speed = speeds(group.rope, frequency, *stands, batch.prompt_len)
-        return GroupStep(kernels.rope_angles(stands, speed, group.rope.attention_factor), plan)
+        speed = speeds(group.rope, frequency, *rope_tokens, batch.prompt_len)
+        return GroupStep(kernels.rope_angles(rope_tokens, speed, group.rope.attention_factor), plan)
 
     def _mixer_inputs(
         self, i: int, batch: DecoderBatch, groups: Mapping[str, GroupStep], memory: LayerMemory
@@ -213,7 +215,7 @@ class Decoder:
         return None
 
     def _layer_inputs(self, batch: DecoderBatch, embedded: Tensor) -> Sequence[Tensor | None]:
-        """Return each layer's own input, [T, input_size]; see LayerEmbedding."""
+        """Return the per-layer input [T, input_size] of each layer; see LayerEmbedding."""
         kernels, block = self._kernels, self.config.layer_embedding
         weights = self._weights.layer_embedding
         if block is None or weights is None:
@@ -223,14 +225,14 @@ class Decoder:
             batch.tokens, batch.ids, weights.embedding, self._layer_input_scale, None, 0.0
         )
         projected = kernels.linear(Normed(embedded), weights.projection)
-        # scaled by hidden_size**-0.5 before the norm: the same as a larger eps in it
+        # The projection is scaled by hidden_size**-0.5 before the norm, which equals a larger eps.
         norms = ResidualNorms(weights.norm, None, block.norm_eps * block.hidden_size)
         both, _ = kernels.add_norm(projected.view(-1, size), own.view(-1, size), norms)
         inputs = (both * 0.5**0.5).view(-1, num, size).transpose(0, 1).contiguous()
         return [inputs[i] for i in range(num)]
 
     def scan_of(self, states: States) -> Scan:
-        """Return the shape of the recurrent layers, with snapshots or without."""
+        """Return the scan of the recurrent layers, without snapshots if the states keep none."""
         assert self.config.recurrent is not None
         scan = self.config.recurrent.mixer.scan
         return scan if states.rows is not None else scan.every(0)
@@ -240,7 +242,7 @@ class Decoder:
         return self._weights.final_norm.new_empty(num_tokens, num_states * self.config.hidden_size)
 
     def logits(self, normed: Normed, slots: Tensor, out: Tensor) -> None:
-        """Compute [rows, hidden] -> [rows, vocab] into `out`; rows of slot 0 get zeros."""
+        """Write the logits [rows, vocab] of [rows, hidden] to `out`; rows of slot 0 get zeros."""
         config = self.config
         if config.logits_scale != 1:
             normed = normed._replace(x=normed.x * config.logits_scale)

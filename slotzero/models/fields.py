@@ -1,4 +1,4 @@
-"""Single fields of a config.json: read, or refused with the reason."""
+"""Readers for single fields of a config.json; an unsupported value raises with the reason."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,21 +14,22 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activation(config: Mapping[str, Any]) -> Activation:
+    """Read the activation of the MLPs."""
     field = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     name = config.get(field) or "silu"
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(
-            f"config field {field}={name!r} changes results and is not implemented; "
-            f"implemented: {', '.join(ACTIVATIONS)}"
+            f"config field {field}={name!r} is not implemented, and ignoring it would change "
+            f"results; implemented: {', '.join(ACTIVATIONS)}"
         )
     return ACTIVATIONS[name]
 
 
 def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Return a field that holds fields of its own; empty where there is none."""
+    """Read a field whose value is an object; return an empty one if the field is absent."""
     value = config.get(field)
     if value is not None and not isinstance(value, Mapping):
-        raise UnsupportedModelError(f"config field {field}={value!r}: fields of its own are needed")
+        raise UnsupportedModelError(f"config field {field}={value!r}: must be a JSON object")
     return value or {}
 
 
@@ -37,18 +38,20 @@ def eps(config: Mapping[str, Any]) -> float:
 
 
 def positive(config: Mapping[str, Any], field: str) -> int:
+    """Read a required field whose value is a positive integer."""
     value = config.get(field)
     if not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(f"config field {field}={value!r}: a positive number is needed")
+        raise UnsupportedModelError(f"config field {field}={value!r}: must be a positive integer")
     return value
 
 
 def multiplier(config: Mapping[str, Any], field: str) -> float:
+    """Read a factor that is 1 unless the field is set."""
     return float(config.get(field) or 1.0)
 
 
 def require(config: Mapping[str, Any], field: str, value: object) -> None:
-    """Refuse a field that has another value than the one that is implemented."""
+    """Raise if the field is set to any value but the one that is implemented."""
     given = config.get(field)
     if given is not None and given != value:
         raise UnsupportedModelError(f"config field {field}={given!r}: only {value} is implemented")

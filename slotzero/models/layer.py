@@ -1,7 +1,7 @@
-"""A decoder layer: a mixer and an MLP, each between norms, added to the residual.
+"""A decoder layer: a mixer and an MLP, each between norms and added to the residual.
 
-A layer's input arrives under its input norm already: the layer before it (or the embedding) applies
-it, so that one kernel adds to the residual and norms the sum.
+The input of a layer is already normalised: the layer before it (or the embedding) applies the input
+norm, so that one kernel can add to the residual and norm the sum.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ MlpWeights = DenseMlpWeights | ExpertWeights | MoeWithSharedWeights | MoeBesideM
 
 
 class NormWeights(NamedTuple):
-    """RMSNorm weights of a layer, [hidden] each; None where its family has no norm."""
+    """RMSNorm weights of a layer, [hidden] each; None where the family has no such norm."""
 
     input: Tensor | None
     post_mixer: Tensor | None
@@ -51,7 +51,10 @@ class NormWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerNorms(Block):
-    """Which norms a layer has, by their names in a checkpoint. By default a layer is pre-norm."""
+    """The norms of a layer by their names in the checkpoint; by default, those of a pre-norm layer.
+
+    None means that the layer has no such norm.
+    """
 
     hidden_size: int
     eps: float
@@ -82,7 +85,7 @@ class LayerScaleWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerScale(Block):
-    """The layer's result is multiplied by a number of its own."""
+    """A learned factor on the layer's result."""
 
     name = "layer_scale"
     weights_type = LayerScaleWeights
@@ -103,10 +106,10 @@ class LayerWeights(NamedTuple):
 
 
 class LayerStep(NamedTuple):
-    """One layer's inputs in a step."""
+    """The inputs of one layer in a step."""
 
     residual: Tensor  # [T, hidden]
-    normed: Normed  # the same under the layer's input norm
+    normed: Normed  # the residual under the layer's input norm
     mixer: MixerInputs | None
     moe: MoeInputs | None
     layer_input: Tensor | None  # [T, input_size]
@@ -114,6 +117,8 @@ class LayerStep(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderLayer:
+    """Config of one decoder layer: the blocks that it is made of."""
+
     norms: LayerNorms
     mixer: Mixer | None
     mlp: Mlp | None
@@ -122,7 +127,7 @@ class DecoderLayer:
 
     @property
     def group(self) -> KvGroup | None:
-        """The KV group of its attention; None: it does not attend."""
+        """The KV group of the layer's attention; None if it has no attention."""
         match self.mixer:
             case Attention() | MlaAttention():
                 return self.mixer.group
@@ -149,7 +154,7 @@ class DecoderLayer:
         return None
 
     def blocks(self) -> dict[str, Block]:
-        """Return the blocks that the layer has, by field of its weights."""
+        """Return the layer's blocks by field of LayerWeights."""
         named: dict[str, Block | None] = {
             "norms": self.norms,
             "mixer": self.mixer,
@@ -166,7 +171,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class LayerForward:
-    """A layer bound to kernels and ranks. Layers that compare equal are compiled once."""
+    """A layer bound to kernels and ranks. Equal layers are compiled once."""
 
     layer: DecoderLayer
     context: BlockContext
@@ -174,7 +179,7 @@ class LayerForward:
     def run(
         self, step: LayerStep, weights: LayerWeights, next_norm: Tensor | None
     ) -> tuple[Tensor, Normed]:
-        """Return the residual after this layer, and it under the next layer's input norm."""
+        """Return the residual after this layer, as is and under the next layer's input norm."""
         layer, context, norms = self.layer, self.context, weights.norms
         residual, normed = step.residual, step.normed
         eps, last = layer.norms.eps, None if layer.scale is not None else next_norm

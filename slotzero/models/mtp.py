@@ -1,6 +1,7 @@
-"""The parameters of multi-token prediction (MTP) layers, stored behind a model's last layer.
+"""Parameters and weights of multi-token prediction (MTP) layers.
 
-Each joins a token's embedding with a hidden state and is a decoder layer like the rest.
+A checkpoint stores them after the model's last layer. Each one projects a token's embedding and a
+hidden state to one vector, and runs a decoder layer on it.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ from slotzero.models.weights import layer_weights
 
 
 class MtpWeights(NamedTuple):
-    join: LinearWeight  # [hidden, 2 * hidden]: an embedding, a hidden state
+    join: LinearWeight  # [hidden, 2 * hidden]: takes an embedding and a hidden state
     embed_norm: Tensor
     hidden_norm: Tensor
     norm: Tensor  # before the vocabulary head
@@ -36,7 +37,7 @@ class MtpWeights(NamedTuple):
 
 
 def mtp_params(config: ModelConfig, index: int, ranks: Ranks) -> list[StackedParam]:
-    """Return the parameters of the `index`th MTP layer, or one rank's part of them."""
+    """Return this rank's part of the parameters of the `index`th MTP layer."""
     assert config.mtp is not None
     names, hidden, offset = _names(config, index), config.hidden_size, config.norm_offset
     join, formats = _join(config, index)
@@ -59,7 +60,7 @@ def mtp_weights(
     ranks: Ranks,
     dtype: torch.dtype,
 ) -> MtpWeights:
-    """Put the weights of the `index`th MTP layer together."""
+    """Assemble the weights of the `index`th MTP layer."""
     stacks = _stacks(config, index).shard(ranks).by_layer[index]
     join, formats = _join(config, index)
     return MtpWeights(

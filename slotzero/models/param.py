@@ -1,7 +1,7 @@
 """Parameters: which tensors of a checkpoint, or parts of them, make up one weight.
 
-A block lists its parameters by the fields of its weights. Names and shapes only, no numbers: real
-checkpoints are compared with them and random ones are made from them.
+A block lists its parameters by the fields of its weights. Parameters are names and shapes without
+values: real checkpoints are validated against them, and random checkpoints are created from them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from slotzero.quantization.method import WeightPart
 class Source:
     """One tensor of a checkpoint (one per layer, one per expert), and which of its rows are used.
 
-    `rows` are output features; a vector has only these. With `whole`, the tensor has that many rows
-    and these are rows [first, first + rows).
+    Rows are output features; a vector has rows only. If `whole` is given, the tensor has `whole`
+    rows, and the source is rows [first, first + rows) of it.
     """
 
-    name: str  # below the layer's prefix, with {expert} where every expert has its own
+    name: str  # without the layer's prefix; contains {expert} if every expert has its own tensor
     rows: int
-    order: Sequence[int] | None = None  # rows in the order we want; None: as stored
+    order: Sequence[int] | None = None  # rows to take, in this order; None: all, as stored
     scale: float = 1.0
     shared: "SharedExperts | None" = None
     column_scales: Sequence[float] | None = None
@@ -31,19 +31,20 @@ class Source:
 
     @property
     def num_taken(self) -> int:
+        """Number of rows that the source contributes to the weight."""
         return self.rows if self.order is None else len(self.order)
 
     def scaled(self, scale: float) -> "Source":
         return replace(self, scale=self.scale * scale)
 
     def ending(self, suffix: str) -> "Source":
-        """Return the source with a suffix added to its tensor names (".weight", ".bias")."""
+        """Return the source with a suffix (".weight", ".bias") added to its tensor names."""
         shared = self.shared and self.shared._replace(name=self.shared.name + suffix)
         return replace(self, name=self.name + suffix, shared=shared)
 
 
 class SharedExperts(NamedTuple):
-    """One tensor that holds a source's rows (or columns) for all shared experts, side by side."""
+    """One tensor with the rows (or columns) of a source for all shared experts, side by side."""
 
     name: str
     in_columns: bool = False
@@ -51,26 +52,27 @@ class SharedExperts(NamedTuple):
 
 @dataclass(frozen=True)
 class Param:
-    """One weight: the checkpoint's tensors that are joined into it, row after row."""
+    """One weight: tensors of a checkpoint, concatenated along their rows."""
 
     sources: tuple[Source, ...]
     columns: int | None = None  # input features; None for a vector
-    whole_columns: int | None = None  # in the checkpoint, where a rank reads some of them
+    whole_columns: int | None = None  # columns in the checkpoint, if a rank reads only some
     first_column: int = 0
     experts: int | None = None
-    num_shared: int = 0  # the last of the experts
-    whole_experts: int | None = None  # in the checkpoint, where a rank reads some of them
+    num_shared: int = 0  # the last `num_shared` of the experts are shared experts
+    whole_experts: int | None = None  # experts in the checkpoint, if a rank reads only some
     first_expert: int = 0
     is_packed: bool = True  # matrices only: stored in the kernels' packed layout
     is_joint: bool = False
-    """Each source holds all experts."""
+    """Each source is one tensor with all experts, instead of one tensor per expert."""
     is_transposed: bool = True  # joint matrices: input features come before output features
     offset: float = 0.0  # added to the stored values
-    is_float32: bool = False  # whatever the model's dtype
+    is_float32: bool = False  # kept in float32, regardless of the model's dtype
     is_conv: bool = False  # stored with an axis of size 1 between rows and columns
-    starts_at_one: bool = False  # in random weights; others are drawn
+    starts_at_one: bool = False  # in random weights: filled with ones instead of drawn
     summed_over: Literal["attention", "mlp"] | None = None
-    """Bias of a row-parallel linear layer: added once to a sum over these ranks."""
+    """For the bias of a row-parallel linear layer: the ranks whose results are summed. Only one of
+    them adds the bias."""
     is_sensitive: bool = False
     """A router, an embedding or a vocabulary head: it keeps its type when weights are converted
     while they load."""
@@ -80,7 +82,7 @@ class Param:
         return sum(source.num_taken for source in self.sources)
 
     def stored(self, prefix: str) -> Iterator["Stored"]:
-        """Yield the checkpoint's tensors of this parameter, for one layer."""
+        """Yield the checkpoint's tensors for this parameter in one layer."""
         for expert in range(self.experts or 1) if not self.is_joint else (None,):
             for source in self.sources:
                 spans = self._spans(source)
@@ -114,7 +116,7 @@ class LinearParam(NamedTuple):
 
 
 Params = Mapping[str, Union[Param, LinearParam, "Params", None]]
-"""By field of a block's weights, nested like them; None: the field is None."""
+"""Parameters by field of a block's weights, nested like the weights; None: the field is None."""
 
 
 class Span(NamedTuple):
@@ -125,7 +127,7 @@ class Span(NamedTuple):
     num: int
 
     def within(self, part: int, num_parts: int) -> "Span":
-        """Return the same span of one of several equal parts that lie side by side."""
+        """Return this span within the `part`th of `num_parts` equal parts of a larger axis."""
         return Span(self.whole * num_parts, part * self.whole + self.first, self.num)
 
     @property
@@ -182,7 +184,7 @@ def linear(
     summed_over: Literal["attention", "mlp"] | None = None,
     is_sensitive: bool = False,
 ) -> LinearParam:
-    """Return the parameters of a linear layer; `biases`: the sources of its bias, if it has one."""
+    """Return the parameters of a linear layer; without `biases`, it has no bias."""
     named = tuple(source.ending(".weight") for source in sources)
     weight = Param(named, columns, is_sensitive=is_sensitive)
     if not biases:
@@ -200,6 +202,6 @@ def vector(name: str, size: int, **more: object) -> Param:
 
 
 def side_by_side(name: str, sizes: Sequence[int]) -> list[Source]:
-    """Return the parts of one tensor, row after row."""
+    """Return sources for the consecutive blocks of rows, of these sizes, of one tensor."""
     firsts = accumulate(sizes, initial=0)
     return [Source(name, n, whole=sum(sizes), first=i) for i, n in zip(firsts, sizes, strict=False)]

@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies for each scaling rule.
+"""Rotary position embedding (RoPE): frequencies for each scaling rule.
 
-Angles are computed in the graph from positions, so there is no table to outgrow. Only `dynamic`
-scaling depends on more than the position: on the length of the request's own prompt.
+The graph computes angles from positions, so no table limits the context length. Angles depend on
+the position alone, except with `dynamic` scaling: there also on the length of the request's prompt.
 """
 
 import math
@@ -22,8 +22,8 @@ class RopeConfig:
     theta: float
     head_dim: int
     rotary_dim: int
-    """Number of dimensions of each head that are rotated: the first ones, or, for `proportional`,
-    those of the first pairs."""
+    """Number of dimensions of each head that are rotated: the first dimensions, or, with
+    `proportional` scaling, the first pairs."""
     original_max_position: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -33,12 +33,12 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     is_interleaved: bool = False
-    """The checkpoint stores the two elements of a rotated pair next to each other."""
+    """Whether the checkpoint stores the two elements of a rotated pair next to each other."""
 
     def extended(self, max_position: int) -> int:
-        """Return the context length that this scaling reaches.
+        """Return the context length with this scaling.
 
-        Configs with linear or llama3 scaling state it themselves.
+        With linear or llama3 scaling, max_position_embeddings already includes it.
         """
         if self.kind in ("dynamic", "yarn"):
             return max(max_position, int(self.original_max_position * self.factor))
@@ -46,7 +46,7 @@ class RopeConfig:
 
     @property
     def depends_on_prompt(self) -> bool:
-        """Whether the keys of a prompt differ from those of a longer prompt that begins with it."""
+        """Whether a prompt's keys differ from those of the same tokens in a longer prompt."""
         return self.kind == "dynamic"
 
 
@@ -73,20 +73,20 @@ _FIELDS: Mapping[str, set[str]] = {
 def refuse_two_ropes(config: Mapping[str, Any]) -> None:
     """Raise if rope_parameters and rope_scaling disagree.
 
-    rope_parameters is the newer name. Many model pages tell users to add rope_scaling, so ignoring
-    it would ignore what the user asked for.
+    rope_parameters is the newer name. Many model pages tell users to add rope_scaling, so it must
+    not be ignored silently.
     """
     newer, older = (_normalized(mapping(config, f"rope_{n}")) for n in ("parameters", "scaling"))
     newer = _normalized(mapping(newer, "full_attention")) or newer
     if newer and older and any(newer.get(field) != older[field] for field in older):
         raise UnsupportedModelError(
-            "config fields rope_parameters and rope_scaling do not agree: write what is meant into "
-            "rope_parameters, and take rope_scaling out"
+            "config fields rope_parameters and rope_scaling contradict each other: put the "
+            "intended values into rope_parameters and remove rope_scaling"
         )
 
 
 def _normalized(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that names the scaling rule `rope_type`, never `type`."""
+    """Return a copy in which the scaling rule is always named `rope_type`, never `type`."""
     if not given:
         return {}
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -94,6 +94,7 @@ def _normalized(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
+    """Read the RoPE fields of a config; raise on a rule or field that is not implemented."""
     given = _normalized(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
     kind = given.pop("rope_type", "default")
     theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
@@ -102,8 +103,8 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         rotary_dim -= rotary_dim % 2
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise UnsupportedModelError(
-            f"rope field partial_rotary_factor rotates {rotary_dim} of {head_dim}: "
-            "an even number up to all of them is needed"
+            f"rope field partial_rotary_factor rotates {rotary_dim} of {head_dim} dimensions: "
+            f"the number must be even, and from 2 to {head_dim}"
         )
     if rotary_dim < head_dim and kind not in ("default", "proportional"):
         raise UnsupportedModelError(
@@ -120,7 +121,7 @@ def parse_rope(config: Mapping[str, Any], head_dim: int, max_position: int) -> R
         )
     original = given.get("original_max_position_embeddings") or max_position
     if kind == "dynamic":
-        original = max_position  # the base grows from this length on, whatever the field says
+        original = max_position  # the base grows from this length on, regardless of the field
     factor = float(given.get("factor") or (max_position / original if kind == "yarn" else 1.0))
     known: dict[str, Any] = {
         field: float(given[field])
@@ -153,14 +154,14 @@ def _mscale(scale: float, weight: float = 1.0) -> float:
 
 
 def correction(config: Mapping[str, Any], rope: RopeConfig) -> float:
-    """Return the factor on queries and on keys beyond the one in cos and sin (mscale_all_dim)."""
+    """Return the factor on queries and on keys that is not part of cos and sin (mscale_all_dim)."""
     given = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     weight = given.get("mscale_all_dim")
     return _mscale(rope.factor, weight) if rope.kind != "default" and weight else 1.0
 
 
 def frequencies(rope: RopeConfig) -> Tensor:
-    """Return the radians per position of each pair: [head_dim / 2], float32 on the CPU."""
+    """Return each pair's rotation per position in radians: [head_dim / 2], float32 on the CPU."""
     whole = rope.head_dim if rope.kind == "proportional" else rope.rotary_dim
     exponent = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / whole
     unscaled = 1.0 / (rope.theta**exponent)
@@ -178,9 +179,10 @@ def frequencies(rope: RopeConfig) -> Tensor:
 
 
 def halves(rope: RopeConfig) -> list[int] | None:
-    """Return the order of a head's rows if it differs from the checkpoint's, else None.
+    """Return the order in which to load the rows of a head; None: as in the checkpoint.
 
-    Elements of a rotated pair lie half a head apart, as they do where the whole head is rotated.
+    Kernels expect the two elements of a rotated pair half a head apart, even if only some
+    dimensions of the head are rotated.
     """
     if rope.is_interleaved:
         return [*range(0, rope.head_dim, 2), *range(1, rope.head_dim, 2)]
@@ -193,7 +195,7 @@ def halves(rope: RopeConfig) -> list[int] | None:
 
 
 def _llama3(rope: RopeConfig, unscaled: Tensor) -> Tensor:
-    """Stretch long wavelengths, keep short ones, and blend those between."""
+    """Stretch long wavelengths, keep short ones, and interpolate between the two."""
     wavelength = 2 * math.pi / unscaled
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
@@ -206,7 +208,7 @@ def _llama3(rope: RopeConfig, unscaled: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, unscaled: Tensor) -> Tensor:
-    """Blend along a ramp over the pairs, from kept (fast rotations) to stretched (slow ones)."""
+    """Interpolate linearly over the pairs: fast rotations are kept, slow ones are stretched."""
 
     def pair_of(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
@@ -224,9 +226,10 @@ def _yarn(rope: RopeConfig, unscaled: Tensor) -> Tensor:
 def speeds(
     rope: RopeConfig, frequency: Tensor, slots: Tensor, positions: Tensor, prompt_len: Tensor
 ) -> Tensor:
-    """Return radians per position, [head_dim / 2]; if they depend on the token, [T, head_dim / 2].
+    """Return the rotation per position in radians: [head_dim / 2], or [T, head_dim / 2] if it
+    depends on the token.
 
-    slots and positions are [T], prompt_len is [slots + 1].
+    `slots` and `positions` are [T], `prompt_len` is [slots + 1].
     """
     if rope.kind == "dynamic":
         return _dynamic(rope, positions, prompt_len[slots])
@@ -234,9 +237,9 @@ def speeds(
 
 
 def _dynamic(rope: RopeConfig, positions: Tensor, prompt_len: Tensor) -> Tensor:
-    """Grow the base with the length seen: the whole prompt at first, then token by token."""
-    seen = torch.maximum(positions + 1, prompt_len).clamp_min(rope.original_max_position)
-    ratio = rope.factor * seen.float() / rope.original_max_position - (rope.factor - 1)
+    """Grow the base with the context length: the whole prompt at first, then token by token."""
+    context_len = torch.maximum(positions + 1, prompt_len).clamp_min(rope.original_max_position)
+    ratio = rope.factor * context_len.float() / rope.original_max_position - (rope.factor - 1)
     theta = rope.theta * ratio ** (rope.head_dim / (rope.head_dim - 2))  # [T]
     exponent = torch.arange(0, rope.head_dim, 2, device=positions.device).float() / rope.head_dim
     return 1.0 / theta[:, None] ** exponent

@@ -1,7 +1,7 @@
 """Expert routing as a registered tensor: where the rows of each expert begin.
 
-One tensor serves all layers and holds what the last of them wrote. It is registered so that checks
-can see that padding is routed nowhere.
+All layers write to the same tensor, so after a step it holds the routing of the last layer. It is
+registered so that checks can verify that padding is not routed to any expert.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     def of(
         cls, config: ModelConfig, registry: Registry, name: str = EXPERT_STARTS
     ) -> "Routing | None":
-        """Return None for a model without experts."""
+        """Register the tensor; return None for a model without experts."""
         if config.experts is None:
             return None
         shape = (config.experts.num_held + 1,)

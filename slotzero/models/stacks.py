@@ -1,6 +1,6 @@
-"""Stacked parameters: layers that share a block keep their weights in one tensor, [layers, ...].
+"""Stacked parameters: layers with equal blocks keep their weights in one tensor, [layers, ...].
 
-Stacking keeps the registry short, so that every replay can afford to check every fingerprint.
+Stacking keeps the registry short, so that checking all fingerprints on every replay stays cheap.
 """
 
 from collections import Counter
@@ -41,22 +41,23 @@ Formats = tuple[WeightFormat | None, ...]
 
 
 class StackedParam(NamedTuple):
-    """One weight of the registry: a tensor, or the tensors of a quantised weight."""
+    """One parameter of all layers of a stack, which becomes one tensor of the registry, or several
+    if it is quantised."""
 
     name: str
     param: Param
-    prefixes: tuple[str, ...] | None  # of the layers in a checkpoint; None: not a layer's weight
+    prefixes: tuple[str, ...] | None  # of the layers in the checkpoint; None: outside the layers
     format: WeightFormat | None = None
 
     def stored(self) -> Iterator[Stored]:
-        """Yield every tensor of a checkpoint that it is made from."""
+        """Yield every tensor of a checkpoint that the parameter is read from."""
         for prefix in self.prefixes or ("",):
             yield from self.param.stored(prefix)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers that share a block, by index, or a block outside the layers."""
+    """The layers that have one equal block, or (`layers` is None) a block outside the layers."""
 
     name: str
     block: Block
@@ -81,7 +82,7 @@ class Stack:
         return replace(self, block=self.block.shard(ranks)) if ranks.is_distributed else self
 
     def weights(self, tensors: Mapping[str, Tensor], index: int | None, dtype: torch.dtype) -> Any:
-        """Return the block's weights in the `index`th of its layers."""
+        """Return the weights of the stack's `index`th layer; `index` is None outside the layers."""
 
         def get(name: str) -> Tensor:
             return tensors[name] if index is None else tensors[name][index]
@@ -136,6 +137,7 @@ def layer_stacks(
 
 
 def model_stacks(config: ModelConfig) -> LayerStacks:
+    """Return the stacks of all layers of a model."""
     prefix = config.names.layer
     layers = {i: (layer, prefix.format(layer=i)) for i, layer in enumerate(config.layers)}
     return layer_stacks(layers, config.quantization)
@@ -234,7 +236,7 @@ def assemble_linear(
 
 
 def model_params(config: ModelConfig, ranks: Ranks) -> list[StackedParam]:
-    """Return the parameters of a model, or one rank's part of them."""
+    """Return this rank's part of the parameters of a model."""
     params = [*_outer_params(config, ranks)]
     if config.layer_embedding is not None:
         params += outer_stack(config.layer_embedding, config.quantization).params()
@@ -249,7 +251,7 @@ def outer_stack(block: Block, quantization: Quantization) -> Stack:
 
 
 def sharded_params(stack: Stack, ranks: Ranks) -> list[StackedParam]:
-    """Return one rank's part of a stack's parameters, cut out of the same checkpoint."""
+    """Return this rank's part of a stack's parameters, read from the unsharded checkpoint."""
     if not ranks.is_distributed:
         return stack.params()
     pairs = zip(stack.params(), stack.shard(ranks).params(), strict=True)
@@ -257,7 +259,10 @@ def sharded_params(stack: Stack, ranks: Ranks) -> list[StackedParam]:
 
 
 def vocabulary_part(size: int, ranks: Ranks) -> int:
-    """Return the tokens of each rank; the last may have fewer, and then holds some twice."""
+    """Return the number of vocabulary rows on each rank.
+
+    The last rank may have fewer tokens; it repeats its last row to fill its part.
+    """
     return -(-size // ranks.size)
 
 
@@ -334,10 +339,10 @@ def _assemble(
 
 
 def _cut(whole: Param, part: Param, ranks: Ranks) -> Param:
-    """Say where a rank's parameter lies in the whole one."""
+    """Return a rank's parameter with its place in the whole parameter filled in."""
     sources = []
     for w, p in zip(whole.sources, part.sources, strict=True):
-        if w.rows != p.rows or w.whole is not None:  # heads may be shared by several ranks
+        if w.rows != p.rows or w.whole is not None:  # several ranks may share a KV head
             first = ranks.rank * w.rows // ranks.size // p.rows * p.rows
             p = replace(p, whole=w.whole or w.rows, first=w.first + first)
         if ranks.rank > 0 and _is_summed(part, ranks):
@@ -354,7 +359,7 @@ def _cut(whole: Param, part: Param, ranks: Ranks) -> Param:
 
 
 def _is_summed(param: Param, ranks: Ranks) -> bool:
-    """Whether it is a bias that is added to a sum over ranks, and so by one of them alone."""
+    """Return whether this is a bias of a sum over ranks, which only one rank must add."""
     if param.summed_over is None or (param.experts is not None and ranks.expert_parallel):
         return False
     return param.summed_over == "mlp" or not ranks.dp_attention
@@ -363,8 +368,11 @@ def _is_summed(param: Param, ranks: Ranks) -> bool:
 def _part_of_vocabulary(source: Source, ranks: Ranks) -> Source:
     part = vocabulary_part(source.rows, ranks)
     first = ranks.rank * part
-    there = min(part, source.rows - first)
-    if there < 1:
-        raise ConfigError(f"{FLAG}={ranks.size}: a vocabulary of {source.rows} is too small for it")
-    order = None if there == part else [min(i, there - 1) for i in range(part)]
-    return replace(source, rows=there, whole=source.rows, first=first, order=order)
+    num_rows = min(part, source.rows - first)
+    if num_rows < 1:
+        raise ConfigError(
+            f"{FLAG}={ranks.size}: a vocabulary of {source.rows} tokens is too small to split over "
+            "that many ranks; choose a smaller size"
+        )
+    order = None if num_rows == part else [min(i, num_rows - 1) for i in range(part)]
+    return replace(source, rows=num_rows, whole=source.rows, first=first, order=order)

@@ -1,4 +1,7 @@
-"""The tensors that a config promises: real checkpoints are compared with them, random ones made."""
+"""The tensors that a checkpoint must have by its config.
+
+Real checkpoints are validated against them, and random checkpoints are created from them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +15,7 @@ from slotzero.models.stacks import StackedParam, model_params
 
 
 def expected_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return every tensor of a checkpoint with this config: Hugging Face name to shape."""
+    """Return the shapes of all tensors of a checkpoint with this config, by Hugging Face name."""
     if config.get("model_type") == MODEL_TYPE:
         assistant = parse_assistant(config, MODEL_TYPE)
         return _shapes(model_params(assistant.model, ALONE)) | assistant.tensors()

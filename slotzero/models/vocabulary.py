@@ -1,7 +1,7 @@
-"""Tokens in and logits out: the embedding and the vocabulary head, or one rank's part of them.
+"""The vocabulary: token embedding and vocabulary head, or one rank's part of them.
 
-Everything that embeds tokens or computes logits goes through here, drafters included, so only this
-file knows how ranks split a vocabulary.
+All code that embeds tokens or computes logits, drafters included, goes through this class, so only
+this file knows how the vocabulary is split over ranks.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Vocabulary:
     def embed(
         self, tokens: Tokens, table: Tensor, scale: float, norm: Tensor | None, eps: float
     ) -> tuple[Tensor, Normed]:
-        """Embed every token; return the first layer's residual, and it under the norm."""
+        """Embed every token; return the residual of the first layer, as is and under the norm."""
         if not self.ranks.attention.is_distributed:
             return self.kernels.embed(tokens, table, self.embedding, scale, norm, eps)
         residual = self._embed(tokens, table)
@@ -36,7 +36,10 @@ class Vocabulary:
         return residual, self.kernels.norm(residual, norm, eps)
 
     def embed_pair(self, tokens: Tokens, table: Tensor, hidden: Tensor, norms: PairNorms) -> Tensor:
-        """See Kernels.embed_pair."""
+        """Return token embeddings and hidden states side by side, each under its norm.
+
+        See Kernels.embed_pair.
+        """
         if not self.ranks.attention.is_distributed:
             return self.kernels.embed_pair(tokens, table, self.embedding, hidden, norms)
         sides = (self._embed(tokens, table), norms.embed), (hidden, norms.hidden)
@@ -44,7 +47,7 @@ class Vocabulary:
         return torch.cat([self.kernels.apply_norm(side) for side in normed], dim=-1)
 
     def logits(self, x: Normed, slots: Tensor, softcap: float | None, out: Tensor) -> None:
-        """Compute logits into out [rows, size]; rows of slot 0 get zeros."""
+        """Write logits to `out` [rows, size]; rows of slot 0 get zeros."""
         if not self.ranks.attention.is_distributed:
             self.kernels.logits(x, self.head, slots, softcap, out)
             return
@@ -53,7 +56,7 @@ class Vocabulary:
         out.copy_(self.ranks.join(part)[:, : self.size])
 
     def head_of(self, ids: Tensor) -> Tensor:
-        """Return rows of the head, [ids, hidden]."""
+        """Return the rows of the vocabulary head for these tokens, [ids, hidden]."""
         return self._rows(ids, self.head)
 
     def _embed(self, tokens: Tokens, table: Tensor) -> Tensor:
@@ -64,6 +67,6 @@ class Vocabulary:
             return self.kernels.embed_ids(ids, weight)
         part = vocabulary_part(self.size, self.ranks.attention)
         local = ids - self.ranks.rank * part
-        is_ours = (local >= 0) & (local < part)
-        rows = self.kernels.embed_ids(local * is_ours, weight)
-        return self.ranks.sum(rows * is_ours[:, None])
+        is_local = (local >= 0) & (local < part)
+        rows = self.kernels.embed_ids(local * is_local, weight)
+        return self.ranks.sum(rows * is_local[:, None])

@@ -1,8 +1,8 @@
-"""Number of KV pages that this machine can hold, and their split between KV groups.
+"""Number of KV pages that fit into memory, and their split between KV groups.
 
-Whole groups keep a page for every position, windowed groups only those that the window covers, and
-more while a chunk of a prompt is computed. The split is such that both run out at the same number
-of requests of the expected length; the remainder goes to the whole group.
+Whole groups keep the pages of all positions. Windowed groups keep only pages that the window
+covers, and more while a chunk of a prompt is computed. The split lets both kinds run out at the
+same number of requests of the expected length; the remainder goes to the whole groups.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ import torch
 from slotzero.errors import CapacityError
 from slotzero.system.memory import memory
 
-CPU_SHARE = 0.25  # of the available memory: the rest is for the user's other programs
+CPU_SHARE = 0.25  # fraction of the available memory; the rest is left to other programs
 CUDA_RESERVE = 2 << 30  # graphs, workspaces and activations
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """The pages of one group of layers."""
+    """Shape of the pages of one KV group."""
 
     name: str
     num_layers: int
@@ -45,7 +45,7 @@ class GroupShape:
         return min(self.pages_for(num_tokens), self.pages_for(self.window - 1) + 1)
 
     def needed(self, num_tokens: int, chunk: int) -> int:
-        """Return the maximum number of pages that a request of this length ever holds."""
+        """Return the maximum number of pages that a request of this length holds at any time."""
         if self.window is None:
             return self.pages_for(num_tokens)
         return self.pages_for(min(num_tokens, self.window - 1 + chunk)) + 1
@@ -58,12 +58,12 @@ class Demand:
     max_num_seqs: int
     chunk: int  # maximum number of tokens in a step
     expected_len: int
-    max_model_len: int | None = None  # None: what fits, up to the limit
+    max_model_len: int | None = None  # None: as long as fits, up to `limit`
     limit: int = 0
 
 
 def free_bytes(device: torch.device, utilization: float) -> int:
-    """Return the bytes for KV: on a GPU, `utilization` of the card less what is used already."""
+    """Return the bytes for KV: on a GPU, `utilization` of its memory minus the memory in use."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int(total * (1 - utilization)) - CUDA_RESERVE)
@@ -71,11 +71,13 @@ def free_bytes(device: torch.device, utilization: float) -> int:
 
 
 def refuse_beyond(num_bytes: int, device: torch.device, what: str, remedy: str) -> None:
-    """Refuse an allocation that does not fit into a CPU's memory, which is overcommitted; a GPU
-    refuses by itself."""
+    """Raise if an allocation does not fit into the CPU's memory.
+
+    An allocation on a GPU fails by itself, but Linux overcommits memory of the CPU.
+    """
     if device.type == "cpu" and num_bytes > (available := memory().available):
         raise CapacityError(
-            f"{what} need {show(num_bytes)}, but only {show(available)} of memory are free: "
+            f"{what} need {show(num_bytes)} of memory, but only {show(available)} are free: "
             f"{remedy}"
         )
 
@@ -83,10 +85,10 @@ def refuse_beyond(num_bytes: int, device: torch.device, what: str, remedy: str) 
 def split(
     shapes: Sequence[GroupShape], budget: int, demand: Demand, sliding_budget: int | None = None
 ) -> tuple[dict[str, int], int]:
-    """Return the pages of each group, page 0 included, and the context length.
+    """Return the number of pages of each group, page 0 included, and the context length.
 
-    A request of the whole context always fits. Without a requested context length, it shrinks to
-    what fits; a requested one that does not fit is an error.
+    One request of the full context length always fits. If no context length is requested, it
+    shrinks until this is true; a requested one that does not fit raises CapacityError.
     """
     length = _fitting_len(shapes, budget, demand)
     pages = {s.name: s.needed(length, demand.chunk) for s in shapes}
@@ -104,17 +106,17 @@ def split(
             break
         pages = wanted
     if sliding_budget is not None:
-        pages |= {s.name: _asked(s, sliding_budget, length, demand) for s in shapes if s.window}
+        pages |= {s.name: _requested(s, sliding_budget, length, demand) for s in shapes if s.window}
     for s in sorted(shapes, key=lambda s: s.window is not None):  # whole groups first
-        alike = [o for o in shapes if s.window is None and o.window is None] or [s]
-        others = sum(pages[o.name] * o.num_bytes for o in shapes if o not in alike)
-        fitting = (budget - spent - others) // sum(o.num_bytes for o in alike)
+        same = [o for o in shapes if s.window is None and o.window is None] or [s]
+        others = sum(pages[o.name] * o.num_bytes for o in shapes if o not in same)
+        fitting = (budget - spent - others) // sum(o.num_bytes for o in same)
         if s.window is None or sliding_budget is None:
             pages[s.name] = min(max(pages[s.name], fitting), most[s.name])
         if fitting < pages[s.name]:
             raise CapacityError(
-                f"the KV budget of {show(budget)} is too small for {s.name} layers, as other "
-                f"layers take {show(others)}: raise --kv-cache-memory or lower --sliding-kv-memory"
+                f"the KV budget of {show(budget)} is too small for {s.name} layers, because other "
+                f"layers use {show(others)}: raise --kv-cache-memory or lower --sliding-kv-memory"
             )
     return {name: num + 1 for name, num in pages.items()}, length
 
@@ -140,7 +142,7 @@ def _fitting_len(shapes: Sequence[GroupShape], budget: int, demand: Demand) -> i
         lower += ["--max-num-batched-tokens"] if windows else []
         remedy = f" or lower {' or '.join(lower)}" if lower else ""
         raise CapacityError(
-            f"a KV budget of {show(budget)} does not hold one request of {wanted} tokens, "
+            f"a KV budget of {show(budget)} is too small for one request of {wanted} tokens, "
             f"which needs {show(need(wanted))}{holds}: raise --kv-cache-memory{remedy}"
         )
     return low * page_size
@@ -157,12 +159,13 @@ def _extra(shape: GroupShape, demand: Demand) -> int:
     return 0 if shape.window is None else shape.pages_for(demand.chunk) + 1
 
 
-def _asked(shape: GroupShape, budget: int, length: int, demand: Demand) -> int:
+def _requested(shape: GroupShape, budget: int, length: int, demand: Demand) -> int:
+    """Return the pages that fit into the budget of --sliding-kv-memory."""
     num, needed = budget // shape.num_bytes - 1, shape.needed(length, demand.chunk)
     if num < needed:
         raise CapacityError(
-            f"--sliding-kv-memory of {show(budget)} does not hold one window of {shape.window} and "
-            f"a step of {demand.chunk} tokens: give at least {show((needed + 1) * shape.num_bytes)}"
+            f"--sliding-kv-memory={show(budget)} is too small for a window of {shape.window} and a "
+            f"step of {demand.chunk} tokens: use at least {show((needed + 1) * shape.num_bytes)}"
         )
     return num
 

@@ -1,27 +1,26 @@
 """The ledger: which pages each request holds, and when a page may be shared.
 
-It updates `pages`, `num_paged`, `num_computed` and `num_cached` of a request, and stands between
-the pools that count owners and the cache that finds prefixes. It does not know slots, steps, or
-which request should run. The rule it keeps, in each KV group, with `first` the first page that the
-token at num_computed reads, `full = num_computed // page_size` and
-`cached = num_cached // page_size`:
+It updates `pages`, `num_paged`, `num_computed` and `num_cached` of a request, using the pools that
+count owners and the cache that finds prefixes. It does not know slots, steps, or which request
+should run. Its rule, in each KV group, with `first` the first page that the token at num_computed
+reads, `full = num_computed // page_size` and `cached = num_cached // page_size`:
 
-    pages[0 : first)      a whole group: first is 0. Windowed: 0 where the page was released
-    pages[first : cached) came from the cache: shared with others, never written again
+    pages[0 : first)      windowed groups only (else first is 0): 0 where the page was released
+    pages[first : cached) from the cache: shared with other requests, never written again
     pages[cached : full)  written by this request; the cache may have adopted them
     pages[full : ]        still to be written: this request is the only owner
 
-A page enters the cache only when it is full of positions that are both computed (by a step already
-planned; later steps run after it on the one stream) and committed (the host knows the tokens).
+A page enters the cache only when all its positions are both computed (by a step that is already
+planned; later steps run after it on the same stream) and committed (the host knows the tokens).
 
 Windowed pages are released when the next ones are taken, so a decoding request holds at most the
-pages of its window. The pages of its prompt were offered to the cache by then and can be found.
-Those of its answer were not: few requests would continue from the middle of it.
+pages of its window. By then, the pages of its prompt have been offered to the cache. The pages of
+its answer have not: few requests would continue from the middle of an answer.
 
-Snapshots of recurrent states are the last group: for each page a row where a snapshot is to be
-taken, and 0 elsewhere. A row is assigned before the step that takes the snapshot, or never: if none
-is free, the request continues without it. It holds the last snapshot that it has passed, which a
-release offers to the cache, and those before it.
+Snapshots of recurrent states are the last group. They have a row for each page at whose end a
+snapshot is taken, and 0 for other pages. A row is assigned before the step that takes the snapshot;
+if no row is free, the request continues without this snapshot. A request holds the last snapshot
+that it has passed, which a release offers to the cache, and the later ones.
 """
 
 from collections import Counter
@@ -57,8 +56,7 @@ class PageHolder(Protocol):
 
 
 class PageChange(NamedTuple):
-    """A change of the page table of a group: these pages from this index on; zeros where pages were
-    released."""
+    """A change of a group's page table: the new pages from an index on, 0 for released ones."""
 
     group: int
     first_index: int
@@ -73,7 +71,10 @@ class PageLedger:
         enable_prefix_caching: bool = True,
         ahead: int = 0,
     ) -> None:
-        """`ahead`: positions after the last known one that need pages too, for drafts."""
+        """Create a ledger without requests.
+
+        `ahead` is the number of positions after the last known one that need pages, for drafts.
+        """
         self.groups = tuple(groups)
         self.ahead = ahead
         self.page_size = page_size
@@ -86,7 +87,7 @@ class PageLedger:
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """Number of pages that can be handed out."""
+        """Number of pages that can be given out."""
         return tuple(self.groups[g].pool.max_free for g in self._paged)
 
     @property
@@ -110,9 +111,11 @@ class PageLedger:
         return -(-num_tokens // self.page_size)
 
     def admit(self, request: PageHolder, budget: int, spare: int = 0) -> bool:
-        """Take pages, cached or new, if `spare` pages of each group then remain for others; return
-        whether that was possible. Whole groups get pages for every known token, windowed ones for
-        the first chunk, of at most `budget` tokens."""
+        """Take cached and new pages, if `spare` pages of each group remain for other requests.
+
+        Return whether that was possible. Whole groups get pages for every known token, windowed
+        groups for the first chunk of at most `budget` tokens.
+        """
         lookup = self._look_up(request)
         num_tokens, num_cached = request.num_tokens, lookup.num_pages * self.page_size
         chunk_end = min(num_cached + budget, num_tokens)
@@ -137,7 +140,7 @@ class PageLedger:
         request.lookup = None
         request.num_computed = request.num_cached = num_cached
         self._set_num_paged(request, num_cached, chunk_end)
-        if not request.num_preemptions:  # after one, a request finds what it stored itself
+        if not request.num_preemptions:  # a preempted request finds pages that it stored itself
             request.num_found = num_cached
             self.cache.stats.num_asked_tokens += num_tokens
             self.cache.stats.num_hit_tokens += num_cached
@@ -146,12 +149,15 @@ class PageLedger:
     def grow(
         self, request: PageHolder, num_tokens: int, num_stored: int | None = None
     ) -> list[PageChange] | None:
-        """Take pages to compute positions [num_stored, num_tokens), by default from num_computed,
-        and release those before the window; return the changes. If there are too few pages, change
-        nothing and return None."""
+        """Take pages to compute positions [num_stored, num_tokens), and release those before the
+        window.
+
+        `num_stored` is num_computed by default. Return the changes, or, if there are too few pages,
+        change nothing and return None.
+        """
         start = request.num_computed if num_stored is None else num_stored
         num_pages = self.pages_for(num_tokens)
-        read_from = start - request.num_behind  # by the drafter, when it catches up
+        read_from = start - request.num_behind  # the drafter reads from here when it catches up
         firsts = [group.first_read(read_from, self.page_size) for group in self.groups]
         by_group = request.pages or [[0] * first for first in firsts]
         passed = [self._passed(g, first, by_group[g]) for g, first in enumerate(firsts)]
@@ -196,8 +202,8 @@ class PageLedger:
                 counted = group.pool.references(page)
                 if owners[page] != counted:
                     raise PoolError(
-                        f"page {page} of group {g} counts {counted} owners, "
-                        f"a recount {owners[page]}"
+                        f"page {page} of group {g} counts {counted} owners, but a recount finds "
+                        f"{owners[page]}"
                     )
         for request in holders:
             self._check_pages(request)
@@ -206,11 +212,11 @@ class PageLedger:
         return self.groups[group].pool.num_free + self.cache.num_evictable(group)
 
     def _look_up(self, request: PageHolder) -> Lookup:
-        """Search the cache for a waiting request, whose tokens do not change meanwhile."""
+        """Search the cache for a waiting request, whose tokens do not change while it waits."""
         if request.lookup is not None:
             self.cache.search(request.lookup)
         elif self.enable_prefix_caching:
-            # at least one token is computed: the first sample needs its logits
+            # At least one token must be computed: the first sample needs its logits.
             limit = request.num_tokens - 1
             request.lookup = self.cache.look_up(request.all_token_ids, limit)
         else:
@@ -218,7 +224,7 @@ class PageLedger:
         return request.lookup
 
     def _take(self, group: int, first_index: int, n: int, start: int) -> list[int]:
-        """Take n pages from this index on, for a request that continues from this position."""
+        """Take n pages, from `first_index` on, for a request that continues from `start`."""
         if self.groups[group].interval:
             ends = range(first_index + 1, first_index + n + 1)
             return [self._take_row(group, end * self.page_size, start) for end in ends]
@@ -228,8 +234,7 @@ class PageLedger:
         return pool.take(n)
 
     def _take_row(self, group: int, end: int, start: int) -> int:
-        """Take a row for the snapshot after `end` tokens; return 0 if none is due or none is
-        free."""
+        """Take a row for the snapshot after `end` tokens; return 0 if none is due or free."""
         pool, _, interval = self.groups[group]
         if end % interval or end <= start or not self._num_available(group):
             return 0
@@ -238,7 +243,7 @@ class PageLedger:
         return pool.take(1)[0]
 
     def _num_freed(self, group: int, pages: list[int]) -> int:
-        """Return how many more pages are available once a request releases these."""
+        """Return how many pages become available when a request releases these."""
         return sum(self.cache.is_last_owner(group, page) for page in pages)
 
     def _passed(self, group: int, first: int, pages: list[int]) -> range:
@@ -255,8 +260,11 @@ class PageLedger:
         return PageChange(group, passed.start, zeros)
 
     def _set_num_paged(self, request: PageHolder, num_stored: int, num_tokens: int) -> None:
-        """Set num_paged. After a chunk of several tokens a window has pages to release, so that
-        the next token must call `grow` again."""
+        """Set num_paged.
+
+        After a chunk of several tokens a windowed group has pages to release, so num_paged makes
+        sure that `grow` is called for the next token.
+        """
         if self._has_window and num_tokens > num_stored + 1:
             request.num_paged = num_tokens
         else:
@@ -285,8 +293,8 @@ class PageLedger:
             for page in pages[request.num_computed // self.page_size :]:
                 if group.pool.references(page) != 1:
                     raise PoolError(
-                        f"page {page} of group {g} is shared, "
-                        f"and request {request.id} will write it"
+                        f"page {page} of group {g} is shared, but request {request.id} will write "
+                        "to it"
                     )
         for g, pages in enumerate(request.pages):
             self._check_companions(request, g, pages)
@@ -296,24 +304,26 @@ class PageLedger:
             end = (i + 1) * self.page_size
             if row and end % group.interval:
                 raise PoolError(
-                    f"request {request.id} has a snapshot after {end} tokens: none is due"
+                    f"request {request.id} has a snapshot after {end} tokens, where none is due"
                 )
             if row and end > request.num_computed and group.pool.references(row) != 1:
-                raise PoolError(f"snapshot {row} is shared, and request {request.id} will write it")
+                raise PoolError(
+                    f"snapshot {row} is shared, but request {request.id} will write to it"
+                )
 
     def _check_companions(self, request: PageHolder, group: int, pages: list[int]) -> None:
-        """Check that the owner of a page of a node owns the node's pages of whole groups too."""
+        """Check that the owner of any page of a node also owns the node's pages of whole groups."""
         for i, page in enumerate(pages):
             for g, companion in enumerate(self.cache.companions(group, page)):
                 if self.groups[g].is_whole and companion != request.pages[g][i]:
                     raise PoolError(
-                        f"request {request.id} owns page {page} of group {group}, "
-                        f"and not page {companion} of group {g}, which the cache keeps with it"
+                        f"request {request.id} owns page {page} of group {group}, but not page "
+                        f"{companion} of group {g}, which the cache keeps in the same node"
                     )
 
 
 def _held_before(stop: int, pages: list[int]) -> range:
-    """Return the indices of the pages held before this one: one range, after the released ones."""
+    """Return the indices of the pages held before `stop`: one range, after the released pages."""
     start = stop
     while start and pages[start - 1]:
         start -= 1
@@ -321,8 +331,10 @@ def _held_before(stop: int, pages: list[int]) -> range:
 
 
 def _taken_before(stop: int, rows: list[int], step: int) -> range:
-    """Return the same range for snapshots, of which one is due every `step` pages, but may not have
-    been taken."""
+    """Return the same range for snapshots.
+
+    A snapshot is due every `step` pages, but may not have been taken.
+    """
     taken = rows[step - 1 : stop : step]
     if not any(taken):
         return range(stop, stop)

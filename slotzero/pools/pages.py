@@ -1,16 +1,15 @@
 """The pool of KV pages: it counts the owners of each page.
 
-It knows neither what a page holds nor who the owners are: requests and the prefix cache. The rule
-it keeps: padded rows read page 0, so that page is never handed out; every other page is free
-exactly when its count is 0.
+It does not know the contents of a page or its owners (requests and the prefix cache). The rule:
+padded rows read page 0, so it is never given out; every other page is free exactly when its count
+is 0.
 
-The page freed last is handed out first. That makes no difference to the device, keeps the touched
-memory small, and a reader that kept a freed page meets foreign data at once, in the first test, and
-not only after the pool has been used up.
+The page that was freed last is given out first. That keeps the touched memory small, and code that
+still reads a freed page sees foreign data at once, in the first test, instead of only after the
+pool has run out of other pages.
 
-Layers that need the same pages of a request are one KV group, with its own pool: `KvPool`.
-Snapshots of recurrent states are handed out as if they were pages, each for the page that ends
-where it was taken.
+Layers that need the same pages of a request form a KV group with its own pool (`KvPool`). Snapshots
+of recurrent states are given out like pages: each belongs to the page at whose end it was taken.
 """
 
 from typing import NamedTuple
@@ -23,7 +22,7 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise CapacityError(f"{num_pages} pages: at least 1 is needed beside page 0")
+            raise CapacityError(f"{num_pages} KV pages: at least 1 is needed in addition to page 0")
         self.num_pages = num_pages
         # _free holds each page >= 1 with _references[page] == 0, once
         self._free = list(range(num_pages - 1, 0, -1))
@@ -41,7 +40,7 @@ class PagePool:
     def take(self, n: int) -> list[int]:
         """Take n free pages; the caller is the only owner of each."""
         if n > len(self._free):
-            raise PoolError(f"{n} pages requested, {len(self._free)} are free; evict first")
+            raise PoolError(f"{n} pages requested, {len(self._free)} are free: evict pages first")
         pages = [self._free.pop() for _ in range(n)]
         for page in pages:
             self._references[page] = 1
@@ -61,25 +60,26 @@ class PagePool:
         return self._references[page]
 
     def references(self, page: int) -> int:
-        self._require_ours(page)
+        """Return the number of owners of a page."""
+        self._require_in_pool(page)
         return self._references[page]
 
     def check(self) -> None:
         if self._references[0] or 0 in self._free:
-            raise PoolError("page 0, which is reserved for padding, was handed out")
+            raise PoolError("page 0, which is reserved for padding, was given out")
         unowned = [page for page in range(1, self.num_pages) if self._references[page] == 0]
         if sorted(self._free) != unowned:
-            raise PoolError(f"free pages are {sorted(self._free)}, a recount finds {unowned}")
+            raise PoolError(f"free pages are {sorted(self._free)}, but a recount finds {unowned}")
         if min(self._references) < 0:
             page = self._references.index(min(self._references))
             raise PoolError(f"page {page} has a negative number of owners")
 
-    def _require_ours(self, page: int) -> None:
+    def _require_in_pool(self, page: int) -> None:
         if not 1 <= page < self.num_pages:
-            raise PoolError(f"page {page} is not in this pool of 1 to {self.num_pages - 1}")
+            raise PoolError(f"page {page} is not in this pool of pages 1 to {self.num_pages - 1}")
 
     def _require_owned(self, page: int, verb: str) -> None:
-        self._require_ours(page)
+        self._require_in_pool(page)
         if self._references[page] == 0:
             raise PoolError(f"page {page} was {verb}, but it is free")
 
@@ -91,8 +91,8 @@ class KvPool(NamedTuple):
     window: int | None = None
     """The token at position p reads the keys of positions p - window + 1 to p. None: 0 to p."""
     interval: int = 0
-    """Tokens between two snapshots; 0: the group holds KV. A request that continues from a snapshot
-    reads the last one. If none is free, none is taken."""
+    """Tokens between two snapshots; 0 for a group of KV. A request that continues from a snapshot
+    reads the last one. If no row is free, no snapshot is taken."""
 
     @property
     def is_whole(self) -> bool:
@@ -107,7 +107,9 @@ class KvPool(NamedTuple):
 
 
 def reach(batch: int, ahead: int, behind: int) -> int:
-    """Return the tokens of one request for which a windowed group needs pages in addition to the
-    window: those of a chunk and of the drafts after it, or the drafts of a step, of the uncommitted
-    steps before it, and of the next."""
+    """Return the number of tokens for which a request needs windowed pages beyond its window.
+
+    These are the tokens of a chunk and the drafts after it, or the drafts of a step, of the
+    uncommitted steps before it and of the next step.
+    """
     return max(batch + ahead, 4 * ahead + behind)

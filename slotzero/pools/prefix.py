@@ -1,35 +1,36 @@
-"""The prefix cache: pages of KV that outlive their request, found again by their tokens.
+"""The prefix cache: pages of KV that outlive their request and are found by their tokens.
 
-It is a tree in which every edge is exactly one page of tokens: the path from the root spells a
-prefix, and the node at its end names, for each KV group, the page that holds the KV of its last
-edge, or 0. It does not know requests, steps or what KV is. An owner that matched or offered pages
-returns its references through `release` or `let_go`, so that the cache can count the pages that
-only it still owns: the idle ones.
+It is a tree in which every edge is exactly one page of tokens. The path from the root to a node is
+a prefix, and the node has, for each KV group, the page with the KV of its last edge, or 0. The
+cache does not know requests, steps or what KV is. An owner that matched or offered pages returns
+its references through `release` or `let_go`, so that the cache can count the idle pages: those that
+no one else owns.
 
-A hit of n nodes needs all their pages of whole groups, and in a windowed group those that the
-token after them reads. So a node has a page of every whole group, and may lack one of a windowed
+A hit of n nodes needs all their pages of whole groups, and in a windowed group the pages that the
+next token reads. So a node has a page of every whole group, and may lack a page of a windowed
 group; it stays as long as it, or a node below it, has a page. Snapshots of recurrent states are a
-windowed group too: a hit needs the snapshot that was taken where it ends.
+windowed group too: a hit needs the snapshot that was taken at its end.
 
-The rule it keeps if there is a whole group: the owner of any page of a node owns the whole pages of
+The rule, if there is a whole group: the owner of any page of a node also owns the whole pages of
 that node and of all nodes above it, so
 
     references(whole page of parent) >= references(whole page of child) >= 1
     references(whole page of node)   >= references(windowed page of node) >= 1, or there is none
 
-where the cache's own reference is one of them. Below a node whose whole pages only the cache owns
-there are only such nodes. So the number of pages that eviction can free is the number of idle
-pages: removing leaves frees all whole pages, and a windowed page can be taken from any node. This
-is why `insert` stops at a node that holds a page of another request, while `release`, after which
-the caller owns nothing, may continue. If the node is idle and there are windows, `insert` replaces
-its pages by the caller's: otherwise every request would recompute a prefix that lost the pages of
-its window, and keep it young, without ever finding it.
+including the cache's own reference. If only the cache owns the whole pages of a node, this is also
+true for all nodes below it. So the number of pages that eviction can free is the number of idle
+pages: removing leaves frees all whole pages, and a windowed page can be taken from any node. For
+the same reason `insert` stops at a node with a page of another request, while `release`, after
+which the caller owns nothing, may continue. If the node is idle and there are windows, `insert`
+replaces its pages by the caller's. Otherwise a prefix that has lost the pages of its window would
+be recomputed, and marked as recently used, by every request, but never found.
 
-A request that waits for memory is looked up repeatedly. Its `Lookup` keeps the path that was found,
-so that a search costs what has changed since the last one, not the length of the prompt.
+The prefix of a request that waits for memory is searched repeatedly. Its `Lookup` keeps the path
+that was found, so the cost of a search depends on the changes since the last one, not on the length
+of the prompt.
 
-If all groups are windowed, an owner need not own a whole path, because no page waits for the pages
-below it to be freed: every page has its own owners, and any request fills what a node lacks.
+If all groups are windowed, an owner need not own a whole path, because a page can be freed before
+the pages below it. Every page has its own owners, and any request adds pages that a node lacks.
 """
 
 from bisect import bisect_left
@@ -55,7 +56,7 @@ class _Node:
     key: Key
     parent: "_Node | None"
     pages: list[int]
-    """By group. 0: none."""
+    """By group; 0: no page."""
     children: dict[Key, "_Node"] = field(default_factory=dict)
 
 
@@ -66,14 +67,14 @@ class Lookup:
     token_ids: Sequence[int]
     max_pages: int
     num_idled: list[int]
-    """By group: the cache's counter when the hit was made young."""
+    """By group: value of the cache's counter when the hit was last marked as recently used."""
     num_pages: int = 0
-    """Pages of the longest hit, at the last search."""
+    """Number of pages of the longest hit at the last search."""
     path: list[_Node] = field(default_factory=list)
-    """path[: num_pages] is the hit; what follows is known but lacks pages of a windowed group."""
+    """path[: num_pages] is the hit; further nodes exist, but lack pages of a windowed group."""
     root: _Node | None = None
     num_fills: int = -1
-    """The cache's counter at the last search."""
+    """Value of the cache's counter at the last search."""
 
 
 class PrefixCache:
@@ -91,19 +92,19 @@ class PrefixCache:
         return sum(map(len, self._nodes))
 
     def num_evictable(self, group: int) -> int:
-        """Return how many pages evict() could free."""
+        """Return the number of pages that `evict` can free."""
         return len(self._idle[group])
 
     def pages(self, group: int) -> list[int]:
         return list(self._nodes[group])
 
     def companions(self, group: int, page: int) -> Sequence[int]:
-        """Return the pages, by group, of the node that holds this one; none if no node does."""
+        """Return the pages, by group, of the node with this page; empty if no node has it."""
         node = self._nodes[group].get(page)
         return () if node is None else tuple(node.pages)
 
     def is_last_owner(self, group: int, page: int) -> bool:
-        """Return whether the page has no owner, or only the cache, once the caller releases it."""
+        """Return whether the caller is the only owner of the page besides the cache."""
         return self.groups[group].pool.references(page) - (page in self._nodes[group]) == 1
 
     def look_up(self, token_ids: Sequence[int], limit: int) -> Lookup:
@@ -131,16 +132,17 @@ class PrefixCache:
         lookup.num_pages = n
 
     def num_idle(self, lookup: Lookup, group: int) -> int:
-        """Return how many pages of the hit only the cache owns: evict() cannot free them after a
-        match."""
+        """Return how many pages of the hit are idle: after a match, `evict` cannot free them."""
         n, idle = lookup.num_pages, self._idle[group]
         if self.groups[group].is_whole:  # then all nodes below an idle one are idle
             return n - bisect_left(lookup.path, 1, 0, n, key=lambda node: node.pages[group] in idle)
         return sum(page in idle for page in self._hit(lookup, group))
 
     def match(self, lookup: Lookup) -> list[list[int]]:
-        """Take one reference to each page of the hit, and return the pages by group. A windowed
-        group has 0 before the window."""
+        """Take one reference to each page of the hit, and return the pages by group.
+
+        A windowed group has 0 for pages before the window.
+        """
         pages: list[list[int]] = []
         for g, group in enumerate(self.groups):
             found = self._hit(lookup, g)
@@ -151,7 +153,7 @@ class PrefixCache:
         return pages
 
     def keep_young(self, lookup: Lookup) -> None:
-        """Make the hit of a waiting request the last to be evicted."""
+        """Mark the hit of a waiting request as recently used, so that it is evicted last."""
         for g, num_idled in enumerate(self._num_idled):
             if lookup.num_idled[g] != num_idled:  # else no page has become younger since
                 lookup.num_idled[g] = num_idled
@@ -168,8 +170,9 @@ class PrefixCache:
         path = self._adopt(token_ids, pages, is_leaving=True)
         for g, of_group in enumerate(pages):
             indices = range(len(of_group))
-            # the oldest goes first: of a whole group the end of the prefix, which must; of a
-            # windowed one its beginning, so that what is left ends in a whole window
+            # The page dropped first is evicted first: in a whole group the end of the prefix, as
+            # the tree requires; in a windowed one its beginning, so that the rest ends in a full
+            # window.
             for i in reversed(indices) if self.groups[g].is_whole else indices:
                 page = of_group[i]
                 if page:
@@ -178,12 +181,12 @@ class PrefixCache:
                         self._make_young(g, path[i].pages[g])
 
     def let_go(self, group: int, pages: Iterable[int]) -> None:
-        """Drop the caller's reference to these pages; those offered before can still be found."""
+        """Drop the caller's reference to these pages; pages offered before stay in the cache."""
         for page in pages:
             self._drop(group, page)
 
     def evict(self, group: int, n: int) -> int:
-        """Free up to n pages of the group, the least recently used first, and return how many."""
+        """Free up to n pages of the group, least recently used first; return how many."""
         idle, num_freed = self._idle[group], 0
         is_windowed = not self.groups[group].is_whole
         while num_freed < n and idle:
@@ -208,10 +211,10 @@ class PrefixCache:
         for g, group in enumerate(self.groups):
             found = {node.pages[g]: node for node in nodes if node.pages[g]}
             if found != self._nodes[g]:
-                raise PoolError(f"{len(self._nodes[g])} cached pages, the tree has {len(found)}")
+                raise PoolError(f"{len(self._nodes[g])} cached pages; the tree has {len(found)}")
             idle = {page for page in found if group.pool.references(page) == 1}
             if idle != self._idle[g].keys():
-                raise PoolError(f"idle pages are {set(self._idle[g])}, a recount finds {idle}")
+                raise PoolError(f"idle pages are {set(self._idle[g])}, but a recount finds {idle}")
         for node in nodes:
             self._check_node(node)
         for g in self._whole:
@@ -221,11 +224,11 @@ class PrefixCache:
         num_groups = len(self.groups)
         self._root = _Node(key=(), parent=None, pages=[0] * num_groups)
         self._nodes: list[dict[int, _Node]] = [{} for _ in range(num_groups)]
-        # _idle[group] holds each page that only the cache owns, the one unused for longest first;
-        # of a whole group every node before its parent, so that the first is a leaf
+        # _idle[group] has each page that only the cache owns, least recently used first. In a whole
+        # group every node comes before its parent, so that the first is a leaf.
         self._idle: list[OrderedDict[int, _Node]] = [OrderedDict() for _ in range(num_groups)]
-        self._num_fills = 0  # pages that were put into nodes
-        self._num_idled = [0] * num_groups  # pages that became idle, by group
+        self._num_fills = 0  # number of times that a page was added to a node
+        self._num_idled = [0] * num_groups  # number of times that a page became idle, by group
 
     def _keys(self, token_ids: Sequence[int], first: int, stop: int) -> Iterator[Key]:
         """Yield the key of each page in [first, stop) of these tokens."""
@@ -233,7 +236,7 @@ class PrefixCache:
         return (tuple(token_ids[i * size : (i + 1) * size]) for i in range(first, stop))
 
     def _walk(self, lookup: Lookup) -> None:
-        """Extend the path as far as the tree goes."""
+        """Extend the path by all nodes of the tree that match the tokens."""
         path = lookup.path
         node = path[-1] if path else self._root
         for key in self._keys(lookup.token_ids, len(path), lookup.max_pages):
@@ -250,7 +253,7 @@ class PrefixCache:
         return [node.pages[group] for node in lookup.path[first:n]]
 
     def _last_hole(self, path: list[_Node], n: int) -> int | None:
-        """Return the last index of a node that lacks a page which a hit of n nodes needs."""
+        """Return the index of the last node without a page that a hit of n nodes needs, or None."""
         for g in self._windowed:
             first = self.groups[g].first_read(n * self.page_size, self.page_size)
             for i in reversed(range(first, n)):
@@ -261,14 +264,13 @@ class PrefixCache:
     def _adopt(
         self, token_ids: Sequence[int], pages: Sequence[Sequence[int]], *, is_leaving: bool
     ) -> list[_Node]:
-        """Adopt the offered pages, and return the nodes of the prefix as far as the caller may
-        go."""
+        """Adopt offered pages; return the nodes of the prefix up to where that is allowed."""
         path: list[_Node] = []
         node, owns_path = self._root, True
         for key, mine in self._offers(token_ids, pages):
             child = node.children.get(key)
             if child is None:
-                # below another request's page, only pages that the leaving caller alone owns
+                # Below another request's page, only pages that no one but the caller owns.
                 if not (owns_path or all(self._references(g, mine[g]) == 1 for g in self._whole)):
                     break
                 child = node.children[key] = _Node(key, node, [0] * len(self.groups))
@@ -288,7 +290,10 @@ class PrefixCache:
     def _offers(
         self, token_ids: Sequence[int], pages: Sequence[Sequence[int]]
     ) -> list[tuple[Key, list[int]]]:
-        """Return each full page of tokens with its pages by group, up to the last that has any."""
+        """Return the key and the pages by group of each full page of tokens.
+
+        Those after the last that has a page in any group are left out.
+        """
         keys = self._keys(token_ids, 0, len(token_ids) // self.page_size)
         offers = list(zip(keys, map(list, zip(*pages, strict=False)), strict=False))
         while offers and not any(offers[-1][1]):
@@ -302,8 +307,8 @@ class PrefixCache:
         for g, page in enumerate(mine):
             if page and not node.pages[g] and (owns_path or self._references(g, page) == 1):
                 if page in self._nodes[g]:
-                    raise PoolError(f"page {page} is offered, but holds another cached prefix")
-                self.groups[g].pool.share(page)  # now the offerer and the cache own it: not idle
+                    raise PoolError(f"page {page} is offered, but the cache has it elsewhere")
+                self.groups[g].pool.share(page)  # the caller owns it too, so it is not idle
                 self._nodes[g][page] = node
                 node.pages[g] = page
                 self._num_fills += 1
@@ -355,7 +360,7 @@ class PrefixCache:
         if not any(pages) and not node.children:
             raise PoolError("a node without pages and children was not pruned")
         if not all(pages[g] for g in self._whole):
-            raise PoolError(f"the node of cached pages {pages} lacks one of a whole group")
+            raise PoolError(f"the node of cached pages {pages} lacks a page of a whole group")
         owners = {self._references(g, pages[g]) for g in self._whole}
         if len(owners) > 1:
             raise PoolError(f"cached pages {pages} of one node have different owners")

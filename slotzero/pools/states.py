@@ -1,8 +1,8 @@
-"""Recurrent states: one row for each slot, rows of snapshots, and states of drafts for rollback.
+"""Recurrent states: one row per slot, rows for snapshots, and states after drafts for rollback.
 
-A request's state is in the row of its slot, so states are not handed out. Snapshots are handed out
-like pages, see ledger.py: a table names the rows of each slot. Row 0 of all is zeros and is never
-written. This module knows shapes, and neither tokens nor the weights of layers.
+A request's state is in the row of its slot. Rows for snapshots are given out like pages (see
+ledger.py), and a table has the snapshot rows of each slot. Row 0 is always zeros and never written.
+This module knows shapes, but not tokens or weights.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ CONV_KEPT, SCAN_KEPT = "conv_snapshots", "scan_snapshots"
 CONV_TRAIL, SCAN_TRAIL = "conv_trail", "scan_trail"
 STATES, SNAPSHOTS = (CONV_STATE, SCAN_STATE), (CONV_KEPT, SCAN_KEPT)
 TRAILS = (CONV_TRAIL, SCAN_TRAIL)
-SNAPSHOT_SHARE = 0.25  # of the memory that is left for KV and snapshots
-MOST_SNAPSHOTS = 4  # per request, in addition to those that a step takes
+SNAPSHOT_SHARE = 0.25  # fraction of the memory for KV and snapshots
+MAX_SNAPSHOTS = 4  # per request, in addition to those that a step takes
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class StateShape:
         return self.num_layers * (conv + prod(self.scan.scan_shape) * self.scan_dtype.itemsize)
 
     def reserve(self, num_slots: int, max_width: int, budget: int) -> int:
-        """Return what is left of a budget after the states of every slot and of its drafts."""
+        """Return the rest of a budget after the states of all slots and their drafts."""
         drafts = num_slots * max_width if max_width > 1 else 0
         taken = self.num_bytes * (num_slots + 1 + drafts)
         if taken >= budget:
             lower = "--max-num-seqs or --speculative-steps" if drafts else "--max-num-seqs"
             raise CapacityError(
-                f"recurrent states of {num_slots} requests need {show(taken)}, the KV budget is "
-                f"{show(budget)}: lower {lower}, or raise --kv-cache-memory"
+                f"recurrent states of {num_slots} requests need {show(taken)}, but the KV budget "
+                f"is {show(budget)}: lower {lower}, or raise --kv-cache-memory"
             )
         return budget - taken
 
@@ -64,14 +64,17 @@ class StateShape:
                 "--kv-cache-memory or --snapshot-interval, or use --no-enable-prefix-caching"
             )
         fitting = int(budget * SNAPSHOT_SHARE) // self.num_bytes - 1
-        most = needed + demand.max_num_seqs * MOST_SNAPSHOTS
+        most = needed + demand.max_num_seqs * MAX_SNAPSHOTS
         return min(max(needed, fitting), most) + 1
 
     def tables(
         self, registry: Registry, num_slots: int, num_snapshots: int, rows: torch.Tensor | None
     ) -> States:
-        """Allocate the states. `num_snapshots` includes row 0; `rows` is the table that names the
-        snapshots of each slot, None without snapshots."""
+        """Allocate the states.
+
+        `num_snapshots` includes row 0. `rows` is the table with the snapshot rows of each slot, or
+        None without snapshots.
+        """
 
         def table(name: str, num_rows: int, conv: bool, through: str = "") -> torch.Tensor:
             shape = self.scan.conv_shape if conv else self.scan.scan_shape
@@ -110,7 +113,7 @@ class StateShape:
 
 
 def snapshot_tables(interval: int, max_len: int) -> tuple[TableSpec, ...]:
-    """Return the table of the row for the state after every `interval` tokens; 0: none is kept."""
+    """Return the table of snapshot rows: one column per `interval` tokens, 0 for no snapshot."""
     if not interval:
         return ()
     return (TableSpec(SNAPSHOT_ROWS, -(-max_len // interval), "int32", 0, is_matrix=True),)
@@ -119,7 +122,9 @@ def snapshot_tables(interval: int, max_len: int) -> tuple[TableSpec, ...]:
 def rows_of_table(
     first_page: int, rows: list[int], pages_per_snapshot: int
 ) -> tuple[int, list[int]]:
-    """Convert rows by page, from `first_page` on, to rows by column of the table; return the first
-    column, and the rows."""
+    """Convert rows by page, from `first_page` on, to rows by column of the table.
+
+    Return the first column, and the rows from there on.
+    """
     skipped = -(first_page + 1) % pages_per_snapshot
     return first_page // pages_per_snapshot, rows[skipped::pages_per_snapshot]

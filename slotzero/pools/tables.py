@@ -1,9 +1,9 @@
 """The tables: one row of device state per slot, and the staged host writes that change them.
 
-All tables are views of one arena of 32-bit words, so the writes of a step, whatever tables they
-touch, are one upload and one kernel in stream order. Slot 0's row is written once, here, and never
-again. Staged writes may also be for the same tables of another rank. This module does not know who
-owns a slot.
+All tables are views of one arena of 32-bit words, so the writes of a step to any tables are one
+upload and one kernel in stream order. The row of slot 0 is written once, here, and never again.
+Staged writes may also be for the same tables on another rank. This module does not know the owners
+of slots.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ class TableObserver(ABC):
 
     @abstractmethod
     def applied(self, words: Tensor, offsets: np.ndarray, values: np.ndarray) -> None:
-        """Called when staged writes have been applied: words[offsets] must now be values."""
+        """Handle that staged writes were applied: words[offsets] must now be `values`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Place:
 
 
 def count_words(num_slots: int, specs: Sequence[TableSpec]) -> int:
-    """Return the words of all tables; raises ConfigError if they are too many to be addressed."""
+    """Return the number of words of all tables; raise ConfigError if they cannot be addressed."""
     num_words = (num_slots + 1) * sum(spec.width for spec in specs)
     if num_words > MAX_WORDS:
         raise ConfigError(
@@ -50,7 +50,7 @@ def count_words(num_slots: int, specs: Sequence[TableSpec]) -> int:
 
 
 class Staging:
-    """Staged writes to tables of this layout, on this rank or another."""
+    """Staged writes to tables with this layout, on this rank or another."""
 
     def __init__(self, num_slots: int, specs: Sequence[TableSpec]) -> None:
         self.num_slots, self.specs = num_slots, tuple(specs)
@@ -74,7 +74,8 @@ class Staging:
             raise ContractError(f"table {name!r}: slot {slot} is not one of 1 to {self.num_slots}")
         if first < 0 or first + len(values) > spec.width:
             raise ContractError(
-                f"table {name!r}: {len(values)} values at {first} for {spec.width} columns"
+                f"table {name!r}: {len(values)} values from column {first} on do not fit into "
+                f"{spec.width} columns"
             )
         words = np.asarray(values, dtype=_DTYPES[spec.dtype][1]).view(np.int32)
         offset = base + slot * spec.width + first
@@ -84,15 +85,18 @@ class Staging:
         written[name] = max(written.get(name, 0), first + len(values))
 
     def reset(self, slot: int) -> None:
-        """Reset to neutral whatever was staged for this slot's last owner; tokens may stay."""
+        """Reset all values written for the last owner of this slot, except tokens, to neutral."""
         for name, width in self._written.pop(slot, {}).items():
             if name != "tokens":
                 self.stage(name, slot, np.full(width, self._places[name].spec.neutral))
         self._written.pop(slot, None)
 
     def take(self) -> np.ndarray | None:
-        """Return the staged writes, [2, n]: words and their values. If a word was staged twice,
-        both writes have the later value, so their order does not matter."""
+        """Return the staged writes, [2, n]: words and their values.
+
+        If a word was staged twice, both writes have the later value, so their order does not
+        matter.
+        """
         self._taken, self._staged = self._staged, []
         if not self._taken:
             return None
@@ -101,8 +105,10 @@ class Staging:
         return np.stack([offsets, values])
 
     def take_back(self) -> None:
-        """Stage again what was taken last, because it may have reached no table. Writes that did
-        are repeated, with the latest value at that time."""
+        """Stage the writes of the last `take` again, because they may not have been applied.
+
+        Writes that were applied are repeated, with the latest values.
+        """
         self._staged, self._taken = self._taken + self._staged, []
 
     def place_of(self, offset: int) -> tuple[str, int, int]:
@@ -123,28 +129,28 @@ class SlotTables(Staging):
         pages_per_slot: int,
         vocab_size: int,
         page_tables: Sequence[str],
-        more: Sequence[TableSpec] = (),
+        extra_tables: Sequence[TableSpec] = (),
     ) -> None:
-        """`page_tables`: the names of the page tables, one for each KV group."""
+        """Allocate all tables; `page_tables` are the names of the page tables by KV group."""
         specs = (
             # tokens[slot, i] is known for i <= length[slot]; one more column for the last sample.
-            TableSpec("tokens", max_len + 1, "int32", 0, follows="logits"),
+            TableSpec("tokens", max_len + 1, "int32", 0, chosen_from="logits"),
             TableSpec("length", 1, "int32", 0),  # tokens whose KV is stored
             TableSpec("target", 1, "int32", 0),  # sampling begins once length reaches it
             *(TableSpec(name, pages_per_slot, "int32", 0, is_matrix=True) for name in page_tables),
             *SAMPLING_TABLES,
             *mask_tables(vocab_size),
-            *more,
+            *extra_tables,
         )
         what, num_bytes = f"tables of {num_slots} requests", 4 * count_words(num_slots, specs)
-        refuse_beyond(2 * num_bytes, registry.device, what, REMEDY)  # with what is staged
+        refuse_beyond(2 * num_bytes, registry.device, what, REMEDY)  # tables and staged values
         super().__init__(num_slots, specs)
         try:
             self._arena = torch.zeros(self.num_words, dtype=torch.int32, device=registry.device)
         except RuntimeError as error:
             raise CapacityError(f"{what} do not fit into memory: {REMEDY}") from error
         self._views = {
-            name: registry.table(name, self._view(place), follows=place.spec.follows)
+            name: registry.table(name, self._view(place), chosen_from=place.spec.chosen_from)
             for name, place in self._places.items()
         }
         for spec in specs:
@@ -156,7 +162,7 @@ class SlotTables(Staging):
         self.observer: TableObserver | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a table whose name is data: a page table, or one of `more`."""
+        """Return a table by name: a page table, or one of `extra_tables`."""
         return self._views[name]
 
     def apply(self) -> None:
@@ -169,7 +175,7 @@ class SlotTables(Staging):
             return
         host = torch.from_numpy(writes)
         if self._arena.is_cuda:
-            host = host.pin_memory()  # the allocator of pinned memory keeps it until the copy ends
+            host = host.pin_memory()  # PyTorch does not reuse pinned memory before the copy ends
         self._write(host.to(self._arena.device, non_blocking=True))
         if self.observer is not None:
             self.observer.applied(self._arena, *writes)

@@ -51,9 +51,7 @@ class Quantization:
     unpacks: bool = False
     """Unpack quantised weights to the compute type."""
 
-    def format_of(
-        self, module: str, in_features: int, is_sensitive: bool
-    ) -> WeightFormat | None:
+    def format_of(self, module: str, in_features: int, is_sensitive: bool) -> WeightFormat | None:
         """Return the format in which a linear layer's weight is kept; None: the compute type."""
         if self.online is not None:
             return None if is_sensitive else _fit_online(self.online, in_features)

@@ -71,10 +71,10 @@ class Passes:
         max_rows: int,
         max_tokens: int,
         dtype: torch.dtype,
-        follower: DrafterHook | None = None,
+        drafter: DrafterHook | None = None,
         states: States | None = None,
     ) -> None:
-        self.follower, self._states = follower, states
+        self.drafter, self._states = drafter, states
         self._decoder = decoder
         self._kernels = kernels
         self._tables = tables
@@ -90,10 +90,12 @@ class Passes:
         self._positions = registry.derived(positions, (max_tokens,), torch.int32, per="token")
         self._new_length = registry.derived(new_length, (max_rows,), torch.int32)
         self._chosen = Sampled(
-            registry.output(SAMPLED, (max_rows,), torch.int32, follows=LOGITS),
-            registry.output(LOGPROBS, (max_rows,), torch.float32, follows=LOGITS),
-            registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, follows=LOGITS),
-            registry.output(TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32, follows=LOGITS),
+            registry.output(SAMPLED, (max_rows,), torch.int32, chosen_from=LOGITS),
+            registry.output(LOGPROBS, (max_rows,), torch.float32, chosen_from=LOGITS),
+            registry.output(TOP_IDS, (max_rows, MAX_LOGPROBS), torch.int32, chosen_from=LOGITS),
+            registry.output(
+                TOP_LOGPROBS, (max_rows, MAX_LOGPROBS), torch.float32, chosen_from=LOGITS
+            ),
         )
         # float16 logits would lose precision; with bfloat16 everything else is less precise anyway
         wide = torch.float32 if dtype is torch.float16 else dtype
@@ -104,7 +106,7 @@ class Passes:
         return RunnerSpec("decode", ladder, None, (SLOTS,), self._decode, writes)
 
     def prefill_spec(self, name: str, tokens: Ladder, rows: Ladder) -> RunnerSpec:
-        extra = () if self.follower is None else self.follower.writes
+        extra = () if self.drafter is None else self.drafter.writes
         writes = tuple(dict.fromkeys((*WRITES, *self._decoder.writes, *extra)))
         return RunnerSpec(name, tokens, rows, (SLOTS, COUNTS), self._prefill, writes)
 
@@ -113,11 +115,11 @@ class Passes:
         derived = (self._token_slots, self._positions, self._new_length)
         rows = [tensor[: key.rows] for tensor in derived]
         self._kernels.decode_positions(self._slots[: key.rows], self._tables.length, *rows)
-        taps = () if self.follower is None else self.follower.taps
+        taps = () if self.drafter is None else self.drafter.taps
         features = self._decoder.new_hidden(key.tokens, len(taps))
         normed = self._forward(key, None, pieces, views_of(features, taps))
-        if self.follower is not None:
-            self.follower.defer(Tokens(*rows[:2]), features)
+        if self.drafter is not None:
+            self.drafter.defer(Tokens(*rows[:2]), features)
         self._finish(key, normed)
 
     def _prefill(self, key: GraphKey, pieces: Pieces) -> None:
@@ -134,13 +136,13 @@ class Passes:
         self._positions[: key.tokens].copy_((start[row] + offset) * real)
         torch.add(start, counts, out=self._new_length[: key.rows])
         rows, last = Rows(slots, start, counts, ends), (ends - 1).clamp_min(0)
-        taps = () if self.follower is None else self.follower.taps
+        taps = () if self.drafter is None else self.drafter.taps
         features = self._decoder.new_hidden(key.tokens, len(taps))
         normed = self._forward(key, rows, pieces, views_of(features, taps))
         self._finish(key, normed.select(last))
-        if self.follower is not None:
+        if self.drafter is not None:
             tokens = Tokens(self._token_slots[: key.tokens], self._positions[: key.tokens])
-            self.follower.extend(DrafterInputs(tokens, rows, features, last), pieces)
+            self.drafter.extend(DrafterInputs(tokens, rows, features, last), pieces)
 
     def _forward(
         self,

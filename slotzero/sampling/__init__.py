@@ -1,1 +1,1 @@
-"""Sampling of the next token: parameters of a request, their tables, and the reference sampler."""
+"""Sampling of the next token: a request's parameters, their tables, and the reference sampler."""

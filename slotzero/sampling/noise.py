@@ -1,17 +1,16 @@
-"""The noise of sampling: Gumbel numbers that are computed from a hash, not drawn.
+"""Gumbel noise for sampling, computed from a hash instead of a random number generator.
 
-There is no generator and no state. The number for a vocabulary index is a hash of four 32-bit words
-(seed low, seed high, position, index), so a row's noise does not depend on its neighbours, on the
-bucket, on the order of rows, on the device or on what ran before, and every rank of a parallel
-group computes the same one.
+There is no state. The number for a vocabulary index is a hash of four 32-bit words (seed low, seed
+high, position, index). So the noise of a row does not depend on other rows, their order, the
+captured size, the device or earlier steps, and all ranks compute the same noise.
 
 The rule: `kernels/cpu/sample.cpp` does the same integer arithmetic. torch has no unsigned 32-bit
-multiply, so words live in int64 here and are masked back after each step that can leave 32 bits.
+multiplication, so words are int64 here, masked after each operation that can exceed 32 bits.
 
-A uniform number has 23 bits and sits in the middle of its cell: u = (cell + 0.5) * 2^-23. That is
-the finest grid of which float32 holds every point; a 24th bit would round the last u to 1, whose
-Gumbel number is infinite. The largest one is then 16.6, so a token 2^28 times less likely than
-the likeliest is never chosen.
+A uniform number has 23 bits and lies in the middle of its cell: u = (cell + 0.5) * 2^-23. This is
+the finest grid on which float32 represents every point; with a 24th bit, the last u would round to
+1, whose Gumbel number is infinite. The largest number is then 16.6, so a token that is 2^28 times
+less likely than the most likely one is never chosen.
 """
 
 import torch
@@ -23,16 +22,16 @@ KEY_STARTS = (0x243F6A88, 0x85A308D3)
 
 
 def mix(word: Tensor) -> Tensor:
-    """Mix 32-bit words by a bijection in which every input bit affects every output bit."""
+    """Mix 32-bit words with a bijection in which every input bit affects every output bit."""
     word = ((word ^ (word >> 16)) * 0x7FEB352D) & WORD
     word = ((word ^ (word >> 15)) * 0x846CA68B) & WORD
     return word ^ (word >> 16)
 
 
 def row_keys(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold seed [rows, 2] and position [rows] into two words: [rows] each, int64.
+    """Hash `seed` [rows, 2] and `position` [rows] to two words, [rows] int64 each.
 
-    Two, because with one word 80,000 (seed, position) pairs would already share a noise row.
+    With only one word, two of 80,000 (seed, position) pairs would probably have the same noise.
     """
     words = (seed[:, 0], seed[:, 1], position)
     low, high = (torch.full_like(position, start, dtype=torch.int64) for start in KEY_STARTS)
@@ -44,14 +43,14 @@ def row_keys(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_words(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Return the hash for every vocabulary index: [rows, vocab] int64 in [0, 2^32)."""
+    """Return the hash of every vocabulary index: [rows, vocab] int64 in [0, 2^32)."""
     low, high = row_keys(seed, position)
     index = torch.arange(vocab, dtype=torch.int64, device=seed.device)
     return mix((index + low[:, None]) & WORD) ^ high[:, None]
 
 
 def gumbel(seed: Tensor, position: Tensor, vocab: int) -> Tensor:
-    """Return standard Gumbel numbers, [rows, vocab] float32; always finite."""
+    """Return standard Gumbel numbers, [rows, vocab] float32. All are finite."""
     cell = (hash_words(seed, position, vocab) >> 9).to(torch.float32)
     uniform = (cell + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))

@@ -1,7 +1,7 @@
-"""The sampling parameters of one request. Pure data: it knows neither tensors nor slots.
+"""The sampling parameters of one request. Pure data: it does not know tensors or slots.
 
-Field names and meanings follow vLLM's `SamplingParams`; other fields are refused. A value that is
-not supported is refused here, by name, before anything runs.
+Field names and meanings follow vLLM's `SamplingParams`; other fields raise. A value that is not
+supported raises an error here, with the field's name, before anything runs.
 """
 
 import math
@@ -17,24 +17,26 @@ from slotzero.sampling.structured import StructuredOutputs, structured_outputs
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 32
 MAX_LOGIT_BIAS = 300
-LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3  # of repetition: a logit stays finite
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3  # within these, logits stay finite
 MAX_N = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
+    """How to sample the answers to a prompt, and where they end."""
+
     n: int = 1
     """Number of answers per prompt; answer i is sampled with seed + i."""
     temperature: float = 1.0
-    """Divides the logits: 0 is greedy, lower values make the likeliest tokens likelier."""
+    """Divisor of the logits: 0 is greedy; lower values favour the most likely tokens."""
     top_k: int = 0
     """Sample from the k most likely tokens; 0 or -1 means all."""
     top_p: float = 1.0
     """Sample from the smallest set of most likely tokens with this total probability."""
     min_p: float = 0.0
-    """Exclude tokens less likely than this fraction of the most likely one."""
+    """Exclude tokens whose probability is below this fraction of the most likely token's."""
     repetition_penalty: float = 1.0
-    """Divides (or multiplies, when negative) the logit of every token in the prompt or answer."""
+    """Divisor of the logit (or factor, if it is negative) of every token in prompt and answer."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token in the answer."""
     frequency_penalty: float = 0.0
@@ -42,27 +44,30 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """The same request with the same seed gives the same tokens, whatever its neighbours."""
+    """The same request with the same seed gives the same tokens, regardless of other requests."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as fit into the context."""
+    """Maximum number of tokens to generate; None: until the context is full."""
     min_tokens: int = 0
-    """Fewest tokens to generate before an end-of-sequence or stop token may be chosen."""
+    """Number of tokens to generate before an end-of-sequence or stop token may be chosen."""
     stop: str | Sequence[str] = ()
     """String that ends the answer and is not part of it; may be repeated."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end the answer."""
     include_stop_str_in_output: bool = False
+    """Include the stop string in the answer."""
     ignore_eos: bool = False
     """Do not stop at end-of-sequence tokens; generate max_tokens."""
     logprobs: int | None = None
     """Return the log probability of each chosen token and of the N most likely ones."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     detokenize: bool = True
+    """Return text; without it, only token ids are returned."""
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
-    """Constraint on the answer. Its end ends the answer, regardless of ignore_eos."""
+    """Structure that the answer must have. The answer ends with it, regardless of ignore_eos."""
 
     speculative: bool = True
-    """Whether speculative decoding may be used, if the engine has it; no answer depends on it."""
+    """Whether the engine may use speculative decoding, if it is enabled; answers do not change."""
 
     def __post_init__(self) -> None:
         for name in _INTEGERS + _NUMBERS:
@@ -78,16 +83,16 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_number("stop_token_ids", token, integer=True)
         object.__setattr__(self, "logit_bias", _token_keys(self.logit_bias or {}))
-        asked = structured_outputs(self.structured_outputs)
-        object.__setattr__(self, "structured_outputs", asked)
+        structure = structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", structure)
         for name, ok, rule in self._rules():
             if not ok:
                 raise _refused(name, getattr(self, name), rule)
 
     def ends_at(self, eos_token_ids: Collection[int]) -> frozenset[int]:
         """Return the tokens that end the answer and are not part of it."""
-        goes_on = self.ignore_eos and self.structured_outputs is None
-        return frozenset((*(() if goes_on else eos_token_ids), *self.stop_token_ids))
+        ignores_eos = self.ignore_eos and self.structured_outputs is None
+        return frozenset((*(() if ignores_eos else eos_token_ids), *self.stop_token_ids))
 
     def _rules(self) -> tuple[tuple[str, bool, str], ...]:
         finite = math.isfinite
@@ -103,8 +108,9 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1 (0 keeps every token)"),
             (
                 "repetition_penalty",
-                LEAST_PENALTY <= self.repetition_penalty <= MOST_PENALTY,
-                f"must be between {LEAST_PENALTY:g} and {MOST_PENALTY:g} (1 changes nothing)",
+                MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+                f"must be between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g} "
+                "(1 means no penalty)",
             ),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
@@ -112,12 +118,12 @@ class SamplingParams:
                 "logit_bias",
                 len(self.logit_bias) <= MAX_LOGIT_BIAS
                 and all(finite(v) for v in self.logit_bias.values()),
-                f"must hold at most {MAX_LOGIT_BIAS} token ids with finite values",
+                f"must have at most {MAX_LOGIT_BIAS} token ids, with finite values",
             ),
             (
                 "max_tokens",
                 self.max_tokens is None or self.max_tokens >= 1,
-                "must be at least 1; without it, as many as the context holds",
+                "must be at least 1; leave it out to generate until the context is full",
             ),
             (
                 "min_tokens",
@@ -128,18 +134,18 @@ class SamplingParams:
             (
                 "seed",
                 self.seed is None or -(2**63) <= self.seed < 2**63,
-                "must fit into 64 bits",
+                "must be a signed 64-bit integer",
             ),
-            ("stop", all(self.stop), "must not hold an empty string"),
+            ("stop", all(self.stop), "must not contain an empty string"),
             (
                 "stop",
                 self.detokenize or not self.stop,
-                "stop strings need detokenize=True; use stop_token_ids",
+                "stop strings need detokenize=True; set that, or use stop_token_ids",
             ),
             (
                 "stop_token_ids",
                 len(self.stop_token_ids) <= MAX_STOP_IDS // 2,
-                f"must hold at most {MAX_STOP_IDS // 2} ids",
+                f"must have at most {MAX_STOP_IDS // 2} token ids",
             ),
             (
                 "logprobs",
@@ -149,7 +155,7 @@ class SamplingParams:
         )
 
 
-MOST_INTEGER = 1 << 1000  # a float can hold it
+MAX_INTEGER = 1 << 1000  # can still be converted to float
 _INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed")
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "speculative",
@@ -164,7 +170,7 @@ def _check_number(name: str, value: object, *, integer: bool) -> None:
     may_be_none = name in ("max_tokens", "logprobs", "seed")
     if isinstance(value, bool) or not (isinstance(value, kinds) or (value is None and may_be_none)):
         raise _refused(name, value, f"must be {'an integer' if integer else 'a number'}")
-    if not integer and isinstance(value, int) and abs(value) > MOST_INTEGER:
+    if not integer and isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise _refused(name, value, "is too large")
 
 
@@ -187,9 +193,9 @@ def _token_keys(bias: Mapping[int, float]) -> Mapping[int, float]:
     try:
         return MappingProxyType({_token(token): float(value) for token, value in bias.items()})
     except (AttributeError, OverflowError, TypeError, ValueError):
-        raise _refused("logit_bias", bias, "keys are token ids, values are numbers") from None
+        raise _refused("logit_bias", bias, "must map token ids (integers) to numbers") from None
 
 
 def _token(key: int | str) -> int:
-    """Convert the key of a logit bias, which is a string in JSON, to a token id."""
+    """Convert a key of logit_bias to a token id; in JSON, keys are strings."""
     return int(key) if isinstance(key, str) else operator.index(key)

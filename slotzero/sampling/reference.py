@@ -1,28 +1,29 @@
-"""Reference implementation of sampling: the slow, plain definition.
+"""Reference implementation of sampling: slow, but the definition of what kernels must compute.
 
-It is a pure function of (logits, slots, positions, tables). It runs inside the captured step, so it
-never reads a value back to the host and no shape depends on data. It knows neither requests nor
-batches; it writes nothing.
+It is a pure function of (logits, slots, positions, tables) and writes nothing. It runs inside the
+captured step, so it never reads a value back to the host, and no shape depends on data. It does not
+know requests or batches.
 
-The rules it keeps:
+Its rules:
 
-- The sample of a row depends only on its own logits, its slot's rows and its position. Other rows,
-  order and padding cannot change it. Rows of slot 0 return zeros.
-- There is no state. Occurrences of a token are counted from the token table each time, so no count
-  can be stale. Token ids outside the vocabulary, and whatever is in the table at or past the
-  position, are not counted.
-- A token that a grammar forbids has the logit -inf before anything else is done, whatever it was.
-- Log probabilities report the model: the softmax of the logits as they came in.
-- Every filter is a threshold. Token i stays if the weight strictly above it is less than a budget
-  (top-k: one each, budget k; top-p: its probability, budget top_p), so equal logits are kept or
-  dropped together, and the three filters are one comparison with the highest threshold.
-- A row without a finite maximum (NaN anywhere, +inf anywhere, or nothing but -inf) has no
-  distribution to choose from. It yields token 0, an id that is always valid, so the next step reads
-  valid memory and other rows are not affected. This is not hidden: if the incoming logits were
-  broken, the requested log probabilities are NaN.
+- The sample of a row depends only on its own logits, the table rows of its slot, and its position.
+  Other rows, their order and padding cannot change it. Rows of slot 0 return zeros.
+- There is no state. Occurrences of a token are counted in the token table each time, so counts
+  cannot be stale. Token ids outside the vocabulary, and table entries at or after the position, are
+  not counted.
+- A token that the grammar forbids gets the logit -inf first, before any other adjustment.
+- Log probabilities are those of the model: the softmax of the unmodified logits.
+- Every filter is a threshold. A token is kept if the total weight of all tokens with higher logits
+  is less than a budget (top-k: weight 1 each, budget k; top-p: their probabilities, budget top_p).
+  So equal logits are kept or dropped together, and the three filters are one comparison with the
+  highest threshold.
+- A row without a finite maximum (it contains NaN or +inf, or only -inf) has no distribution. It
+  yields token 0, a valid id, so that the next step reads valid memory and other rows are not
+  affected. The error stays visible: the requested log probabilities are NaN if the logits were
+  invalid.
 
-Scaled logits are (logit - maximum) / temperature rather than logit / temperature: the same
-distribution, but it cannot overflow, however small the temperature.
+Scaled logits are (logit - maximum) / temperature instead of logit / temperature. The distribution
+is the same, but small temperatures cannot cause an overflow.
 """
 
 import torch
@@ -34,9 +35,11 @@ from slotzero.sampling.tables import Sampled, SamplingTables
 
 
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Sampled:
-    """Sample one token per row. `logits` [rows, vocab]; `positions` [rows]: the index that the new
-    token will have."""
-    own = SamplingTables(*(table[slots.long()] for table in tables))  # one row per row
+    """Sample one token per row from `logits` [rows, vocab].
+
+    `positions` [rows] are the positions that the new tokens will have.
+    """
+    own = SamplingTables(*(table[slots.long()] for table in tables))  # [rows, ...] each
     adjusted = adjust(logits, positions, own)
     peak = adjusted.amax(-1, keepdim=True)
     scaled = (adjusted - peak) / torch.where(own.temperature > 0, own.temperature, 1.0)[:, None]
@@ -48,7 +51,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTab
 
 
 def adjust(logits: Tensor, positions: Tensor, own: SamplingTables) -> Tensor:
-    """Apply mask, penalties, bias and min_tokens, in that order: [rows, vocab]."""
+    """Apply grammar mask, penalties, bias and min_tokens, in that order; return [rows, vocab]."""
     vocab = logits.shape[-1]
     logits = logits.masked_fill(_forbidden(own, vocab), -torch.inf)
     index = torch.arange(own.tokens.shape[-1], device=logits.device)
@@ -67,7 +70,10 @@ def adjust(logits: Tensor, positions: Tensor, own: SamplingTables) -> Tensor:
 
 
 def floor(scaled: Tensor, own: SamplingTables) -> Tensor:
-    """Return the lowest scaled logit that may be chosen: [rows]. The maximum of `scaled` is 0."""
+    """Return the lowest scaled logit that top-k, top-p and min-p keep, [rows].
+
+    The maximum of each row of `scaled` is 0.
+    """
     vocab = scaled.shape[-1]
     ordered = scaled.sort(dim=-1, descending=True).values
     num_kept = torch.where(own.top_k > 0, own.top_k.clamp(max=vocab), vocab)
@@ -81,8 +87,10 @@ def floor(scaled: Tensor, own: SamplingTables) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log softmax with a float64 sum. torch's own adds 50,000 values in float32 and is
-    off by 7e-5."""
+    """Return the log softmax, summed in float64.
+
+    torch's own function sums in float32, and with 50,000 values its error is 7e-5.
+    """
     shifted = logits - logits.amax(-1, keepdim=True)
     total = shifted.exp().sum(-1, keepdim=True, dtype=torch.float64)
     return shifted - total.log().to(torch.float32)
@@ -92,12 +100,12 @@ def _report(logits: Tensor, chosen: Tensor, num_wanted: Tensor) -> Sampled:
     logprobs = log_softmax(logits)
     top = logits.sort(dim=-1, descending=True, stable=True).indices[:, :MAX_LOGPROBS]
     wanted = torch.arange(top.shape[-1], device=logits.device) < num_wanted[:, None]
-    sound = logits.amax(-1, keepdim=True).isfinite()
-    missing = (0, MAX_LOGPROBS - top.shape[-1])  # a vocabulary smaller than the output
+    is_valid = logits.amax(-1, keepdim=True).isfinite()
+    missing = (0, MAX_LOGPROBS - top.shape[-1])  # if the vocabulary is smaller than the output
     return Sampled(
         tokens=chosen.to(torch.int32),
         logprobs=torch.where(num_wanted >= 0, logprobs.gather(-1, chosen[:, None])[:, 0], 0.0),
-        top_ids=_pad(torch.where(wanted & sound, top, 0).to(torch.int32), missing),
+        top_ids=_pad(torch.where(wanted & is_valid, top, 0).to(torch.int32), missing),
         top_logprobs=_pad(torch.where(wanted, logprobs.gather(-1, top), 0.0), missing),
     )
 
@@ -110,7 +118,7 @@ def _forbidden(own: SamplingTables, vocab: int) -> Tensor:
 
 
 def _count(ids: Tensor, counted: Tensor, vocab: int) -> Tensor:
-    """Return how often each id occurs where `counted`: [rows, vocab] int32."""
+    """Return how often each id occurs where `counted` is true: [rows, vocab] int32."""
     target = torch.where(counted & (ids >= 0) & (ids < vocab), ids, vocab).long()
     counts = torch.zeros(ids.shape[0], vocab + 1, dtype=torch.int32, device=ids.device)
     ones = torch.ones_like(target, dtype=torch.int32)

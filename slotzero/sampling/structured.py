@@ -1,7 +1,7 @@
-"""Structured outputs: the structure that an answer must have. Pure data: it compiles nothing.
+"""Structured outputs: the structure that an answer must have. Pure data: it compiles no grammar.
 
-The rule: exactly one structure is given, and it is kept as text. Two requests with the same kind
-and text have the same grammar.
+The rule: exactly one structure is given, and it is stored as text. Two requests with the same kind
+and text share a grammar.
 """
 
 import json
@@ -19,30 +19,32 @@ NAMES = (*KINDS, "json")
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
+    """The structure of an answer. Exactly one field is set."""
+
     json_schema: str | Mapping[str, Any] | None = None
-    """The answer is JSON that this schema, a dict or JSON text, allows."""
+    """The answer is JSON that conforms to this schema, given as a dict or JSON text."""
     json_object: bool | None = None
-    """The answer is a JSON object, whatever is in it."""
+    """The answer is any JSON object."""
     regex: str | None = None
     """The whole answer matches this regular expression (Rust's syntax: no look-around)."""
     choice: Sequence[str] | None = None
-    """The answer is one of these texts."""
+    """The answer is one of these strings."""
     json: str | Mapping[str, Any] | None = None
-    """vLLM's name of json_schema; its value is moved there."""
+    """vLLM's name for json_schema; its value is moved there."""
 
     def __post_init__(self) -> None:
         for name, ok, rule in (
             ("json_object", isinstance(self.json_object, bool | None), "must be true"),
             ("regex", self.regex is None or isinstance(self.regex, str), "must be a string"),
             ("choice", self.choice is None or _is_texts(self.choice), "must be a list of strings"),
-            ("choice", self.choice is None or self.choice, "is empty; give at least one string"),
+            ("choice", self.choice is None or self.choice, "is empty; it needs at least one entry"),
         ):
             if not ok:
                 raise _refused(name, getattr(self, name), rule)
         named = [name for name in NAMES if getattr(self, name) not in (None, False)]
         if len(named) != 1:
             got = " and ".join(named) or "none"
-            raise structure_error(f"give one of {', '.join(NAMES)}, got {got}")
+            raise structure_error(f"must have exactly one of {', '.join(NAMES)}, got {got}")
         if self.regex is not None:
             _check_unicode("regex", self.regex)
         if self.choice is not None:
@@ -72,44 +74,44 @@ class StructuredOutputs:
                 return json.dumps(self.choice)
 
 
-def structured_outputs(asked: object) -> StructuredOutputs | None:
-    """Convert what a request gives: None, StructuredOutputs, or a mapping of its fields."""
-    if asked is None or isinstance(asked, StructuredOutputs):
-        return asked
-    if not isinstance(asked, Mapping):
-        shown = reprlib.repr(asked)
+def structured_outputs(given: object) -> StructuredOutputs | None:
+    """Convert a request's value: None, StructuredOutputs, or a mapping of its fields."""
+    if given is None or isinstance(given, StructuredOutputs):
+        return given
+    if not isinstance(given, Mapping):
+        shown = reprlib.repr(given)
         raise RequestError(
             f"structured_outputs={shown}: must be a dict with one of {', '.join(NAMES)}",
             param="structured_outputs",
         )
-    unknown = [name for name in asked if name not in NAMES]
+    unknown = [name for name in given if name not in NAMES]
     if unknown:
         raise RequestError(
-            f"structured_outputs has no {unknown[0]!r}; it has: {', '.join(NAMES)}",
+            f"structured_outputs has no field {unknown[0]!r}; its fields are {', '.join(NAMES)}",
             param="structured_outputs",
         )
-    return StructuredOutputs(**asked)
+    return StructuredOutputs(**given)
 
 
 def structure_error(why: str, kind: Kind | None = None) -> RequestError:
-    """Make the error of a structure that cannot be used; `kind` is None if all are meant."""
+    """Create the error for a structure that cannot be used; `kind` is None for all kinds."""
     label = "structured_outputs" if kind is None else f"structured_outputs: {kind}"
     return RequestError(f"{label}: {why}", param="structured_outputs", label=label)
 
 
 def _schema_text(name: str, schema: object) -> str:
-    """Return a schema as JSON text in its given order, which is that of an answer's properties."""
+    """Return a schema as JSON text. The order of its properties, which answers follow, is kept."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, Mapping):
             raise _refused(name, schema, "must be a JSON object")
         return json.dumps(parsed, allow_nan=False, default=_plain)
     except (ValueError, TypeError, RecursionError) as error:
-        raise _refused(name, schema, f"is not JSON ({error})") from None
+        raise _refused(name, schema, f"is not valid JSON ({error})") from None
 
 
 def _plain(value: object) -> Any:
-    if isinstance(value, Mapping):  # json writes only dicts by itself
+    if isinstance(value, Mapping):  # json.dumps accepts only dicts by itself
         return dict(value)
     raise TypeError(f"{type(value).__name__} is not a JSON type")
 
@@ -122,7 +124,7 @@ def _is_texts(value: object) -> bool:
 
 def _check_unicode(name: str, text: str) -> None:
     try:
-        text.encode("utf-8")  # JSON may hold half of a surrogate pair
+        text.encode("utf-8")  # JSON may contain half of a surrogate pair, which is not text
     except UnicodeEncodeError as error:
         kind = name.partition("[")[0]
         raise RequestError(

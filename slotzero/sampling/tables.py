@@ -1,14 +1,14 @@
 """Sampling tables: the sampling parameters of every request, one row per slot.
 
-A step publishes slots only; the parameters of each slot are read from these tables inside the
-captured step. This file knows names, widths and neutral values. It does not allocate (the registry
-does), does not know logits, and imports torch for types only.
+A step publishes slots only; inside the captured step, the parameters of each slot are read from
+these tables. This module defines names, widths and neutral values. It does not allocate (the
+registry does), does not know logits, and imports torch for types only.
 
-The rule: row 0 belongs to no request and holds neutral values, and a row is always written whole,
-so nothing of an earlier owner of the slot remains in it.
+The rule: row 0 belongs to no request and has neutral values, and a row is always written as a
+whole, so no value of an earlier owner of the slot remains.
 
-The parameters of a request are written once, at its admission. The mask of its grammar is written
-before each of its samples, and is not read if `is_masked` is 0.
+The parameters of a request are written once, when it is admitted. The mask of its grammar is
+written before each of its samples, and is not read while `is_masked` is 0.
 """
 
 from collections.abc import Iterable
@@ -27,15 +27,17 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class TableSpec:
+    """Name, width, dtype and neutral value of one table."""
+
     name: str
     width: int
     dtype: Literal["int32", "float32"]
     neutral: int | float
     """Value of row 0 and of every unused column."""
     is_matrix: bool = False
-    """Whether it has two axes even if the width, which may depend on the settings, is 1."""
-    follows: str = ""
-    """The tensor from which the values that a step writes here are computed."""
+    """Whether the table has two axes even if its width, which may depend on settings, is 1."""
+    chosen_from: str = ""
+    """For a table that a step writes: the tensor from which the written values are computed."""
 
     def shape(self, slots: int) -> tuple[int, ...]:
         is_vector = self.width == 1 and not self.is_matrix
@@ -61,8 +63,10 @@ SAMPLING_TABLES = (
 
 
 def mask_tables(vocab_size: int) -> tuple[TableSpec, ...]:
-    """Return the tables of grammar masks: bit i % 32 of word i // 32 is set if token i is
-    allowed."""
+    """Return the tables for grammar masks.
+
+    Bit i % 32 of word i // 32 is set if token i is allowed.
+    """
     return (
         TableSpec("is_masked", 1, "int32", 0),  # 0: every token is allowed
         TableSpec("allowed", -(-vocab_size // 32), "int32", -1, is_matrix=True),
@@ -70,7 +74,7 @@ def mask_tables(vocab_size: int) -> tuple[TableSpec, ...]:
 
 
 class SamplingTables(NamedTuple):
-    """The tensors themselves: the token table, `SAMPLING_TABLES`, then `mask_tables`, in order."""
+    """The tensors: the token table, then those of `SAMPLING_TABLES` and `mask_tables`, in order."""
 
     tokens: "Tensor"  # [slots + 1, max_len] int32, by position
     temperature: "Tensor"
@@ -88,11 +92,11 @@ class SamplingTables(NamedTuple):
     bias_ids: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
     bias_values: "Tensor"  # [slots + 1, MAX_LOGIT_BIAS]
     is_masked: "Tensor"
-    allowed: "Tensor"  # [slots + 1, at least vocab / 32], 32 tokens a word
+    allowed: "Tensor"  # [slots + 1, at least vocab / 32], 32 tokens per word
 
 
 class Sampled(NamedTuple):
-    """Results of sampling, by row; rows of slot 0 are zeros."""
+    """Results of sampling by row; rows of slot 0 are zeros."""
 
     tokens: "Tensor"  # [rows] int32
     logprobs: "Tensor"  # [rows] float32
@@ -103,10 +107,10 @@ class Sampled(NamedTuple):
 def encode(
     params: SamplingParams, seed: int, prompt_len: int, stop_ids: Iterable[int]
 ) -> dict[str, list[int] | list[float]]:
-    """Return one request's row of each of `SAMPLING_TABLES`.
+    """Return one request's row in each of `SAMPLING_TABLES`.
 
-    `seed` is never None: the caller draws one for a request without. `stop_ids` are all ids that
-    end the answer, end-of-sequence included: `min_tokens` forbids them.
+    `seed` is never None: the caller draws one if the request has none. `stop_ids` are all ids that
+    end the answer, including end-of-sequence; `min_tokens` forbids them.
     """
     values: dict[str, list[int] | list[float]] = {
         "temperature": [_float32(params.temperature)],
@@ -134,12 +138,15 @@ def _filled(spec: TableSpec, values: list[int] | list[float]) -> list[int] | lis
 def _stop_row(stop_ids: Iterable[int]) -> list[int]:
     unique = list(dict.fromkeys(stop_ids))
     if len(unique) > MAX_STOP_IDS:
-        raise RequestError(f"{len(unique)} stop ids: at most {MAX_STOP_IDS} are supported")
+        raise RequestError(
+            f"{len(unique)} stop ids, including the model's end-of-sequence tokens: at most "
+            f"{MAX_STOP_IDS} are supported; pass fewer stop_token_ids"
+        )
     return unique
 
 
 def _float32(value: float) -> float:
-    # a finite double may be infinite in float32, and infinity would become NaN on the device
+    # A finite double can be infinite in float32, and infinity would become NaN on the device.
     return min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
 
 

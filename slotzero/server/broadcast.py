@@ -7,7 +7,7 @@ class Broadcast:
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 

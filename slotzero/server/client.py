@@ -31,7 +31,7 @@ from slotzero.errors import (
     SlotzeroError,
 )
 from slotzero.server.broadcast import Broadcast
-from slotzero.server.heartbeat import INTERVAL, Patience, Vigil
+from slotzero.server.heartbeat import INTERVAL, HeartbeatMonitor, ResponseLimits
 from slotzero.server.messages import (
     MAX_FRAME,
     Add,
@@ -54,7 +54,7 @@ from slotzero.server.stream import Mail, Stream
 State = Literal["loading", "ready", "unresponsive", "restarting", "failed", "stopped"]
 
 FIRST_PAUSE = 0.25  # seconds before the first restart; each further one waits twice as long
-PATIENCE = 5.0  # seconds for the process to exit once its socket is closed
+EXIT_SECONDS = 5.0  # seconds for the process to exit once its socket is closed
 _READ = 1 << 18
 _log = logging.getLogger("slotzero.server")
 
@@ -85,7 +85,7 @@ async def launch_here(settings: Mapping[str, Any], share: Share) -> tuple[Proces
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request in the engine."""
 
     request_id: str
@@ -100,21 +100,21 @@ class EngineClient:
         *,
         name: str = "the engine",
         share: Share = WHOLE,
-        pulse: Broadcast | None = None,
+        changes: Broadcast | None = None,
         restarts: int = 3,
         restart_window: float = 300.0,
-        patience: Patience | None = None,
+        response_limits: ResponseLimits | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig. The process is restarted at most `restarts` times
-        within `restart_window` seconds. `pulse` may be shared with other clients, to wait for a
+        within `restart_window` seconds. `changes` may be shared with other clients, to wait for a
         change in any of them."""
         self.settings = dict(settings)
         self.name = name
         self.share = share
         self.restarts = restarts
         self.restart_window = restart_window
-        self.patience = patience or Patience()
+        self.response_limits = response_limits or ResponseLimits()
         self.state: State = "stopped"
         self.failure = ""
         """Why the engine is unresponsive, restarting or failed; else empty."""
@@ -129,24 +129,24 @@ class EngineClient:
         """Number of processes that were replaced; the counters in Stats restart in each."""
         self.is_draining = False
         self._launch = launch
-        self._keeper: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._pulse = pulse or Broadcast()
-        self._last_words: Failed | None = None
-        self._vigil = Vigil(self.patience)
+        self._changes = changes or Broadcast()
+        self._last_report: Failed | None = None
+        self._monitor = HeartbeatMonitor(self.response_limits)
         self._given_up = ""  # why this client killed the process
         # On the wire a request has a number that is never reused: a late message about a cancelled
         # request cannot reach another request with the same id.
         self._numbers = itertools.count()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._num_waiting = 0  # requests in _open that have not started
 
     async def start(self) -> None:
-        if self._keeper is not None:
+        if self._supervisor is not None:
             raise RuntimeError(f"{self.name} is already started")
         self.is_draining, self.info = False, {}
         self._enter("loading")
-        self._keeper = asyncio.create_task(self._keep())
+        self._supervisor = asyncio.create_task(self._supervise())
 
     @property
     def num_waiting(self) -> int:
@@ -162,7 +162,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(timeout):
                 while self.state in ("loading", "restarting", "unresponsive"):
-                    await self._pulse.wait()
+                    await self._changes.wait()
         except TimeoutError:
             raise EngineUnavailableError(f"{self.name} is not ready after {timeout} s") from None
         if self.state != "ready":
@@ -174,7 +174,7 @@ class EngineClient:
         if self.state != "ready" or self.is_draining or self._writer is None:
             raise self._unavailable()
         number = f"{next(self._numbers)}"
-        request = _Open(request_id)
+        request = _OpenRequest(request_id)
         stream = Stream(request.mail, partial(self._cancel, number))
         try:
             data = _add_frame(number, prompt, params)
@@ -189,11 +189,11 @@ class EngineClient:
     async def drain(self, grace: float) -> None:
         """Accept no more requests; those still open after `grace` seconds end with an error."""
         self.is_draining = True
-        self._pulse.beat()
+        self._changes.notify()
         try:
             async with asyncio.timeout(grace):
                 while self._open:
-                    await self._pulse.wait()
+                    await self._changes.wait()
         except TimeoutError:
             _log.warning(
                 "%d requests in %s did not finish within %g s (--grace) and are cancelled",
@@ -210,10 +210,10 @@ class EngineClient:
         if self.state != "failed":
             self.failure = ""
         self._enter("stopped")
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.cancel()
+            await asyncio.gather(supervisor, return_exceptions=True)
         self._enter("stopped")
 
     async def subscribe(self) -> AsyncGenerator[Stats, None]:
@@ -224,22 +224,22 @@ class EngineClient:
                 seen = self.stats
                 yield seen
             else:
-                await self._pulse.wait()
+                await self._changes.wait()
 
     # The process
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         """Run the engine's process, and restart it when it dies."""
         deaths: deque[float] = deque()
         try:
             while not self.is_draining:
-                code = await self._live()
+                code = await self._run_process()
                 if self.is_draining:
                     break
                 now = time.monotonic()
                 while deaths and deaths[0] < now - self.restart_window:
                     deaths.popleft()
-                words = self._last_words if code > 0 else None  # a killed process reports nothing
+                words = self._last_report if code > 0 else None  # a killed process reports nothing
                 why = self._given_up or (words.message if words else _ending(code))
                 if words and not self.info:
                     return self._fail(why, code)  # it reported why it cannot start
@@ -257,15 +257,15 @@ class EngineClient:
             _log.exception("%s's process could not be started or supervised", self.name)
             self._fail(str(error), 1)
 
-    async def _live(self) -> int:
+    async def _run_process(self) -> int:
         """Start the process, serve until it ends, and return its exit code."""
-        self._last_words = None
+        self._last_report = None
         self._given_up = ""
-        self._vigil = Vigil(self.patience)
+        self._monitor = HeartbeatMonitor(self.response_limits)
         try:
             process, end = await self._launch(self.settings, self.share)
         except ConfigError as error:
-            self._last_words = Failed(type(error).__name__, str(error))
+            self._last_report = Failed(type(error).__name__, str(error))
             return error.exit_code
         except RankLostError as error:  # it was lost before its first message
             _log.error("%s: %s", self.name, error)
@@ -288,7 +288,7 @@ class EngineClient:
         frames = Frames(FromEngine)
         try:
             while data := await reader.read(_READ):
-                self._vigil.hear()
+                self._monitor.hear()
                 for message in frames.feed(data):
                     self._take(message)
         except OSError:  # another machine may have stopped responding
@@ -303,9 +303,9 @@ class EngineClient:
         while not self._given_up:
             await asyncio.sleep(INTERVAL)
             now = time.monotonic()
-            self._vigil.pass_time(now - before)
+            self._monitor.pass_time(now - before)
             before = now
-            trouble = self._vigil.trouble
+            trouble = self._monitor.trouble
             if self.state == "ready" and trouble:
                 _log.error("%s is unresponsive: %s", self.name, trouble)
                 self.failure = trouble
@@ -314,8 +314,8 @@ class EngineClient:
                 _log.info("%s is responsive again", self.name)
                 self.failure = ""
                 self._enter("ready")
-            elif self.state == "unresponsive" and self._vigil.is_hopeless:
-                seconds = self.patience.unresponsive
+            elif self.state == "unresponsive" and self._monitor.is_hopeless:
+                seconds = self.response_limits.unresponsive
                 self._given_up = f"{trouble}; killed after another {seconds:g} s"
                 with suppress(ProcessLookupError):  # it has just ended
                     process.kill()
@@ -341,7 +341,7 @@ class EngineClient:
 
     def _enter(self, state: State) -> None:
         self.state = state
-        self._pulse.beat()
+        self._changes.notify()
 
     def _unavailable(self) -> EngineUnavailableError:
         if self.is_draining or self.state == "stopped":
@@ -355,7 +355,7 @@ class EngineClient:
     def _take(self, message: FromEngine) -> None:
         match message:
             case Progress():
-                self._last_words = None  # the engine survived the failed step
+                self._last_report = None  # the engine survived the failed step
                 for grown in message.grown:
                     self._deliver(grown)
             case Refused():
@@ -363,18 +363,18 @@ class EngineClient:
                 self._end(message.id, RequestRefusedError(*parts))
             case Stats():
                 self.stats = message
-                self._pulse.beat()
+                self._changes.notify()
             case Beat():
-                self._vigil.take(message)
+                self._monitor.take(message)
             case Loading():
                 self.progress = message
-                self._pulse.beat()
+                self._changes.notify()
             case EngineReady():
                 self.info, self.failure, self.progress = message.info, "", None
                 _log.info("%s is ready", self.name)
                 self._enter("ready")
             case Failed():
-                self._last_words = message
+                self._last_report = message
 
     def _deliver(self, grown: TokenDelta) -> None:
         request = self._open.get(grown.id)
@@ -400,11 +400,11 @@ class EngineClient:
         if self._writer is not None:
             self._writer.write(frame(Cancel(number)))
 
-    def _forget(self, number: str) -> _Open | None:
+    def _forget(self, number: str) -> _OpenRequest | None:
         request = self._open.pop(number, None)
         if request is not None:
             self._num_waiting -= not request.has_started
-            self._pulse.beat()
+            self._changes.notify()
         return request
 
 
@@ -452,7 +452,7 @@ async def _spawn(
 
 async def _reap(process: Process) -> int:
     try:
-        return await asyncio.wait_for(process.wait(), PATIENCE)
+        return await asyncio.wait_for(process.wait(), EXIT_SECONDS)
     except TimeoutError:
         process.kill()
         return await process.wait()

@@ -22,7 +22,7 @@ from slotzero.engine.router import RouteLoad, Router
 from slotzero.errors import EngineDiedError, OverloadedError
 from slotzero.server.broadcast import Broadcast
 from slotzero.server.client import EngineClient, Launch, State, launch_here
-from slotzero.server.heartbeat import Patience
+from slotzero.server.heartbeat import ResponseLimits
 from slotzero.server.messages import Loading, Stats, TokenDelta
 from slotzero.server.share import Share
 from slotzero.server.stream import Stream
@@ -44,14 +44,14 @@ class Fleet:
         max_waiting: int = 512,
         restarts: int = 3,
         restart_window: float = 300.0,
-        patience: Patience | None = None,
+        response_limits: ResponseLimits | None = None,
         launch: Launch = launch_here,
     ) -> None:
         """`settings` are fields of EngineConfig, the same for each engine. `restarts` and
         `restart_window` apply to each engine separately."""
         self.settings = dict(settings)
         self.max_waiting = max_waiting
-        self.pulse = Broadcast()
+        self.changes = Broadcast()
         self.num_moving = 0
         """Requests that wait to be sent to another engine."""
         self.replicas = tuple(
@@ -59,10 +59,10 @@ class Fleet:
                 settings,
                 name=f"engine {i}" if size > 1 else "the engine",
                 share=Share(i, size),
-                pulse=self.pulse,
+                changes=self.changes,
                 restarts=restarts,
                 restart_window=restart_window,
-                patience=patience,
+                response_limits=response_limits,
                 launch=launch,
             )
             for i in range(size)
@@ -185,7 +185,7 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
 
     async def aclose(self) -> None:
         self._is_closed = True
-        self._fleet.pulse.beat()  # wakes another task that waits here
+        self._fleet.changes.notify()  # wakes another task that waits here
         await self._stream.aclose()
 
     async def _move(self, died: EngineDiedError) -> None:
@@ -196,7 +196,7 @@ class RoutedRequest(AsyncIterator[TokenDelta]):
             while not (fleet.num_ready or self._is_closed):
                 if fleet.is_draining or fleet.state in ("failed", "stopped"):
                     raise died
-                await fleet.pulse.wait()
+                await fleet.changes.wait()
         finally:
             fleet.num_moving -= 1
         if self._is_closed:

@@ -19,7 +19,7 @@ from slotzero.server.messages import Beat
 INTERVAL = 1.0  # seconds between two heartbeats, and between two looks at them
 
 
-class Heart:
+class HeartbeatSender:
     """The engine's side: sends heartbeats."""
 
     def __init__(self, send: Callable[[Beat], None]) -> None:
@@ -45,7 +45,7 @@ class Heart:
 
 
 @dataclass(frozen=True)
-class Patience:
+class ResponseLimits:
     """Time limits in seconds; 0 means no limit."""
 
     heartbeat: float = 30.0
@@ -56,11 +56,11 @@ class Patience:
     """Time after one of these limits was exceeded until the process is killed."""
 
 
-class Vigil:
+class HeartbeatMonitor:
     """The server's side: how long one process has been silent, or in one step."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, response_limits: ResponseLimits) -> None:
+        self._limits = response_limits
         self._silent = self._busy = self._unresponsive = 0.0
 
     def hear(self) -> None:
@@ -78,12 +78,12 @@ class Vigil:
     @property
     def trouble(self) -> str:
         """Why the engine is unresponsive; empty if it responds."""
-        if 0 < self._patience.heartbeat <= self._silent:
-            return f"no heartbeat for {self._patience.heartbeat:g} s"
-        if 0 < self._patience.step <= self._busy:
-            return f"one step has taken more than {self._patience.step:g} s"
+        if 0 < self._limits.heartbeat <= self._silent:
+            return f"no heartbeat for {self._limits.heartbeat:g} s"
+        if 0 < self._limits.step <= self._busy:
+            return f"one step has taken more than {self._limits.step:g} s"
         return ""
 
     @property
     def is_hopeless(self) -> bool:
-        return 0 < self._patience.unresponsive <= self._unresponsive
+        return 0 < self._limits.unresponsive <= self._unresponsive

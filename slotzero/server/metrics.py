@@ -105,7 +105,7 @@ METRICS = (
     Metric("slotzero_steps_total", "counter", ("engine",), "Engine steps."),
     Metric(
         "slotzero_replays_total", "counter", ("engine", "runner", "size"),
-        "Steps that replayed a recording, by size.",
+        "Steps that replayed a captured size.",
     ),
     Metric(
         "slotzero_real_tokens_total", "counter", ("engine", "runner"),
@@ -113,11 +113,11 @@ METRICS = (
     ),
     Metric(
         "slotzero_padded_tokens_total", "counter", ("engine", "runner"),
-        "Padding tokens that fill batches up to a recorded size.",
+        "Padding tokens that fill batches up to a captured size.",
     ),
     Metric(
         "slotzero_eager_steps_total", "counter", ("engine", "reason"),
-        "Steps that ran eagerly, without a recording, by reason.",
+        "Steps that ran eagerly, without a captured size, by reason.",
     ),
     Metric(
         "slotzero_spec_decode_width", "gauge", ("engine",),
@@ -129,11 +129,11 @@ METRICS = (
     ),
     Metric(
         "slotzero_recording_seconds", "gauge", ("engine",),
-        "Time to record all sizes at the start of the engine's process.",
+        "Time to capture all sizes at the start of the engine's process.",
     ),
     Metric(
         "slotzero_certified", "gauge", ("engine", "size"),
-        "1: the size is recorded, passed its check and is replayed; 0: it should be, but runs"
+        "1: the size is captured, passed its check and is replayed; 0: it should be, but runs"
         " eagerly. Sizes that are eager by design are not exported.",
     ),
     Metric(

@@ -28,7 +28,7 @@ from slotzero.errors import (
     RequestError,
     SlotzeroError,
 )
-from slotzero.server.heartbeat import Heart
+from slotzero.server.heartbeat import HeartbeatSender
 from slotzero.server.messages import (
     Add,
     Cancel,
@@ -130,7 +130,7 @@ class EngineLoop:
         self._turned = turned
         self._inbox = inbox
         self._outbox = outbox
-        self._asked: dict[str, RequestHandle] = {}
+        self._handles: dict[str, RequestHandle] = {}
         self._prompt_tokens = self._generated_tokens = 0
         self._num_failures = 0
         self._has_changed = True
@@ -181,7 +181,7 @@ class EngineLoop:
         self._has_changed = True
         if isinstance(message, Cancel):
             self._engine.cancel(message.id)
-            self._asked.pop(message.id, None)
+            self._handles.pop(message.id, None)
             return
         try:
             self._add(message)
@@ -192,7 +192,7 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         params = _sampling_params(message.params)
-        self._asked[message.id] = self._engine.add(message.id, message.prompt, params)
+        self._handles[message.id] = self._engine.add(message.id, message.prompt, params)
 
     def _step(self) -> None:
         try:
@@ -219,7 +219,7 @@ class EngineLoop:
             self._prompt_tokens += len(request.prompt_token_ids)
         self._generated_tokens += len(tokens)
         if answer.finished:
-            del self._asked[request.id]
+            del self._handles[request.id]
         return TokenDelta(
             request.id,
             tokens,
@@ -242,10 +242,10 @@ class EngineLoop:
         if isinstance(error, RankLostError):  # the process ends: the server ends its requests
             self._num_failures = MOST_FAILURES
             return
-        for request_id, answer in list(self._asked.items()):
+        for request_id, answer in list(self._handles.items()):
             if answer.finished or len(answer.token_ids) != answer.num_taken:
                 self._engine.cancel(request_id)
-                del self._asked[request_id]
+                del self._handles[request_id]
                 self._outbox.put(_refused(request_id, error))
 
     def _report(self) -> None:
@@ -345,12 +345,12 @@ def main(argv: Sequence[str]) -> int:
     rank_groups: list[RankGroup] = []
     threading.Thread(target=_listen, args=(end, inbox, rank_groups), daemon=True).start()
     outbox = Outbox(end)
-    heart = Heart(outbox.put)
-    heart.start()
+    heartbeats = HeartbeatSender(outbox.put)
+    heartbeats.start()
     try:
         engine = _start(json.loads(argv[1]), Share.read(argv[2]), outbox)
         rank_groups.append(engine.rank_group)
-        return EngineLoop(engine, inbox, outbox, heart.turned).run()
+        return EngineLoop(engine, inbox, outbox, heartbeats.turned).run()
     except (ConnectionError, TimeoutError):
         return 0  # the server is gone
     except SlotzeroError as error:
@@ -367,7 +367,7 @@ def _start(settings: Mapping[str, Any], share: Share, outbox: Outbox) -> "Engine
             raise ConfigError(f"unknown engine setting {unknown[0]!r}")
         config = share.taken(EngineConfig(**settings))
         start = time.perf_counter()
-        engine = start_engine(config, told=LoadingReport(outbox))
+        engine = start_engine(config, on_progress=LoadingReport(outbox))
     except Exception as error:
         outbox.put(Failed(*_name_and_message(error)))
         outbox.flush()

@@ -17,7 +17,7 @@ from slotzero.errors import RequestError
 from slotzero.server.conversation import Message, NamedTool, Tool
 from slotzero.server.protocol import ChatRequest
 from slotzero.server.tool_calls import FORCED, HERMES, LLAMA, CallFormat, CallParser
-from slotzero.text.chat_template import template_message, variable_of_ours
+from slotzero.text.chat_template import reserved_variable, template_message
 
 FORMATS: Mapping[str, CallFormat] = {"hermes": HERMES, "llama": LLAMA}
 
@@ -149,7 +149,7 @@ def _template_message(place: int, message: Message) -> dict[str, Any]:
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    taken = variable_of_ours(variables or {})
+    taken = reserved_variable(variables or {})
     if taken is not None:
         raise RequestError(
             f"chat_template_kwargs: {taken!r} is set by the server", "chat_template_kwargs"

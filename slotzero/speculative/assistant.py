@@ -40,7 +40,7 @@ from slotzero.models.vocabulary import Vocabulary
 from slotzero.models.weights import Progress, load_params, load_weights
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
-from slotzero.speculative.drafter import Guess, LogitsDrafter
+from slotzero.speculative.drafter import LogitsDrafter, Prediction
 from slotzero.speculative.eagle import HIDDEN
 from slotzero.speculative.eagle_config import GROUP, fits
 
@@ -157,13 +157,13 @@ class AssistantDrafter(LogitsDrafter):
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
         super().extend(inputs, pieces)
-        self.kernels.keep_last(inputs.rows.slots, inputs.last, inputs.features, self._hidden)
+        self.kernels.store_last(inputs.rows.slots, inputs.last, inputs.features, self._hidden)
 
     def stand(self, slots: Tensor) -> Tensor:
         """Return the position of every draft of a cycle: that of the newest token."""
         return self.tables.length[slots]
 
-    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+    def first(self, tokens: Tokens, pieces: Pieces) -> Prediction:
         return self.next(
             tokens, self.kernels.load_features(tokens.slots, self._hidden[:, None]), pieces
         )
@@ -175,7 +175,7 @@ class AssistantDrafter(LogitsDrafter):
         pieces: Pieces,
         rows: Rows | None = None,
         branches: Branches | None = None,
-    ) -> Guess:
+    ) -> Prediction:
         """Predict the next tokens. Draft tokens of one row do not see each other, so each is a row
         of its own."""
         assert state is not None
@@ -198,4 +198,4 @@ class AssistantDrafter(LogitsDrafter):
             seen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, chosen, True)
             is_out = ~seen[:, weights.cluster_of] & (slots > 0)[:, None]
             logits = logits.masked_fill(is_out, float("-inf"))
-        return Guess(state, logits)
+        return Prediction(state, logits)

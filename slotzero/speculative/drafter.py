@@ -60,11 +60,11 @@ class Drafter(ABC):  # a DrafterHook
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:
         tokens, rows, _, last = inputs
-        self.kernels.follow(rows, tokens, last, self.tables[DRAFTER_LEN])
+        self.kernels.set_drafter_len(rows, tokens, last, self.tables[DRAFTER_LEN])
 
     def defer(self, tokens: Tokens, features: Tensor) -> None:
         drafter_len = self.tables[DRAFTER_LEN]
-        self.kernels.keep_next(tokens, drafter_len, features, self.pending)
+        self.kernels.store_next(tokens, drafter_len, features, self.pending)
 
     @abstractmethod
     def draft(
@@ -78,10 +78,10 @@ class Drafter(ABC):  # a DrafterHook
         return self.writes
 
     def write(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        self.kernels.record_ngrams(slots, positions, ids, self.tables.tokens)
+        self.kernels.store_drafts(slots, positions, ids, self.tables.tokens)
 
 
-class Guess(NamedTuple):
+class Prediction(NamedTuple):
     state: Tensor | None  # [T, size]: state for the next draft token
     logits: Tensor  # [T, vocab]
 
@@ -95,7 +95,7 @@ class LogitsDrafter(Drafter):
     computes tokens."""
 
     @abstractmethod
-    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+    def first(self, tokens: Tokens, pieces: Pieces) -> Prediction:
         """Predict what follows the newest tokens, or the pairs that end with them, [R]."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class LogitsDrafter(Drafter):
         pieces: Pieces,
         rows: Rows | None = None,
         branches: Branches | None = None,
-    ) -> Guess:
+    ) -> Prediction:
         """Predict what follows these draft tokens: one per row, or those of a tree."""
 
     def writes_of(self, steps: int) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from slotzero.models.rope import frequencies
 from slotzero.models.routing import Routing
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
-from slotzero.speculative.drafter import DRAFTER_LEN, Guess, LogitsDrafter
+from slotzero.speculative.drafter import DRAFTER_LEN, LogitsDrafter, Prediction
 from slotzero.speculative.eagle_config import GROUP, EagleConfig
 from slotzero.speculative.eagle_weights import HeadWeights
 
@@ -79,11 +79,11 @@ class EagleDrafter(LogitsDrafter):
             if layer:  # a new text uses no state of the slot's previous owner
                 tokens, rows = _one_before(tokens, rows)
                 before = self.kernels.load_features(tokens.slots, self._hidden[layer - 1][:, None])
-                self.kernels.keep_last(rows.slots, last, hidden, self._hidden[layer - 1])
+                self.kernels.store_last(rows.slots, last, hidden, self._hidden[layer - 1])
                 hidden = torch.where(is_first[:, None], before, hidden.roll(1, 0))
             hidden, _ = self._forward(layer, tokens, hidden, pieces, rows)
         if len(self._layers) == 1:
-            self.kernels.keep_last(rows.slots, last, hidden, self._hidden[0])
+            self.kernels.store_last(rows.slots, last, hidden, self._hidden[0])
 
     def draft(
         self, slots: Tensor, length: Tensor, num: Tensor, steps: int, pieces: Pieces
@@ -105,11 +105,11 @@ class EagleDrafter(LogitsDrafter):
             self.write(wanted, after, drawn.tokens)
         return num
 
-    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+    def first(self, tokens: Tokens, pieces: Pieces) -> Prediction:
         """Predict from the newest pair, which `extend` has computed."""
         hidden = self.kernels.load_features(tokens.slots, self._hidden[0][:, None])
         normed = self.kernels.norm(hidden, self._layers[0].norm, self._config.norm_eps)
-        return Guess(hidden, self._logits(0, normed, tokens.slots))
+        return Prediction(hidden, self._logits(0, normed, tokens.slots))
 
     def next(
         self,
@@ -118,10 +118,10 @@ class EagleDrafter(LogitsDrafter):
         pieces: Pieces,
         rows: Rows | None = None,
         branches: Branches | None = None,
-    ) -> Guess:
+    ) -> Prediction:
         assert state is not None
         hidden, normed = self._forward(0, tokens, state, pieces, rows, branches)
-        return Guess(hidden, self._logits(0, normed, tokens.slots))
+        return Prediction(hidden, self._logits(0, normed, tokens.slots))
 
     def _forward(
         self,

@@ -14,7 +14,7 @@ from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.models.decoder import Decoder, DecoderBatch
 from slotzero.pools.tables import SlotTables
 from slotzero.runners.passes import DrafterInputs
-from slotzero.speculative.drafter import Guess, LogitsDrafter
+from slotzero.speculative.drafter import LogitsDrafter, Prediction
 
 
 class ModelDrafter(LogitsDrafter):
@@ -37,7 +37,7 @@ class ModelDrafter(LogitsDrafter):
         super().extend(inputs, pieces)
         self._decoder.forward(self._batch(inputs.tokens, inputs.rows, None), self._kv, pieces)
 
-    def first(self, tokens: Tokens, pieces: Pieces) -> Guess:
+    def first(self, tokens: Tokens, pieces: Pieces) -> Prediction:
         return self.next(tokens, None, pieces)
 
     def next(
@@ -47,11 +47,11 @@ class ModelDrafter(LogitsDrafter):
         pieces: Pieces,
         rows: Rows | None = None,
         branches: Branches | None = None,
-    ) -> Guess:
+    ) -> Prediction:
         normed = self._decoder.forward(self._batch(tokens, rows, branches), self._kv, pieces)
         logits = normed.x.new_empty(len(tokens.slots), self._decoder.config.vocab_size)
         self._decoder.logits(normed, tokens.slots, logits)
-        return Guess(None, logits)
+        return Prediction(None, logits)
 
     def _batch(self, tokens: Tokens, rows: Rows | None, branches: Branches | None) -> DecoderBatch:
         tables = self.tables

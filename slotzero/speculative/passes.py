@@ -42,7 +42,7 @@ from slotzero.speculative.drafter import (
 from slotzero.speculative.tree import Trees
 from slotzero.tree_shape import places_ahead
 
-VERIFIED, NUM_VERIFIED, NUM_TRIED = "verified", "num_verified", "num_tried"
+VERIFIED, NUM_CONFIRMED, NUM_TRIED = "verified", "num_confirmed", "num_tried"
 PATH = "verified_path"
 VERIFIED_LOGPROBS, VERIFIED_TOP_IDS = "verified_logprobs", "verified_top_ids"
 VERIFIED_TOP_LOGPROBS, VERIFY_LOGITS = "verified_top_logprobs", "verify_logits"
@@ -78,19 +78,21 @@ class SpeculativePasses:
             return registry.derived(name, (size,), torch.int32, per="token")
 
         def output(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return registry.output(name, (most, *shape), dtype, per="token", follows=VERIFY_LOGITS)
+            return registry.output(
+                name, (most, *shape), dtype, per="token", chosen_from=VERIFY_LOGITS
+            )
 
         self._token_slots, self._positions = map(derived, PLACES)
         self._num_verified = registry.output(
-            NUM_VERIFIED, (max_rows,), torch.int32, follows=VERIFY_LOGITS
+            NUM_CONFIRMED, (max_rows,), torch.int32, chosen_from=VERIFY_LOGITS
         )
         self._num_tried = registry.output(NUM_TRIED, (max_rows,), torch.int32)
         self._path: Tensor | None = None
         if trees is not None:
             shape = max_rows, max_width
-            self._path = registry.output(PATH, shape, torch.int32, follows=VERIFY_LOGITS)
+            self._path = registry.output(PATH, shape, torch.int32, chosen_from=VERIFY_LOGITS)
         path = () if trees is None else (PATH,)
-        self.results = (NUM_VERIFIED, NUM_TRIED, *path, *RESULTS)
+        self.results = (NUM_CONFIRMED, NUM_TRIED, *path, *RESULTS)
         """Outputs that are sent to the host: for each row the number of confirmed and of verified
         tokens, and the confirmed nodes of a tree; then the results of each token."""
         self._sampled = Sampled(
@@ -104,14 +106,14 @@ class SpeculativePasses:
         self._logits = registry.output(VERIFY_LOGITS, shape, logits.dtype, per="token")
 
     def verify_spec(self, width: int, rows: Ladder) -> RunnerSpec:
-        chosen = dict.fromkeys(("length", FEATURES), NUM_VERIFIED) | {"tokens": VERIFIED}
+        chosen = dict.fromkeys(("length", FEATURES), NUM_CONFIRMED) | {"tokens": VERIFIED}
         if self._trees is not None:
             chosen |= {f"kv_{name}": PATH for name in self._groups}
         writes = (*PLACES, *self.results, VERIFY_LOGITS, *self._decoder.writes)
         if self._states is not None:
             writes += TRAILS
             kept = SNAPSHOTS if self._states.rows is not None else ()
-            chosen |= dict.fromkeys((*STATES, *kept), NUM_VERIFIED)
+            chosen |= dict.fromkeys((*STATES, *kept), NUM_CONFIRMED)
         return RunnerSpec(
             f"{VERIFY}-{width}", rows, None, (SLOTS,), self._verify, writes, width, chosen
         )
@@ -128,12 +130,12 @@ class SpeculativePasses:
     def _verify(self, key: GraphKey, pieces: Pieces) -> None:
         tables, kernels = self._tables, self._kernels
         mine = self._slots, self._num_tried, self._num_verified
-        slots, num_tried, num_verified = (tensor[: key.rows] for tensor in mine)
+        slots, num_tried, num_confirmed = (tensor[: key.rows] for tensor in mine)
         tokens, length = self._tokens(key), tables.length
         rows, after = kernels.locate_drafts(slots, self._draft_tables, tokens, num_tried)
         branches = None
         if self._trees is not None:
-            branches = kernels.branch(rows, tokens, self._trees.parents)
+            branches = kernels.tree_branches(rows, tokens, self._trees.parents)
             after = branches.positions + (tokens.slots > 0)
         features = self._decoder.new_hidden(key.tokens, len(self._drafter.taps))
         batch = DecoderBatch(tokens, tables.tokens, tables.sampling.prompt_len, rows, branches)
@@ -146,25 +148,27 @@ class SpeculativePasses:
         kernels.sample(logits, tokens.slots, after, tables.sampling, out)
         sampled, path = out.tokens.view(key.rows, key.width), None
         if self._trees is None:
-            kernels.accept(slots, num_tried, sampled, self._draft_tables, num_verified)
+            kernels.accept(slots, num_tried, sampled, self._draft_tables, num_confirmed)
         else:
             assert self._path is not None and branches is not None
             path = self._path[: key.rows]
             kernels.accept_tree(
                 slots, num_tried, sampled, self._trees.parents, branches,
-                self._draft_tables, num_verified, path,
+                self._draft_tables, num_confirmed, path,
             )  # fmt: skip
             for name in self._groups:
-                kernels.move_kv(slots, length, num_verified, path, PagedKv(*self._kv[name]))
-        kernels.store_features(slots, num_verified, features, self._drafter.pending, path)
+                kernels.move_kv(slots, length, num_confirmed, path, PagedKv(*self._kv[name]))
+        kernels.store_features(slots, num_confirmed, features, self._drafter.pending, path)
         if self._states is not None and trail is not None:
             shape = self._decoder.scan_of(self._states)
-            kernels.commit_trail(trail, slots, length, num_verified, self._states, shape)
+            kernels.commit_trail(trail, slots, length, num_confirmed, self._states, shape)
 
     def _extend(self, key: GraphKey, pieces: Pieces) -> None:
         tables, slots = self._tables, self._slots[: key.rows]
         tokens = self._tokens(key)
-        rows, last = self._kernels.locate_new(slots, tables.length, tables[DRAFTER_LEN], tokens)
+        rows, last = self._kernels.locate_confirmed(
+            slots, tables.length, tables[DRAFTER_LEN], tokens
+        )
         states = self._kernels.load_features(slots, self._drafter.pending[:, : key.width])
         self._drafter.extend(DrafterInputs(tokens, rows, states, last), pieces)
 
@@ -175,7 +179,7 @@ class SpeculativePasses:
             num = self._drafter.draft(*rows, most, pieces)
         else:
             num = self._trees.draft(*rows, pieces)
-        self._kernels.close_draft(rows._replace(num=num), self._draft_tables)
+        self._kernels.set_num_drafts(rows._replace(num=num), self._draft_tables)
 
     def _trail_of(self, key: GraphKey) -> Trail | None:
         """Return the trail for rows with this many tokens each."""

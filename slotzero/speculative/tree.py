@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slotzero.graph import Pieces, Registry
 from slotzero.kernels.types import Tokens
-from slotzero.kernels.types_speculation import DraftRows, Guesses, TreeStep
+from slotzero.kernels.types_speculation import Candidates, DraftRows, TreeStep
 from slotzero.sampling.tables import TableSpec
 from slotzero.speculative.drafter import LogitsDrafter
 from slotzero.tree_shape import TreeShape
@@ -20,7 +20,7 @@ PARENTS = "draft_parents"
 
 def tree_tables(shape: TreeShape) -> tuple[TableSpec, ...]:
     """Return the table of parents: the node that each node follows; the root follows none."""
-    return (TableSpec(PARENTS, shape.num_nodes, "int32", 0, is_matrix=True, follows="logits"),)
+    return (TableSpec(PARENTS, shape.num_nodes, "int32", 0, is_matrix=True, chosen_from="logits"),)
 
 
 class Trees:
@@ -42,7 +42,7 @@ class Trees:
         aims = kernels.draft_targets(DraftRows(slots, length, room), 1, behind)
         owners, place, after = (part[0] for part in aims)
         rows = DraftRows(owners, length, room)
-        guesses = self._empty(len(slots), length)
+        candidates = self._empty(len(slots), length)
         state, logits = drafter.first(Tokens(owners, place), pieces)
         drawn, front = drafter.sample(logits, owners, after, tables), None
         for step in range(shape.steps):
@@ -54,14 +54,14 @@ class Trees:
                 )
                 drawn = drafter.sample(logits, front.tokens.slots, front.after, tables)
             front = kernels.grow_tree(
-                rows, drawn, front, guesses, TreeStep(step, shape.topk, behind), tables
+                rows, drawn, front, candidates, TreeStep(step, shape.topk, behind), tables
             )
         most = shape.num_nodes - 1
-        return kernels.select(rows, guesses, most, tables.tokens, self.parents)
+        return kernels.select_nodes(rows, candidates, most, tables.tokens, self.parents)
 
-    def _empty(self, num_rows: int, like: Tensor) -> Guesses:
-        size = num_rows, self.shape.num_guesses
+    def _empty(self, num_rows: int, like: Tensor) -> Candidates:
+        size = num_rows, self.shape.num_candidates
         ids, scores, parents = (
             like.new_empty(size, dtype=dtype) for dtype in (torch.int32, torch.float32, torch.int32)
         )
-        return Guesses(ids, scores, parents)
+        return Candidates(ids, scores, parents)

@@ -1,1 +1,1 @@
-"""The process and its machine: cache folder, memory, progress bars, signals, child processes."""
+"""Process and machine: cache folder, memory, progress bars, signals and child processes."""

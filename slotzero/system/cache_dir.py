@@ -1,6 +1,6 @@
-"""The cache folder, for what can be built again: kernels and compiled graphs.
+"""The cache folder, for files that can be built again: kernels and compiled graphs.
 
-The rule: a folder that cannot be written is an error that names it and says how to choose another.
+The rule: if the folder cannot be written, the error names it and says how to choose another.
 """
 
 import errno
@@ -16,6 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_dir() -> Path:
+    """Return $SLOTZERO_CACHE, or by default the folder slotzero in the user's cache folder."""
     root = os.environ.get("SLOTZERO_CACHE")
     if root:
         return Path(root)
@@ -24,8 +25,10 @@ def cache_dir() -> Path:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Create the folder; if it cannot be created, or the block cannot write to it, raise an error
-    that names it."""
+    """Create the folder, and run a block that writes to it.
+
+    If either fails, the error names the folder.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -34,19 +37,19 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def writable(folder: Path) -> Path:
-    """Return the folder after a test that it can be written."""
+    """Create the folder if needed, check that it can be written, and return it."""
     with writing(folder), tempfile.TemporaryFile(dir=folder):
         return folder
 
 
 def unwritable(folder: Path, number: int | None, why: str) -> SlotzeroError:
-    """Make the error for a cache folder that cannot be written; `number` is its errno."""
+    """Create the error for a cache folder that cannot be written; `number` is the errno."""
     if number in _FULL:
         return CapacityError(
             f"the disk of the cache folder {folder} is full ({why}): free some space, or set "
             "SLOTZERO_CACHE to a folder on another disk"
         )
     return ConfigError(
-        f"the cache folder {folder} cannot be written ({why}): set SLOTZERO_CACHE to a folder "
-        "that can"
+        f"the cache folder {folder} cannot be written ({why}): set SLOTZERO_CACHE to a writable "
+        "folder"
     )

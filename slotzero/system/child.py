@@ -1,6 +1,7 @@
-"""Child processes that end when their parent does, however that ends.
+"""Child processes that end when their parent ends, even if it is killed.
 
-Each has a pipe on standard input over which nothing is sent: when it closes, the parent is gone.
+The standard input of each is a pipe over which nothing is sent. When the pipe closes, the parent
+has ended.
 """
 
 import os
@@ -16,8 +17,8 @@ GRAMMARS = "slotzero.grammars.fork_server"
 def start(
     module: str, words: Sequence[str], fds: Sequence[int], env: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE WORDS`, which calls end_with_parent."""
-    # -P and the path: it imports what this process would, whatever the working directory is
+    """Start `python -m MODULE WORDS`. The module must call end_with_parent."""
+    # -P and PYTHONPATH: the child imports the same modules, regardless of the working directory.
     path = {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *words],
@@ -28,7 +29,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Close the pipe, wait, and return how the process ended."""
+    """Close the pipe, wait, and return the exit code; kill the process after `seconds`."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -39,6 +40,7 @@ def finish(process: subprocess.Popen[bytes], seconds: float) -> int:
 
 
 def end_with_parent() -> None:
+    """Exit this process when the pipe on its standard input closes."""
     threading.Thread(target=_await_end, daemon=True).start()
 
 
@@ -48,4 +50,5 @@ def _await_end() -> None:
 
 
 def ending(code: int) -> str:
-    return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+    """Return how a process ended, as the predicate of a sentence."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""Deferral of Ctrl-C to the end of a step: half a step would leave pools and tables torn."""
+"""Deferral of Ctrl-C to the end of a step, so that pools and tables stay consistent."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold SIGINT back, and deliver it at the end to the previous handler."""
+    """Defer SIGINT to the end of the block, and then deliver it to the previous handler."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are delivered to the main thread alone
         return

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint folder. One that cannot be read is refused, by its name."""
+"""JSON files of a checkpoint folder. If a file cannot be read, the error names it."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple; configs have None, one number or a list."""
+    """Return the token ids of a config field, which is None, a number or a list."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)

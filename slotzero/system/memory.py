@@ -1,7 +1,7 @@
-"""This machine's memory: the total, and what is available now.
+"""The memory of this machine or container, in total and available.
 
-The rule: a container sees the numbers of its machine but is killed at its own limit, so the smaller
-of both counts.
+The rule: the smaller number counts. A container sees the memory of its machine, but is killed at
+its own limit.
 """
 
 import os
@@ -21,35 +21,35 @@ class SystemMemory(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The files of one version of control groups: limit, usage, and what can be reclaimed."""
+    """The files of one version of control groups: limit, usage and reclaimable memory."""
 
     folder: Path
     limit: str
     used: str
-    files: tuple[str, ...]  # lines of memory.stat: pages of files, which can be read again
+    reclaimable: tuple[str, ...]  # lines of memory.stat: cached file pages, which can be read again
 
 
 def memory() -> SystemMemory:
-    machine = held = _machine()
+    """Return the memory that this process can use."""
+    machine = memory = _machine()
     for limit, used in _limits():
-        if limit < machine.total:  # "no limit" is written as a huge number, or as a word
+        if limit < machine.total:  # "no limit" is a huge number or a word
             left = max(0, limit - used)
-            held = SystemMemory(min(held.total, limit), min(held.available, left))
-    return held
+            memory = SystemMemory(min(memory.total, limit), min(memory.available, left))
+    return memory
 
 
 def _machine() -> SystemMemory:
     lines = _read(_PROC / "meminfo").splitlines()
-    said = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-    if "MemTotal" in said and "MemAvailable" in said:
-        return SystemMemory(*(int(said[name][0]) * 1024 for name in ("MemTotal", "MemAvailable")))
+    info = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    if "MemTotal" in info and "MemAvailable" in info:
+        return SystemMemory(*(int(info[name][0]) * 1024 for name in ("MemTotal", "MemAvailable")))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return SystemMemory(total, total)  # the system reports no more
+    return SystemMemory(total, total)  # this system does not report the available memory
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and unreclaimable usage of this process's control group, and of each group that
-    contains it."""
+    """Yield limit and unreclaimable usage of this process's control group and of its parents."""
     for line in _read(_PROC / "self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         kinds, _, own = rest.partition(":")
@@ -68,10 +68,10 @@ def _limits() -> Iterator[tuple[int, int]]:
             folder = files.folder / group
             limit, used = (_read(folder / name).strip() for name in (files.limit, files.used))
             if limit.isdigit() and used.isdigit():
-                yield int(limit), int(used) - _of_files(folder / "memory.stat", files.files)
+                yield int(limit), int(used) - _sum_of(folder / "memory.stat", files.reclaimable)
 
 
-def _of_files(stat: Path, names: tuple[str, ...]) -> int:
+def _sum_of(stat: Path, names: tuple[str, ...]) -> int:
     lines = (line.split() for line in _read(stat).splitlines())
     return sum(int(line[1]) for line in lines if line and line[0] in names)
 

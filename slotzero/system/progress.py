@@ -1,4 +1,4 @@
-"""Progress on standard error: bars on a terminal, and in a log one line every few seconds."""
+"""Progress on standard error: bars on a terminal; in a log file, a line every few seconds."""
 
 import sys
 import time
@@ -9,94 +9,99 @@ from typing import TYPE_CHECKING, Protocol, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-EVERY = 10.0  # seconds between two lines of a log
+EVERY = 10.0  # seconds between two log lines
 
 
 class Recorded(Protocol):
-    """A size that was just captured."""
+    """A size that has just been captured."""
 
     @property
     def key(self) -> object: ...
 
 
-Told = Callable[[str, int, int], None]
-"""Called with a stage of loading (kernels, weights, recording), how much of it is done, and how
-much there is; 0 where that is not known."""
+OnProgress = Callable[[str, int, int], None]
+"""Callback for the progress of loading: the stage (kernels, weights, recording), the amount done,
+and the total, which is 0 if it is not known."""
 
 
-def not_told(stage: str, done: int, total: int) -> None:
-    pass
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """Do nothing: the default of OnProgress."""
 
 
 @contextmanager
 def weights_bar(
-    shown: bool, name: str, told: Told = not_told
+    shown: bool, name: str, on_progress: OnProgress = ignore_progress
 ) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar; call it with the values loaded and the total."""
     with _bar(shown) as bar:
         task = bar.add_task(f"loading {name}", total=None)
 
         def update(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
-            told("weights", done, total)
+            on_progress("weights", done, total)
 
         yield update
 
 
 @contextmanager
 def recording_bar(
-    shown: bool, backend: str, num_sizes: int, told: Told = not_told
+    shown: bool, backend: str, num_sizes: int, on_progress: OnProgress = ignore_progress
 ) -> Iterator[Callable[[Recorded], None]]:
+    """Show a bar; call it with each size after its capture."""
     with _bar(shown) as bar:
         task = bar.add_task(f"recording on {backend}", total=num_sizes)
         num_recorded = 0
-        told("recording", 0, num_sizes)
+        on_progress("recording", 0, num_sizes)
 
-        def seen(record: Recorded) -> None:
+        def advance(record: Recorded) -> None:
             nonlocal num_recorded
             num_recorded += 1
             bar.update(task, advance=1, description=f"recorded {record.key}")
-            told("recording", num_recorded, num_sizes)
+            on_progress("recording", num_recorded, num_sizes)
 
-        yield seen
+        yield advance
 
 
 @contextmanager
 def prompts_bar(shown: bool, num_prompts: int) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar; call it with (finished answers, tokens generated) as they grow."""
+    """Show a bar; call it with the numbers of answers finished and tokens generated since then."""
     with _bar(shown) as bar:
         task = bar.add_task("generating", total=num_prompts)
-        made = 0
+        num_tokens = 0
 
         def update(finished: int, tokens: int) -> None:
-            nonlocal made
-            made += tokens
-            bar.update(task, advance=finished, description=f"generating, {made} tokens")
+            nonlocal num_tokens
+            num_tokens += tokens
+            bar.update(task, advance=finished, description=f"generating, {num_tokens} tokens")
 
         yield update
 
 
 @contextmanager
 def training_bar(shown: bool) -> Iterator[Callable[[int, float, str], None]]:
-    """Show a bar; call it with the steps done, the share of the budget, and the last result."""
+    """Show a bar; call it with the step, the used fraction of the budget, and the last result."""
     with _bar(shown) as bar:
         task = bar.add_task("training", total=1.0)
 
-        def update(step: int, share: float, seen: str) -> None:
-            bar.update(task, completed=share, description=f"training, step {step}{seen}")
+        def update(step: int, fraction: float, result: str) -> None:
+            bar.update(task, completed=fraction, description=f"training, step {step}{result}")
 
         yield update
 
 
 @contextmanager
 def certify_bar(shown: bool, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a bar; call it with what was just tried. Without a total, it only shows activity."""
+    """Show a bar; call it with the name of each case after it was tried.
+
+    Without a total, the bar only shows activity.
+    """
     with _bar(shown) as bar:
         task = bar.add_task("recording", total=total)
 
-        def tried(what: str) -> None:
-            bar.update(task, advance=1, description=f"tried {what}")
+        def advance(case: str) -> None:
+            bar.update(task, advance=1, description=f"tried {case}")
 
-        yield tried
+        yield advance
 
 
 @contextmanager
@@ -108,7 +113,10 @@ def load_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int], None]]:
 
 
 class Lines:
-    """The part of rich's Progress that is used here, as log lines. Short work prints nothing."""
+    """Progress as log lines, with the methods of rich's Progress that are used here.
+
+    Work that takes less than `EVERY` seconds prints nothing.
+    """
 
     def __init__(self) -> None:
         self._due = time.monotonic() + EVERY
@@ -138,8 +146,8 @@ class Lines:
         self._total, self._description = total or self._total, description or self._description
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + EVERY
-            share = f" ({self._done / self._total:.0%})" if self._total else ""
-            print(f"{self._description}{share}", file=sys.stderr, flush=True)
+            percentage = f" ({self._done / self._total:.0%})" if self._total else ""
+            print(f"{self._description}{percentage}", file=sys.stderr, flush=True)
 
 
 def _bar(shown: bool) -> "Progress | Lines":

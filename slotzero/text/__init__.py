@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizers and chat templates."""
+"""Conversion between text and token ids: tokenizers and chat templates."""

@@ -1,10 +1,10 @@
-"""Chat templates: the Jinja programs of models that format a conversation as text.
+"""Chat templates: Jinja programs, provided by models, that format a conversation as text.
 
-This module does not know tokens. A template is untrusted code, so it runs in an immutable sandbox
-with the names that Hugging Face defines: `raise_exception`, `tojson`, `strftime_now`, `break` and
-`continue` in loops, and `{% generation %}` blocks (which mark text for training and are ignored).
+This module does not know tokens. A template is untrusted code, so it runs in an immutable sandbox,
+extended as in Hugging Face: `raise_exception`, `tojson`, `strftime_now`, `break` and `continue` in
+loops, and `{% generation %}` blocks (which mark text for training and are ignored).
 
-The rule: any failure of a template is the error of one request, never of the server.
+The rule: any failure of a template is an error of one request, never of the server.
 """
 
 import json
@@ -27,13 +27,17 @@ RESERVED = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
     "self",
 )  # fmt: skip
-NOT_BOTH = "not with add_generation_prompt, which begins a new message: set that to false"
+NOT_BOTH = (
+    "cannot be used with add_generation_prompt, which begins a new message: set that to false"
+)
 
 
-def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in the form that templates expect: its text is one string, the arguments of
-    calls are objects."""
-    where = f"messages[{place}]"
+def template_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in the form that templates expect.
+
+    The content is one string, and the arguments of tool calls are objects.
+    """
+    where = f"messages[{index}]"
     made = {name: value for name, value in message.items() if value is not None}
     role, content, calls = made.get("role"), made.get("content"), made.get("tool_calls")
     if not isinstance(role, str):
@@ -42,7 +46,7 @@ def template_message(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
         parts = [_part_text(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
         content = "\n".join(parts)
     if content is None and not (role == "assistant" and calls):
-        raise _message_error(f"{where}.content", "missing")
+        raise _message_error(f"{where}.content", "is missing")
     if not isinstance(content or "", str):
         raise _message_error(f"{where}.content", "must be a string or a list of parts")
     if calls:
@@ -82,14 +86,16 @@ def _template_call(where: str, call: Any) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": named}
 
 
-def variable_of_ours(given: Mapping[str, Any]) -> str | None:
-    """Return a name among a client's variables that it may not set, or None."""
+def reserved_variable(given: Mapping[str, Any]) -> str | None:
+    """Return the first of a client's template variables that clients may not set, or None."""
     return next((name for name in given if name in RESERVED), None)
 
 
 def read_template(given: str) -> str:
-    """Return the template of --chat-template, a path or the template itself: a template has braces,
-    a path has none."""
+    """Return the template given by --chat-template: a path, or the template itself.
+
+    A template contains braces or line ends, a path does not.
+    """
     text = given
     if not any(char in given for char in "{}\n"):
         try:
@@ -109,20 +115,21 @@ def read_template(given: str) -> str:
 
 
 def render_chat(template: str, variables: Mapping[str, Any]) -> str:
+    """Render a conversation as text; raise RequestError if the template fails."""
     try:
         return _compiled(template).render(variables)
     except Exception as error:  # a template can raise anything, from TypeError to RecursionError
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise RequestError(f"the model's chat template refuses these messages: {reason}") from None
+        raise RequestError(f"the model's chat template rejects these messages: {reason}") from None
 
 
 def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
-    """Render the conversation up to the end of its last message's text, which the model
-    continues."""
+    """Render a conversation up to the end of its last message, for the model to continue it."""
     *earlier, last = variables["messages"]
     if last.get("tool_calls"):
         raise RequestError(
-            "continue_final_message: the last message ends with tool_calls, not text"
+            "continue_final_message: the last message ends with tool_calls, and only text can be "
+            "continued"
         )
     mark = f"the-end-{secrets.token_hex(8)}"
     marked = {**last, "content": f"{last['content']}{mark} "}
@@ -130,8 +137,8 @@ def render_unfinished(template: str, variables: Mapping[str, Any]) -> str:
     before, found, after = text.rpartition(mark)
     if not found:
         raise RequestError("continue_final_message: the chat template omits the last message")
-    # a template that trims messages has removed the space after the mark; without the mark it would
-    # have removed those before it
+    # A template that trims messages has removed the space after the mark. Without the mark, it
+    # would have trimmed the text before it.
     return before if after.startswith(" ") else before.rstrip()
 
 
@@ -167,8 +174,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert to JSON without the HTML escapes of Jinja's own filter, which models have not seen in
-    training."""
+    """Convert to JSON, without the HTML escapes of Jinja's own filter.
+
+    Models have not seen such escapes in training.
+    """
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

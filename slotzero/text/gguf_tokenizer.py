@@ -1,11 +1,10 @@
 """The tokenizer inside a GGUF file: its tokens and merges, converted to a `tokenizers` object.
 
-It does not know chat templates or streams of text. Two kinds are supported: byte-level BPE
-("gpt2"), and SentencePiece BPE ("llama"), which stores scores and no merges; the merges are derived
-from the scores.
+It does not know chat templates or streaming. Two kinds are supported: byte-level BPE ("gpt2"), and
+SentencePiece BPE ("llama"), which stores scores instead of merges; merges are derived from scores.
 
-The rule: the file names its pre-tokenizer (`tokenizer.ggml.pre`), and an unknown name is refused: a
-similar one would give plausible ids and silently worse answers.
+The rule: an unknown pre-tokenizer (`tokenizer.ggml.pre` in the file) raises an error. A similar one
+would give plausible token ids and silently worse answers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from slotzero.errors import TokenizerMissingError, UnsupportedModelError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_SPACE = "▁"  # how SentencePiece writes a space
-# Contractions, words, numbers of at most {digits}, punctuation, line ends, spaces.
+_SPACE = "▁"  # SentencePiece's character for a space
+# Contractions, words, numbers (at most {digits} long), punctuation, line ends, spaces.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -26,10 +25,11 @@ _WORDS = (
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Create the tokenizer that a GGUF file's metadata describes."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or "tokenizer.ggml.tokens" not in metadata:
         raise TokenizerMissingError(
-            "this GGUF file has no tokenizer; use a file that was converted with its vocabulary"
+            "this GGUF file has no tokenizer; use a file that contains its vocabulary"
         )
     if kind == "gpt2":
         tokenizer = _byte_level(metadata)
@@ -37,7 +37,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer = _sentence_piece(metadata)
     else:
         raise UnsupportedModelError(
-            f"GGUF tokenizer model {kind!r} is not supported; use gpt2 (BPE) or llama"
+            f"GGUF tokenizer model {kind!r} is not implemented; "
+            "implemented: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
         )
     tokenizer.add_tokens(_added_tokens(metadata))
     _add_bos_and_eos(tokenizer, metadata)
@@ -46,12 +47,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    # Found by its space from the second character on: a merge may itself begin with one.
+    # A merge is split at its first space after the first character, which may itself be a space.
     cuts = ((merge, merge.index(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ()))
     model = models.BPE(
         vocab={token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])},
         merges=[(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts],
-        ignore_merges=pre == "llama-bpe",  # a word that is a token is that token
+        ignore_merges=pre == "llama-bpe",  # a word that is itself a token is not split
     )
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = _pre_tokenizer(
@@ -72,18 +73,20 @@ def _pre_tokenizer(pre: str, space_prefix: bool) -> Any:
     if pre in ("llama-bpe", "qwen2"):
         words = Regex(_WORDS.format(digits="{1,3}" if pre == "llama-bpe" else ""))
         return pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), whole])
-    if pre in ("gpt-2", "gpt2", "default"):  # default: converted before files had a name for it
+    if pre in ("gpt-2", "gpt2", "default"):  # default: files from before the field existed
         return gpt2
     raise UnsupportedModelError(
-        f"tokenizer.ggml.pre {pre!r} is not supported; "
-        "use a model of smollm, llama-bpe, qwen2, gpt-2 or default"
+        f"GGUF metadata tokenizer.ggml.pre={pre!r} is not implemented; "
+        "implemented: smollm, llama-bpe, qwen2, gpt-2, default"
     )
 
 
 def _sentence_piece(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores")
     if scores is None:
-        raise TokenizerMissingError("tokenizer.ggml.scores is missing; convert the file again")
+        raise TokenizerMissingError(
+            "GGUF metadata tokenizer.ggml.scores is missing; convert the file again"
+        )
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(
         vocab={token: index for index, token in enumerate(tokens)},
@@ -106,13 +109,16 @@ def _sentence_piece(metadata: Mapping[str, Any]) -> Tokenizer:
 def _merges_by_score(
     tokens: list[str], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
-    """Derive merges from scores. SentencePiece joins the two neighbours whose joined piece has the
-    best score: in order of that score, each split of a piece into two pieces is a merge."""
+    """Derive merges from scores.
+
+    SentencePiece joins the two neighbours whose joined piece has the best score. So the merges are
+    all splits of a piece into two pieces, in order of the score of the whole piece.
+    """
     normal = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL}
 
     def cuts(piece: str) -> Iterator[tuple[int, int, str, str]]:
-        for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
             if left in normal and right in normal:
                 yield normal[left], normal[right], left, right
 
@@ -135,7 +141,8 @@ def _token_types(metadata: Mapping[str, Any]) -> list[int]:
     types: list[int] = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * num_tokens)
     if len(types) != num_tokens:
         raise TokenizerMissingError(
-            "tokenizer.ggml.token_type is too short; convert the file again"
+            f"GGUF metadata tokenizer.ggml.token_type has {len(types)} entries for {num_tokens} "
+            "tokens; convert the file again"
         )
     return types
 
@@ -143,10 +150,10 @@ def _token_types(metadata: Mapping[str, Any]) -> list[int]:
 def _add_bos_and_eos(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     spaced = metadata["tokenizer.ggml.model"] == "llama"
     bos_by_default = spaced or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    around = {"bos": bos_by_default, "eos": False}
+    defaults = {"bos": bos_by_default, "eos": False}
     used = {
         kind: token_text(metadata, kind)
-        for kind, default in around.items()
+        for kind, default in defaults.items()
         if metadata.get(f"tokenizer.ggml.add_{kind}_token", default)
     }
     texts = {kind: text for kind, text in used.items() if text is not None}

@@ -1,10 +1,10 @@
-"""The tokenizer: text to token ids and back, and the model's chat template.
+"""The tokenizer: conversion of text to token ids and back, and the model's chat template.
 
-It does not know models or requests, and does not import torch: a command that only counts tokens
-starts fast.
+It does not know models or requests. It does not import torch, so that a command that only counts
+tokens starts quickly.
 
-The rule: text from the chat template has its special tokens already, so it is encoded with
-`add_special_tokens=False`; any other text is encoded with them.
+The rule: text from a chat template contains its special tokens already, so it is encoded with
+`add_special_tokens=False`; other text is encoded with `add_special_tokens=True`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from slotzero.text.chat_template import NOT_BOTH, render_chat, render_unfinished
 from slotzero.text.gguf_tokenizer import gguf_tokenizer, token_text
 
 SPECIAL_KINDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_HALF = "\N{REPLACEMENT CHARACTER}"  # decoders write it for an incomplete character
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoders return it for an incomplete character
 _CONTEXT_LEN = 8
 _MAX_WINDOW_LEN = 24
 _BYTES_TEMPLATE = (
@@ -39,8 +39,11 @@ class Tokenizer:
         chat_template: str | None,
         tool_template: str | None = None,
     ) -> None:
-        """`special_tokens`: the texts of `bos_token`, `eos_token` ..., which templates can use.
-        `tool_template` is used in place of `chat_template` when a request has tools."""
+        """Wrap a tokenizer of the `tokenizers` package.
+
+        `special_tokens` are the texts of `bos_token`, `eos_token` and so on, which templates can
+        use. `tool_template` replaces `chat_template` for requests with tools.
+        """
         backend.no_truncation()  # some files contain the limits of a training run
         backend.no_padding()
         self._backend = backend
@@ -88,8 +91,10 @@ class Tokenizer:
 
     @classmethod
     def bytes_tokenizer(cls) -> "Tokenizer":
-        """Make a tokenizer with one token per byte (its id is the byte), then <bos> 256, <eos> 257,
-        <pad> 258."""
+        """Create a tokenizer with one token per byte, whose id is the byte.
+
+        Further tokens are <bos> (256), <eos> (257) and <pad> (258).
+        """
         backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
@@ -104,12 +109,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
-            text.encode("utf-8")  # JSON may hold half of a surrogate pair, which is no text
+            text.encode("utf-8")  # JSON may contain half of a surrogate pair, which is not text
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt has half a surrogate pair at position {error.start}: send valid text"
+                f"the prompt has half a surrogate pair at position {error.start}; "
+                "send valid Unicode"
             ) from None
-        # as a batch of one: that lets other threads run meanwhile, and a long text takes a second
+        # A batch of one: encode_batch lets other threads run, and a long text takes a second.
         (encoded,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
@@ -128,30 +134,35 @@ class Tokenizer:
         tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Return the conversation as text; further arguments are passed to the template. With
-        `continue_final_message` the text ends where the last message does, so that the model
-        continues it instead of beginning a new message."""
+        """Return the conversation as text; other keyword arguments are passed to the template.
+
+        With `continue_final_message` the text ends where the last message ends, so that the model
+        continues this message instead of beginning a new one.
+        """
         if tokenize:
-            raise RequestError("tokenize=True: encode the text with add_special_tokens=False")
+            raise RequestError(
+                "tokenize=True is not supported: encode the returned text with "
+                "add_special_tokens=False"
+            )
         if continue_final_message and add_generation_prompt:
             raise RequestError(f"continue_final_message: {NOT_BOTH}")
         template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError(
-                "this model has no chat template: send a plain prompt, or give one with "
+                "this model has no chat template: send a plain prompt, or pass a template with "
                 "--chat-template"
             )
-        own = {
+        variables = {
             "messages": messages,
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         render = render_unfinished if continue_final_message else render_chat
-        return render(template, {**self.special_tokens, **own, **kwargs})
+        return render(template, {**self.special_tokens, **variables, **kwargs})
 
     def set_chat_template(self, template: str) -> None:
-        """Use this template for every request, those with tools included."""
+        """Use this template for all requests, including those with tools."""
         self.chat_template, self._tool_template = template, None
 
     def to_json(self) -> str:
@@ -167,20 +178,24 @@ class Tokenizer:
     def first_difference(
         self, other: "Tokenizer", num_ids: int
     ) -> tuple[int, str | None, str | None] | None:
-        """Return the lowest id below `num_ids` whose text differs between two tokenizers, with its
-        text here and there, None where the id is not a token; None if there is no such id."""
+        """Return the first id below `num_ids` whose text differs between the tokenizers, or None.
+
+        The result is (id, text here, text in `other`); a text is None if the id is not a token.
+        """
         for index in range(num_ids):
-            ours, theirs = self._backend.id_to_token(index), other._backend.id_to_token(index)
-            if ours != theirs:
-                return index, ours, theirs
+            text, other_text = self._backend.id_to_token(index), other._backend.id_to_token(index)
+            if text != other_text:
+                return index, text, other_text
         return None
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        """Return whether a token has text. Models have more vocabulary rows than their tokenizer
-        has tokens; those rows have none."""
+        """Return whether a token has text.
+
+        A model can have more vocabulary rows than its tokenizer has tokens; those have no text.
+        """
         if skip_special_tokens and token_id in self._special_ids:
             return False
         return self._backend.id_to_token(token_id) is not None
@@ -195,61 +210,66 @@ class Tokenizer:
 class Detokenizer:
     """Incremental detokenizer: converts token ids to text as they arrive. Call `flush` at the end.
 
-    The rule: all texts of `push`, then `flush`, joined, equal `decode` of all ids, and no text of
-    `push` ends in half a character. Decoding everything again would cost more with each token, so a
-    window of the latest tokens is decoded: [context: its text was returned][new]. The context is
-    needed because decoders look back: the first word loses its space, and a character may span
-    tokens. UTF-8 resynchronises after four bytes, and a token of the window has at least one.
+    The rule: the results of all calls of `push` and of `flush`, concatenated, equal `decode` of all
+    ids, and no result of `push` ends in the middle of a character.
+
+    Decoding all tokens each time would take longer with each token, so only a window of the latest
+    tokens is decoded: [context, whose text was returned before][new tokens]. The context is needed
+    because decoders look back: the first word loses its space, and a character may span tokens. The
+    context is long enough: UTF-8 resynchronises after four bytes, and every token has at least one.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._window: list[int] = []
-        self._num_given = 0  # the first characters of the window's text that were returned
+        self._num_returned = 0  # number of first characters of the window's text already returned
 
     def push(self, token_id: int) -> str:
+        """Add a token; return the text that is final now."""
         if not self._tokenizer.has_text(token_id, skip_special_tokens=self._skip):
             return ""
         self._window.append(token_id)
         if token_id in self._tokenizer.byte_ids:
             return ""  # a later byte can change how the bytes before it are decoded
         text = self._decode()
-        num_final = len(text) - text.endswith(_HALF)
-        new = text[self._num_given : num_final]
-        self._num_given = num_final
+        num_final = len(text) - text.endswith(_INCOMPLETE)
+        new = text[self._num_returned : num_final]
+        self._num_returned = num_final
         if len(self._window) > _MAX_WINDOW_LEN:
             self._slide(num_held=len(text) - num_final)
         return new
 
     def held(self) -> str:
-        """Return the text of the bytes that are held back, if no more come."""
+        """Return the text of the bytes held back, as if no more bytes followed."""
         if not self._window or self._window[-1] not in self._tokenizer.byte_ids:
             return ""
-        return self._decode()[self._num_given :]
+        return self._decode()[self._num_returned :]
 
     def flush(self) -> str:
-        rest = self._decode()[self._num_given :]
-        self._window, self._num_given = [], 0
+        """Return the remaining text, and reset."""
+        rest = self._decode()[self._num_returned :]
+        self._window, self._num_returned = [], 0
         return rest
 
     def _slide(self, num_held: int) -> None:
         self._window = self._window[-_CONTEXT_LEN:]
-        self._num_given = len(self._decode()) - num_held
+        self._num_returned = len(self._decode()) - num_held
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, which has its text or an object with
-    it."""
+    """Return the text of a token in tokenizer_config.json: a string, or an object with a string."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates of a folder, by name: from a file, or from an entry of the config with
-    one template or a list of named ones."""
+    """Return the chat templates of a folder by name.
+
+    They are in a file, or in the config: one template, or a list of named templates.
+    """
     file = path / "chat_template.jinja"
     stored = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
     if isinstance(stored, list):
@@ -258,16 +278,18 @@ def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of byte-level BPE: a printable byte is written as itself, any
-    other as a letter from 256 on."""
-    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    letters = {chr(byte): byte for byte in visible}
-    return letters | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    """Return the byte of each letter of byte-level BPE.
+
+    A printable byte is represented by itself, any other by a letter with a code from 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _fallback_byte_ids(backend: Backend) -> frozenset[int]:
-    """Return the ids of <0x00> ... <0xFF> if the decoder reads them as bytes (SentencePiece)."""
+    """Return the ids of <0x00> to <0xFF> if the decoder treats them as bytes (SentencePiece)."""
     found = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     letter = found[ord("A")]
     if letter is None or backend.decode([letter]) != "A":

@@ -39,7 +39,7 @@ class Collector:
         self._seen = worker.decoder.new_hidden(limits.max_num_batched_tokens, len(self.taps))
         self._parts: dict[str, list[Tensor]] = {}
         self._kept_on: torch.device | None = None  # set while collecting
-        worker.passes.follower = self
+        worker.passes.drafter = self
         self._run, worker.run = worker.run, self._run_and_keep  # type: ignore[method-assign]
 
     def extend(self, inputs: DrafterInputs, pieces: Pieces) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark: the same prompts for every engine, honest counts, and a last line that is JSON."""
+"""Tests of `slotzero bench`: workloads, counts, traces, plots, and a last line that is JSON."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(last)
 
 
-# Workloads: these numbers were drawn by the script that other engines are measured with.
+# Workloads: the expected numbers come from the script that measures the other engines.
 
 
 def test_fixed_workloads_are_frozen() -> None:
@@ -162,7 +162,7 @@ def test_latency_ends_in_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["cost", *QWEN, "--plot", "/no/such/folder/cost.svg"], "--plot"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
+def test_an_impossible_measurement_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], words: list[str], names: str
 ) -> None:
     assert main(["bench", *words]) == 2
@@ -191,7 +191,7 @@ def test_rows_that_do_not_fit_are_refused_with_the_remedy(
 
 
 def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even where a line has 80 columns, as in a log."""
+    """A table keeps its full width even if the output has only 80 columns, as in a log."""
     numbers = [f"{i}234.567" for i in range(15)]
     header = [f"column {i}" for i in range(15)]
     print_sheets({"a": 1}, [Sheet("wide", [numbers], header), Sheet("narrow", [["a", "b"]])])
@@ -231,7 +231,7 @@ def test_gaps_are_within_a_request() -> None:
 def test_bytes_read_are_counted_by_hand() -> None:
     session = BenchSession("tiny:llama", {"backend": "eager", "show_progress": False})
     workload = session.draw(fixed_spec(2, 10, 4))
-    # three decoded tokens each attend to 11, 12 and 13; 2 layers of K and V, 2 heads of 16 floats
+    # three decoded tokens attend to 11, 12 and 13 tokens; 2 layers of K and V, 2 heads of 16 floats
     kv_bytes = 2 * (11 + 12 + 13) * (2 * 2 * 2 * 16 * 4)
     worker = session.engine.worker
     embedding = worker.registry["weight.embedding"]
@@ -249,7 +249,7 @@ def test_counts_start_after_the_warm_up() -> None:
     assert session.counts()["decode"].real_tokens == 6
 
 
-# Rows that stand still
+# Rows that are measured without requests
 
 
 def make_engine(**settings: object) -> Engine:
@@ -277,7 +277,7 @@ def assert_neutral(engine: Engine) -> None:
         assert (tables[spec.name] == spec.neutral).all(), spec.name
 
 
-def test_rows_stand_in_real_slots_and_come_back() -> None:
+def test_rows_occupy_real_slots_and_return_them() -> None:
     engine = make_engine()
     worker = engine.worker
     key = GraphKey("decode", 4, 4)
@@ -329,7 +329,7 @@ def test_prefill_rows_are_chunks(tokens: int, num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
-def test_the_engine_is_as_it_was(enable_prefix_caching: bool) -> None:
+def test_the_engine_is_unchanged_afterwards(enable_prefix_caching: bool) -> None:
     engine = make_engine(enable_prefix_caching=enable_prefix_caching)
     before = generate(engine)
     num_cached = engine.schedulers[0].ledger.num_cached
@@ -345,7 +345,7 @@ def test_the_engine_is_as_it_was(enable_prefix_caching: bool) -> None:
     assert generate(engine) == before
 
 
-def test_rows_that_fail_are_taken_away() -> None:
+def test_rows_that_fail_are_removed() -> None:
     engine = make_engine()
     decode = engine.worker.decode
     with pytest.raises(ZeroDivisionError), standing(engine, decode, GraphKey("decode", 8, 8), 20):
@@ -354,7 +354,7 @@ def test_rows_that_fail_are_taken_away() -> None:
     assert_neutral(engine)
 
 
-def test_rows_do_not_stand_among_requests() -> None:
+def test_rows_are_refused_beside_requests() -> None:
     engine = make_engine()
     engine.add("busy", [1, 2, 3], SamplingParams(max_tokens=3))
     with pytest.raises(ContractError, match="wait until all its requests"):
@@ -409,8 +409,17 @@ def test_the_limit_is_counted_by_hand() -> None:
     assert more == pytest.approx((2 * state + kv_bytes) / recurrent.read_bandwidth)
 
 
+def test_of_embeddings_for_each_layer_a_few_rows_are_read() -> None:
+    session = BenchSession("tiny:gemma4", {"backend": "eager", "show_progress": False})
+    worker = session.engine.worker
+    embedding = worker.weights.layer_embedding
+    assert embedding is not None
+    expected = worker.weight_bytes - embedding.embedding.data.nbytes
+    assert session.least_seconds([]) * session.read_bandwidth == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("model", ["tiny:gpt-oss", "tiny:deepseek-v3"])
-def test_of_experts_those_that_are_chosen_are_read(model: str) -> None:
+def test_only_chosen_experts_are_read(model: str) -> None:
     session = BenchSession(model, {"backend": "eager", "show_progress": False})
     worker, shape = session.engine.worker, session.engine.worker.model.experts
     assert shape is not None
@@ -426,7 +435,8 @@ def test_of_experts_those_that_are_chosen_are_read(model: str) -> None:
 
 
 def test_the_median_of_timed_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock moves by what a call takes, and by a second in what is not timed."""
+    """The fake clock advances by the duration of a call, and by a second in code that is not
+    timed."""
     costs = [90.0] * WARM_UPS + [5.0, 1.0, 30.0]
     now = 0.0
 
@@ -444,7 +454,7 @@ def test_the_median_of_timed_calls_counts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_gpu_is_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that runs everything in order; only what is between two events counts."""
+    """The fake device runs everything in order, and only the time between two events counts."""
     costs = [90.0] * WARM_UPS + [5.0, 1.0, 30.0]
     log: list[str] = []
     now = 0.0
@@ -544,7 +554,7 @@ def test_a_trace_is_summed_up(tmp_path: Path) -> None:
     events = [
         event("cuda_runtime", "cudaGraphLaunch", 0.0, 900.0),
         event("gpu_user_annotation", "ProfilerStep#1", 0.0, 900.0),
-        event("kernel", "linear", 1000000000000.0, 0.3),  # of a step before the stretch
+        event("kernel", "linear", 1000000000000.0, 0.3),  # from a step before the profiled ones
         event("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)", 1e12 + 0.3, 0.2),
         event("kernel", "linear", 1000000000000.5, 4.0),
         event("kernel", "attend", 1000000000003.5, 2.0),  # begins before linear has ended
@@ -576,12 +586,13 @@ def test_a_trace_without_kernels_says_so() -> None:
 
 
 def test_a_profile_is_of_the_steps_after_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the CPU's operators stand in for kernels, and a rare one for the mark."""
+    """CPU operators stand in for kernels, and a rare operator for the mark."""
     cpu = SimpleNamespace(CUDA=torch.profiler.ProfilerActivity.CPU)
     monkeypatch.setattr(torch.profiler, "ProfilerActivity", cpu)
     monkeypatch.setattr(profile, "_DEVICE_CATEGORIES", ("cpu_op",))
     monkeypatch.setattr(profile, "_MARK", "aten::erfinv")
-    monkeypatch.setattr(profile, "NUM_COSTLIEST", 1000)  # all: which costs most is the machine's
+    # all of them, since the costliest differ by machine
+    monkeypatch.setattr(profile, "NUM_COSTLIEST", 1000)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: torch.erfinv(torch.zeros(1)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     engine = make_engine()
@@ -594,7 +605,7 @@ def test_a_profile_is_of_the_steps_after_the_mark(monkeypatch: pytest.MonkeyPatc
     assert not engine.has_work
 
 
-def test_every_row_decodes_in_the_stretch() -> None:
+def test_every_row_decodes_in_every_profiled_step() -> None:
     engine = make_engine(max_num_batched_tokens=32)  # so that prompts come in chunks
     prompts = fixed(5, 40, 1, vocab_size=259).prompts
     with profile.decoding(engine, prompts):
@@ -605,7 +616,7 @@ def test_every_row_decodes_in_the_stretch() -> None:
     generate(engine)
 
 
-def test_a_stretch_without_room_is_refused() -> None:
+def test_more_profiled_steps_than_the_context_holds_are_refused() -> None:
     engine = make_engine(max_model_len=64)
     prompts = fixed(2, 40, 1, vocab_size=259).prompts
     with (

@@ -1,4 +1,4 @@
-"""`slotzero bench serve`: what is sent and when, what is made of the answers, and one real run."""
+"""Tests of `slotzero bench serve`: requests and their timing, statistics, and one real run."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ INFO: Any = {"state": "ready", "failure": None, "engine": {"vocab_size": 300}}
 
 
 class FakeSite:
-    """A server that answers when so many have asked; one chunk is three tokens."""
+    """A server that answers once a number of requests have arrived; one chunk is three tokens."""
 
     name = "test:80"
 
@@ -64,7 +64,7 @@ def run(site: Any, *loads: RequestLoad) -> Any:
     return report
 
 
-# What is sent
+# Requests
 
 
 def test_lengths_are_many_short_and_a_few_long() -> None:
@@ -99,7 +99,8 @@ def test_arrivals_are_as_many_a_second_as_asked_for() -> None:
 
 
 def test_a_slow_server_delays_no_request() -> None:
-    """It answers nobody before all have asked; and nobody asks before it is due."""
+    """The server answers only after all requests have arrived; no request is sent before it is
+    due."""
     load = RequestLoad(50.0, [(4, 6)] * 20, seed=1)
     site = FakeSite(waits_for=len(load.shapes))
     begin = time.perf_counter()
@@ -109,7 +110,7 @@ def test_a_slow_server_delays_no_request() -> None:
     assert min(late) >= 0
 
 
-def test_what_is_asked_for() -> None:
+def test_the_body_of_a_request() -> None:
     site = FakeSite()
     run(site, RequestLoad(float("inf"), [(5, 6), (7, 9)], seed=2))
     assert [len(body.pop("prompt")) for body in site.asked] == [5, 7]
@@ -124,10 +125,10 @@ def test_what_is_asked_for() -> None:
     }
 
 
-# What is made of the answers
+# Statistics
 
 
-def test_tokens_are_those_of_usage() -> None:
+def test_tokens_are_counted_from_usage() -> None:
     report = run(FakeSite(), RequestLoad(float("inf"), [(5, 6), (7, 9), (2, 30), (1, 3)]))
     (rate,) = report["rates"]
     assert rate["rate"] == "inf"
@@ -141,12 +142,12 @@ def test_tokens_are_those_of_usage() -> None:
     assert len(sheet.lines[0]) == len(sheet.header)
 
 
-def test_good_requests_keep_both_goals() -> None:
+def test_good_requests_meet_both_goals() -> None:
     fates = [
         Fate(0.0, [0.5, 1.0], num_tokens=6),  # 0.1 s a token: good
         Fate(2.0, [3.5, 4.0], num_tokens=51),  # late
         Fate(4.0, [4.2, 5.0], num_tokens=5),  # slow
-        Fate(5.0, [5.1], num_tokens=1),  # good, and it has no second token
+        Fate(5.0, [5.1], num_tokens=1),  # good: it has no second token
         Fate(6.0, [6.1], num_tokens=0, error="died"),
         Fate(7.0),
     ]
@@ -168,7 +169,7 @@ def test_if_all_fail_there_are_no_times() -> None:
     assert sheets(report)[0].lines[0][-1] == "-"
 
 
-def test_an_error_in_the_midst_of_a_stream_is_a_failure() -> None:
+def test_an_error_in_the_middle_of_a_stream_is_a_failure() -> None:
     class Dying(FakeSite):
         async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
             yield {"choices": [{"text": "abc"}]}
@@ -178,12 +179,12 @@ def test_an_error_in_the_midst_of_a_stream_is_a_failure() -> None:
     assert (rate["failed"], rate["first_error"], rate["output_tokens"]) == (1, "the engine died", 0)
 
 
-# What cannot be measured
+# Failures
 
 
 @contextmanager
 def answering(reply: bytes) -> Iterator[int]:
-    """A server that says this to whoever comes, and closes; -> its port"""
+    """Run a server that sends this reply to every client and closes; yield its port."""
 
     def serve_all() -> None:
         while True:
@@ -245,7 +246,7 @@ def test_a_server_that_is_not_ready(
         (b"HTTP/1.1 404 \r\n\r\n<p>nothing here", "404: <p>nothing here"),
     ],
 )
-def test_what_is_no_such_server(capsys: Stderr, reply: bytes, says: str) -> None:
+def test_another_kind_of_server_is_refused(capsys: Stderr, reply: bytes, says: str) -> None:
     with answering(reply) as port:
         assert says in refusal(capsys, "--url", f"http://127.0.0.1:{port}")
 
@@ -260,7 +261,7 @@ def test_what_is_no_such_server(capsys: Stderr, reply: bytes, says: str) -> None
         (["--page-size", "16"], "--page-size: bench serve measures a running server"),
     ],
 )
-def test_flags_that_make_no_sense(capsys: Stderr, words: list[str], says: str) -> None:
+def test_invalid_flags_are_refused(capsys: Stderr, words: list[str], says: str) -> None:
     assert says in refusal(capsys, *words)
 
 
@@ -280,9 +281,10 @@ def test_a_stream_that_is_cut_off_is_a_failure() -> None:
 
 
 class KeepAlive:
-    """A server that answers requests over whichever connection they come, as HTTP/1.1 does.
+    """A server that keeps connections open, as HTTP/1.1 does.
 
-    After `most` answers it closes a connection without saying so before."""
+    After `most` answers it closes a connection without announcing it.
+    """
 
     def __init__(self, most: int = 1000) -> None:
         self.num_accepted = self.num_answered = self.num_open = 0
@@ -325,8 +327,8 @@ async def load(server: KeepAlive, work: Callable[[Site], Coroutine[Any, Any, Any
         return made
 
 
-def test_connections_are_used_again() -> None:
-    """One is enough for requests that come one after the other, refusals included."""
+def test_connections_are_reused() -> None:
+    """One connection is enough for requests one after another, including refused ones."""
     server = KeepAlive()
 
     async def work(site: Site) -> None:
@@ -367,7 +369,7 @@ def test_a_connection_that_the_server_closed_is_replaced() -> None:
     assert (server.num_accepted, server.num_answered) == (4, 7)
 
 
-def test_an_answer_that_is_left_closes_its_connection() -> None:
+def test_an_abandoned_answer_closes_its_connection() -> None:
     server = KeepAlive()
 
     async def work(site: Site) -> None:
@@ -380,12 +382,12 @@ def test_an_answer_that_is_left_closes_its_connection() -> None:
     assert server.num_accepted == 2
 
 
-def test_hosts_are_written_as_urls_write_them() -> None:
+def test_hosts_are_written_as_in_urls() -> None:
     assert Site.at("http://[::1]:8000", None).name == "[::1]:8000"
     assert Site.at("localhost", "k") == Site("localhost", 80, {"Authorization": "Bearer k"})
 
 
-# All of it
+# A real run
 
 
 def test_a_real_run(capsys: Stderr, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,4 +1,4 @@
-"""The model behind benchmarks/scaling.py counts what the code has and does."""
+"""Tests of the performance model behind benchmarks/scaling.py against the code it describes."""
 
 import importlib
 import json
@@ -30,7 +30,8 @@ FLOAT32 = step_model.Numbers(weight=4, kv=4, state=4, sent=(4, 4))
 
 
 class Counted(Ranks):
-    """The second of several ranks, and the only one: it hears what it says."""
+    """Fake second rank of several, alone in its process: it counts collectives and returns its
+    input."""
 
     heard: ClassVar[list[tuple[str, int]]] = []
 
@@ -88,7 +89,7 @@ def test_collectives_are_those_of_a_step(tmp_path, model, spread, apart):
     assert sorted(ranks.heard) == sorted(counted)
 
 
-def test_more_ranks_read_less_and_say_more():
+def test_more_ranks_read_less_and_communicate_more():
     model, machine = step_model.MODELS["Llama-3.1-70B"], step_model.machines()["H200"]
     load = step_model.Load(64, 2048)
     took = [step_model.spent(model, machine, Ranks(0, size), load) for size in (1, 2, 8)]

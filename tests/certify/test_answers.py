@@ -1,4 +1,4 @@
-"""S8 and S9: answers computed again from their tokens, and owners recounted, under traffic."""
+"""Tests of checks S8 and S9 under traffic: recomputed answers, and recounted owners."""
 
 import logging
 import random
@@ -66,7 +66,7 @@ def ask(
 
 
 def serve(engine: Engine, fault: TrafficFault) -> list[list[int]]:
-    """What the fault is met by, one after another."""
+    """Serve the requests that meet the fault, one after another."""
     return [
         ask(engine, prompt, params=params)[0].token_ids for prompt, params in fault.requests(engine)
     ]
@@ -123,12 +123,12 @@ def test_a_structured_answer_is_confirmed_with_its_masks() -> None:
     (answer,) = ask(engine, PROMPT, params=params)
     assert answer.token_ids[3] == ord("x")
     assert sanitizer_of(engine).answers.num_recomputed == 1
-    answer.request.output_token_ids[0] = ord("z")  # which the grammar does not allow
+    answer.request.output_token_ids[0] = ord("z")  # a token that the grammar forbids
     assert again(engine, answer, rounding=1e6) is not None
 
 
-def test_what_is_computed_again_leaves_no_trace() -> None:
-    """A model with experts, whose routing is written down by every pass."""
+def test_recomputation_leaves_no_trace() -> None:
+    """The model has experts, whose routing every pass writes to tensors."""
     engine = engine_of("gpt-oss")
     (answer,) = ask(engine, PROMPT)
     engine.worker.tables.apply()
@@ -155,7 +155,7 @@ def test_another_token_is_a_near_tie_only_within_rounding(more: dict[str, Any], 
 
 
 def test_a_token_just_above_a_floor_may_fall_below_it() -> None:
-    """Where the recomputation keeps one more token than the engine did, and chooses it."""
+    """The recomputation keeps one more token than the engine did, and chooses it."""
     engine = engine_of("llama")
     wide, narrow = (
         replace(GREEDY, temperature=5.0, top_k=k, max_tokens=1, seed=seed)
@@ -204,7 +204,7 @@ def test_a_fault_of_the_engine_is_logged_and_named(
 
 
 @pytest.mark.parametrize("fault", [DRAFT, KEY], ids=lambda fault: fault.name)
-def test_fallback_goes_on_without_drafts_and_prefixes(fault: TrafficFault) -> None:
+def test_fallback_continues_without_drafts_and_prefixes(fault: TrafficFault) -> None:
     engine = engine_of("llama", "wide", "ngram", sanitize="full", sanitize_action="fallback")
     right = serve(engine, fault)
     engine.schedulers[0].ledger.cache.clear()
@@ -224,12 +224,12 @@ def test_raise_keeps_the_last_tokens_of_a_wrong_answer() -> None:
     assert not engine.has_work
 
 
-def test_owners_are_recounted_and_a_miscount_is_said_once(
+def test_owners_are_recounted_and_a_miscount_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = engine_of("llama", sanitize="full")
     pool = engine.schedulers[0].ledger.groups[0].pool
-    (page,) = pool.take(1)  # for nobody
+    (page,) = pool.take(1)  # a page without an owner
     ask(engine, PROMPT)
     (violation,) = sanitizer_of(engine).last
     assert violation.check == "S9"
@@ -242,20 +242,21 @@ def test_owners_are_recounted_and_a_miscount_is_said_once(
         ask(engine, PROMPT)
 
 
-# Which answers, and when
+# Which answers are recomputed, and when
 
 
-def test_sample_computes_one_answer_again_after_so_many_steps() -> None:
+def test_sample_recomputes_one_answer_every_few_steps() -> None:
     engine = engine_of("llama", sanitize="sample", sanitize_every=10)
-    for _ in range(5):  # of eight or nine steps each: the first at once, then one in so many
+    # eight or nine steps each: the first answer at once, then one every few steps
+    for _ in range(5):
         ask(engine, PROMPT, PROMPT[::-1])
     num_commits = engine.num_steps
     assert 40 <= num_commits <= 50
     assert sanitizer_of(engine).answers.num_recomputed == -(-num_commits // 10)
 
 
-def test_sample_goes_on_while_only_grammars_are_busy() -> None:
-    """No step commits anything then, and the last one may have left an answer in its middle."""
+def test_sample_continues_while_only_grammars_are_busy() -> None:
+    """No step commits anything then, and the last one may have left an answer half recomputed."""
     pytest.importorskip("llguidance")
     engine = engine_of("llama", "tight", sanitize="sample", sanitize_every=10**6)
     slow = {"type": "integer", "multipleOf": 99_999_989}
@@ -272,8 +273,8 @@ def test_sample_goes_on_while_only_grammars_are_busy() -> None:
     engine.cancel("hostile")
 
 
-def test_sample_goes_on_chunk_by_chunk_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is held up by a chunk at most, and what is left is done when nothing runs."""
+def test_sample_continues_chunk_by_chunk_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is delayed by at most one chunk, and the rest is computed when nothing runs."""
     engine = engine_of("llama", "tight", sanitize="sample", sanitize_every=10**6)
     chunks: list[tuple[int, int]] = []
     right = Recomputation._chunk
@@ -294,7 +295,7 @@ def test_sample_goes_on_chunk_by_chunk_while_others_run(monkeypatch: pytest.Monk
     assert sanitizer_of(engine).answers.num_recomputed == 1
 
 
-def test_an_answer_without_room_is_left_out_and_counted(
+def test_an_answer_without_room_is_skipped_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -339,7 +340,7 @@ def test_without_the_check_the_mutants_are_missed(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_certification_tries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certification_runs_the_mutants_of_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "mutate", lambda engine, seen: [])
     engine = engine_of("llama", max_num_seqs=2)
     tried = session.CertifySession(engine, "tiny:llama", is_quick=True)

@@ -1,4 +1,4 @@
-"""The command `slotzero certify`: what it prints and writes, and how it ends."""
+"""Tests of the command `slotzero certify`: its output, files and exit codes."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Calls the command in process; -> exit code, standard output, standard error"""
+    """Return a function that calls the command and returns exit code, stdout and stderr."""
 
     def call(*words: str) -> tuple[int, str, str]:
         code = cli.main(["certify", *words])
@@ -62,7 +62,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Those that were made."""
+    """Return a list of all engines that the command creates."""
     made: list[Engine] = []
     init = Engine.__init__
 
@@ -76,7 +76,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
 @pytest.fixture
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug that all this is about: a published vector keeps its old tail."""
+    """Inject the fault that certification is about: a published tensor keeps its old tail."""
 
     def upload(self: UploadRing, values: Sequence[int], pad: int) -> None:
         self._target[: len(values)] = torch.tensor(list(values), dtype=self._target.dtype)
@@ -106,7 +106,7 @@ def test_a_sound_engine_passes(run: Run) -> None:
     assert out.splitlines()[-1].startswith("passed: 6 of 15 sizes in ")
 
 
-def test_json_is_all_that_is_printed(run: Run) -> None:
+def test_only_json_is_printed(run: Run) -> None:
     code, out, err = run(*TINY, "--json", "-")
     report = json.loads(out)
     assert (code, err) == (0, "")
@@ -195,7 +195,7 @@ def test_a_missing_pad_is_named_everywhere(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unpadded")
-def test_what_fails_already_is_not_mutated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_is_not_mutated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "mutate", None)
     code, out, _ = run(*TINY, "--mutate", "--json", "-")
     report = json.loads(out)
@@ -213,7 +213,7 @@ def writes_padding(patch: pytest.MonkeyPatch) -> None:
 
 
 def takes_all_tokens_for_real(patch: pytest.MonkeyPatch) -> None:
-    """Those behind the last draft too."""
+    """Inject a fault: padded tokens after the last draft count as real."""
     right = torch_speculation.lay_out
 
     def lay_out(slots: Tensor, starts: Tensor, counts: Tensor, tokens: Tokens) -> Rows:
@@ -294,7 +294,8 @@ def test_every_size_and_width_is_tried(run: Run, drafter: list[str], widths: lis
         lines = [line for line in out.splitlines() if line.startswith(f"│ {kind}-{width}[")]
         assert [line.split("x ")[1][0] for line in lines] == ["1", "2", "4"]
         assert all(line.count(" ok ") == len(CHECKS) for line in lines)
-    assert f"passed: {6 + 3 + 9 * len(widths)} of " in out  # three to catch up
+    # three sizes belong to the pass that catches up
+    assert f"passed: {6 + 3 + 9 * len(widths)} of " in out
 
 
 @pytest.mark.parametrize(
@@ -321,9 +322,7 @@ def test_an_assistant_without_kv_passes(run: Run) -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_layers_that_guess_ahead_pass(
-    run: Run, monkeypatch: pytest.MonkeyPatch, num_layers: int
-) -> None:
+def test_mtp_layers_pass(run: Run, monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
     config = {**tiny_configs()["deepseek-v3"], "num_nextn_predict_layers": num_layers}
     monkeypatch.setitem(families()["DeepseekV3ForCausalLM"].tiny, "deepseek-v3", config)
     words = [*small("deepseek-v3", **SMALLEST), *EAGER, *MTP, str(max(2, num_layers)), "--quick"]
@@ -333,7 +332,7 @@ def test_layers_that_guess_ahead_pass(
     assert {f"draft-{max(2, num_layers) + 1}", "draft-extend-16"} <= {*report["runners"]}
 
 
-def test_a_layer_that_stores_where_the_one_before_does_is_named(
+def test_an_mtp_layer_that_overwrites_the_previous_one_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**tiny_configs()["deepseek-v3"], "num_nextn_predict_layers": 2}
@@ -360,7 +359,7 @@ def test_scenarios_of_drafts_have_rows_of_every_kind() -> None:
         runner.prepare(key)
         with scenario_for(engine, runner, key) as scenario:
             outcomes[runner] = Trial(runner, scenario).replay()
-    tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_verified"))
+    tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_confirmed"))
     pairs = set(zip(tried.tolist(), right.tolist(), strict=True))
     assert {(5, 5), (5, 3), (5, 1), (2, 2), (1, 1), (0, 0)} <= pairs
     drafted = outcomes[draft].tensors["num_drafts"][list(outcomes[draft].slots)]
@@ -368,14 +367,14 @@ def test_scenarios_of_drafts_have_rows_of_every_kind() -> None:
     engine.check()
 
 
-def test_a_width_that_the_context_cannot_hold_is_left_out(run: Run) -> None:
+def test_a_width_that_the_context_cannot_hold_is_skipped(run: Run) -> None:
     code, out, _ = run(*TINY, *EAGLE3, "--max-model-len", "8", "--json", "-")
     report = json.loads(out)
     assert code == 0
     assert "no room for 5 tokens" in report["left_out"]["draft-5[20t x 4r]"]
 
 
-def test_quick_says_what_it_leaves_out(run: Run) -> None:
+def test_quick_reports_what_it_skips(run: Run) -> None:
     _, out, _ = run(*TINY, "--quick")
     _, text, _ = run(*TINY, "--quick", "--json", "-")
     said = json.loads(text)["left_out"]
@@ -402,16 +401,16 @@ def test_a_runner_of_one_size_is_tried_once() -> None:
     assert [str(key) for _, key in few_sizes([runner_of("decode", 1)])] == ["decode[1]"]
 
 
-def test_a_spoilt_page_table_makes_no_page_of_another_ours(
+def test_a_poisoned_page_table_names_no_page_of_another_row(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one page a row, the slot that page tables are spoilt with is a page of that slot."""
+    """If a row has one page, the poison in page tables could be a page of the slot itself."""
     monkeypatch.setattr(synthetic_requests, "MOST_STORED", 3)
     code, out, _ = run(*TINY)
     assert code == 0, out
 
 
-def test_a_step_that_the_context_cannot_hold_is_left_out(run: Run) -> None:
+def test_a_step_that_the_context_cannot_hold_is_skipped(run: Run) -> None:
     code, out, _ = run(*TINY, "--max-model-len", "48", "--json", "-")
     report = json.loads(out)
     assert code == 0
@@ -447,7 +446,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, results: list[Mutant]) -> None:
     monkeypatch.setattr(session, "mutate_traffic", lambda engine, seen: [])
 
 
-def test_when_every_mutant_is_caught(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_passes_if_every_mutant_is_caught(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake(monkeypatch, [*CAUGHT, ODD])
     code, out, err = run(*TINY, "--mutate", "--json", "-")
     report = json.loads(out)
@@ -487,11 +488,11 @@ def test_a_mutant_that_is_missed_fails(
         assert word in text
 
 
-# The page
+# The HTML report
 
 
 class Page(HTMLParser):
-    """All text of a page that is closed where it was opened."""
+    """Parser that collects the text of a page and checks that every tag is closed."""
 
     VOID = ("meta", "rect")
 
@@ -531,7 +532,7 @@ def certificate() -> Certificate:
     )
 
 
-def test_a_page_stands_alone_and_is_escaped() -> None:
+def test_a_page_is_self_contained_and_escaped() -> None:
     source = html(certificate(), [*CAUGHT, LOST])
     for outside in ("http:", "https:", "<script", "src=", "@import", "url("):
         assert outside not in source
@@ -556,5 +557,5 @@ def test_the_picture_has_a_cell_for_every_size_and_check() -> None:
     assert "Injected faults" not in source
 
 
-def test_a_page_of_nothing_is_a_page() -> None:
+def test_a_page_without_results_is_valid() -> None:
     assert "NOT passed" in Page(html(Certificate("m", "cpu"), [])).text

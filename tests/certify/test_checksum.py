@@ -1,4 +1,4 @@
-"""Checksums of bits: whatever moves or changes is noticed, in every type and layout."""
+"""Tests of tensor checksums: every moved or changed bit is noticed, in every dtype and layout."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64
 
 
 def random_bits(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Any bits at all, NaN among them."""
+    """Return a tensor of random bits, including NaN."""
     generator = torch.Generator().manual_seed(seed)
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
     return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def exchanged(tensor: Tensor, first: slice, second: slice) -> Tensor:
-    """Two parts of the first axis in each other's place."""
+    """Return a copy in which two parts of the first axis are exchanged."""
     changed = tensor.clone()
     changed[first], changed[second] = tensor[second].clone(), tensor[first].clone()
     return changed
@@ -33,21 +33,22 @@ def test_exchanged_rows_are_noticed(dtype: torch.dtype, rows: int, columns: int)
 
 
 @pytest.mark.parametrize("size", [1, 2, 64, BLOCK // 2, BLOCK, 2 * BLOCK])
-def test_exchanged_blocks_are_noticed_whatever_their_size(size: int) -> None:
-    """Also where they end where a row of words does, so that one of the two sums stays."""
+def test_exchanged_blocks_of_any_size_are_noticed(size: int) -> None:
+    """This includes blocks that end with a row of words, so that one of the two sums is
+    unchanged."""
     weight = random_bits(8 * BLOCK, dtype=torch.float32)
     moved = exchanged(weight, slice(0, size), slice(4 * BLOCK, 4 * BLOCK + size))
     assert checksum(moved) != checksum(weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_that_differ_in_their_sign_alone_are_told_apart(dtype: torch.dtype) -> None:
-    """The sign is the highest bit: a product by an even number would lose it."""
+def test_values_that_differ_only_in_sign_have_different_checksums(dtype: torch.dtype) -> None:
+    """The sign is the highest bit, which a multiplication by an even number would lose."""
     weight = torch.ones(64, 64, dtype=dtype)
     weight[3] = -1
     assert checksum(exchanged(weight, slice(3, 4), slice(40, 41))) != checksum(weight)
     weight = torch.ones(4096, dtype=dtype)
-    weight[7] = -1  # the highest of a 64-bit word
+    weight[7] = -1  # the highest bit of a 64-bit word
     for other in (3, 15, 71, 1023, 4095):
         moved = exchanged(weight, slice(7, 8), slice(other, other + 1))
         assert checksum(moved) != checksum(weight), other
@@ -65,8 +66,8 @@ def test_every_single_bit_counts(dtype: torch.dtype) -> None:
     assert checksum(weight) == before
 
 
-def test_where_a_tensor_lies_does_not_matter() -> None:
-    """A view that is not aligned to whole words, and one that is not contiguous."""
+def test_the_address_of_a_tensor_does_not_matter() -> None:
+    """One view is not aligned to whole words, and one is not contiguous."""
     weight = random_bits(40, 6, dtype=torch.bfloat16)
     padded = torch.zeros(1 + weight.numel(), dtype=weight.dtype)
     padded[1:] = weight.flatten()
@@ -78,7 +79,7 @@ def test_where_a_tensor_lies_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_rows_of_a_table_are_told_one_by_one(axis: int) -> None:
+def test_rows_of_a_table_have_separate_checksums(axis: int) -> None:
     pages = random_bits(3, 10, 16, 2, 24, dtype=torch.bfloat16).movedim(1, axis).contiguous()
     before = row_checksums(pages, axis)
     assert before.shape == (10,)
@@ -86,7 +87,7 @@ def test_rows_of_a_table_are_told_one_by_one(axis: int) -> None:
     by_page = pages.movedim(axis, 0)
     kept = by_page.clone()
     for what in (
-        (slice(4, 5), 0, slice(0, 2)),  # heads of two tokens, in one layer of page 4
+        (slice(4, 5), 0, slice(0, 2)),  # the heads of two tokens, in one layer of page 4
         (slice(4, 5), 2, slice(7, 9)),
     ):
         by_page[what] = kept[what].flip(2)

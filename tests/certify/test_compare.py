@@ -1,4 +1,4 @@
-"""Differences within a bound: rounding is none, and no value is too small to be missed."""
+"""Tests of tensor comparison: rounding passes, and no value is too small to be compared."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_small_row_is_not_measured_by_a_large_one(name: str) -> None:
 
 
 def test_a_token_is_not_measured_by_another_layer_or_by_its_neighbours() -> None:
-    """Pages as they are compared: [pages, layers, page_size, heads, width]."""
+    """Pages are compared as [pages, layers, page_size, heads, width]."""
     expected = values(2, 3, 16, 2, 8).bfloat16()
     expected[1, 2, 5] *= 0.01
     got = expected.clone()
@@ -50,7 +50,7 @@ def test_a_token_is_not_measured_by_another_layer_or_by_its_neighbours() -> None
 @pytest.mark.parametrize("scale", [100.0, 1.0, 0.04, 1e-4])
 @pytest.mark.parametrize("num_layers", [4, 96])
 def test_rounding_is_no_difference(name: str, scale: float, num_layers: int) -> None:
-    """A residual stream whose layers sum in two orders, and which is rounded after each."""
+    """The layers of a residual stream are summed in two orders, and rounded after each."""
     dtype, depth, width = DTYPES[name], 256, 64
     first = second = values(8, width, scale=scale).to(dtype)
     for layer in range(num_layers):
@@ -63,7 +63,7 @@ def test_rounding_is_no_difference(name: str, scale: float, num_layers: int) -> 
     assert first_difference(first, second, RELATIVE[name]) is None
 
 
-def test_to_the_bit_and_not_a_number() -> None:
+def test_bitwise_comparison_and_nan() -> None:
     expected = torch.tensor([[1.0, torch.nan], [2.0, torch.inf]])
     assert first_difference(expected.clone(), expected, 0.0) is None
     assert first_difference(expected.clone(), expected, 1e-4) is None

@@ -1,4 +1,4 @@
-"""S7: a fault in any tensor is caught by a check, and the check names that tensor."""
+"""Tests of check S7: a fault in any tensor is caught by a check that names the tensor."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,15 +53,15 @@ ASKED = {  # the issue's list, in its order
     "late host copy",
 }
 KINDS = ("decode", "prefill", VERIFY, EXTEND, DRAFT)
-LACKED = {  # where a fault would break nothing
+LACKED = {  # runners in which a fault would break nothing
     "global instead of local count": (EXTEND,),
     "wrong width": ("decode", "prefill", DRAFT),
     "draft that writes KV": ("decode", "prefill", VERIFY),
-    "expert routing that counts padded rows": KINDS,  # of models without experts
-    "frozen-KV position advanced by one": KINDS,  # but for an assistant
-    "global count of real tokens instead of the rank's": KINDS,  # of one rank
+    "expert routing that counts padded rows": KINDS,  # the models have no experts
+    "frozen-KV position advanced by one": KINDS,  # except for an assistant
+    "global count of real tokens instead of the rank's": KINDS,  # there is one rank
 }
-PROMPT = [7 * i % 250 for i in range(60)]  # long enough to be kept for the next who asks
+PROMPT = [7 * i % 250 for i in range(60)]  # long enough for the prefix cache
 
 
 class Scored(NamedTuple):
@@ -106,7 +106,7 @@ def answer_of(engine: Engine) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Thousands of replays of a tiny model: to share them out costs more than it saves."""
+    """Use one thread: for thousands of replays of a tiny model, more threads cost more time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -119,7 +119,7 @@ def _one_thread() -> Iterator[None]:
     ids=lambda param: " ".join(param),
 )
 def scored(request: pytest.FixtureRequest) -> Scored:
-    """With a drafter, its three runners: the other two are scored without."""
+    """Return the scored mutants; with a drafter, of its three runners only."""
     engine = engine_of(*request.param)
     worker = engine.worker
     runners = tuple(r for cycle in worker.cycles.values() for r in cycle) or worker.runners
@@ -141,7 +141,8 @@ def test_at_least_95_in_100_are_named(scored):
 
 
 def test_a_check_names_few_tensors_beside_the_guilty_one(scored):
-    """Naming everything would score too: nearly always the guilty one is the first named."""
+    """Naming every tensor would also score: nearly always, the guilty tensor must be named
+    first."""
     first = [mutant for mutant in scored.mutants if mutant.named[:1] == (mutant.tensor,)]
     assert len(first) >= 0.95 * len(scored.mutants)
 
@@ -190,7 +191,7 @@ def test_every_bug_of_a_runner_is_among_its_mutants(scored):
         assert tried == all_numbers(scored.kinds)
 
 
-def test_the_table_holds_the_seeds_and_more_than_twenty_others():
+def test_the_table_has_the_seed_faults_and_more_than_twenty_others():
     assert all_numbers(KINDS) >= SEEDS
     assert len(all_numbers(KINDS) - SEEDS) >= 20
     assert {bug.runner for bug in BUGS} <= {"", *KINDS}
@@ -200,8 +201,8 @@ def test_the_table_holds_the_seeds_and_more_than_twenty_others():
         assert bug.why, bug
 
 
-def test_every_check_is_the_one_that_catches_some(scored):
-    """S3 is the only one where replay and eager may differ by rounding; S5 needs a capture."""
+def test_every_check_catches_some_mutants(scored):
+    """S3 is the only check in which replay and eager may differ by rounding; S5 needs a capture."""
     catching = {mutant.caught_by for mutant in scored.mutants}
     assert catching >= {"S0", "S1", "S2", "S4", "S6"}
     assert set(ORDER) == set(CHECK_FUNCTIONS)
@@ -222,14 +223,15 @@ def test_the_engine_is_clean_afterwards(scored):
     assert answer_of(engine) == scored.answer_before
 
 
-def test_nothing_of_a_fault_stays(scored):
+def test_no_fault_remains(scored):
     worker = scored.engine.worker
-    worker.tables.apply()  # what the last answer's release has staged
+    worker.tables.apply()  # writes that the release of the last answer has staged
     rings = [results.ring for results in worker.result_rings]
     for owner in (worker.registry, worker.tables, *rings):
         assert not {"publish", "_write", "download"} & vars(owner).keys()
     assert not any("upload" in vars(ring) for ring in worker.registry._rings.values())
-    left = "tokens", NUM_DRAFTS, *states_of(scored.engine)  # by the last owner: nobody reads it
+    # left by the last owner; no step reads it
+    left = "tokens", NUM_DRAFTS, *states_of(scored.engine)
     for entry in worker.registry.entries():
         if entry.kind is TensorKind.TABLE:
             by_row = entry.tensor.movedim(entry.axis, 0)
@@ -240,7 +242,7 @@ def test_nothing_of_a_fault_stays(scored):
 
 
 def with_faults(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """All others are left out."""
+    """Keep only the faults of these names."""
     monkeypatch.setattr(mutants_module, "FAULTS", [f for f in FAULTS if f.name in names])
 
 
@@ -259,7 +261,7 @@ def ahead() -> Engine:
     return engine_of("tiny:deepseek-v3", "eager", "mtp")
 
 
-def test_an_assistant_that_does_not_stand_still_is_named(monkeypatch, assisted):
+def test_an_assistant_that_advances_its_position_is_named(monkeypatch, assisted):
     fault = "frozen-KV position advanced by one"
     with_faults(monkeypatch, fault)
     said = as_said(mutate(assisted))
@@ -291,8 +293,8 @@ def test_rows_laid_out_wrongly_are_named_over_latent_kv(monkeypatch, ahead):
         assert f"{runner}: {place}: {fault}" in said
 
 
-def test_rows_of_a_weight_in_each_others_place_are_named(monkeypatch):
-    """A plain sum over its words would be what it was."""
+def test_exchanged_rows_of_a_weight_are_named(monkeypatch):
+    """A plain sum over the words of the weight would not change."""
     with_faults(monkeypatch, "two rows exchanged")
     engine = engine_of("tiny:llama", "eager")
     runner = engine.worker.decode
@@ -308,7 +310,7 @@ def test_rows_of_a_weight_in_each_others_place_are_named(monkeypatch):
 
 
 class _NoValues(TorchFunctionMode):
-    """As in a capture: what would wait for a value of the device, and is no operator, raises."""
+    """Mode that raises, as a capture does, if a tensor method waits for a value of the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.__name__ not in ("tolist", "cpu", "numpy"), func
@@ -316,7 +318,8 @@ class _NoValues(TorchFunctionMode):
 
 
 class _NoCopies(TorchDispatchMode):
-    """Alike: what waits for a value, or brings one from the host, as an index by a list does."""
+    """Mode that raises if an operator waits for a value or copies one from the host, as an index by
+    a list does."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
@@ -329,7 +332,7 @@ class _NoCopies(TorchDispatchMode):
 
 
 class CapturingBackend(EagerBackend):
-    """Warms up and captures, as the cuda backend does, and then runs eagerly."""
+    """A backend that warms up and captures like the cuda backend, and then runs eagerly."""
 
     name = "capturing"
 
@@ -341,7 +344,7 @@ class CapturingBackend(EagerBackend):
 
 
 def captured(monkeypatch: pytest.MonkeyPatch, engine: Engine, runners: list[Runner]) -> set[str]:
-    """The card is not here: what it would refuse is. -> faults that were put in"""
+    """Inject all faults while refusing what a GPU capture refuses; return their names."""
     for runner in runners:
         monkeypatch.setattr(runner, "backend", CapturingBackend())
     return {mutant.fault for mutant in mutate(engine, checks=(), runners=runners)}
@@ -374,8 +377,8 @@ def test_a_fault_that_cannot_be_captured_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("max_num_seqs", [2, 4])
-def test_where_few_ask_nothing_is_broken_that_nobody_asked_for(monkeypatch, max_num_seqs):
-    """Of few slots, none has a bias: that none arrives is as it should be."""
+def test_a_parameter_that_no_request_uses_is_not_broken(monkeypatch, max_num_seqs):
+    """If few slots run, no request has a logit bias, so a fault that drops it changes nothing."""
     with_faults(monkeypatch, "stale row", "off by one", "late host copy")
     engine = engine_of("tiny:llama", "eager", max_num_seqs=max_num_seqs)
     said = as_said(mutate(engine, runners=[engine.worker.decode]))
@@ -387,9 +390,9 @@ def test_where_few_ask_nothing_is_broken_that_nobody_asked_for(monkeypatch, max_
 def test_a_check_that_is_switched_off_lets_mutants_through():
     mutants = mutate(engine_of("tiny:llama", "eager"), checks=("S6", "S0", "S2"))
     missed = {(m.tensor, m.fault) for m in mutants if not m.caught}
-    assert ("slots", "skip the pad") in missed  # for S1
-    assert ("kv_full", "kernel writes slot 0") in missed  # for S4
-    assert ("kv_full", "kernel reads past its length") in missed  # for S1
+    assert ("slots", "skip the pad") in missed  # only S1 catches it
+    assert ("kv_full", "kernel writes slot 0") in missed  # only S4 catches it
+    assert ("kv_full", "kernel reads past its length") in missed  # only S1 catches it
     assert ("kv_full", "skip the write") not in missed
     assert sum(m.caught for m in mutants) > 0.5 * len(mutants)
 
@@ -417,7 +420,7 @@ def test_the_size_has_padding_rows_and_tokens(drafter):
         )
 
 
-def test_a_mutant_says_what_became_of_it():
+def test_a_mutant_reports_its_outcome():
     caught = Mutant("decode", "slots", "skip the pad", ("SGLang 26292",), "S1", ("slots",))
     assert str(caught) == "decode: slots: skip the pad: S1 named slots"
     assert caught.caught

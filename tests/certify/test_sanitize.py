@@ -1,4 +1,4 @@
-"""The sanitizer on live traffic: nothing is changed, faults are met, and no alarm is false."""
+"""Tests of the sanitizer on live traffic: it changes nothing, and has no false alarms."""
 
 import argparse
 import logging
@@ -43,13 +43,13 @@ sys.exit(any(name.startswith("slotzero.certify") for name in {*sys.modules} - li
 
 
 def memory_of(engine: Engine) -> dict[str, torch.Tensor]:
-    """All that steps may change."""
+    """Return a copy of every tensor that steps may change."""
     entries = engine.worker.registry.entries()
     return {e.name: e.tensor.clone() for e in entries if e.kind is not TensorKind.CONSTANT}
 
 
 def settings_with(family: str, shape: str, drafter: str | None) -> dict[str, object]:
-    """There is room for a drafter's KV."""
+    """Return the settings, with room for the KV cache of a drafter."""
     wanted = settings_of(family, shape)
     if drafter is None:
         return wanted
@@ -58,7 +58,7 @@ def settings_with(family: str, shape: str, drafter: str | None) -> dict[str, obj
 
 
 def num_launches(engine: Engine) -> int:
-    """A step that verifies drafts is three, one that a drafter follows two."""
+    """Count launches: three in a step that verifies drafts, two in one that the drafter follows."""
     counts = [runner.counts for runner in engine.worker.runners]
     return sum(count.replays + count.eager.total() for count in counts)
 
@@ -71,7 +71,7 @@ def changed(engine: Engine, before: dict[str, torch.Tensor]) -> list[str]:
 # Nothing is changed
 
 
-def test_off_imports_nothing_of_it() -> None:
+def test_off_does_not_import_the_sanitizer() -> None:
     assert subprocess.run([sys.executable, "-c", OFF], timeout=120, check=False).returncode == 0
 
 
@@ -83,12 +83,12 @@ def test_off_imports_nothing_of_it() -> None:
         ("llama", "wide", "eagle3", "eager"),
     ],
 )
-def test_a_watched_engine_answers_as_any_other(
+def test_a_watched_engine_gives_the_same_answers(
     family: str, shape: str, drafter: str | None, backend: str
 ) -> None:
-    """Tokens, log probabilities, logits and, after every batch, all memory, to the bit."""
+    """Tokens, log probabilities, logits and, after every batch, all memory are bitwise equal."""
     wanted = settings_with(family, shape, drafter)
-    del wanted["lazy_recording"]  # Traced says so itself
+    del wanted["lazy_recording"]  # Traced sets it itself
     plain, watched = (
         Traced(**wanted, backend=backend, sanitize=mode)  # type: ignore[arg-type]
         for mode in ("off", "full")
@@ -111,7 +111,7 @@ def test_a_watched_engine_answers_as_any_other(
     assert (scheduler.num_preemptions > 0) == (shape == "tight")
 
 
-def test_sample_watches_one_step_in_so_many_of_each_runner() -> None:
+def test_sample_watches_every_nth_step_of_each_runner() -> None:
     engine = engine_of("llama", "wide", backend="eager", sanitize="sample", sanitize_every=7)
     rng = random.Random(5)
     for _ in range(4):
@@ -124,7 +124,7 @@ def test_sample_watches_one_step_in_so_many_of_each_runner() -> None:
     assert engine.worker.tables.observer is None
 
 
-def test_a_card_without_room_is_not_watched(
+def test_a_gpu_without_room_is_not_watched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> None:
@@ -157,7 +157,7 @@ class Damaged(Recording):
 
 
 def keeps_positions(runner: Runner, replay: Callable[[], None]) -> None:
-    """A derived tensor is left as the step before had it."""
+    """Inject a fault: a derived tensor keeps the values of the previous step."""
     positions = runner.registry["positions"]
     stale = positions.clone()
     replay()
@@ -165,7 +165,7 @@ def keeps_positions(runner: Runner, replay: Callable[[], None]) -> None:
 
 
 def forgets_to_locate(runner: Runner, replay: Callable[[], None]) -> None:
-    """The whole step runs with the slots and positions of the step before."""
+    """Inject a fault: the step runs with the slots and positions of the previous step."""
     kernels = runner.spec.function.__self__._kernels  # type: ignore[attr-defined]
     kernels.decode_positions = lambda *_: None
     try:
@@ -203,7 +203,7 @@ def writes_what_was_published(runner: Runner, replay: Callable[[], None]) -> Non
 
 
 def reads_all_other_pages(runner: Runner, replay: Callable[[], None]) -> None:
-    """Nothing is wrong while they hold finite values."""
+    """Inject a fault that changes nothing while the other pages hold finite values."""
     registry = runner.registry
     replay()
     registry["logits"][0] += registry["kv_full"][0].sum() * 0
@@ -240,14 +240,14 @@ FAULTS = [
     (computes_wrongly, {"S2"}, "logits"),
 ]
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8], [2, 7, 1, 8, 2, 8])
-# A prompt alone, which is then remembered; another; the first again; and both at once.
+# One prompt, which the prefix cache keeps; another; the first again; and both at once.
 ROUNDS = (PROMPTS[:1], PROMPTS[1:], PROMPTS[:1], PROMPTS)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def recorded() -> Engine:
-    """Every size is recorded, and all pages that a step does not own can be spoilt at once."""
+    """Return an engine with all sizes captured, and room to poison all pages of others at once."""
     wanted = settings_of("llama", "wide")
     kv = int(str(wanted["kv_cache_memory"])) // NUM_PAGES["wide"] * 10
     more = {"max_num_seqs": 3, "kv_cache_memory": kv, "lazy_recording": False}
@@ -256,7 +256,7 @@ def recorded() -> Engine:
 
 @pytest.fixture
 def engine(recorded: Engine) -> Iterator[Engine]:
-    """As it was recorded, before and after the test."""
+    """Return the captured engine in its original state, and restore it after the test."""
     worker, runner = recorded.worker, recorded.worker.decode
     recordings, records, memory = (
         dict(runner._recordings),
@@ -276,7 +276,7 @@ def engine(recorded: Engine) -> Iterator[Engine]:
 
 
 def damage(engine: Engine, how: Damage, runner: Runner | None = None) -> None:
-    """From here on every recording of a runner, of decode if none is named, has this fault."""
+    """Inject the fault into every captured graph of a runner, by default of decode."""
     runner = runner or engine.worker.decode
     for key, recording in runner._recordings.items():
         runner._recordings[key] = Damaged(runner, recording, how)
@@ -318,7 +318,7 @@ def test_a_fault_is_logged_counted_and_named(
 
 
 def test_log_changes_nothing_but_the_log(engine: Engine) -> None:
-    """The answers are those of the fault, as they are where nobody watches."""
+    """The answers are as wrong as without the sanitizer."""
     good = ask(engine)
     damage(engine, forgets_to_locate)
     engine.schedulers[0].ledger.cache.clear()
@@ -343,7 +343,7 @@ def test_raise_stops_the_engine_before_a_token_leaves_it(engine: Engine, how: Da
     assert answer.token_ids == had
     assert answer.finish_reason == "abort"
     engine.check()
-    lost = ["kv_full"] if how is writes_all_other_pages else []  # but nobody has them
+    lost = ["kv_full"] if how is writes_all_other_pages else []  # no request owns these pages
     assert set(changed(engine, before)) <= set(lost)
 
 
@@ -351,7 +351,7 @@ def test_raise_stops_the_engine_before_a_token_leaves_it(engine: Engine, how: Da
 def test_fallback_answers_as_if_there_were_no_fault(
     engine: Engine, how: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also what the prefix cache had, and then once more, without further violations."""
+    """This includes prompts in the prefix cache, and a second run without further violations."""
     runner = engine.worker.decode
     expected = ask(engine)
     replays = runner.counts.replays
@@ -409,7 +409,7 @@ def test_a_staged_write_that_is_lost_raises(
         engine.step()
 
 
-# Faults of runners that verify drafts, and make them
+# Faults of the runners that verify and create drafts
 
 
 def writes_states_of_others(runner: Runner, replay: Callable[[], None]) -> None:
@@ -480,7 +480,7 @@ def strict() -> dict[str, Engine]:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_no_alarm_is_false(strict: dict[str, Engine], backend: str, rng: random.Random) -> None:
-    """benchmarks/sanitizer/false_alarms.py does the same a thousand times."""
+    """benchmarks/sanitizer/false_alarms.py does the same with a thousand batches."""
     engine = strict[backend]
     send(engine, draw_batch(rng, 64))
     assert engine.sanitizer is not None

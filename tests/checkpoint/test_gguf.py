@@ -1,4 +1,4 @@
-"""GGUF files, written here with the package that llama.cpp publishes and read with our own code."""
+"""Tests of GGUF files, written with llama.cpp's package and read with our own code."""
 
 import sys
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def write_model(
     metadata: Mapping[str, float | str] | None = None,
     **sizes: int,
 ) -> Path:
-    """A whole small model, with `tensors` and `metadata` added to it or in place of its own."""
+    """Write a small model; `tensors` and `metadata` are added or replace its own."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(sizes.get("layers", LAYERS))
     writer.add_context_length(128)
@@ -70,7 +70,7 @@ def write_model(
 
 
 def write_blocks(path: Path, number: Number, blocks: np.ndarray) -> Path:
-    """A model whose lm_head is stored as `blocks`, which are bytes of the type `number`."""
+    """Write a model whose lm_head is stored as `blocks`, bytes of the number type `number`."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(128)
@@ -99,11 +99,11 @@ def test_our_block_sizes_are_those_of_the_format(type_id: int) -> None:
     assert gguf.GGML_QUANT_SIZES[Number(type_id)] == (block.block_len, block.block_bytes)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # random bytes hold some NaN
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # random bytes include NaN
 @pytest.mark.parametrize("type_id", BLOCK_TYPES)
 def test_every_number_type_reads_as_the_package_reads_it(type_id: int, tmp_path: Path) -> None:
     block, number = BLOCK_TYPES[type_id], Number(type_id)
-    rows, row_blocks = 600, 3  # more than one step of ours for blocks of 256
+    rows, row_blocks = 600, 3  # more than our reader decodes at once, for blocks of 256
     shape = (rows, row_blocks * block.block_bytes)
     blocks = np.random.default_rng(type_id).integers(0, 256, shape, dtype=np.uint8)
     checkpoint = GgufCheckpoint(write_blocks(tmp_path / "one.gguf", number, blocks))
@@ -140,14 +140,14 @@ def test_config_and_names_are_those_of_hugging_face(model: Path) -> None:
     assert {name: tuple(checkpoint.read(name).shape) for name in checkpoint.names()} == expected
 
 
-def test_a_quantised_file_is_for_float32_if_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_quantised_file_is_served_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_checkpoint("smollm2").config["dtype"] == "float32"
     monkeypatch.setattr("slotzero.checkpoint.gguf._SMALL_BYTES", 500 << 20)
     assert open_checkpoint("smollm2").config["dtype"] == "float16"
 
 
 def llama_cpp_order(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What llama.cpp's converter does to Q and K, row by row."""
+    """Reorder the rows of Q or K as llama.cpp's converter does."""
     head_dim = rows.shape[0] // num_heads
     order = [
         head * head_dim + half * head_dim // 2 + pair
@@ -212,7 +212,7 @@ def test_a_file_cut_off_in_its_header_is_refused(
         GgufCheckpoint(cut)
 
 
-def test_lengths_that_lie_are_refused_and_not_believed(model: Path, tmp_path: Path) -> None:
+def test_false_lengths_are_refused(model: Path, tmp_path: Path) -> None:
     lying = tmp_path / "lying.gguf"
     content = bytearray(model.read_bytes())
     content[24:32] = (2**63).to_bytes(8, "little")  # the length of the first key
@@ -222,7 +222,7 @@ def test_lengths_that_lie_are_refused_and_not_believed(model: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("start", "error"), [(b"PK34", CorruptCheckpointError), (None, None)])
-def test_what_is_no_gguf_file_is_refused(
+def test_a_file_of_another_format_is_refused(
     start: bytes | None, error: type | None, model: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.gguf"
@@ -247,10 +247,10 @@ def test_an_unknown_number_type_names_its_tensor(tmp_path: Path) -> None:
         ("llama", {"rope.scaling.type": "longrope"}, None, "'longrope'"),
         ("llama", {"rope.dimension_count": 4}, None, "rope.dimension_count"),
         ("llama", {}, "blk.0.ffn_gate_exps.weight", r"blk\.0\.ffn_gate_exps\.weight"),
-        ("llama", {}, "rope_freqs.weight", "not the rope scaling of Llama 3"),
+        ("llama", {}, "rope_freqs.weight", "values of Llama 3's RoPE scaling"),
     ],
 )
-def test_what_we_cannot_spell_is_refused_by_name(
+def test_unsupported_metadata_is_refused_by_name(
     arch: str, metadata: dict[str, Any], tensor: str | None, message: str, tmp_path: Path
 ) -> None:
     tensors = {tensor: np.array([1.0, 2.0, 9.0, 3.0], np.float32)} if tensor else {}
@@ -320,7 +320,7 @@ def test_llama3_factors_are_those_of_transformers() -> None:
     torch.testing.assert_close(plain / ours, scaled, rtol=1e-5, atol=0.0)
 
 
-def test_one_file_of_several_says_how_to_join_them(tmp_path: Path) -> None:
+def test_the_error_for_a_split_file_says_how_to_join_it(tmp_path: Path) -> None:
     path = tmp_path / "part.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint16("split.count", 3)
@@ -348,7 +348,7 @@ def test_without_the_package_plain_numbers_still_load(
 
 
 def test_the_default_model_opens_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)  # whose own reader takes four seconds
+    monkeypatch.setitem(sys.modules, "gguf", None)  # its reader would take four seconds
     checkpoint = open_checkpoint("smollm2")
     assert checkpoint.name == "smollm2"
     assert checkpoint.eos_token_ids == (2,)
@@ -357,12 +357,13 @@ def test_the_default_model_opens_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_the_default_model_names_the_capital_of_france() -> None:
-    """Transformers runs our tensors: wrong numbers, names or row order would not speak English."""
+    """transformers runs our tensors: with wrong numbers, names or row order, it would write
+    gibberish."""
     from transformers.models.llama import modeling_llama as llama
 
     checkpoint = open_checkpoint("smollm2")
     config = llama.LlamaConfig(**checkpoint.config)
-    with torch.device("meta"):  # no time for random weights that are replaced at once
+    with torch.device("meta"):  # skip random weights, which are replaced at once
         network = llama.LlamaForCausalLM(config)
     network.model.rotary_emb = llama.LlamaRotaryEmbedding(config)
     weights = {name: checkpoint.read(name) for name in checkpoint.names()}

@@ -1,4 +1,4 @@
-"""Folders of safetensors, random checkpoints, and the names by which models are opened."""
+"""Tests of safetensors folders, random checkpoints, and the names that open a model."""
 
 import importlib.util
 import json
@@ -104,7 +104,7 @@ def test_a_missing_index_is_named(sharded: Path) -> None:
         open_checkpoint(str(sharded))
 
 
-def test_an_index_that_promises_too_much_is_refused(sharded: Path) -> None:
+def test_an_index_that_names_a_missing_tensor_is_refused(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.extra.weight"] = SHARDS[0]
     write_json(sharded / INDEX, index)
@@ -154,7 +154,7 @@ def test_pickled_and_quantised_weights_are_refused(single: Path) -> None:
         ({"eos_token_id": 0}, 7, (0,)),
     ],
 )
-def test_where_the_end_tokens_come_from(
+def test_the_sources_of_end_tokens(
     generation: Any, config: Any, expected: tuple[int, ...], single: Path
 ) -> None:
     write_json(single / "config.json", CONFIG | {"eos_token_id": config})
@@ -163,7 +163,7 @@ def test_where_the_end_tokens_come_from(
     assert open_checkpoint(str(single)).eos_token_ids == expected
 
 
-def test_dummy_needs_config_json_alone(tmp_path: Path) -> None:
+def test_dummy_needs_only_config_json(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", CONFIG | {"initializer_range": None})
     checkpoint = open_checkpoint(str(tmp_path), load_format="dummy")
     weight = checkpoint.read("model.layers.0.mlp.up_proj.weight")
@@ -200,14 +200,14 @@ def test_random_tensors_depend_on_seed_and_name_only() -> None:
 
 
 def test_seeds_are_the_same_in_every_process() -> None:
-    """A frozen number: Python's hash of a string would give another one in each run."""
+    """The expected number is fixed; Python's hash of a string would differ in each run."""
     assert tensor_seed(0, "lm_head.weight") == 2049512615785786
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny_names())
 def test_tiny_models_are_what_transformers_expects(name: str, tmp_path: Path) -> None:
-    """Every name and shape, and outputs that differ from token to token."""
+    """All names and shapes match, and outputs differ from token to token."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = open_checkpoint(name)
@@ -216,7 +216,8 @@ def test_tiny_models_are_what_transformers_expects(name: str, tmp_path: Path) ->
         AutoConfig.for_model(config.pop("model_type"), **config)
     )
     network.save_pretrained(tmp_path)
-    ahead = f"model.layers.{config['num_hidden_layers']}.", "mtp."  # which it does not load
+    # transformers does not load these
+    ahead = f"model.layers.{config['num_hidden_layers']}.", "mtp."
     names = [tensor for tensor in checkpoint.names() if not tensor.startswith(ahead)]
     weights = {tensor: checkpoint.read(tensor) for tensor in names}
     theirs = load_file(tmp_path / "model.safetensors")
@@ -248,7 +249,7 @@ def test_a_config_that_lacks_a_size_or_is_of_another_family_is_refused() -> None
 
 
 @pytest.mark.parametrize("name", ["nothing", "./no/such/folder", "a/b/c", "no/such.gguf", "tiny"])
-def test_an_unknown_name_is_answered_with_what_would_work(name: str) -> None:
+def test_the_error_for_an_unknown_name_says_what_works(name: str) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         open_checkpoint(name)
     assert repr(name) in str(caught.value)
@@ -257,7 +258,7 @@ def test_an_unknown_name_is_answered_with_what_would_work(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_other_names_that_lead_nowhere(tmp_path: Path) -> None:
+def test_other_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"'tiny:gpt5'; use one of tiny:.*tiny:llama"):
         open_checkpoint("tiny:gpt5")
     with pytest.raises(ConfigError, match="'fast' is unknown; use one of auto, dummy"):
@@ -269,20 +270,20 @@ def test_other_names_that_lead_nowhere(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
-def test_an_index_of_no_names_and_one_that_leaves_out(sharded: Path) -> None:
+def test_an_index_without_names_and_an_incomplete_one(sharded: Path) -> None:
     index = sharded / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
     name, file = next(iter(whole["weight_map"].items()))
     for wrong in (5, None):
         write_json(index, {"weight_map": whole["weight_map"] | {name: wrong}})
-        with pytest.raises(CorruptCheckpointError, match=f"{name} is in {wrong}; download it"):
+        with pytest.raises(CorruptCheckpointError, match=f"{name} is in {wrong}, which"):
             open_checkpoint(str(sharded))
     bias = "model.layers.0.self_attn.q_proj.bias"
     save_file(load_file(sharded / file) | {bias: torch.ones(64)}, sharded / file)
     write_json(index, whole)
     checkpoint = open_checkpoint(str(sharded))
     assert set(checkpoint.names()) == {*whole["weight_map"], bias}
-    with pytest.raises(UnsupportedModelError, match=f"tensor {bias} is not part"):
+    with pytest.raises(UnsupportedModelError, match=f"tensor {bias} is unknown"):
         LLM(str(sharded), backend="eager", skip_tokenizer_init=True, show_progress=False)
 
 
@@ -295,7 +296,7 @@ def test_a_tied_embedding_may_be_stored_twice(single: Path) -> None:
     LLM(str(single), **small)
 
 
-def test_what_a_model_would_be_sampled_with(single: Path) -> None:
+def test_default_sampling_parameters_of_a_model(single: Path) -> None:
     assert open_checkpoint(str(single)).sampling() == {}
     file = single / "generation_config.json"
     said = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95, "min_p": None, "do_sample": True}
@@ -326,7 +327,7 @@ def test_the_hub_offline_says_how_to_get_the_files(monkeypatch: pytest.MonkeyPat
     assert "\n" not in str(caught.value)
 
 
-def test_the_hub_is_asked_for_the_files_that_are_needed(
+def test_only_needed_files_are_requested_from_the_hub(
     single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[str]] = []
@@ -341,7 +342,7 @@ def test_the_hub_is_asked_for_the_files_that_are_needed(
     assert ["*.safetensors" in patterns for patterns in asked] == [False, True, False]
 
 
-def test_an_architecture_is_refused_before_its_weights_are_wanted(
+def test_an_architecture_is_refused_before_its_weights_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["MambaFooForCausalLM"]}')

@@ -11,7 +11,7 @@ from slotzero.cli import main as cli
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Calls the command in process; `stdin` is what is piped into it."""
+    """Return a function that calls the command in process, with `stdin` as its standard input."""
 
     def call(*words: str, stdin: bytes = b"", is_terminal: bool = False) -> Result:
         kind = Terminal if is_terminal else io.TextIOWrapper

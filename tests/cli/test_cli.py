@@ -1,4 +1,4 @@
-"""The command `slotzero`, mostly in process: what it prints, what it refuses, how it ends."""
+"""Tests of the command `slotzero`, mostly in process: its output, errors and exit codes."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def answer(llm: LLM, prompt: str, system: str | None = None) -> str:
     return output[0].outputs[0].text
 
 
-# The front door
+# Commands, help and exit codes
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +93,7 @@ def test_unknown_words_are_refused(run: Run, words: list[str]) -> None:
         ),
     ],
 )
-def test_how_a_command_ends(
+def test_errors_become_exit_codes(
     run: Run, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, printed: str
 ) -> None:
     def fail(_: object) -> int:
@@ -105,7 +105,7 @@ def test_how_a_command_ends(
     assert (result.code, result.out, result.err) == (code, "", printed)
 
 
-def test_a_traceback_is_for_those_who_ask(run: Run) -> None:
+def test_a_traceback_is_shown_only_on_request(run: Run) -> None:
     with pytest.raises(CapacityError):
         run("generate", *TINY, "--prompt", "x", "--kv-cache-memory", "1K", "--traceback")
 
@@ -121,7 +121,7 @@ def test_every_setting_is_a_flag_with_help() -> None:
             assert "--" + field.name.replace("_", "-") in text
 
 
-def test_only_what_was_given_is_passed_on() -> None:
+def test_only_given_flags_are_passed_on() -> None:
     args = generate.parser().parse_args([])
     assert flags.engine_settings(args) == {}
     assert flags.sampling_params(args) == SamplingParams(temperature=0, max_tokens=256)
@@ -183,7 +183,7 @@ def test_flags_and_their_other_names(words: str, expected: dict) -> None:
         ),
     ],
 )
-def test_speculation_as_vllm_writes_it(config: dict, expected: dict) -> None:
+def test_the_speculative_config_of_vllm_is_accepted(config: dict, expected: dict) -> None:
     args = generate.parser().parse_args(["--speculative-config", json.dumps(config)])
     assert flags.engine_settings(args) == expected
 
@@ -212,7 +212,9 @@ def test_speculation_as_vllm_writes_it(config: dict, expected: dict) -> None:
         ('{"model": "small", "prompt_lookup_max": 4}', "prompt_lookup_max applies to ngram"),
     ],
 )
-def test_speculation_that_vllm_alone_understands(run: Run, config: str, names: str) -> None:
+def test_speculative_configs_that_only_vllm_supports_are_refused(
+    run: Run, config: str, names: str
+) -> None:
     result = run("generate", "--speculative-config", config)
     assert result.code == 2
     assert "argument --speculative-config: " in result.err
@@ -228,7 +230,9 @@ def test_speculation_that_vllm_alone_understands(run: Run, config: str, names: s
         ("--speculative-num-steps 4", "--speculative-steps 4 and 3"),
     ],
 )
-def test_speculation_said_twice(run: Run, words: str, names: str, is_first: bool) -> None:
+def test_contradictory_speculation_flags_are_refused(
+    run: Run, words: str, names: str, is_first: bool
+) -> None:
     config = '{"model": "small", "num_speculative_tokens": 3}'
     given = [words.split(), ["--speculative-config", config]]
     first, second = given if is_first else given[::-1]
@@ -238,26 +242,26 @@ def test_speculation_said_twice(run: Run, words: str, names: str, is_first: bool
     assert names in result.err
 
 
-def test_speculation_said_twice_alike() -> None:
+def test_equal_speculation_flags_are_accepted() -> None:
     words = ["--speculative", "draft", "--speculative-config", '{"model": "small"}']
     args = generate.parser().parse_args(words)
     expected = {"speculative": "draft", "speculative_model": "small"}
     assert flags.engine_settings(args) == expected
 
 
-def test_speculation_of_vllm_runs(run: Run, llm: LLM) -> None:
+def test_a_speculative_config_of_vllm_runs(run: Run, llm: LLM) -> None:
     config = '{"model": "tiny:llama", "num_speculative_tokens": 2}'
     result = run("generate", *TINY, "--prompt", "hello", "--speculative-config", config)
     assert (result.code, result.out, result.err) == (0, answer(llm, "hello") + "\n", "")
 
 
-def test_seed_is_of_the_engine_and_of_the_request() -> None:
+def test_seed_applies_to_the_engine_and_to_the_request() -> None:
     args = generate.parser().parse_args(["--seed", "5"])
     assert flags.engine_settings(args) == {"seed": 5}
     assert flags.sampling_params(args).seed == 5
 
 
-def test_stop_may_be_given_again() -> None:
+def test_stop_may_be_repeated() -> None:
     args = generate.parser().parse_args(["--stop", "a", "--stop", "b"])
     assert list(flags.sampling_params(args).stop) == ["a", "b"]
 
@@ -311,7 +315,7 @@ def test_answers_come_in_the_order_of_the_file(run: Run, llm: LLM, tmp_path: Pat
     assert [entry["text"] for entry in result.objects] == [answer(llm, q) for q in questions]
 
 
-def test_what_json_holds(run: Run) -> None:
+def test_the_fields_of_json_output(run: Run) -> None:
     result = run("generate", *TINY, "--prompt", "hi", "--json", "--logprobs", "2", "--n", "2")
     first, second = result.objects
     assert (first["index"], second["index"]) == (0, 1)
@@ -373,7 +377,7 @@ def test_bad_lines_keep_their_place_in_json(run: Run, tmp_path: Path) -> None:
     assert len(result.err.splitlines()) == 7
 
 
-def test_when_all_are_bad_no_model_is_loaded(run: Run) -> None:
+def test_if_all_prompts_are_bad_no_model_is_loaded(run: Run) -> None:
     result = run("generate", "no-such-model", "--prompt", "", "--prompt", " ")
     assert result.code == 2
     assert [line.split(": ")[2] for line in result.err.splitlines()] == ["prompt 1", "prompt 2"]
@@ -399,7 +403,7 @@ def test_when_all_are_bad_no_model_is_loaded(run: Run) -> None:
         ([*TINY, "-"], 2, "contains no prompt"),  # standard input is empty
     ],
 )
-def test_what_cannot_be_done_is_one_line(run: Run, words: list[str], code: int, names: str) -> None:
+def test_an_error_is_one_line(run: Run, words: list[str], code: int, names: str) -> None:
     result = run("generate", *words)
     assert result.code == code
     assert result.out == ""
@@ -461,12 +465,12 @@ def test_a_conversation_that_no_longer_fits_says_so(run: Run, llm: LLM) -> None:
     assert result.code == 2
     assert is_one_error_line(result.err)
     assert "/reset" in result.err
-    # the turn that did not fit is forgotten, the others are not
+    # only the turn that did not fit is forgotten
     assert result.out == "".join(f"{text}\n" for text in chat_answers(llm, "one", "two"))
 
 
 class FakeConversation:
-    """Answers three words, and is interrupted after the first where asked to be."""
+    """A conversation that answers three words, and can be interrupted after the first."""
 
     def __init__(self, interrupted: bool) -> None:
         self.interrupted = interrupted
@@ -496,9 +500,9 @@ def test_a_cut_answer_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-tokens" in captured.err
 
 
-def test_leaving_an_answer_keeps_what_was_said(llm: LLM) -> None:
+def test_an_abandoned_answer_keeps_its_text(llm: LLM) -> None:
     conversation = chat.Conversation(llm, SamplingParams(temperature=0, max_tokens=8), None)
-    for _ in range(3):  # an answer may begin with half a character, which is no text yet
+    for _ in range(3):  # an answer may begin with half a character, which is not shown yet
         chunks = conversation.ask("hello")
         said = next(chunk.text for chunk in chunks if chunk.text)
         chunks.close()
@@ -508,7 +512,7 @@ def test_leaving_an_answer_keeps_what_was_said(llm: LLM) -> None:
     llm.engine.check()
 
 
-def test_in_a_log_progress_is_a_line_now_and_then(
+def test_in_a_log_progress_is_an_occasional_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for every, shown, expected in (
@@ -534,7 +538,7 @@ def test_in_a_log_progress_is_a_line_now_and_then(
         ([""], "arguments:"),
     ],
 )
-def test_an_unknown_flag_is_named_with_one_that_is_near(
+def test_the_error_for_an_unknown_flag_suggests_a_similar_one(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""Flags that name a template, several names, or one thing twice."""
+"""Tests of the flags for chat templates and model names, and of flags that are given twice."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_template_replaces_the_one_for_tools_too() -> None:
         ("one\n{% for %}", "chat_template: line 2 is not valid Jinja"),
     ],
 )
-def test_a_template_that_is_none(run: Run, given: str, why: str) -> None:
+def test_an_invalid_template_is_refused(run: Run, given: str, why: str) -> None:
     for words in (["generate", *TINY, "--prompt", "x"], ["serve", "tiny:llama", "--port", "0"]):
         result = run(*words, "--chat-template", given)
         assert result.code == outcome_of(ConfigError).exit_code
@@ -60,22 +60,22 @@ def test_a_template_that_is_none(run: Run, given: str, why: str) -> None:
         assert why in result.err
 
 
-def test_a_template_that_is_no_text(run: Run, tmp_path: Path) -> None:
+def test_a_template_file_that_is_not_text_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"{{ '\xe9' }}")
     words = ["generate", *TINY, "--prompt", "x", "--chat-template", str(tmp_path / "latin")]
     assert "is not UTF-8 text" in run(*words).err
 
 
-def test_a_template_without_a_use_is_refused(run: Run) -> None:
+def test_a_template_is_refused_where_it_has_no_effect(run: Run) -> None:
     result = run("generate", *TINY, "--prompt", "x", "--raw", "--chat-template", TEMPLATE)
     assert result.code == outcome_of(ConfigError).exit_code
     assert "--chat-template has no effect with --raw" in result.err
-    with pytest.raises(ConfigError, match="not with skip_tokenizer_init"):
+    with pytest.raises(ConfigError, match="contradicts skip_tokenizer_init"):
         LLM("tiny:llama", chat_template=TEMPLATE, skip_tokenizer_init=True)
     assert "unrecognized arguments: --chat-template" in run("certify", "--chat-template", "x").err
 
 
-def test_commands_that_chat_take_a_template(run: Run, template_file: Path) -> None:
+def test_chat_commands_take_a_template(run: Run, template_file: Path) -> None:
     words = ["--chat-template", str(template_file)]
     for command in (serve, chat, generate):
         given = command.parser().parse_args(words)
@@ -104,7 +104,7 @@ def test_several_names_after_one_flag(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny:llama", "org/name", "smollm2", "model.gguf", "tests"])
-def test_a_model_that_was_read_as_a_name(run: Run, model: str) -> None:
+def test_a_model_after_served_names_is_explained(run: Run, model: str) -> None:
     result = run("serve", "--served-model-name", "mine", model)
     assert result.code == outcome_of(ConfigError).exit_code
     assert f"is {model!r} the model? Then give it first" in result.err
@@ -116,7 +116,7 @@ def test_names_of_the_default_model() -> None:
     assert flags.chosen_model(args) == "smollm2"
 
 
-def test_any_name_is_accepted_and_the_first_is_told() -> None:
+def test_any_name_is_accepted_and_replies_have_the_first() -> None:
     names: Any = {"served_model_name": ("first", "second")}
     listed = ask(FakeClient(), "/v1/models", **names).json()["data"]
     assert [card["id"] for card in listed] == ["first", "second"]
@@ -129,7 +129,7 @@ def test_any_name_is_accepted_and_the_first_is_told() -> None:
             made = ask(FakeClient(), path, body | {"model": name}, **names).json()
             assert made["model"] == "first"
         assert ask(FakeClient(), path, body | {"model": "third"}, **names).status_code == 404
-        chunks = stream(FakeClient(), path, model="other/name")  # of tiny and other/name
+        chunks = stream(FakeClient(), path, model="other/name")  # served as tiny and other/name
         assert {chunk["model"] for chunk in chunks} == {"tiny"}
 
 
@@ -170,9 +170,9 @@ def test_two_values_for_flags_of_a_command(run: Run) -> None:
         ("--api-key a --api-key b", "api_key", ["a", "b"]),
     ],
 )
-def test_what_may_be_given_again(words: str, name: str, value: Any) -> None:
+def test_flags_that_may_be_repeated(words: str, name: str, value: Any) -> None:
     assert getattr(serve.parser().parse_intermixed_args(words.split()), name) == value
 
 
-def test_a_default_of_the_command_is_not_a_value_given(run: Run) -> None:
+def test_a_default_of_the_command_does_not_count_as_given(run: Run) -> None:
     assert chat.parser().parse_args(["--max-num-seqs", "3"]).max_num_seqs == 3

@@ -1,4 +1,4 @@
-"""Several ranks compute one model: what one rank alone would, and what transformers does."""
+"""Tests of tensor parallelism: several ranks give the answers of one rank and of transformers."""
 
 import json
 import os
@@ -28,12 +28,12 @@ from slotzero.sampling.params import MAX_LOGPROBS
 pytestmark = pytest.mark.slow
 
 SIZE = 2
-EVEN = {  # heads of families that two ranks cannot share
+EVEN = {  # changes to families whose heads two ranks cannot share
     "smollm2": {"num_attention_heads": 6, "num_key_value_heads": 2},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
     "deepseek-v3": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "qwen3-next": {"linear_num_key_heads": 2},
-    "granite-hybrid": {"mamba_n_groups": 1},  # which both have
+    "granite-hybrid": {"mamba_n_groups": 1},  # each rank has a copy
     "nemotron-h": {"n_groups": 2},
 }
 LENGTHS = [1, 19, 40, 44]
@@ -81,7 +81,7 @@ OF_RANKS = [
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory):
-    """Models that can be split, by name, and the folder where they are."""
+    """Build the models that can be split; return them by name, and their folder."""
     folder = tmp_path_factory.mktemp("models")
     made = {
         name: build(even(FAMILIES[name], EVEN.get(name, {})), folder / name)
@@ -93,7 +93,7 @@ def oracles(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, oracles):
-    """Where two ranks left what they made of every job."""
+    """Run every job on two ranks, and return the folder of their results."""
     jobs = of_models(oracles, {**JOBS, **APART})
     jobs["faults"] = {
         "model": "tiny:gpt-oss",
@@ -140,7 +140,7 @@ def run_ranks(size, jobs, folder):
 
 
 def add_layer_ahead(folder):
-    """Random: what it guesses is hardly ever right, and must change nothing."""
+    """Add a random MTP layer, whose drafts are hardly ever right and must change nothing."""
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     stored = load_file(folder / "model.safetensors")
@@ -160,7 +160,7 @@ def test_two_ranks_equal_transformers(ran, oracles, job):
 
 
 @pytest.mark.parametrize("job", APART)
-def test_ranks_with_requests_of_their_own_equal_transformers(ran, oracles, job):
+def test_dp_attention_equals_transformers(ran, oracles, job):
     check_apart(ran, SIZE, oracles[APART[job][0]], job)
 
 
@@ -183,7 +183,7 @@ def right_answers(oracle, num, guesses):
 
 
 def check_apart(folder, size, oracle, job):
-    """By the log probabilities of the best tokens: logits do not leave the rank."""
+    """Compare the log probabilities of the best tokens, since logits do not leave the rank."""
     kept = torch.load(folder / f"{job}.0.pt")
     assert "failure" not in kept, kept["failure"]
     assert kept["dp_ranks"] == list(range(size))
@@ -234,7 +234,7 @@ def test_ranks_that_pick_different_sizes_end(capfd):
         tell([replace(message, launches=[GraphKey("prefill", 128, 2)]) for message in messages])
 
     llm.engine.rank_group.tell = tell_another
-    with pytest.raises(RankLostError, match=r"rank 1 .* ended with 5"):
+    with pytest.raises(RankLostError, match=r"rank 1 .* ended with exit code 5"):
         generate(llm)
     llm.engine.rank_group.close()
     assert "rank 1 would run prefill[" in capfd.readouterr().err
@@ -249,14 +249,14 @@ def test_an_error_on_rank_0_in_a_step_ends_the_others(monkeypatch):
         raise CapacityError("no room")
 
     monkeypatch.setattr(llm.engine.worker, "_launch", fail)
-    with pytest.raises(RankLostError, match="the end of all: no room"):
+    with pytest.raises(RankLostError, match="all ranks were ended: no room"):
         generate(llm)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("apart", [[], ["--enable-dp-attention"]])
-def test_certification_on_both(capsys, apart):
+def test_certification_on_two_ranks(capsys, apart):
     words = ["--max-num-seqs", "2", "--max-model-len", "64", "--max-num-batched-tokens", "32"]
     settings = ["--tensor-parallel-size", "2", "--backend", "eager", "--no-show-progress"]
     how = ["--quick", "--enable-expert-parallel", *apart]
@@ -265,8 +265,7 @@ def test_certification_on_both(capsys, apart):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_weight_is_somebodys(oracles, size):
-    """The parts of all ranks are the whole."""
+def test_the_shards_of_all_ranks_cover_every_weight(oracles, size):
     for name in oracles if size == SIZE else ("llama", "gemma4", "deepseek-v2"):
         config = parse_config(json.loads(Path(oracles[name].path, "config.json").read_text()))
         whole = model_params(config, ALONE)
@@ -329,7 +328,7 @@ def test_what_cannot_be_split_is_refused_by_name(model, settings, named):
 
 
 @pytest.mark.parametrize("words", [["bench", "graphs"], ["bench", "cost"], ["train-eagle"]])
-def test_what_replays_steps_by_itself_is_for_one_rank(words, tmp_path, capsys):
+def test_commands_that_replay_steps_themselves_need_one_rank(words, tmp_path, capsys):
     more = ["--steps", "1", "--out", str(tmp_path / "head")] if words == ["train-eagle"] else []
     assert main([*words, "tiny:llama", "--tensor-parallel-size", "2", *more]) == 2
     assert "tensor_parallel_size=2" in capsys.readouterr().err

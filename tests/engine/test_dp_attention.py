@@ -1,5 +1,7 @@
-"""DP attention through the engine: whatever happens on one DP rank, every request gets the answer
-that it gets from one rank alone."""
+"""Tests of DP attention through the engine: every request gets the answer of a single rank.
+
+This holds whatever happens on the other DP ranks.
+"""
 
 import random
 from collections.abc import Iterator
@@ -29,9 +31,10 @@ def alone() -> Engine:
 
 @pytest.fixture(scope="module")
 def dp_engine() -> Iterator[Engine]:
-    """With fewer pages than three long requests need."""
+    """Start an engine with DP attention, and fewer pages than three long requests need."""
     more = {"tensor_parallel_size": 2, "enable_dp_attention": True}
-    more |= {"speculative": "eagle3", "speculative_adaptive": False}  # which goes by the clock
+    # adaptive speculation depends on timing
+    more |= {"speculative": "eagle3", "speculative_adaptive": False}
     page = Engine(EngineConfig(**SETTINGS)).worker.kv["full"]
     size = page["bytes"] // page["pages"]
     engine = Engine(EngineConfig(**SETTINGS, **more, kv_cache_memory=14 * size))
@@ -66,7 +69,8 @@ def drain(engine: Engine) -> None:
 
 
 def test_random_traffic(alone: Engine, dp_engine: Engine) -> None:
-    """With grammars, log probabilities, common prefixes, drafts, cancellation and preemption."""
+    """Requests have grammars, log probabilities, common prefixes and drafts; some are cancelled or
+    preempted."""
     rng = random.Random(5)
     asks, right, answers, cancelled = asks_of(rng, 40), [], list[RequestHandle](), set[int]()
     for i, ask in enumerate(asks):
@@ -95,7 +99,7 @@ def test_random_traffic(alone: Engine, dp_engine: Engine) -> None:
         assert all(abs(one.chosen - other.chosen) < 1e-3 for one, other in logprobs)
 
 
-def test_what_was_sampled_for_a_step_that_failed_is_nobody_elses(
+def test_samples_of_a_failed_step_reach_no_other_request(
     alone: Engine, dp_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asks = asks_of(random.Random(6), 4)

@@ -1,7 +1,7 @@
-"""The engine as a whole: thousands of requests, cancelling, seeds, the overlap of steps, mixes.
+"""Tests of the whole engine: thousands of requests, cancellation, seeds, overlapped steps, mixes.
 
-On a CPU a step is committed at once. Tests that use the fixture `overlaps` also run in the order of
-a GPU: the engine launches a step before it commits the one before.
+On a CPU a step is committed at once. Tests that use the fixture `overlaps` also run in the order
+used on a GPU, where the engine launches a step before it commits the previous one.
 """
 
 import gc
@@ -43,12 +43,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def reference() -> Engine:
-    """Nothing special happens here, and one request runs at a time."""
+    """Start the reference engine, which runs one request at a time with plenty of memory."""
     return make(max_num_seqs=1, enable_prefix_caching=False)
 
 
 class Launches:
-    """Which rows the engine launched: `sampled[request id]` counts tokens, kept or not."""
+    """Records the rows that an engine launches; `sampled[request id]` counts tokens, kept or
+    not."""
 
     def __init__(self, engine: Engine) -> None:
         self.sampled: Counter[str] = Counter()
@@ -100,7 +101,7 @@ def random_ask(rng: random.Random) -> Ask:
 
 
 class Crowd:
-    """Sends requests through one engine, about fifty at once, and cancels some on their way."""
+    """Sends requests through one engine, about fifty at once, and cancels some of them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -108,7 +109,7 @@ class Crowd:
         self.num_added = self.num_cancelled = 0
         self.alive: dict[str, RequestHandle] = {}
         self.ends: Counter[str | None] = Counter()
-        self.kept: list[tuple[Ask, list[int]]] = []  # a few, to be asked again alone
+        self.kept: list[tuple[Ask, list[int]]] = []  # a few, to be repeated alone
 
     def grow_to(self, total: int) -> None:
         for _ in range(20 * total):
@@ -186,7 +187,7 @@ def state_of(answer: RequestHandle) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_cancelling_at_any_moment_disturbs_nobody(
+def test_cancelling_at_any_moment_disturbs_no_other_request(
     reference: Engine, overlaps: bool, victim: int
 ) -> None:
     engine = make(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=80)
@@ -203,7 +204,7 @@ def test_cancelling_at_any_moment_disturbs_nobody(
         was_finished = cancelled.finished
         engine.cancel(f"{victim}")
         engine.check()
-        engine.cancel(f"{victim}")  # twice is once
+        engine.cancel(f"{victim}")  # a second time has no effect
         assert cancelled.finish_reason == ("length" if was_finished else "abort")
         assert cancelled not in drain(engine)
         assert cancelled.token_ids == had == expected[victim][: len(had)]
@@ -212,10 +213,10 @@ def test_cancelling_at_any_moment_disturbs_nobody(
             if i != victim:
                 assert (answer.token_ids, answer.finish_reason) == (expected[i], "length")
     assert seen >= {"WAITING", "IN FLIGHT" if overlaps else "DECODING", "FINISHED"}
-    assert ("PREFILLING" in seen) == (victim != 3)  # three tokens are never cut
+    assert ("PREFILLING" in seen) == (victim != 3)  # three tokens are one chunk
 
 
-def test_cancelling_what_is_unknown_or_done_is_nothing(reference: Engine) -> None:
+def test_cancelling_an_unknown_or_finished_request_has_no_effect(reference: Engine) -> None:
     engine = make(max_num_seqs=2)
     engine.cancel("nobody")
     answer = engine.add("a", prompt_of(5), greedy(3))
@@ -227,7 +228,7 @@ def test_cancelling_what_is_unknown_or_done_is_nothing(reference: Engine) -> Non
 
 
 @pytest.mark.usefixtures("overlaps")
-def test_an_id_can_be_used_again_while_the_cancelled_step_is_in_flight(reference: Engine) -> None:
+def test_an_id_can_be_reused_while_the_cancelled_step_is_in_flight(reference: Engine) -> None:
     engine = make(max_num_seqs=1)
     for num_steps in range(6):
         old = engine.add("same", prompt_of(9), greedy(8, logprobs=1))
@@ -241,7 +242,7 @@ def test_an_id_can_be_used_again_while_the_cancelled_step_is_in_flight(reference
         assert len(new.logprobs) == 5
 
 
-def test_an_id_in_use_is_refused_and_its_owner_goes_on(reference: Engine) -> None:
+def test_an_id_in_use_is_refused_and_its_owner_continues(reference: Engine) -> None:
     engine = make(max_num_seqs=2)
     first = engine.add("same", prompt_of(9), greedy(8))
     engine.step()
@@ -269,10 +270,11 @@ def test_cancelling_everything_empties_the_engine(reference: Engine) -> None:
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("failing", range(8))
-def test_a_step_that_fails_ends_its_rows_and_nobody_else(
+def test_a_failed_step_ends_only_its_own_rows(
     reference: Engine, failing: int, has_run: bool
 ) -> None:
-    """Two run and two wait; the device fails once, before or after it did its work."""
+    """Two requests run and two wait; the device fails once, before or after it computes the
+    step."""
     engine = make(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
     asks = [(prompt_of(n, seed=4), greedy(5)) for n in (20, 9, 33, 4)]
     expected = [answer_alone(reference, *ask) for ask in asks]
@@ -299,16 +301,16 @@ def test_a_step_that_fails_ends_its_rows_and_nobody_else(
             assert answer.token_ids == tokens[: len(answer.token_ids)]
         else:
             assert (answer.finish_reason, answer.token_ids) == ("length", tokens)
-    for i, ask in enumerate(asks):  # and nothing wrong was remembered
+    for i, ask in enumerate(asks):  # the prefix cache kept nothing wrong
         assert answer_alone(engine, *ask) == expected[i]
 
 
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("place", ["prepare", "put"])
-def test_a_slot_forgets_its_last_owner_though_a_step_fails(
+def test_a_slot_forgets_its_last_owner_even_if_a_step_fails(
     reference: Engine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """The step that fails was to reset the slot."""
+    """The step that fails is the one that resets the slot."""
     engine = make(max_num_seqs=1, max_model_len=64)
     worker = engine.worker
     strange = greedy(5, logit_bias={42: 100.0, 9: 2.0}, stop_token_ids=[3, 4], top_k=5)
@@ -331,8 +333,8 @@ def test_a_slot_forgets_its_last_owner_though_a_step_fails(
 
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_planning_that_fails_leaves_nobody_hanging(reference: Engine, failing: int) -> None:
-    """A row that cannot be written: whoever was planned beside it ends, rightly or aborted."""
+def test_failed_planning_leaves_no_request_waiting(reference: Engine, failing: int) -> None:
+    """One row cannot be written; all requests planned beside it end, complete or aborted."""
     engine = make(max_num_seqs=2, max_model_len=64)
     asks = [(prompt_of(n, seed=4), greedy(5)) for n in (20, 9, 33)]
     answers = [engine.add(f"{i}", *ask) for i, ask in enumerate(asks)]
@@ -412,14 +414,15 @@ def prefilled_in_chunks(backend: str) -> list[int]:
 
 
 def preempted(backend: str, **more: bool) -> list[int]:
-    """Six pages: the older request takes its third when this one has four."""
+    """Return the tokens of a request that is preempted: with six pages in all, an older request
+    takes its third page when this one has four."""
     engine = make(
         backend=backend, max_num_seqs=2, max_model_len=80, kv_cache_memory=7 * PAGE, **more
     )
     answer = among(engine, [(prompt_of(20), replace(SEEDED, max_tokens=50))], 1)
     assert answer.request.num_preemptions > 0
     assert (answer.request.num_cached > 0) == engine.limits.enable_prefix_caching
-    assert answer.request.num_found == 0  # only what it had stored itself
+    assert answer.request.num_found == 0  # it found only pages that it had stored itself
     return answer.token_ids
 
 
@@ -456,7 +459,7 @@ def test_a_seed_gives_the_same_tokens(
 
 
 def test_other_seeds_give_other_tokens(reference: Engine) -> None:
-    """The edges of the range, and words that differ in their low or high half alone."""
+    """Seeds include the ends of the range, and words that differ only in their low or high half."""
     seeds = [0, 1, -1, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2**63)]
     tokens = {
         seed: tuple(answer_alone(reference, PROMPT, replace(SEEDED, seed=seed))) for seed in seeds
@@ -467,7 +470,8 @@ def test_other_seeds_give_other_tokens(reference: Engine) -> None:
 
 
 def test_without_a_seed_the_engine_draws_one() -> None:
-    """Two equal requests differ; two engines of one seed agree, two of other seeds do not."""
+    """Two equal requests differ; engines with equal seeds agree, and with different seeds do
+    not."""
     asks = [(PROMPT, replace(SEEDED, seed=None))] * 2
     runs = {}
     for name, seed in (("one", 1), ("same", 1), ("other", 2)):
@@ -477,7 +481,7 @@ def test_without_a_seed_the_engine_draws_one() -> None:
     assert len({tuple(tokens) for tokens in runs["one"] + runs["other"]}) == 4
 
 
-def test_an_engine_without_a_seed_draws_others_than_the_last() -> None:
+def test_two_engines_without_a_seed_draw_different_tokens() -> None:
     asks = [(PROMPT, replace(SEEDED, seed=None))] * 2
     tokens = [
         tuple(answer.token_ids)
@@ -488,7 +492,7 @@ def test_an_engine_without_a_seed_draws_others_than_the_last() -> None:
 
 
 def test_dummy_weights_are_the_same_without_a_seed() -> None:
-    """Ranks, engines and runs build them apart from each other."""
+    """Ranks, engines and runs each build them separately."""
     config = EngineConfig(model="tiny:llama", load_format="dummy", show_progress=False)
     without, zero, one = (
         answer_alone(Engine(replace(config, seed=seed)), PROMPT, greedy(8)) for seed in (None, 0, 1)
@@ -504,7 +508,7 @@ def test_stop_strings_without_an_output_text_are_refused() -> None:
 def test_a_commit_that_fails_midway_ends_the_answers_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first answer has its last token and was not handed out: it must not be lost."""
+    """The first answer has its last token but was not returned yet: it must not be lost."""
     engine, heard = make(max_num_seqs=2), []
     answers = [engine.add(f"{i}", PROMPT, greedy(3 + i)) for i in range(2)]
     for answer in answers:
@@ -529,7 +533,7 @@ def test_a_commit_that_fails_midway_ends_the_answers_before_it(
 
 
 @pytest.mark.usefixtures("overlaps")
-def test_length_is_known_ahead_so_no_step_is_wasted(reference: Engine) -> None:
+def test_no_step_is_wasted_on_an_answer_of_known_length(reference: Engine) -> None:
     whole = answer_alone(reference, PROMPT, greedy(20))
     engine = make(max_num_seqs=1, enable_prefix_caching=False)
     launches = Launches(engine)
@@ -559,7 +563,7 @@ def test_a_token_is_returned_by_the_call_that_computed_it_unless_steps_overlap(
 def test_a_token_after_the_end_is_computed_only_in_overlapped_steps(
     reference: Engine, monkeypatch: pytest.MonkeyPatch, overlaps: bool, index: int
 ) -> None:
-    """End-of-sequence at every place of the answer; the last one is a stop, not a length."""
+    """End-of-sequence comes at every place of the answer; at the last one, the reason is "stop"."""
     whole = answer_alone(reference, PROMPT, greedy(20))
     assert len(set(whole)) == len(whole)
     engine = make(max_num_seqs=1)
@@ -572,7 +576,7 @@ def test_a_token_after_the_end_is_computed_only_in_overlapped_steps(
     assert answer.request.num_in_flight == 0
 
 
-def test_at_most_one_wasted_token_each_in_a_crowd(
+def test_at_most_one_token_per_request_is_wasted(
     reference: Engine, monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
     asks = [(prompt_of(5 + 3 * i, seed=i), greedy(4 + i)) for i in range(12)]
@@ -594,10 +598,11 @@ def test_at_most_one_wasted_token_each_in_a_crowd(
 
 
 @pytest.mark.usefixtures("overlaps")
-def test_what_was_thrown_away_is_not_found_by_the_next_turn(
+def test_the_next_turn_finds_no_discarded_tokens(
     reference: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache holds what was computed; a prompt that goes on after the end meets no stale KV."""
+    """The cache holds what was computed; a prompt that continues after the end finds no stale
+    KV."""
     whole = answer_alone(reference, PROMPT, greedy(20))
     engine = make(max_num_seqs=1, page_size=4)
     monkeypatch.setattr(engine.request_factory, "eos_token_ids", (whole[10],))
@@ -610,7 +615,7 @@ def test_what_was_thrown_away_is_not_found_by_the_next_turn(
         assert answer.request.num_cached >= 48
 
 
-def test_stop_ids_end_the_answer_and_say_so(reference: Engine) -> None:
+def test_stop_ids_end_the_answer_and_are_the_stop_reason(reference: Engine) -> None:
     whole = answer_alone(reference, PROMPT, greedy(20))
     engine = make(max_num_seqs=1)
     params = greedy(20, stop_token_ids=[whole[9], whole[4], 0])
@@ -619,7 +624,7 @@ def test_stop_ids_end_the_answer_and_say_so(reference: Engine) -> None:
     assert (answer.finish_reason, answer.request.stop_reason) == ("stop", whole[4])
 
 
-def test_ignore_eos_goes_on_but_stop_ids_still_hold(
+def test_ignore_eos_continues_but_stop_ids_still_apply(
     reference: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = answer_alone(reference, PROMPT, greedy(20))
@@ -634,7 +639,7 @@ def test_ignore_eos_goes_on_but_stop_ids_still_hold(
 def test_min_tokens_bans_the_end_until_then(
     oracles, monkeypatch: pytest.MonkeyPatch, min_tokens: int, kind: str
 ) -> None:
-    """Against a plain loop over transformers' logits."""
+    """The reference is a plain loop over transformers' logits."""
     oracle = oracles("llama")
     prompt = [token % oracle.vocab_size for token in PROMPT]
     end = oracle.generate(prompt, 5)[0][4]
@@ -668,7 +673,7 @@ def test_the_context_is_filled_to_its_last_token(reference: Engine) -> None:
 ASKS = st.lists(
     st.tuples(
         st.integers(1, 60),  # length of the prompt
-        st.integers(0, 2),  # which of three texts it begins like
+        st.integers(0, 2),  # which of three texts it starts with
         st.integers(1, 14),  # max_tokens
         st.sampled_from(
             [
@@ -690,7 +695,8 @@ ASKS = st.lists(
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in order", "overlapped"])
 def tight(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """Small in every way: chunks, preemption, waiting and cache hits are what happens here."""
+    """Start an engine with small limits, which causes chunks, preemption, waiting and cache
+    hits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Worker, "overlaps", request.param)
         yield make(

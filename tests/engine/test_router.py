@@ -1,4 +1,4 @@
-"""Where a request goes: bounded memory, only who is ready, evenly, and back to its own prefix."""
+"""Tests of the router: bounded memory, only ready engines, even load, and prefix affinity."""
 
 from collections import Counter
 
@@ -13,11 +13,11 @@ IDLE = RouteLoad(life=0, running=0, waiting=0, slots=16)
 
 
 def prompt_of(*chunks: int, rest: int = 0) -> list[int]:
-    """Whole chunks of one token each, and a few tokens more."""
+    """Return a prompt of whole chunks, each of one repeated token, and `rest` more tokens."""
     return [chunk for chunk in chunks for _ in range(CHUNK)] + [7] * rest
 
 
-def test_keys_are_of_whole_chunks_and_all_before_them() -> None:
+def test_a_key_covers_a_whole_chunk_and_all_before_it() -> None:
     assert chunk_keys(prompt_of(rest=CHUNK - 1)) == []
     keys = chunk_keys(prompt_of(1, 2, 3, rest=5))
     assert len(set(keys)) == 3
@@ -36,33 +36,35 @@ def test_a_conversation_stays_where_it_began() -> None:
             assert made.choose(prompt_of(talk, *range(100, 100 + length)), idle) == home
 
 
-def test_who_knows_the_most_is_preferred() -> None:
+def test_the_engine_with_the_longest_prefix_is_preferred() -> None:
     made = Router(2)
     assert made.choose(prompt_of(1, 2), {0: IDLE}) == 0
     assert made.choose(prompt_of(1, 2, 3, 4), {1: IDLE}) == 1
     both = {0: IDLE, 1: IDLE}
     assert made.choose(prompt_of(1, 2, 3, 5), both) == 1
-    assert made.choose(prompt_of(6), both) == 0, "nobody knows it: it was chosen longest ago"
+    assert made.choose(prompt_of(6), both) == 0, (
+        "no engine knows the prefix: take the least recently chosen"
+    )
 
 
-def test_a_crowd_is_left() -> None:
+def test_a_crowded_engine_is_avoided() -> None:
     made = Router(2)
     made.choose(prompt_of(1), {0: IDLE})
     for load, chosen in (
         (RouteLoad(0, CROWD, 0, 64), 0),
-        (RouteLoad(0, CROWD + 1, 0, 64), 1),  # above twice nothing plus 16
-        (RouteLoad(0, 0, CROWD // 4 + 1, 64), 1),  # one that waits is four that run
+        (RouteLoad(0, CROWD + 1, 0, 64), 1),  # more than twice the other's load of 0, plus 16
+        (RouteLoad(0, 0, CROWD // 4 + 1, 64), 1),  # a waiting request counts as four running ones
         (RouteLoad(0, 4, 0, 4), 1),  # no free slot
     ):
         fresh = Router(2)
         fresh.choose(prompt_of(1), {0: IDLE})
         assert fresh.choose(prompt_of(1), {0: load, 1: IDLE}) == chosen
-    # where all are full, a slot is no reason
+    # if all engines are full, free slots do not matter
     full = {0: RouteLoad(0, 4, 1, 4), 1: RouteLoad(0, 4, 0, 4)}
     assert made.choose(prompt_of(1), full) == 0
 
 
-def test_of_those_with_room_the_next_best_is_taken() -> None:
+def test_the_next_best_engine_with_room_is_chosen() -> None:
     made = Router(3)
     made.choose(prompt_of(1, 2), {0: IDLE})
     made.choose(prompt_of(1), {1: IDLE})
@@ -70,14 +72,14 @@ def test_of_those_with_room_the_next_best_is_taken() -> None:
     assert made.choose(prompt_of(1, 2), loads) == 1
 
 
-def test_what_a_dead_process_knew_is_forgotten() -> None:
+def test_the_prefixes_of_a_dead_process_are_forgotten() -> None:
     made = Router(2)
     made.choose(prompt_of(1), {0: IDLE})
     reborn = {0: IDLE._replace(life=1), 1: IDLE}
     assert made.choose(prompt_of(1), reborn) == 1
 
 
-def test_the_beginning_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_beginning_of_a_prompt_is_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "MAX_CHUNKS", 4)
     known = Prefixes()
     first, second = chunk_keys(prompt_of(1, 2, 3)), chunk_keys(prompt_of(7, 8))
@@ -91,7 +93,7 @@ CHUNKS = st.lists(st.integers(0, 3), max_size=6)
 
 @st.composite
 def fleets(draw: st.DrawFn) -> dict[int, RouteLoad]:
-    """Of three engines, those that are ready."""
+    """Draw the loads of those of three engines that are ready."""
     ready = draw(st.sets(st.integers(0, 2), min_size=1))
     count = st.integers(0, 40)
     return {i: RouteLoad(draw(st.integers(0, 1)), draw(count), draw(count), 16) for i in ready}
@@ -99,7 +101,7 @@ def fleets(draw: st.DrawFn) -> dict[int, RouteLoad]:
 
 @settings(max_examples=100)
 @given(st.lists(st.tuples(CHUNKS, fleets()), max_size=30), st.integers(1, 8))
-def test_it_is_bounded_and_chooses_only_who_is_ready_and_not_crowded(
+def test_the_router_is_bounded_and_chooses_only_ready_uncrowded_engines(
     turns: list[tuple[list[int], dict[int, RouteLoad]]], most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -117,8 +119,8 @@ def _least(loads: dict[int, RouteLoad]) -> list[RouteLoad]:
 
 
 @given(st.integers(1, 5), st.integers(1, 60), st.booleans())
-def test_without_shared_prefixes_it_is_even(size: int, num: int, are_kept: bool) -> None:
-    """Whether requests stay, or end before the next one comes."""
+def test_load_is_even_without_shared_prefixes(size: int, num: int, are_kept: bool) -> None:
+    """This holds whether requests keep running or end before the next one arrives."""
     made, counts = Router(size), Counter[int]()
     for i in range(num):
         loads = {r: IDLE._replace(running=counts[r] if are_kept else 0) for r in range(size)}
@@ -127,8 +129,8 @@ def test_without_shared_prefixes_it_is_even(size: int, num: int, are_kept: bool)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60))
-def test_with_shared_prefixes_it_is_sticky(talks: list[int]) -> None:
-    """Whatever the order of conversations that take turns, each has one home."""
+def test_conversations_with_shared_prefixes_stay_on_one_engine(talks: list[int]) -> None:
+    """Each conversation stays on one engine, in whatever order the conversations alternate."""
     made, homes = Router(3), dict[int, int]()
     for turn, talk in enumerate(talks):
         chosen = made.choose(prompt_of(talk, 500 + turn), dict.fromkeys(range(3), IDLE))
@@ -136,8 +138,8 @@ def test_with_shared_prefixes_it_is_sticky(talks: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=200))
-def test_one_prefix_for_all_spreads_once_it_must(talks: list[int]) -> None:
-    """All requests stay and begin alike: nobody has more than what a crowd is."""
+def test_one_shared_prefix_spreads_when_an_engine_is_crowded(talks: list[int]) -> None:
+    """All requests keep running and share a prefix: no engine gets more than the crowd limit."""
     made, counts = Router(3), Counter[int]()
     for talk in talks:
         loads = {r: RouteLoad(0, counts[r], 0, 1000) for r in range(3)}

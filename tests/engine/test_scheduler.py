@@ -1,4 +1,4 @@
-"""The scheduler rule by rule, over the simulated device."""
+"""Tests of the scheduler, rule by rule, on the simulated device."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from slotzero.request import Request, RequestStatus
 from slotzero.sampling.params import SamplingParams
 
 
-def test_what_a_drafter_has_not_followed_is_not_found() -> None:
+def test_tokens_that_the_drafter_has_not_computed_are_not_found() -> None:
     """A prompt of one token is decoded, which a drafter does not follow."""
     world = make_world(page_size=1, windows=(None, None), ahead=1, most_behind=1)
     world.add([1], max_tokens=1)
@@ -26,7 +26,7 @@ def test_what_a_drafter_has_not_followed_is_not_found() -> None:
     assert again.num_cached == 2
 
 
-def test_a_request_goes_where_its_prompt_is_known() -> None:
+def test_a_request_goes_to_the_rank_that_knows_its_prompt() -> None:
     worlds = [make_world(), make_world()]
     schedulers = DpSchedulers([world.scheduler for world in worlds])
     texts = [[7] * 200, [8] * 200, [7] * 200, [8] * 200, [9] * 200]
@@ -55,12 +55,12 @@ def test_a_lone_request_prefills_then_decodes_ahead_of_its_commits() -> None:
     assert (request.output_token_ids, request.num_in_flight, request.num_known) == ([], 1, 4)
     assert rows_of(world.launch()) == [("r0", 3, 1, True)]
     assert rows_of(world.launch()) == [("r0", 4, 1, True)]
-    assert world.launch() is None  # all that it may say is in flight
+    assert world.launch() is None  # its last token is in flight
     world.drain()
     assert request.finish_reason == "length"
 
 
-def test_a_grammar_waits_for_its_own_sample_and_for_no_other() -> None:
+def test_a_grammar_waits_only_for_its_own_sample() -> None:
     world = make_world(max_num_batched_tokens=8)
     world.add([1, 2], max_tokens=9, grammar=Counting(3))
     world.add([1], max_tokens=9)
@@ -85,7 +85,7 @@ def test_a_long_prompt_is_chunked_behind_the_decodes() -> None:
     assert rows_of(second) == [("r0", 3, 1, True), ("r1", 5, 5, True)]
     assert rows_of(third) == [("r0", 4, 1, True), ("r1", 10, 1, True), ("r2", 0, 1, True)]
     assert not first.is_decode
-    assert third.is_decode  # the whole prompt of r2 is one token, which feeds like any other
+    assert third.is_decode  # the prompt of r2 is one token, which is computed like any other token
     assert (first.num_rows, first.num_tokens) == (2, 6)
     world.drain()
 
@@ -118,7 +118,7 @@ def test_the_second_of_two_equal_prompts_shares_only_in_a_later_step() -> None:
     assert (first.num_cached, twin.num_cached) == (0, 0)
     late = world.add(prompt)
     step = world.turn()
-    assert late.num_cached == 4  # of 8, at least one token is computed
+    assert late.num_cached == 4  # at least one of the 8 tokens is computed
     assert rows_of(step)[-1] == ("r2", 4, 4, True)
     assert late.pages[0][0] == first.pages[0][0] != twin.pages[0][0]
     world.drain()
@@ -159,7 +159,7 @@ def test_a_preempted_request_waits_for_its_sample_in_flight() -> None:
     assert _preempt_youngest(world) is young
     assert young.num_in_flight == 1
     num_outputs = len(young.output_token_ids)
-    world.scheduler.cancel(old)  # all pages are free now, yet:
+    world.scheduler.cancel(old)  # now all pages are free, but the young request must still wait:
     assert world.launch() is None
     while world.pending:
         world.commit()
@@ -182,7 +182,7 @@ def test_a_preempted_request_can_finish_while_it_waits() -> None:
     world.drain()
 
 
-def test_a_newcomer_leaves_one_page_for_each_who_runs() -> None:
+def test_admission_leaves_one_page_for_each_running_request() -> None:
     world = make_world(num_pages=7, enable_prefix_caching=False)
     world.add([1, 2], max_tokens=1)
     world.add([1] * 17, max_tokens=1)
@@ -206,7 +206,7 @@ def test_tokens_after_the_end_are_discarded() -> None:
     assert request.num_in_flight == 0
 
 
-def test_a_stop_token_asked_for_is_the_stop_reason() -> None:
+def test_a_requested_stop_token_is_the_stop_reason() -> None:
     world = make_world()
     request = world.add([1, 2], stop_ids=range(VOCAB))
     request.params = SamplingParams(stop_token_ids=list(range(VOCAB)))
@@ -247,7 +247,7 @@ def test_cancelling_reaches_a_request_in_every_state() -> None:
     world.drain()
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_impossible_requests_and_settings_are_refused() -> None:
     with pytest.raises(CapacityError, match="max_model_len=24 needs 6 pages of KV, there are 5"):
         make_world(num_pages=6)
     with pytest.raises(CapacityError, match="max_num_batched_tokens=16 needs 6 pages of KV, there"):
@@ -282,7 +282,7 @@ def test_a_single_request_fits_the_smallest_pool() -> None:
 def test_a_prompt_that_waits_for_pages_is_not_looked_up_again(
     windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred pages of it are found, and the last ones evicted while it waits."""
+    """A hundred of its pages are found, and the last ones are evicted while it waits."""
     world = make_world(
         windows=windows, num_pages=161, max_num_seqs=2, max_num_batched_tokens=600,
         max_model_len=600,
@@ -311,7 +311,8 @@ def test_a_prompt_that_waits_for_pages_is_not_looked_up_again(
         assert waiting.status is RequestStatus.WAITING
     _, first, *later = num_keys
     assert first == 101  # the last one is not found
-    assert len(later) > 60 and sum(later[:-1]) == 0  # the last one counts what its leaving offers
+    # the last call counts the pages that it offers to the cache on release
+    assert len(later) > 60 and sum(later[:-1]) == 0
     assert ledger.cache.stats.num_evicted_pages > 5
     world.turn()
     assert 0 < waiting.num_cached < 400
@@ -322,11 +323,11 @@ def test_a_prompt_that_waits_for_pages_is_not_looked_up_again(
 
 
 def _held(request: Request, group: int) -> list[int]:
-    """Indices of the pages it owns."""
+    """Return the indices of the pages that the request owns."""
     return [i for i, page in enumerate(request.pages[group]) if page]
 
 
-def test_a_window_lets_go_of_the_pages_it_has_passed() -> None:
+def test_a_window_releases_the_pages_it_has_passed() -> None:
     world = make_world(windows=[None, 6])
     request = world.add([1, 2], max_tokens=20)
     held = {}
@@ -334,7 +335,7 @@ def test_a_window_lets_go_of_the_pages_it_has_passed() -> None:
         start = request.num_computed - 1
         held[start] = _held(request, 1)
         assert _held(request, 0) == list(range(start // 4 + 1))
-    # the next page is when the window is looked at: it reads from start - 5
+    # the window is checked when the next page is needed: it reads from start - 5
     assert held[7] == [0, 1]
     assert held[8] == held[11] == [0, 1, 2]
     assert held[12] == held[15] == [1, 2, 3]
@@ -357,17 +358,18 @@ def test_after_its_prompt_a_request_keeps_a_window() -> None:
     request = world.add([1] * 18, max_tokens=9)
     world.turn()
     assert _held(request, 0) == [0, 1, 2, 3, 4]
-    world.turn()  # the fifth page has room, yet the first three are not kept until it is full
+    world.turn()  # the fifth page is not full yet, but the first three are released already
     assert _held(request, 0) == [3, 4]
     world.drain()
 
 
-def test_a_chunk_without_pages_sits_out_and_nobody_passes_it() -> None:
+def test_a_chunk_without_pages_sits_out_and_no_request_overtakes_it() -> None:
     world = make_world(windows=[8], num_pages=8, max_model_len=40, enable_prefix_caching=False)
     world.add([1] * 14, max_tokens=3)
     chunked, last = world.add([2] * 30, max_tokens=2), world.add([3], max_tokens=2)
     assert rows_of(world.turn()) == [("r0", 0, 14, True), ("r1", 0, 2, False)]
-    # three pages are free: one would do for the last and two to spare, the chunk needs four
+    # three pages are free: enough for the last request, which needs one and two spare, but the
+    # chunk needs four
     assert rows_of(world.turn()) == [("r0", 14, 1, True)]
     assert world.scheduler.ledger.num_available == (3,)
     assert (chunked.status, last.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
@@ -396,7 +398,7 @@ def test_a_prefix_is_found_only_where_its_window_is() -> None:
     world.run_out()
     cache = world.scheduler.ledger.cache
     assert cache.num_evictable(0) == cache.num_evictable(1) == 7
-    cache.evict(1, 5)  # the window of the whole conversation is the youngest
+    cache.evict(1, 5)  # the window at the end of the conversation was used last
     follow_up = world.add([*first.all_token_ids, 3], max_tokens=1)
     world.turn()
     assert follow_up.num_cached == 28
@@ -412,7 +414,7 @@ def test_a_prefix_is_found_only_where_its_window_is() -> None:
 
 
 def test_both_halves_of_a_hybrid_can_run_out_first() -> None:
-    """The whole group preempts as ever; so does the window, when rows grow into theirs."""
+    """Preemption happens both when the full group and when the sliding group runs out of pages."""
     for num_pages in ([8, 40], [40, 10]):
         world = make_world(
             windows=[None, 12], num_pages=num_pages, max_num_batched_tokens=16,

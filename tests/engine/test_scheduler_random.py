@@ -1,4 +1,4 @@
-"""The scheduler under random traffic: every request gets the tokens that it gets alone."""
+"""Property tests of the scheduler: in random traffic, a request gets the tokens it gets alone."""
 
 import random
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from slotzero.pools.pages import reach
 
 
 def _smallest(window: int | None, max_len: int, batch: int, page_size: int) -> int:
-    """Pages of the smallest pool that is not refused, with page 0."""
+    """Return the pages of the smallest pool that is accepted, including page 0."""
     if window is None:
         return 1 + -(-max_len // page_size)
     return 2 + -(-min(max_len, window - 1 + batch) // page_size)
@@ -73,7 +73,7 @@ class Traffic(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         request = self.world.alive[pick % len(self.world.alive)]
         self.world.scheduler.cancel(request)
-        self.world.scheduler.cancel(request)  # twice is as good as once
+        self.world.scheduler.cancel(request)  # a second time has no effect
         assert request.finish_reason == "abort"
 
     @rule(times=st.integers(1, 6))
@@ -139,8 +139,8 @@ def _soak(rng: random.Random, caching: bool, windows: Sequence[int | None]) -> W
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,), (1, None)])
-def test_soak_meets_everything(windows, caching: bool) -> None:
-    """The same property, with proof that the hard paths were walked."""
+def test_long_random_traffic_reaches_every_hard_path(windows, caching: bool) -> None:
+    """The same property holds, and the test asserts that the hard paths were taken."""
     worlds = [_soak(random.Random(seed), caching, windows) for seed in range(25)]
     stats = [world.scheduler.ledger.cache.stats for world in worlds]
     reasons = {request.finish_reason for world in worlds for request in world.requests}
@@ -154,8 +154,8 @@ def test_soak_meets_everything(windows, caching: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_dp_ranks_do_not_hurt_each_other(ahead: int) -> None:
-    """Uneven ones, and empty ones: every request gets the tokens that it gets alone."""
+def test_dp_ranks_do_not_affect_each_other(ahead: int) -> None:
+    """With uneven and empty ranks, every request gets the tokens that it gets alone."""
     rng, num_mixed, num_empty = random.Random(ahead), 0, 0
     for _ in range(12):
         behind = 2 if ahead else None

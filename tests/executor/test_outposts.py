@@ -1,4 +1,4 @@
-"""Two machines, both of them this one: ranks on the other, and what is refused by name."""
+"""Tests of ranks on other nodes, which are processes of this machine, and of refused settings."""
 
 import os
 import signal
@@ -48,7 +48,8 @@ def generate(llm: LLM) -> list[list[int]]:
 
 
 def test_tokens_are_those_of_one_rank() -> None:
-    """One outpost, for an engine of two ranks that loses one, and then for one of four."""
+    """One outpost serves an engine of two ranks, of which one is lost, and then one of four
+    ranks."""
     alone, port = generate(LLM("tiny:llama", **TINY)), free_port()
     words = f"tiny:llama --backend eager --nnodes 2 --master-port {port}"
     many = {"nnodes": 2, "master_port": port, "rank_timeout": 60.0, **TINY}
@@ -101,7 +102,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-# What is refused
+# Refusals
 
 
 def config_of(port: int, **more: Any) -> EngineConfig:
@@ -111,7 +112,7 @@ def config_of(port: int, **more: Any) -> EngineConfig:
 
 @contextmanager
 def waiting(config: EngineConfig, on_gpus: bool = False) -> Iterator[list[str]]:
-    """Node 0 that waits for others; -> why it ended"""
+    """Start node 0, which waits for the other nodes; yield the reasons for which it ended."""
     nodes, why = Nodes(config, on_gpus), list[str]()
 
     def gather() -> None:
@@ -138,18 +139,18 @@ def come(port: int, hello: Hello, key: str = SECRET) -> None:
 @pytest.mark.parametrize(
     ("hello", "named"),
     [
-        (Hello(1, {"model": "tiny:qwen3"}, 0), "model is 'tiny:qwen3' on node 1 and 'tiny:llama'"),
-        (Hello(1, {"max_num_seqs": 4}, 0), "max_num_seqs is 4 on node 1 and 2 on node 0"),
-        (Hello(1, {"nnodes": 3}, 0), "nnodes is 3 on node 1 and 2 on node 0"),
-        (Hello(1, {}, 0, version="0.0"), r"it has slotzero 0\.0, node 0 has"),
-        (Hello(1, {}, 2), "node 1 would compute on a GPU and node 0 on a CPU"),
+        (Hello(1, {"model": "tiny:qwen3"}, 0), "model is 'tiny:qwen3' on node 1, but 'tiny:ll"),
+        (Hello(1, {"max_num_seqs": 4}, 0), "max_num_seqs is 4 on node 1, but 2 on node 0"),
+        (Hello(1, {"nnodes": 3}, 0), "nnodes is 3 on node 1, but 2 on node 0"),
+        (Hello(1, {}, 0, version="0.0"), r"it has slotzero 0\.0, but node 0 has"),
+        (Hello(1, {}, 2), "node 1 would compute on a GPU, but node 0 on a CPU"),
     ],
 )
-def test_what_differs_is_named_on_both(hello: Hello, named: str) -> None:
+def test_a_difference_between_nodes_is_named_on_both(hello: Hello, named: str) -> None:
     port = free_port()
     with waiting(config_of(port)) as why, pytest.raises(ConfigError, match=named):
         come(port, hello)
-    assert "node 1 of 2 did not connect" in why[0] and "one was refused" in why[0]
+    assert "node 1 of 2 did not connect" in why[0] and "a node was refused" in why[0]
 
 
 def test_too_few_gpus_of_a_node_are_named() -> None:
@@ -157,12 +158,12 @@ def test_too_few_gpus_of_a_node_are_named() -> None:
     config = config_of(port, tensor_parallel_size=8)
     with (
         waiting(config, True),
-        pytest.raises(ConfigError, match="needs 4 GPUs on each, node 1 has"),
+        pytest.raises(ConfigError, match="needs 4 GPUs on each, but node 1 has"),
     ):
         come(port, Hello(1, {}, 3))
 
 
-def test_two_of_one_number() -> None:
+def test_two_nodes_with_one_number_are_refused() -> None:
     port = free_port()
     config = config_of(port, nnodes=3, tensor_parallel_size=3)
     with waiting(config) as why, pytest.raises(ConfigError, match="node 1 has connected already"):
@@ -173,8 +174,8 @@ def test_two_of_one_number() -> None:
     assert "node 2 of 3 did not connect" in why[0]
 
 
-def test_who_does_not_know_the_key_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it keep others out, or is anything unpickled that it says."""
+def test_a_client_without_the_key_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not block other nodes either, and nothing that it sends is unpickled."""
     monkeypatch.setattr(secure_socket, "HANDSHAKE", 0.3)
     port = free_port()
     with waiting(config_of(port)) as why:
@@ -190,27 +191,27 @@ def test_who_does_not_know_the_key_stays_out(monkeypatch: pytest.MonkeyPatch) ->
     assert "max_num_seqs" in why[0]
 
 
-def test_a_node_that_goes_again_is_missing() -> None:
+def test_a_node_that_disconnects_is_missing() -> None:
     port = free_port()
     with waiting(config_of(port, nnodes=3, tensor_parallel_size=3)) as why:
         for hello in (Hello(1, {}, 0), "no hello"):
             with secure_socket.connect("127.0.0.1", port, SECRET.encode()) as came:
                 came.send(hello)
                 assert hello != "no hello" or came.poll(PATIENCE)
-    assert "node 1 of 3 did not connect" in why[0] and "it did not say hello" in why[0]
+    assert "node 1 of 3 did not connect" in why[0] and "it sent no Hello message" in why[0]
 
 
-def test_the_command_says_why_it_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_why_it_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     words = f"serve tiny:llama --backend eager --nnodes 2 --node-rank 1 --master-port {port}"
     before = signal.getsignal(signal.SIGTERM)
     with waiting(config_of(port)):
         assert main([*words.split(), "--page-size", "32"]) == 2
     signal.signal(signal.SIGTERM, before)
-    assert "page_size is 32 on node 1 and 16 on node 0" in capsys.readouterr().err
+    assert "page_size is 32 on node 1, but 16 on node 0" in capsys.readouterr().err
 
 
-def test_nobody_at_the_other_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_node_0_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     port, before = free_port(), signal.getsignal(signal.SIGTERM)
     words = f"serve --backend eager --nnodes 2 --node-rank 1 --master-port {port} --node-timeout 1"
     assert main(words.split()) == 1
@@ -218,7 +219,9 @@ def test_nobody_at_the_other_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"node 0 at 127.0.0.1:{port} was not reachable for 1 s" in capsys.readouterr().err
 
 
-def test_a_missing_node_a_port_in_use_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_node_a_used_address_and_a_bad_key_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     port = free_port()
     settings = {"tensor_parallel_size": 4, "nnodes": 2, "master_port": port, **TINY}
     start = time.monotonic()
@@ -247,22 +250,22 @@ def test_a_missing_node_a_port_in_use_a_key(monkeypatch: pytest.MonkeyPatch) -> 
         ({"master_port": 1 << 16}, "master_port"),
         ({"node_timeout": 0.0}, "node_timeout"),
         ({"executor": "dask"}, "executor must be one of local, ray"),
-        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "run slotzero serve here"),
+        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "on this machine run"),
     ],
 )
-def test_settings_that_make_no_sense(settings: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM("tiny:llama", **TINY, **settings)
 
 
-def test_engines_side_by_side_are_for_one_machine_or_ray(
+def test_several_engines_need_one_machine_or_ray(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["serve", "tiny:llama", "-tp", "2", "-dp", "2", "--nnodes", "2"]) == 2
     assert "--executor ray" in capsys.readouterr().err
 
 
-def test_ranks_of_a_node_are_counted_by_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_runs_as_many_ranks_as_it_has_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = config_of(free_port(), tensor_parallel_size=4)
@@ -273,5 +276,5 @@ def test_ranks_of_a_node_are_counted_by_its_gpus(monkeypatch: pytest.MonkeyPatch
         start_ranks(config, model)
 
 
-def test_collectives_go_where_the_others_are() -> None:
+def test_collectives_use_the_network_interface_of_the_other_nodes() -> None:
     assert interface_towards("127.0.0.1") == LOOPBACK

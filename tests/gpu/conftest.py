@@ -1,4 +1,4 @@
-"""What all tests on a card share."""
+"""Fixtures for all tests on a GPU."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,8 +10,10 @@ from slotzero.kernels.triton.linear.tune import Choices
 
 @pytest.fixture(autouse=True)
 def any_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which way to multiply is the fastest is not for these tests, and to compile and time all of
-    them takes most of an engine's start: each shape gets one, and another one than the next."""
+    """Give each shape an arbitrary tile, different from the next one's, instead of the fastest.
+
+    Compiling and timing all tiles would take most of an engine's start-up time.
+    """
 
     def known(self: Choices, key: str, candidates: Sequence[str]) -> str:
         return candidates[zlib.crc32(key.encode()) % len(candidates)]

@@ -1,4 +1,4 @@
-"""CUDA graphs: recorded, replayed, and equal to eager to the bit. Run on a machine with a GPU."""
+"""Tests of CUDA graphs on a GPU: captured, replayed, and bitwise equal to eager."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def test_family_equals_transformers(oracles, family):
 
 
 def test_float16_does_not_round_its_logits(oracles):
-    """Weights and hidden states are rounded, as in transformers' own float16; logits are not."""
+    """Weights and hidden states are rounded, as in transformers' float16; logits are not."""
     oracle = oracles("smollm2")
     traced = Traced(oracle.path, **{**SETTINGS, "dtype": "float16"}, max_num_seqs=2)
     (prompt,) = prompts_of([60], oracle.vocab_size)
@@ -57,8 +57,8 @@ def test_float16_does_not_round_its_logits(oracles):
     assert (logits - right).norm() < 1.2 * (theirs - right).norm()
 
 
-def test_products_work_in_the_pool():
-    """cuBLAS and what it splits a product into get a workspace: memory of the graph, too."""
+def test_products_allocate_in_the_pool():
+    """The workspace that cuBLAS uses for products belongs to the memory of the graph, too."""
     backend = CudaBackend(torch.device("cuda"))
     x, weight = (torch.ones(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (96, 1024))
     out = torch.empty(96, 1024, dtype=torch.bfloat16, device="cuda")
@@ -70,7 +70,7 @@ def test_products_work_in_the_pool():
     assert all(any(a <= address < b for a, b in spans) for address in addresses)
 
 
-def test_every_size_is_recorded_into_one_pool(oracles):
+def test_all_sizes_are_captured_into_one_pool(oracles):
     oracle = oracles("qwen3")
     llm = LLM(oracle.path, **SETTINGS, max_num_seqs=100, **QUIET)
     records = list(llm.engine.worker.decode.records.values())
@@ -80,17 +80,17 @@ def test_every_size_is_recorded_into_one_pool(oracles):
     assert sum(r.num_bytes for r in records[1:]) <= max(records[0].num_bytes, 64 << 20)
 
 
-def test_a_failed_recording_spoils_no_other():
+def test_a_failed_capture_does_not_affect_others():
     backend = CudaBackend(torch.device("cuda"))
     value = torch.zeros(1, device="cuda")
 
     def adds(_):
         value.add_(1)
 
-    def asks(_):  # works eagerly, and is refused inside a capture
+    def asks(_):  # works eagerly, but is refused inside a capture
         value.item()
 
-    backend.record(adds)  # and dropped: no recording is left
+    backend.record(adds)  # dropped at once, so no captured graph is left
     with pytest.raises(RecordingError):
         backend.record(asks)
     recording = backend.record(adds)
@@ -100,8 +100,8 @@ def test_a_failed_recording_spoils_no_other():
     assert value.item() == 2
 
 
-def test_results_are_of_their_own_step():
-    """The source is written again at once, by a device that is far behind the host."""
+def test_results_belong_to_their_own_step():
+    """The source is overwritten at once, by a device that is far behind the host."""
     source = torch.zeros(256, 64, device="cuda")
     ring, downloads = DownloadRing([source]), []
     torch.cuda._sleep(100_000_000)
@@ -137,9 +137,9 @@ def test_replay_equals_eager_to_the_bit(oracles, family, dtype):
     assert {name: d for name, d in shadow.differences.items() if d} == {}
 
 
-def test_a_shape_that_nobody_tried_is_timed(oracles, monkeypatch, tmp_path):
-    """And remembered; the answers are those of the same way again."""
-    monkeypatch.undo()  # any_tile
+def test_an_unknown_shape_is_timed(oracles, monkeypatch, tmp_path):
+    """The choice is remembered, and the answers with the remembered choice are the same."""
+    monkeypatch.undo()  # undo the fixture any_tile
     monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
     oracle = oracles("qwen3")
     prompts, answers = prompts_of([5, 30, 17], oracle.vocab_size), []
@@ -186,7 +186,7 @@ def test_preemption_and_chunked_prefill(oracles):
     assert traced.engine.schedulers.num_preemptions > 0
 
 
-def test_same_seed_same_tokens_whatever_the_neighbours(oracles):
+def test_a_seed_gives_the_same_tokens_beside_any_neighbours(oracles):
     oracle = oracles("qwen2")
     llm = LLM(oracle.path, **SETTINGS, max_num_seqs=8, **QUIET)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Captured graphs read node by node. Run on a machine with a GPU."""
+"""Tests on a GPU that read captured CUDA graphs node by node."""
 
 import ctypes
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _double_kernel(source, target, number, BLOCK: tl.constexpr):
 
 
 def capture(function: Callable[[], object]) -> list[Node]:
-    function()  # what is built and loaded on first use is not for a capture
+    function()  # a first call outside the capture builds and loads what it needs
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
@@ -125,7 +125,7 @@ def test_a_copy_from_pinned_memory_reads_the_host():
 
 
 def test_a_copy_from_pageable_memory_reads_the_host():
-    """torch refuses to capture one, other libraries do not."""
+    """torch refuses to capture such a copy, but other libraries do not."""
     x, y = torch.ones(SIZE), torch.zeros(SIZE, device="cuda")
 
     def function() -> None:

@@ -1,4 +1,4 @@
-"""Speculation in CUDA graphs: the tokens of decoding one by one, and replay equal to eager."""
+"""Tests of speculation in CUDA graphs: same tokens as plain decoding, and replay equal to eager."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ ONE_MODEL = {
     "assistant": "tiny:gemma4",
     "assistant tree": "tiny:gemma4",
 }
-"""Whose drafter is of no other's kind."""
+"""Models whose drafter no other model has."""
 PAIRS = [
     (drafter, model)
     for drafter in DRAFTERS
@@ -58,7 +58,7 @@ def make(model: str, drafter: str | None = None, **more) -> LLM:
 
 
 @pytest.mark.parametrize(("drafter", "model"), [*PAIRS, ("draft", "tiny:gemma4")])
-def test_answers_part_at_ties_only(drafter, model):
+def test_answers_diverge_only_at_near_ties(drafter, model):
     prompts = prompts_of(LENGTHS, VOCAB)
     guessing = make(model, drafter)
     pairs = zip(
@@ -85,7 +85,7 @@ def test_answers_part_at_ties_only(drafter, model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_replay_equals_eager_to_the_bit(drafter, dtype):
-    """Every table and output of verify, draft-extend and draft, padded rows beside them."""
+    """This covers every table and output of verify, draft-extend and draft, with padded rows."""
     llm = make(ONE_MODEL.get(drafter, "tiny:gemma3"), drafter, dtype=dtype)
     shadow = Shadow(llm.engine)
     llm.generate(prompts_of([5, 30, 17], VOCAB), GREEDY, use_tqdm=False)

@@ -1,7 +1,7 @@
-"""Real shapes in bfloat16 against transformers on the same GPU: logits within bfloat16's own noise.
+"""Tests of real model shapes in bfloat16 on a GPU: logits within the noise of bfloat16.
 
-A few layers of each model are enough: every product, norm and attention has its real shape. But
-DeepSeek-V3 is narrower than it is, which spares gigabytes.
+The reference is transformers on the same GPU. A few layers of each model are enough: every product,
+norm and attention has its real shape. Only DeepSeek-V3 is narrower than in reality, to save memory.
 """
 
 import pytest
@@ -37,7 +37,7 @@ GEMMA3 = Family(
      "initializer_range": 0.02, "tie_word_embeddings": True},
     causal="Gemma3",
 )  # fmt: skip
-# every expert is chosen: which one wins a near-tie is no noise of a product
+# every expert is chosen, because a near-tie between experts would change more than rounding does
 GPT_OSS = Family(
     "GptOss",
     {**COMMON, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
@@ -98,14 +98,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @torch.no_grad()
 def logits_of(model, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """What transformers thinks at the place of each answered token."""
+    """Return the logits of transformers at each token of the answer."""
     ids = torch.tensor([prompt + answer], device="cuda")
     return model(ids).logits[0, len(prompt) - 1 : -1].float()
 
 
 @pytest.mark.parametrize("family", SHAPES.values(), ids=SHAPES)
 def test_logits_are_within_the_noise_of_bfloat16(tmp_path, family):
-    """One prompt and then 1, 7, 14, 50 and 100 rows: every kind of product, cut contexts or not."""
+    """A prompt and then 1, 7, 14, 50 and 100 rows use every kind of product, with split contexts
+    and without."""
     oracle = build(family, tmp_path, torch.bfloat16)
     narrow, exact = (
         oracle.model.cuda(),

@@ -1,4 +1,4 @@
-"""Grammars that take too long or too much memory: they end alone, and no neighbour notices."""
+"""Tests of grammars that take too long or too much memory: no other request is affected."""
 
 import array
 import contextlib
@@ -44,7 +44,7 @@ pytest.importorskip("llguidance")
 
 MIB = 1 << 20
 VOCAB = 151_936
-# After five characters llguidance must write the 30,000 down: 20 ms for each token, and 10 MB.
+# After five characters llguidance must expand the 30,000: 20 ms for each token, and 10 MB.
 LARGE = "a(1|2){4}a{30000}"
 SLOWER = "a(1|2){4}a{1000000}"
 SLOW = {"json_schema": {"type": "integer", "multipleOf": 99_999_989}}  # minutes, gigabytes
@@ -102,14 +102,14 @@ def pool(vocab_size: int = 259, **limits: Any) -> Grammars:
 
 
 def workers_of(grammars: Grammars) -> set[int]:
-    """The ids of its worker processes."""
+    """Return the process ids of the grammar workers."""
     assert grammars.supervisor.server is not None
     server = grammars.supervisor.server.pid
     return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
 
 
 def num_unread_bytes(grammars: Grammars) -> int:
-    """How much of what its only worker sent was not read."""
+    """Return how many bytes from its only worker were not read yet."""
     (fd,) = (
         key.fd for key in grammars.supervisor.selector.get_map().values() if key.data is not None
     )
@@ -176,7 +176,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_its_process_is_gone() -> N
     )
     await_that(lambda: not workers_of(grammars))
     with pytest.raises(RequestError, match="took more than"):
-        grammars.begin(StructuredOutputs(**SLOW))  # without another try
+        grammars.begin(StructuredOutputs(**SLOW))  # a second request does not try again
     assert not grammars.is_busy
 
 
@@ -215,8 +215,8 @@ def test_a_mask_that_takes_too_long_fails_its_answer() -> None:
 
 
 def test_a_mask_that_takes_too_long_fails_no_other_answer() -> None:
-    """Answers of the same grammar are followed again from their own tokens, also if the replies to
-    them were not read before their worker ended: the engine was in a long step."""
+    """Answers with the same grammar are replayed from their own tokens, even if their worker ended
+    before the engine, busy with a long step, had read its replies."""
     grammars = pool(vocab_size=VOCAB)
     first, second, slow, third, ready = (begun(grammars, regex="a+x") for _ in range(5))
     assert all(follow(answer, "aa") for answer in (first, second, slow, third, ready))
@@ -225,7 +225,7 @@ def test_a_mask_that_takes_too_long_fails_no_other_answer() -> None:
     (pid,) = workers_of(grammars)
     os.kill(pid, signal.SIGSTOP)
     assert slow.advance(ord("a")) and third.advance(ord("a"))
-    os.kill(pid, signal.SIGPROF)  # as its timer does
+    os.kill(pid, signal.SIGPROF)  # the signal that the worker's timer sends
     os.kill(pid, signal.SIGCONT)
     await_that(lambda: not is_alive(pid))
     assert not settled(slow) and "took more than 1 s" in slow.failure
@@ -237,7 +237,8 @@ def test_a_mask_that_takes_too_long_fails_no_other_answer() -> None:
 
 
 def advance_all(grammars: Grammars, answers: Sequence[Grammar]) -> None:
-    """One token to each answer, as a step of the engine does: first all of them are sent."""
+    """Send one token to each answer, as a step of the engine does: all are sent before any
+    reply."""
     with alarm(60):
         assert all(answer.advance(ord("a")) for answer in answers)
         assert all(map(settled, answers))
@@ -259,7 +260,7 @@ def alarm(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_one_grammar_has_more_answers_than_the_buffers_of_its_socket_hold() -> None:
+def test_one_grammar_may_have_more_answers_than_its_socket_buffers_hold() -> None:
     grammars = pool(vocab_size=VOCAB)
     first = begun(grammars, regex="[ab]{50}")
     answers = [first, *(begun(grammars, regex="[ab]{50}") for _ in range(599))]
@@ -269,7 +270,7 @@ def test_one_grammar_has_more_answers_than_the_buffers_of_its_socket_hold() -> N
     assert tokens_of(answers[-1].allowed) == {ord("a"), ord("b")}
 
 
-def test_long_answers_of_one_grammar_are_followed_again_in_a_new_worker() -> None:
+def test_long_answers_of_one_grammar_are_replayed_in_a_new_worker() -> None:
     grammars = pool(vocab_size=VOCAB, reply_seconds=300.0, mask_seconds=300.0)
     answers = [begun(grammars, regex="[ab]*") for _ in range(64)]
     for answer in answers:
@@ -280,7 +281,7 @@ def test_long_answers_of_one_grammar_are_followed_again_in_a_new_worker() -> Non
     advance_all(grammars, answers)
 
 
-# ---- what is kept ----
+# ---- the cache of compiled grammars ----
 
 
 def test_compiled_grammars_are_kept_up_to_a_number_of_bytes() -> None:
@@ -302,14 +303,14 @@ def test_the_bytes_of_a_grammar_are_those_of_its_process() -> None:
     (pid,) = workers_of(grammars)
     rollup = Path(f"/proc/{pid}/smaps_rollup")
     if not rollup.exists():
-        pytest.skip("this kernel does not say what memory is private")
+        pytest.skip("this kernel does not report private memory")
     lines = (line.split() for line in rollup.read_text().splitlines()[1:])
     private = 1024 * next(int(words[1]) for words in lines if words[0] == "Private_Dirty:")
-    assert abs(private - worker.memory) < 8 * MIB  # what it copied of the fork server's
+    assert abs(private - worker.memory) < 8 * MIB  # memory that it copied from the fork server
     assert worker.memory > 4 * MIB
 
 
-def test_a_grammar_in_use_is_not_let_go() -> None:
+def test_a_grammar_in_use_is_not_evicted() -> None:
     grammars = pool(memory=40 * MIB, reply_seconds=300.0)
     kept = begun(grammars, regex="ab+c")
     for i in range(30):
@@ -320,7 +321,7 @@ def test_a_grammar_in_use_is_not_let_go() -> None:
 
 
 def test_grammars_in_use_have_a_limit_together() -> None:
-    """The answers of the largest fail: the memory must come from somewhere."""
+    """To free memory, the answers of the largest grammar fail."""
     grammars = pool(memory=16 * MIB)
     answers = [begun(grammars, regex=f"{i}x+") for i in range(9)]
     for i, worker in enumerate(grammars._workers.values()):
@@ -343,7 +344,7 @@ def test_no_grammar_is_compiled_while_those_in_use_are_at_their_limit() -> None:
     assert settled(second)
 
 
-def test_idle_workers_have_a_limit_in_number() -> None:
+def test_the_number_of_idle_workers_is_limited() -> None:
     grammars = pool()
     for i in range(40):
         begun(grammars, choice=[f"x{i}", "y"]).release()
@@ -404,7 +405,7 @@ def test_a_grammar_that_waits_too_long_for_others_is_refused() -> None:
 
 @contextlib.contextmanager
 def no_more_files(pid: int) -> Iterator[None]:
-    """A process that can open no file unless it closes one."""
+    """Limit a process so that it can open no further file."""
     fds = Path(f"/proc/{pid}/fd")
     taken = {int(fd) for fd in os.listdir(fds) if os.path.lexists(fds / fd)}
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -494,7 +495,7 @@ def test_a_worker_that_is_killed_is_replaced_once() -> None:
     assert follow(begun(grammars, regex="ab+c"), "abc")
 
 
-def test_the_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced() -> None:
+def test_a_killed_fork_server_ends_its_workers_and_is_replaced() -> None:
     grammars = pool(reply_seconds=300.0)
     answer = begun(grammars, regex="ab+c")
     slow = grammars.begin(StructuredOutputs(**SLOW))
@@ -508,7 +509,7 @@ def test_the_fork_server_that_is_killed_takes_its_workers_along_and_is_replaced(
     assert follow(begun(grammars, regex="x"), "x")
 
 
-def test_a_mask_that_came_before_the_fork_server_was_killed_is_taken() -> None:
+def test_a_mask_that_arrived_before_the_fork_server_was_killed_is_used() -> None:
     grammars = pool(reply_seconds=300.0)
     answer = begun(grammars, regex="ab+c")
     assert answer.advance(ord("a"))
@@ -552,7 +553,7 @@ def engine() -> Iterator[Engine]:
 
 
 def asks(num: int) -> Sequence[tuple[list[int], Any]]:
-    """Plain requests, and some with ordinary grammars."""
+    """Return plain requests, and some with ordinary grammars."""
     shapes = ("regex", "choice", "schema")
     return [
         (prompt_of(5 + i, seed=i), shaped(shapes[i % 3], i) if i % 2 else greedy(40))
@@ -575,7 +576,7 @@ def test_others_finish_as_if_alone_while_hostile_grammars_are_compiled(engine: E
     await_workers(engine.admission.grammars, 3)
     pids = workers_of(engine.admission.grammars)
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)  # else the limit of memory might end them first
+        os.kill(pid, signal.SIGSTOP)  # otherwise the memory limit might end them first
     answers: list[RequestHandle] = []
     for i, (prompt, params) in enumerate(asks(8)):
         answers.append(engine.add(f"{i}", prompt, params))
@@ -627,7 +628,7 @@ def test_requests_go_on_when_the_worker_of_their_grammar_is_killed(engine: Engin
 def test_a_late_mask_holds_up_its_own_request_only(
     engine: Engine,
 ) -> None:
-    """Its worker is stopped for a while: the neighbour runs, and then the answer goes on."""
+    """Its worker is stopped for a while: the other request runs, and then the answer continues."""
     params = shaped({"regex": "[a-z]{30}y"})
     expected = engine.add("alone", [1, 2], params)
     run(engine)
@@ -649,7 +650,7 @@ def test_a_late_mask_holds_up_its_own_request_only(
 
 
 def test_masks_that_come_at_any_time_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without grace every mask is late; with little memory requests are preempted meanwhile."""
+    """Without a grace period every mask is late; with little memory, requests are preempted."""
     monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 0.0)
     expected = []
     alone = make(max_num_seqs=1)
@@ -677,7 +678,7 @@ def test_offline_a_hostile_grammar_is_named_before_anything_runs() -> None:
     check_nothing_leaked(llm.engine)
 
 
-def test_validation_does_not_wait_with_the_lock_of_the_engine(
+def test_validation_does_not_hold_the_engine_lock(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
@@ -718,7 +719,7 @@ def test_offline_grammars_of_a_batch_are_compiled_at_the_same_time(
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_request_that_no_scheduler_takes_leaves_nothing_behind(
+def test_a_request_that_every_scheduler_refuses_leaves_nothing_behind(
     engine: Engine, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -745,6 +746,6 @@ def test_a_request_that_no_scheduler_takes_leaves_nothing_behind(
 @pytest.mark.parametrize(
     "settings", [{"grammar_timeout": 0.0}, {"grammar_timeout": -1.0}, {"grammar_memory": 1000}]
 )
-def test_limits_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         make(**settings)

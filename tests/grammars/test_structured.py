@@ -1,4 +1,4 @@
-"""Structured outputs: what may be asked, grammars on the host, and engines that keep to them."""
+"""Tests of structured outputs: parameters, grammars on the host, and answers that follow them."""
 
 import functools
 import json
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("llguidance")
 
-# Four letters are fine; then llguidance must write the million down, and gives up.
+# Four letters are fine; then llguidance must expand the million, and gives up.
 ENDLESS = {"regex": "(a|b){4}c{1000000}"}
 ENDLESS_ERROR = (
-    "structured_outputs: regex: the answer cannot go on "
-    "(lexer error: too many expressions constructed): ask for a simpler one"
+    "structured_outputs: regex: the answer cannot continue "
+    "(lexer error: too many expressions constructed): use a simpler grammar"
 )
 
 
@@ -61,10 +61,10 @@ def check_shape(shape: str, text: str) -> None:
             assert isinstance(json.loads(text), dict)
 
 
-# ---- what may be asked ----
+# ---- parameters ----
 
 
-def test_one_shape_is_kept_as_text() -> None:
+def test_a_structure_is_stored_as_text() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}}
     for given in (schema, json.dumps(schema), MappingProxyType(schema)):
         asked = StructuredOutputs(json_schema=given)
@@ -106,28 +106,28 @@ def test_one_shape_is_kept_as_text() -> None:
     ],
     ids=repr,
 )
-def test_a_bad_shape_is_refused_by_name(asked: Any) -> None:
+def test_a_bad_structure_is_refused_by_name(asked: Any) -> None:
     with pytest.raises(RequestError, match=r"^structured_outputs"):
         SamplingParams(structured_outputs=asked)
 
 
-def test_what_is_wrong_with_a_shape_is_said() -> None:
+def test_the_error_says_what_is_wrong_with_a_structure() -> None:
     for asked, message in (
-        ({"choice": []}, "choice=[] is empty; give at least one string"),
+        ({"choice": []}, "choice=[] is empty; it needs at least one"),
         ({"regex": "a\ud800"}, "regex has half a surrogate pair at position 1; send valid Unicode"),
         (
             {"choice": ["a", "\ud800"]},
             "choice[1] has half a surrogate pair at position 0; send valid",
         ),
         ({"json": "[1]"}, "json='[1]' must be a JSON object"),
-        ({"json": {}, "regex": "a"}, "give one of json_schema, json_object, regex, choice, json, "),
+        ({"json": {}, "regex": "a"}, "must have exactly one of json_schema, json_object, regex, "),
     ):
         with pytest.raises(RequestError) as raised:
             SamplingParams(structured_outputs=asked)
         assert str(raised.value).startswith(f"structured_outputs: {message}")
 
 
-def test_a_schema_too_deep_to_write_down_is_refused() -> None:
+def test_a_schema_too_deep_to_serialise_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(sys.getrecursionlimit() * 50):
         schema = {"items": schema}
@@ -152,7 +152,7 @@ def after(grammar: Grammar, text: str) -> set[int]:
     return tokens_of(grammar.allowed)
 
 
-def test_a_grammar_says_what_may_follow() -> None:
+def test_a_grammar_gives_the_allowed_tokens() -> None:
     grammar = begin("ab?c*")
     assert tokens_of(grammar.allowed) == {ord("a")}
     assert after(grammar, "a") == {ord("b"), ord("c"), EOS}
@@ -173,7 +173,7 @@ def test_a_wrong_token_is_noticed() -> None:
     assert not begin("ab").advance(EOS)
 
 
-def test_a_grammar_that_becomes_too_complex_says_so_and_a_wrong_token_does_not() -> None:
+def test_a_too_complex_grammar_fails_with_a_reason_unlike_a_wrong_token() -> None:
     for token, failure in ((ord("c"), ENDLESS_ERROR), (ord("a"), "")):
         grammar = begin(ENDLESS["regex"])
         assert after(grammar, "abba") == {ord("c")}
@@ -181,7 +181,7 @@ def test_a_grammar_that_becomes_too_complex_says_so_and_a_wrong_token_does_not()
         assert grammar.failure == failure
 
 
-def test_an_answer_that_was_too_complex_does_not_spoil_the_next() -> None:
+def test_an_answer_that_was_too_complex_does_not_affect_the_next() -> None:
     model = grammars()
     for _ in range(3):
         grammar = begun(model, **ENDLESS)
@@ -196,8 +196,8 @@ def compiled(regex: str) -> CompiledGrammar:
     return CompiledGrammar(load_vocabulary(tokenizer, VOCAB, [EOS]), "regex", regex)
 
 
-def test_a_grammar_that_can_say_nothing_of_the_next_token_says_why() -> None:
-    """The token was taken, and then it was too much to see what may follow."""
+def test_a_grammar_without_a_next_mask_gives_the_reason() -> None:
+    """The token was accepted, but computing the tokens that may follow exceeded the limits."""
 
     class Overtaxed:
         def consume_tokens(self, tokens: list[int]) -> bool:
@@ -215,8 +215,8 @@ def test_a_grammar_that_can_say_nothing_of_the_next_token_says_why() -> None:
         grammar.follow(1, [ord("a")])
 
 
-def test_an_answer_does_not_fail_of_what_its_neighbours_put_into_their_lexer() -> None:
-    """Each of these answers is fine alone, and two of them are too much for one lexer."""
+def test_an_answer_does_not_fail_because_of_others_with_its_grammar() -> None:
+    """Each of these answers is fine alone, but two of them are too much for one lexer."""
     grammar = compiled("|".join(f"{letter}(1|2){{4}}{letter}{{60000}}" for letter in "abc"))
     for number, letter in enumerate("abc", start=1):
         mask = grammar.follow(number, list(f"{letter}1212".encode()))
@@ -226,7 +226,7 @@ def test_an_answer_does_not_fail_of_what_its_neighbours_put_into_their_lexer() -
         assert mask[ord(letter) // 8] == 1 << ord(letter) % 8
 
 
-def test_answers_of_one_grammar_do_not_share_their_place() -> None:
+def test_answers_of_one_grammar_have_separate_positions() -> None:
     model = grammars()
     first, second = (begun(model, regex="ab|cd") for _ in range(2))
     assert after(first, "a") == {ord("b")}
@@ -260,14 +260,14 @@ def test_a_model_without_an_end(ends: tuple[int, ...]) -> None:
         assert after(grammar, "aa") == set() and not grammar.can_go_on()
 
 
-def test_json_is_not_padded_for_ever() -> None:
+def test_json_has_limited_white_space() -> None:
     grammar = begun(grammars(), json_object=True)
     assert ord(" ") in after(grammar, "{")
     assert ord(" ") not in after(grammar, " \n" * 20)
     assert after(grammar, '"a": [{}]') and grammar.can_go_on()
 
 
-def test_choices_are_texts_whatever_is_in_them() -> None:
+def test_choices_are_literal_text() -> None:
     texts = ["green", "greenish", ".*", '"\\/', "né\n", "[a]"]
     for text in texts:
         grammar = begun(grammars(), choice=texts)
@@ -291,14 +291,14 @@ def test_choices_are_texts_whatever_is_in_them() -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_grammar_is_refused_in_one_line(asked: Any, message: str) -> None:
+def test_an_invalid_grammar_is_refused_in_one_line(asked: Any, message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)) as raised:
         begun(grammars(), **asked)
     assert str(raised.value).startswith("structured_outputs: ")
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_refused_is_refused_again_without_a_compiler() -> None:
+def test_a_refused_grammar_is_refused_again_without_compiling() -> None:
     ours, asked = grammars(), StructuredOutputs(regex="(a")
     assert not settled(ours.begin(asked))
     for _ in range(3):
@@ -356,14 +356,14 @@ def test_the_shape_holds_under_every_other_parameter(engine: Engine) -> None:
         check_shape("schema", text_of(answer.token_ids))
 
 
-def test_a_schema_is_kept_by_the_judgement_of_another_library(engine: Engine) -> None:
+def test_an_answer_matches_its_schema_according_to_another_library(engine: Engine) -> None:
     validator = pytest.importorskip("jsonschema_rs").validator_for(PERSON)
     for seed in range(8):
         validator.validate(json.loads(ask(engine, shaped("schema", seed)).text))
 
 
 def test_the_end_of_the_grammar_ends_the_answer(engine: Engine) -> None:
-    """At once, even where end-of-sequence is ignored, or forbidden so early."""
+    """It ends at once, even if end-of-sequence is ignored or still forbidden by min_tokens."""
     for more in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
         answer = ask(engine, shaped({"regex": "abc"}, **more))
         assert (answer.text, answer.finish_reason) == ("abc", "stop")
@@ -410,17 +410,17 @@ def test_an_answer_that_cannot_begin_is_refused(engine: Engine) -> None:
         assert (answer.finish_reason, answer.token_ids) == ("abort", [])
         assert "no token can begin such an answer" in answer.failure
         with pytest.raises(RequestError, match="no token can begin such an answer"):
-            engine.add("one", [1], shaped(asked, **more))  # now that it is compiled
+            engine.add("one", [1], shaped(asked, **more))  # now the grammar is compiled
     check_nothing_leaked(engine)
 
 
-def test_a_stop_id_that_is_banned_and_all_that_is_left_ends_the_answer(engine: Engine) -> None:
+def test_a_banned_stop_id_that_is_the_only_allowed_token_ends_the_answer(engine: Engine) -> None:
     answer = ask(engine, shaped({"regex": "abc"}, stop_token_ids=[99], min_tokens=3))
     assert (answer.text, answer.finish_reason) == ("ab", "stop")
 
 
 def test_broken_logits_end_a_structured_answer_and_no_other(engine: Engine) -> None:
-    """Token 0 comes of a row without a distribution, and no grammar here allows it."""
+    """A row without a valid distribution yields token 0, which no grammar here allows."""
     bad = engine.add("bad", [1], shaped({"regex": "[a-z]{40}"}))
     good = engine.add("good", [2], greedy(12))
     run, weights = engine.worker.run, engine.worker.tables
@@ -454,14 +454,14 @@ def test_a_grammar_that_becomes_too_complex_ends_its_answer_and_no_other(engine:
     check_nothing_leaked(engine)
 
 
-def test_what_stops_an_answer_does_so_before_its_grammar_fails(engine: Engine) -> None:
+def test_a_stop_condition_ends_an_answer_before_its_grammar_fails(engine: Engine) -> None:
     for letter, more in (("x", {"stop": "c"}), ("y", {"stop_token_ids": [ord("c")]})):
         answer = ask(engine, shaped({"regex": f"(a|{letter}){{4}}c{{1000000}}"}, **more))
         assert (answer.finish_reason, len(answer.text), answer.failure) == ("stop", 4, "")
 
 
 def test_a_grammar_that_fails_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Preempted with the sample in flight that is too much."""
+    """The request is preempted while the sample that exceeds the limits is in flight."""
     monkeypatch.setattr(Worker, "overlaps", True)
     engine = make(max_num_seqs=8, skip_tokenizer_init=False)
     answer = engine.add("one", [1], shaped(ENDLESS))
@@ -478,7 +478,7 @@ def test_a_grammar_that_fails_while_its_request_waits(monkeypatch: pytest.Monkey
 
 
 def mixed_asks(num: int, seed: int = 0) -> list[tuple[str | None, list[int], SamplingParams]]:
-    """(shape, prompt, parameters): every other one is unstructured, greedy or drawn."""
+    """Return (shape, prompt, parameters); every other request is unstructured, some are greedy."""
     rng = random.Random(seed)
     asks: list[tuple[str | None, list[int], SamplingParams]] = []
     for i in range(num):
@@ -494,7 +494,7 @@ def mixed_asks(num: int, seed: int = 0) -> list[tuple[str | None, list[int], Sam
 
 @pytest.fixture(scope="module")
 def alone() -> Mapping[int, list[int]]:
-    """The answers to `mixed_asks(16)`, each in an engine that does nothing else."""
+    """Return the answers to `mixed_asks(16)`, each from an engine that runs nothing else."""
     engine = make(max_num_seqs=1, enable_prefix_caching=False)
     return {
         i: list(ask(engine, params, prompt).token_ids)
@@ -514,7 +514,7 @@ def answers_to(
     return answers
 
 
-def test_neighbours_do_not_notice(alone: Mapping[int, list[int]]) -> None:
+def test_neighbours_are_not_affected(alone: Mapping[int, list[int]]) -> None:
     engine = make(max_num_seqs=8)
     answers = answers_to(engine, mixed_asks(8))
     assert {i: answer.token_ids for i, answer in enumerate(answers)} == {
@@ -538,12 +538,12 @@ def test_chunks_and_preemption_change_no_answer(
     assert any(a.request.num_preemptions and a.request.grammar is not None for a in answers)
 
 
-def test_preempted_in_the_middle_of_an_answer_and_of_a_step(
+def test_preemption_in_the_middle_of_an_answer_and_of_a_step(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool
 ) -> None:
     monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 60.0)  # no mask is late
     asks = [(prompt_of(6, seed=i), shaped({"regex": "[a-z]{40}"}, i)) for i in range(4)]
-    asks.insert(1, (prompt_of(6), greedy(60)))  # it never waits, and asks for pages meanwhile
+    asks.insert(1, (prompt_of(6), greedy(60)))  # it never waits, and takes pages meanwhile
     alone = make(max_num_seqs=1)
     expected = [list(ask(alone, params, prompt).token_ids) for prompt, params in asks]
     engine = make(
@@ -571,7 +571,7 @@ def test_a_sample_in_flight_is_waited_for_by_its_own_request_only(
 ) -> None:
     monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 60.0)  # no mask is late
     engine = make(max_num_seqs=4)
-    ask(engine, shaped({"regex": "[a-z]{30}"}))  # compiled
+    ask(engine, shaped({"regex": "[a-z]{30}"}))  # compile the grammar
     asks = {
         "shaped": shaped({"regex": "[a-z]{30}"}), "plain": greedy(40), "long": greedy(40),
     }  # fmt: skip
@@ -591,7 +591,7 @@ def test_a_sample_in_flight_is_waited_for_by_its_own_request_only(
     drain(engine)
     everyone, others = {"shaped", "plain", "long"}, {"plain", "long"}
     assert rows[:4] == ([everyone, others] * 2 if overlaps else [everyone] * 4)
-    # one step for each token of the plain ones, and if steps overlap, one in two after that
+    # one step for each token of the plain requests; with overlap, every other step after that
     assert len(rows) == (50 if overlaps else 40)
 
 
@@ -654,7 +654,7 @@ def test_a_slot_forgets_the_grammar_of_its_last_owner(alone: Mapping[int, list[i
         assert ask(engine, params, prompt).token_ids == alone[i]
 
 
-def test_a_bad_shape_disturbs_nobody(alone: Mapping[int, list[int]]) -> None:
+def test_a_bad_structure_affects_no_other_request(alone: Mapping[int, list[int]]) -> None:
     engine = make(max_num_seqs=8)
     answers, refused = {}, []
     for i, (_, prompt, params) in enumerate(mixed_asks(8)):
@@ -693,7 +693,7 @@ def llm() -> LLM:
 
 
 def test_a_grammar_that_fails_does_not_lose_the_batch(llm: LLM) -> None:
-    """Its own answers say why they ended; the others, running and waiting, are complete."""
+    """Its own answers report why they ended; all others, running and waiting, are complete."""
     plain = greedy(40)
     prompts = ["hello", "there", *["more"] * 6]
     alone = {p: llm.generate(p, plain, use_tqdm=False)[0].outputs for p in ("hello", "more")}
@@ -724,13 +724,15 @@ def test_a_grammar_that_fails_does_not_end_the_stream_of_the_others(llm: LLM) ->
     check_nothing_leaked(llm.engine)
 
 
-def test_broken_logits_are_no_error_of_a_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_logits_are_not_the_error_of_a_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Grammar, "advance", lambda *_: False)
     output = llm.generate("hello", shaped("regex"), use_tqdm=False)[0].outputs[0]
     assert (output.finish_reason, len(output.token_ids)) == ("abort", 1)
 
 
-# ---- recorded ----
+# ---- captured graphs ----
 
 
 def test_replay_equals_eager_with_masks(alone: Mapping[int, list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""The graph core over a toy: a running sum by slot, recorded on every backend that is here."""
+"""Tests of the graph core with a toy model, a running sum per slot, on every available backend."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Toy:
-    """sums[slot] += 2 * gain, for every published slot; `seen` says what each row had before."""
+    """Toy model: sums[slot] += 2 * gain for every published slot; `seen` is the previous sum."""
 
     def __init__(self, backend: Backend, device: torch.device = CPU, maximum: int = 6) -> None:
         self.registry = r = Registry(device)
@@ -75,7 +75,7 @@ def test_publishing_pads_to_capacity_not_to_the_size(toy):
     assert toy.slots.tolist() == [7, 0, 0, 0, 0, 0]
 
 
-def test_a_small_step_after_a_big_one_touches_only_its_own(toy):
+def test_a_small_step_after_a_big_one_changes_only_its_own_slots(toy):
     toy.step([1, 2, 3, 4, 5, 6])
     before = toy.sums.clone()
     toy.step([8, 7, 6])
@@ -83,7 +83,7 @@ def test_a_small_step_after_a_big_one_touches_only_its_own(toy):
     assert changed == [6, 7, 8]
 
 
-def test_recording_is_a_step_of_nobody(toy):
+def test_recording_changes_no_slot(toy):
     toy.sums[1:] = 4.0
     toy.sums[0] = 0.0
     for key in toy.runner.all_keys():
@@ -136,7 +136,7 @@ def test_no_tensor_is_added_after_the_first_recording(toy):
         toy.registry.output("late", (1,), torch.float32)
 
 
-def test_a_key_of_another_runner_or_of_too_few_tokens_is_refused(toy):
+def test_a_key_of_another_runner_or_with_too_few_tokens_is_refused(toy):
     toy.step([1, 2])
     with pytest.raises(ContractError, match="dispatched to runner toy"):
         toy.runner.run(GraphKey("other", 2, 2), 2)
@@ -146,7 +146,7 @@ def test_a_key_of_another_runner_or_of_too_few_tokens_is_refused(toy):
         toy.runner.run(GraphKey("toy", 6, 6), 3)
 
 
-def test_too_large_a_step_gets_a_reason(toy):
+def test_a_step_that_is_too_large_gets_a_reason(toy):
     refusal = toy.runner.pick(7, 7)
     assert isinstance(refusal, NoCaptureSize)
     assert "toy" in refusal.reason and "7 is above the largest size 6" in refusal.reason
@@ -174,7 +174,7 @@ def test_the_registry_knows_five_kinds_and_their_rules():
 
 
 class BrokenBackend(Backend):
-    """Cannot record size 4."""
+    """A backend that cannot record size 4."""
 
     name = "broken"
 
@@ -194,7 +194,7 @@ class Probe:
         return function(*tensors)
 
 
-def test_a_size_that_fails_is_served_eagerly_and_says_so():
+def test_a_size_that_fails_is_served_eagerly_with_a_reason():
     toy = Toy(BrokenBackend())
     with pytest.warns(UserWarning, match=r"toy\[4\] could not be recorded and runs eagerly"):
         records = {key.rows: toy.runner.record(key) for key in toy.runner.all_keys()}
@@ -208,7 +208,7 @@ def test_a_size_that_fails_is_served_eagerly_and_says_so():
 
 
 class FlawedBackend(EagerBackend):
-    """Records the function, and one thing wrong with it."""
+    """A backend that records the function with one fault."""
 
     name = "flawed"
 
@@ -228,7 +228,7 @@ def test_a_flawed_recording_does_not_serve(tensor):
         toy.runner.spec,
         function=lambda key, pieces: (
             rewrite(key, pieces),
-            twice[: key.rows - (tensor == "twice")].fill_(2),  # or one row too few
+            twice[: key.rows - (tensor == "twice")].fill_(2),  # the fault may be one row too few
         ),
         writes=("seen", "twice"),
     )
@@ -261,7 +261,7 @@ def test_padding_is_counted(toy):
     tokens=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
     rows=st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True),
 )
-def test_what_is_recorded_is_what_can_be_picked(tokens, rows):
+def test_every_recorded_size_can_be_picked_and_no_other(tokens, rows):
     ladders = Ladder(tuple(sorted(tokens))), Ladder(tuple(sorted(rows)))
     registry = Registry(torch.device("cpu"))
     runner = Runner(
@@ -270,12 +270,12 @@ def test_what_is_recorded_is_what_can_be_picked(tokens, rows):
     picked = {
         runner.pick(num_tokens, num_rows)
         for num_tokens in range(1, max(tokens) + 1)
-        for num_rows in range(1, min(num_tokens, max(rows)) + 1)  # a row holds a token or more
+        for num_rows in range(1, min(num_tokens, max(rows)) + 1)  # a row has at least one token
     }
     assert picked == set(runner.all_keys())
 
 
-def test_what_did_not_change_is_not_uploaded_again():
+def test_unchanged_values_are_not_uploaded_again():
     target = torch.zeros(4, dtype=torch.int32)
     ring = UploadRing(target)
     ring.upload([3, 1], pad=9)
@@ -287,7 +287,7 @@ def test_what_did_not_change_is_not_uploaded_again():
     assert target.tolist() == [3, 9, 9, 9]
 
 
-def test_results_come_back_in_order_and_are_not_kept_for_ever():
+def test_results_arrive_in_order_and_are_not_kept():
     source = torch.zeros(5, dtype=torch.int32)
     ring = DownloadRing([source, source])
     downloads = []

@@ -43,6 +43,6 @@ def test_a_ladder_that_does_not_ascend_is_refused(sizes):
         Ladder(sizes)
 
 
-def test_the_ladder_of_nothing_is_refused():
+def test_an_empty_ladder_is_refused():
     with pytest.raises(ConfigError):
         Ladder.up_to(0)

@@ -1,4 +1,4 @@
-"""A captured graph, read from a driver of Python: how parameters are cut, what is refused."""
+"""Tests of reading captured CUDA graphs, with a fake driver written in Python."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,7 +17,8 @@ OTHER = 0x7F12_3457_0000
 
 
 class Kernel:
-    """A function and its parameters as (offset, bytes), held in memory as the driver holds them."""
+    """A kernel node: a function and its parameters as (offset, bytes), laid out as by the
+    driver."""
 
     kind = 0
 
@@ -41,17 +42,18 @@ class Copy:
 
 
 class Driver:
-    """The calls that nodes.py makes; a graph is a list, a handle a place in `things`."""
+    """Fake driver with the calls that nodes.py uses; a graph is a list, a handle an index in
+    `things`."""
 
     def __init__(self) -> None:
         self.things: list[object] = [None]
-        self.memory: dict[int, int] = {}  # the type of what cuPointerGetAttribute knows
+        self.memory: dict[int, int] = {}  # memory types that cuPointerGetAttribute returns
         self.fails: dict[str, int] = {}
         self.asked: list[str] = []
 
     def add(self, thing: object) -> int:
         self.things.append(thing)
-        return 0x7000_0000_0000 + len(self.things) - 1  # a handle that an int would cut short
+        return 0x7000_0000_0000 + len(self.things) - 1  # a handle that a 32-bit int would truncate
 
     def __getattribute__(self, name: str) -> object:
         if name.startswith("cu") and name != "cuGetErrorName":
@@ -157,7 +159,7 @@ PARAMS = [(0, b"\x01\x02\x03\x04"), (8, word(POINTER) + word(3) + word(OTHER)), 
 
 
 def test_layouts_are_those_of_the_header():
-    """Sizes and offsets that a C compiler gives for cuda.h of CUDA 13.0."""
+    """The expected sizes and offsets come from a C compiler and cuda.h of CUDA 13.0."""
     kernel, copy, memset = nodes._KernelParams, nodes._Memcpy, nodes._Memset
     assert [ctypes.sizeof(s) for s in (kernel, copy, memset)] == [72, 200, 40]
     names = ("func", "dims", "kernel_params", "extra", "kern", "ctx")
@@ -170,7 +172,7 @@ def test_layouts_are_those_of_the_header():
 
 
 @pytest.mark.parametrize("by", ["array", "extra", "kern"])
-def test_kernel_parameters_are_cut_where_the_driver_says(read, driver, by):
+def test_kernel_parameters_are_split_at_the_offsets_of_the_driver(read, driver, by):
     (node,) = read(Kernel("_Z3addPf", PARAMS, by=by))
     values = tuple(value for _, value in PARAMS)
     assert node == Node("kernel", "_Z3addPf", (5, 1, 2, 128, 1, 1, 4096), values, False)
@@ -217,7 +219,7 @@ def test_pointers_are_aligned_words_in_the_range_of_addresses():
         (nodes.UNIFIED, None, True),  # pageable
     ],
 )
-def test_a_copy_from_host_memory_is_told(read, driver, memory_type, known_as, reads_host):
+def test_a_copy_from_host_memory_is_detected(read, driver, memory_type, known_as, reads_host):
     if known_as:
         driver.memory[POINTER] = known_as
     (node,) = read(Copy((memory_type, POINTER), (nodes.DEVICE, OTHER)))
@@ -236,7 +238,7 @@ def test_a_copy_of_an_array_is_refused(read):
         read(Copy((nodes.ARRAY, 0), (nodes.DEVICE, OTHER)))
 
 
-def test_other_kinds(read):
+def test_other_kinds_of_nodes(read):
     memset, *others = read(2, 3, 5, 6, 7, 99)
     assert memset == Node("memset", "", (7, 4, 100, 1), (word(POINTER),), reads_host=False)
     assert [n.kind for n in others] == ["host", "empty", "event", "event", "type 99"]
@@ -283,7 +285,7 @@ def test_an_error_without_a_name_has_its_number(read, driver):
         read(2)
 
 
-def test_a_driver_without_the_call_is_told(monkeypatch):
+def test_a_driver_without_the_call_is_reported(monkeypatch):
     monkeypatch.setattr(nodes, "_libcuda", SimpleNamespace)
     with pytest.raises(RecordingError, match="no cuGraphGetNodes"):
         nodes_of(SimpleNamespace(raw_cuda_graph=lambda: 1))

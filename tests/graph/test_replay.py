@@ -1,4 +1,4 @@
-"""Replay against eager on the same padded buffers, on the CPU backend; rehearsal against both."""
+"""Tests of replay and rehearsal against eager, over the same padded buffers, on the CPU backend."""
 
 import pytest
 import torch
@@ -38,8 +38,8 @@ DRAFTED = {"speculative": "draft", "speculative_model": "tiny:smollm2"}
 @pytest.mark.parametrize(
     ("kind", "settings"), [*((kind, {}) for kind in tiny_configs()), ("smollm2", DRAFTED)]
 )
-def test_a_rehearsal_asks_kernels_for_what_a_step_asks_for(kind, settings, monkeypatch):
-    """In the same shapes, but once for equal layers."""
+def test_a_rehearsal_calls_the_kernels_that_a_step_calls(kind, settings, monkeypatch):
+    """The shapes are the same, but equal layers call them once."""
     worker = Traced(f"tiny:{kind}", backend="eager", max_num_seqs=4, **settings).engine.worker
     asked = []
 
@@ -62,7 +62,7 @@ def test_a_rehearsal_asks_kernels_for_what_a_step_asks_for(kind, settings, monke
             runner.eager(key)
             assert set(rehearsed) == set(asked)
             assert len(rehearsed) <= len(asked)
-            if kind == "smollm2":  # of three equal layers
+            if kind == "smollm2":  # it has three equal layers
                 assert len(rehearsed) < len(asked)
             asked.clear()
 

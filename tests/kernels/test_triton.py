@@ -1,7 +1,12 @@
-"""Run tests/kernels/triton through Triton's interpreter, which must be chosen before triton is
-imported, and test properties that only its compiler shows."""
+"""Tests of the Triton kernels without a GPU.
 
+They run tests/kernels/triton through Triton's interpreter, which must be selected before triton is
+imported, and test properties that only the compiler shows.
+"""
+
+import importlib
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "triton"
 SHORT = ("experts", "kernels", "trees", "tune")
-"""Tests that take less time than starting a separate process for each"""
+"""Tests that share a process, since starting one for each would take longer than the tests."""
 NAMES = sorted(file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py"))
 GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
 
@@ -35,10 +40,26 @@ def test_through_the_interpreter(names):
     assert passed == set(names), done.stdout
 
 
+def test_globals_of_kernels_equal_themselves():
+    """Triton compares them at every launch with what was compiled, and refuses one that differs:
+    NaN does, from itself."""
+    jit = pytest.importorskip("triton.runtime.jit", reason="triton has no wheel for this platform")
+    import slotzero.kernels.triton as package
+
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    named = [vars(importlib.import_module(module.name)) for module in modules]
+    kernels = {one for names in named for one in names.values() if isinstance(one, jit.JITFunction)}
+    assert kernels
+    for kernel in kernels:
+        assert kernel.cache_key  # finds them
+        for (name, _), (value, names) in kernel.used_global_vals.items():
+            assert names[name] == value, f"{kernel.__name__}: {name}"
+
+
 @pytest.mark.parametrize("pairs", [16, 128])
-def test_rows_of_latent_heads_are_asked_for_ahead(monkeypatch, pairs):
-    """Compile for an H200, which needs no GPU. If the compiler no longer copied rows ahead of their
-    use, the results would not show it."""
+def test_rows_of_latent_heads_are_prefetched(monkeypatch, pairs):
+    """The test compiles for an H200, which needs no GPU. If the compiler no longer copied rows
+    ahead of their use, results would not show it."""
     triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,5 +1,4 @@
-"""Latent heads and what comes with them: DeepSeek's models through every way of serving, their own
-layers that guess ahead against a book of them, FP8 weights, and what is refused."""
+"""Tests of DeepSeek's models: MLA in every way of serving, MTP layers, FP8 weights, refusals."""
 
 import json
 from pathlib import Path
@@ -36,7 +35,7 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens=64):
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("family", FAMILY)
 def test_chunked_cached_and_preempted(oracles, family):
-    """All at once: chunks of 13 tokens, prefixes that are shared, and pages for half the rows."""
+    """Chunks of 13 tokens, shared prefixes, and pages for half the rows, all at once."""
     oracle = oracles(family)
     traced = Traced(
         oracle.path, backend="eager", max_num_seqs=4, max_model_len=160, max_num_batched_tokens=13,
@@ -66,7 +65,8 @@ def test_a_token_stores_one_short_row(oracles):
 
 @pytest.fixture(scope="module")
 def with_layers_ahead(tmp_path_factory):
-    """-> a folder with a model that has so many layers that guess ahead, and what they guess"""
+    """Return a function that builds a model with MTP layers; it returns its folder and its
+    drafts."""
     made = {}
 
     def make(num: int):
@@ -79,7 +79,7 @@ def with_layers_ahead(tmp_path_factory):
 
 
 class Book:
-    """Layers that guess ahead, made of transformers' parts and run over a whole text."""
+    """Reference for MTP layers, made of transformers' parts and run over a whole text."""
 
     def __init__(self, folder: Path, num: int) -> None:
         self.oracle = build(FAMILIES["deepseek-v3"], folder)
@@ -111,7 +111,7 @@ class Book:
 
     @torch.no_grad()
     def guesses(self, ids: list[int], num: int) -> list[int]:
-        """What follows the newest of these, one guess of each layer; of one layer, many."""
+        """Return the drafts after the newest token: one of each layer, or many of a single one."""
         model, text = self.oracle.model, list(ids)
         states = model.model(torch.tensor([ids[:-1]])).last_hidden_state[0]
         own = len(self.layers) > 1
@@ -136,7 +136,7 @@ class Book:
 
 
 def stored(layer) -> dict[str, torch.Tensor]:
-    """A layer's weights as checkpoints have them: experts one by one."""
+    """Return a layer's weights as in a checkpoint, with separate experts."""
     tensors = {}
     for name, value in layer.state_dict().items():
         if not name.startswith("mlp.experts."):
@@ -153,8 +153,8 @@ def stored(layer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("num", "steps"), [(1, 3), (2, 2), (3, 3)])
-def test_layers_ahead_guess_by_the_book(with_layers_ahead, num, steps):
-    """After a prompt in chunks, and again after some steps: what stands behind the newest token."""
+def test_mtp_layers_draft_what_the_reference_drafts(with_layers_ahead, num, steps):
+    """Drafts are compared after a chunked prompt, and again after some steps."""
     folder, book_of = with_layers_ahead(num)
     traced = Traced(
         str(folder), backend="eager", max_num_seqs=2, max_num_batched_tokens=16,
@@ -188,7 +188,7 @@ def test_layers_ahead_guess_by_the_book(with_layers_ahead, num, steps):
         (2, {"speculative_steps": 2, "backend": "cpu", "max_num_seqs": 1}),  # one size to compile
     ],
 )
-def test_own_layers_change_no_token(with_layers_ahead, num, settings):
+def test_mtp_layers_change_no_token(with_layers_ahead, num, settings):
     folder, book_of = with_layers_ahead(num)
     settings = {"backend": "eager", "max_num_seqs": 4, **settings}
     traced = Traced(
@@ -196,7 +196,7 @@ def test_own_layers_change_no_token(with_layers_ahead, num, settings):
         **settings,
     )  # fmt: skip
     prompts = prompts_of([1, 2, 40, 19], book_of.oracle.vocab_size)
-    if "speculative_topk" in settings:  # logits of trees are those of all branches
+    if "speculative_topk" in settings:  # a tree has logits for all of its branches
         right = [book_of.oracle.generate(p["prompt_token_ids"])[0] for p in prompts]
         assert traced.generate(prompts) == right
     else:
@@ -209,7 +209,7 @@ def test_own_layers_change_no_token(with_layers_ahead, num, settings):
     [("tiny:deepseek-v3", None), ("tiny:gemma4", "tiny:gemma4-assistant")],
 )
 def test_sampled_answers_are_the_same(model, assistant):
-    """With the same seeds, to the token: so they have the same distribution."""
+    """With equal seeds every token is the same, so the distribution is the same."""
     params = [SamplingParams(temperature=1.2, top_k=9, seed=i, max_tokens=24) for i in range(8)]
     prompts, settings = prompts_of([3, 20, 1, 33] * 2, 259), {"backend": "eager"}
     made = []
@@ -219,7 +219,7 @@ def test_sampled_answers_are_the_same(model, assistant):
     assert made[0] == made[1] and llm.engine.speculation.num_drafts > 0
 
 
-def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_path):
+def test_unsupported_settings_of_mtp_are_refused_by_name(with_layers_ahead, oracles, tmp_path):
     def refused(path, error, match, **settings):
         with pytest.raises(error, match=match):
             Traced(str(path), backend="eager", speculative="mtp", **settings)
@@ -250,7 +250,7 @@ def test_what_mtp_cannot_do_is_refused_by_name(with_layers_ahead, oracles, tmp_p
         ("deepseek-v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7"),
         ("deepseek-v3", {"kv_lora_rank": None}, "kv_lora_rank=None"),
         ("deepseek-v3", {"n_group": 3}, "n_routed_experts=8 is not a multiple of n_group=3"),
-        ("deepseek-v3", {"topk_group": 1}, "do not allow for such a choice"),
+        ("deepseek-v3", {"topk_group": 1}, "too few for that selection"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
@@ -263,9 +263,9 @@ def test_configs_that_change_results_are_refused_by_name(kind, changes, match):
         parse_config({**tiny_configs()[kind], **changes})
 
 
-def test_fp8_weights_are_made_plain(oracles, tmp_path):
-    """A model whose large matrices are stored in blocks answers as one that holds the same
-    numbers."""
+def test_fp8_weights_are_dequantised(oracles, tmp_path):
+    """A model whose large matrices are stored in FP8 blocks gives the same answers as one that
+    stores the same numbers in plain form."""
     oracle = oracles("deepseek-v3")
     plain, packed = load_file(oracle.folder / "model.safetensors"), {}
     for name, value in plain.items():
@@ -308,7 +308,7 @@ def test_fp8_blocks_of_another_size_are_refused(oracles, tmp_path):
         Traced(str(tmp_path), backend="eager")
 
 
-def test_fp8_by_hand():
+def test_fp8_equals_values_computed_by_hand():
     weight = torch.tensor([[2.0, -4.0], [0.5, 1.0]]).to(torch.float8_e4m3fn)
     assert torch.equal(
         fp8.dequantise(weight, torch.tensor([[0.5]])).float(),

@@ -1,4 +1,4 @@
-"""Every family gives what transformers gives: logits within 1e-4, greedy tokens identical."""
+"""Tests of every family against transformers: logits within 1e-4, greedy tokens identical."""
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ COMPILED = {
     "deepseek-v2": "latent heads, experts in groups beside a dense part",
     "rope-dynamic": "angles that depend on the context",
 }
-"""What each has that no other compiled layer has. Compiled too: llama and qwen3 below, deepseek-v3
-with layers ahead in test_latent.py, gemma2 and gemma3 in test_windows.py."""
+"""Compiled families, each with what no other compiled layer has. Others are compiled elsewhere:
+llama and qwen3 below, deepseek-v3 with MTP layers in test_latent.py, gemma2 and gemma3 in
+test_windows.py."""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,8 @@ def expect_every_batch(traced: Traced, oracle, batches=range(1, 18), num_tokens=
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_batch_from_1_to_17(oracles, family):
-    """Of llama, and so of what all share, every one; of the others some, over a page's end."""
+    """llama, which covers what all share, runs every batch size; others run some, across a page's
+    end."""
     oracle = oracles(family)
     traced = Traced(oracle.path, backend="eager", max_num_seqs=17)
     if family == "llama":
@@ -79,7 +81,7 @@ def test_chunked_prefill(oracles):
     expect_equal(traced, oracle, prompts_of([100, 3, 57, 26], oracle.vocab_size))
 
 
-PAGE = 2 * 2 * 16 * 2 * 16 * 4  # of llama: layers, k and v, page size, KV heads, head size, float32
+PAGE = 2 * 2 * 16 * 2 * 16 * 4  # llama: layers, K and V, page size, KV heads, head size, float32
 
 
 def test_preemption_by_a_tiny_kv_budget(oracles):
@@ -108,7 +110,7 @@ def test_prefix_cache_hits_change_nothing(oracles):
 
 
 def test_chunks_prefixes_and_preemption_through_recorded_graphs(oracles):
-    """All at once, as each engine is compiled anew."""
+    """All run in one engine, since each engine is compiled again."""
     oracle = oracles("llama")
     traced = Traced(
         oracle.path, backend="cpu", max_num_seqs=4, max_num_batched_tokens=13, max_model_len=160,
@@ -123,7 +125,7 @@ def test_chunks_prefixes_and_preemption_through_recorded_graphs(oracles):
 
 
 def test_dynamic_rope_does_not_share_prefixes(oracles):
-    """Its keys depend on the prompt's length, so equal beginnings are not equal keys."""
+    """Its keys depend on the prompt's length, so equal prefixes do not have equal keys."""
     oracle = oracles("rope-dynamic")
     traced = Traced(oracle.path, backend="eager", max_num_seqs=2)
     assert not traced.engine.limits.enable_prefix_caching
@@ -134,7 +136,7 @@ def test_dynamic_rope_does_not_share_prefixes(oracles):
 
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 def test_history_leaves_no_trace(oracles, backend):
-    """The same batch after a bigger, hostile one: bit-identical logits."""
+    """A batch has bitwise identical logits after a larger, hostile batch."""
     oracle = oracles("llama")
     traced = Traced(
         oracle.path, backend=backend, max_num_seqs=8, enable_prefix_caching=False,
@@ -156,7 +158,8 @@ def test_history_leaves_no_trace(oracles, backend):
 
 
 def test_a_row_does_not_depend_on_its_neighbours(oracles):
-    """Eager CPU kernels treat each row by itself: alone or in company, the same bits."""
+    """Eager CPU kernels compute each row by itself, so it has the same bits alone and in a
+    batch."""
     oracle = oracles("smollm2")
     traced = Traced(oracle.path, backend="eager", max_num_seqs=8, enable_prefix_caching=False)
     batch = prompts_of([5, 30, 17, 64, 2], oracle.vocab_size, seed=3)

@@ -1,5 +1,4 @@
-"""Recurrent layers against transformers, through every way of serving: chunks that divide nothing,
-prefixes that are found by their snapshots, preemption, drafts; and what is refused."""
+"""Tests of recurrent layers against transformers: chunks, snapshots, preemption and drafts."""
 
 import random
 
@@ -33,7 +32,7 @@ def answer(traced: Traced, prompts, num_tokens: int) -> list[list[int]]:
 
 
 def expect_equal(traced: Traced, expected, num_tokens: int) -> None:
-    """expected: by prompt, tokens and logits"""
+    """Compare with `expected`, which has tokens and logits for each prompt."""
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in expected]
     tokens = answer(traced, prompts, num_tokens)
     for got, request_id, (right, logits) in zip(
@@ -46,7 +45,7 @@ def expect_equal(traced: Traced, expected, num_tokens: int) -> None:
 
 @pytest.fixture(scope="module")
 def expectations(oracles):
-    """-> what is right after prompts of many lengths, of which some begin alike"""
+    """Return a function that gives the right answers to prompts, some with common prefixes."""
     made = {}
 
     def make(family: str):
@@ -60,18 +59,18 @@ def expectations(oracles):
     return make
 
 
-@pytest.mark.parametrize(  # to compile takes long, and these two have both kinds of recurrence
+@pytest.mark.parametrize(  # compiling takes long, and these two have both kinds of recurrence
     ("family", "backend"),
     [*((family, "eager") for family in RECURRENT), *((f, "cpu") for f in RECURRENT[:2])],
 )
 def test_chunks_and_snapshots(oracles, expectations, family, backend):
-    """The second time most is found."""
+    """The second run finds most of the prompts by snapshots."""
     few = {"max_num_seqs": 1} if backend == "cpu" else {}  # sizes to compile
     traced = Traced(oracles(family).path, backend=backend, **{**CUT, **few})
     expected, stats = expectations(family), traced.engine.schedulers[0].ledger.cache.stats
     expect_equal(traced, expected, 24)
     before = stats.num_hit_tokens
-    assert before >= 320  # of those that begin alike
+    assert before >= 320  # tokens of prompts with common prefixes
     replays = traced.engine.worker.decode.counts.replays
     assert (replays > 0) == (backend == "cpu")
     expect_equal(traced, expected, 24)
@@ -79,7 +78,7 @@ def test_chunks_and_snapshots(oracles, expectations, family, backend):
 
 
 def state_bytes(path: str, **settings) -> tuple[int, int]:
-    """Of a row of states, and of a page of KV"""
+    """Return the bytes of a row of states, and of a page of the KV cache."""
     worker = Traced(path, backend="eager", **settings).engine.worker
     assert worker.states is not None
     row = sum(part[:, 0].nbytes for part in worker.states[:2])
@@ -89,7 +88,8 @@ def state_bytes(path: str, **settings) -> tuple[int, int]:
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_preemption(oracles, family):
-    """Pages for half of those that run, and few snapshots: some are taken, some are lost."""
+    """There are pages for half of the running requests, and few snapshots, some of which are
+    lost."""
     oracle = oracles(family)
     row, page = state_bytes(oracle.path, max_num_seqs=1, max_model_len=64)
     traced = Traced(
@@ -105,7 +105,7 @@ def test_preemption(oracles, family):
 
 @pytest.mark.parametrize("family", RECURRENT)
 def test_drafts(oracles, expectations, family):
-    """What followed before is guessed: rarely anything, so that rows of one token are verified."""
+    """The n-gram drafter rarely finds a match, so that rows of one token are verified, too."""
     traced = Traced(
         oracles(family).path, backend="eager", **CUT, speculative="ngram", speculative_steps=3,
         speculative_adaptive=False,
@@ -131,8 +131,8 @@ def tokens_of(llm: LLM, texts, num_tokens: int, **params) -> list[list[int]]:
     ("model", "backend"), [*((model, "eager") for model in TINY), ("tiny:falcon-h1", "cpu")]
 )
 def test_drafts_that_are_right_for_a_while(model, backend, monkeypatch):
-    """Of three guesses some are wrong, in every place; the states go back to the last right one,
-    and snapshots are taken on the way, from which others go on."""
+    """Of three drafts some are wrong, at every position. The states go back to the last accepted
+    one, and snapshots are taken meanwhile, from which other requests continue."""
     prompt = list(range(20))
     (right,) = tokens_of(make(model), [prompt], 100, temperature=0)
     text = torch.tensor(prompt + right + [0] * 20, dtype=torch.int32)
@@ -140,7 +140,7 @@ def test_drafts_that_are_right_for_a_while(model, backend, monkeypatch):
     def write(self, slots, positions, ids):
         guessed = text[positions.long()]
         wrong = (positions % 5 == 0) | (positions % 7 == 0)
-        self.kernels.record_ngrams(slots, positions, guessed + wrong.int(), self.tables.tokens)
+        self.kernels.store_drafts(slots, positions, guessed + wrong.int(), self.tables.tokens)
 
     monkeypatch.setattr(ModelDrafter, "write", write)
     llm = make(
@@ -169,8 +169,8 @@ def test_every_drafter_changes_nothing(model, drafter):
 
 @pytest.mark.parametrize("speculative", [None, "ngram"])
 def test_random_traffic(speculative):
-    """Arrivals, cancellations, preemption, few pages and fewer snapshots: every answer is what it
-    would be with room for all, and nothing is lost or owned twice."""
+    """With arrivals, cancellations, preemption, few pages and fewer snapshots, every answer is what
+    it would be with room for all, and nothing is lost or owned twice."""
     tight = settings_of("granite-hybrid", "tight")
     more = {"backend": "eager", "snapshot_interval": 8, "speculative": speculative}
     roomy = Engine(
@@ -190,11 +190,11 @@ def test_random_traffic(speculative):
             assert visit.patience is not None or got.token_ids == right.token_ids
     scheduler = engine.schedulers[0]
     assert scheduler.ledger.cache.stats.num_hit_tokens > 0
-    assert scheduler.num_preemptions > 0 or speculative  # which leaves more room
+    assert scheduler.num_preemptions > 0 or speculative  # speculation leaves more room
 
 
 def test_live_traffic_is_watched():
-    """Every step twice, once over spoilt memory, with snapshots found and taken."""
+    """Every step runs twice, once over poisoned memory, while snapshots are taken and found."""
     settings = {"sanitize": "full", "sanitize_action": "raise", "max_model_len": 160}
     llm = make("tiny:falcon-h1", kv_cache_memory=1 << 23, **settings)
     texts = [list(range(n)) for n in (1, 70, 100, 33)]
@@ -204,7 +204,7 @@ def test_live_traffic_is_watched():
     assert llm.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 0
 
 
-NAMED = {  # what is asked for, as a fault in a tensor
+NAMED = {  # requested faults, by fault and tensor
     "stale snapshot mask": ("scan_snapshots", "stale snapshot mask"),
     "stale snapshot row": ("snapshot_rows", "stale row"),
     "state of slot 0 written": ("scan_state", "kernel writes slot 0"),
@@ -235,7 +235,7 @@ def test_faults_are_caught_by_name(monkeypatch):
 
 
 def test_every_family_is_certified(capsys):
-    """Qwen3-Next with a drafter, whose states are wrong where a draft was."""
+    """Qwen3-Next has a drafter, so that states after wrong drafts are covered."""
     for model, *more in (
         (TINY[0], "--speculative", "mtp", "--speculative-steps", "2"),
         *((model,) for model in TINY[1:]),

@@ -1,6 +1,6 @@
-"""Models whose layers see a window: contexts of many windows, in every way that a step can be cut.
+"""Tests of models with sliding windows against transformers, for every way to split steps.
 
-The oracle is transformers. Windows are 9 to 25 tokens and pages hold 16, so that pages fall out of
+Contexts are many windows long. Windows have 9 to 25 tokens and pages hold 16, so that pages leave
 the window all the time.
 """
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from oracle import HYBRIDS
 from safetensors.torch import load_file, save_file
+from slotzero.checkpoint.mxfp4 import dequantise
 from traced import Traced, expect_equal, prompts_of
 
 from slotzero import LLM, SamplingParams
-from slotzero.checkpoint.mxfp4 import dequantise
 from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
@@ -108,7 +108,8 @@ def test_a_running_request_keeps_no_page_before_its_window():
 
 
 def test_more_requests_fit_where_most_layers_slide():
-    """Five sliding layers for one full, a window of 1,024, 16k tokens a request."""
+    """The model has five sliding layers per full one, a window of 1,024, and 16k tokens a
+    request."""
     page = {"page_size": 16, "num_kv_heads": 4, "width": 512, "dtype": torch.bfloat16}
     full = GroupShape("full", 4, **page)
     sliding = GroupShape("sliding", 20, window=1024, **page)
@@ -156,14 +157,14 @@ def test_a_budget_too_small_is_refused(settings, words):
         ({"sliding_window": 0}, ["sliding_window=0", "1 to"]),
         ({"sliding_window": None}, ["sliding_window=None"]),
         ({"sliding_window": 513}, ["sliding_window=513", "max_position_embeddings=512"]),
-        ({"layer_types": ["full_attention"] * 3}, ["layer_types", "3 layers of 4"]),
+        ({"layer_types": ["full_attention"] * 3}, ["layer_types", "3 entries for 4"]),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, ["linear_attention"]),
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
         ({"hidden_activation": "relu"}, ["hidden_activation='relu'"]),
     ],
 )
-def test_a_config_that_cannot_be_right_is_refused(fields, words):
+def test_an_invalid_config_is_refused(fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
         parse_config({**tiny_configs()["gemma3"], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
@@ -211,7 +212,7 @@ MIXED = {"1": {"head_dim": 40}, "4": {"head_dim": 48}, "5": {"head_dim": 40}}
         ({"rope_parameters": {"full_attention": {}}}, ["rope_parameters", "sliding layers"]),
     ],
 )
-def test_a_gemma4_config_that_cannot_be_right_is_refused(fields, words):
+def test_an_invalid_gemma4_config_is_refused(fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
         parse_config({**tiny_configs()["gemma4"], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
@@ -235,7 +236,7 @@ def test_other_families_refuse_the_fields_of_gemma4(field):
 
 
 def test_layers_that_own_no_kv_have_no_pages():
-    """tiny:gemma4 has layers s f s | s f f: the last three read what layers 2 and 1 stored."""
+    """tiny:gemma4 has layers s f s | s f f: the last three read the KV of layers 2 and 1."""
     llm = LLM("tiny:gemma4", backend="eager", max_num_seqs=2, show_progress=False)
     worker = llm.engine.worker
     full, sliding = worker.model.groups
@@ -247,8 +248,8 @@ def test_layers_that_own_no_kv_have_no_pages():
     assert worker.registry["kv_sliding"].shape[0] == 2
 
 
-def test_the_older_fields_of_gemma4_say_the_same():
-    """Before transformers wrote per_layer_config."""
+def test_the_older_fields_of_gemma4_mean_the_same():
+    """Older versions of transformers did not write per_layer_config."""
     config = dict(tiny_configs()["gemma4"])
     older = {**config, "global_head_dim": 40, "num_global_key_value_heads": 1}
     del older["per_layer_config"]
@@ -259,8 +260,8 @@ def test_the_older_fields_of_gemma4_say_the_same():
     assert parse_config(older).groups[0].heads.head_dim == 512
 
 
-def test_projections_that_nobody_reads_may_be_stored(oracles, tmp_path):
-    """Gemma 4 is published with keys and values of layers that share another's."""
+def test_unused_projections_may_be_stored(oracles, tmp_path):
+    """Published Gemma 4 checkpoints have K and V projections of layers that share another's KV."""
     oracle = oracles("gemma4")
     tensors = load_file(oracle.folder / "model.safetensors")
     for layer in (4, 5, 6):
@@ -272,8 +273,8 @@ def test_projections_that_nobody_reads_may_be_stored(oracles, tmp_path):
     expect_equal(traced, oracle, prompts_of([30, 5], oracle.vocab_size), num_tokens=8)
 
 
-def test_the_text_part_of_a_model_that_sees(oracles, tmp_path):
-    """Gemma 4 as it is published: a config in a config, and tensors of other parts."""
+def test_the_text_part_of_a_multimodal_model(oracles, tmp_path):
+    """Published Gemma 4 checkpoints have a nested config and tensors of other parts."""
     oracle = oracles("gemma4")
     text = json.loads((oracle.folder / "config.json").read_text())
     del text["architectures"]
@@ -311,13 +312,13 @@ def test_the_text_part_of_a_model_that_sees(oracles, tmp_path):
         ("llama", {"v_head_dim": 8}, ["v_head_dim=8"]),
     ],
 )
-def test_experts_that_cannot_be_right_are_refused(model, fields, words):
+def test_invalid_experts_are_refused(model, fields, words):
     with pytest.raises(UnsupportedModelError) as caught:
         parse_config({**tiny_configs()[model], **fields})
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_mxfp4_is_what_transformers_makes_of_it():
+def test_mxfp4_is_dequantised_as_by_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     generator = torch.Generator().manual_seed(0)
@@ -328,7 +329,7 @@ def test_mxfp4_is_what_transformers_makes_of_it():
 
 
 def test_a_quantised_folder_is_read(oracles, tmp_path):
-    """gpt-oss as it is published: blocks and scales in place of experts' weights."""
+    """Published gpt-oss checkpoints have blocks and scales instead of the experts' weights."""
     oracle = oracles("gpt-oss")
     stored, plain = {}, {}
     for name, tensor in load_file(oracle.folder / "model.safetensors").items():
@@ -358,7 +359,7 @@ def test_a_quantised_folder_is_read(oracles, tmp_path):
 
 
 def test_groups_of_whole_context_get_as_many_pages_each():
-    """A request needs as many of each: pages of one that the other lacks would be wasted."""
+    """A request needs equally many of each: pages that the other group lacks would be wasted."""
     shapes = [
         GroupShape(name, n, 16, 2, 32, torch.float32) for name, n in (("full", 4), ("draft", 1))
     ]
@@ -367,9 +368,9 @@ def test_groups_of_whole_context_get_as_many_pages_each():
     assert pages["full"] == pages["draft"] > 280
 
 
-def test_the_least_memory_that_is_taken_is_enough_for_one_with_drafts() -> None:
-    """A chunk asks for the places of drafts after it: those were not counted, and a request that
-    was alone waited for pages for ever."""
+def test_the_smallest_accepted_memory_is_enough_for_a_request_with_drafts() -> None:
+    """A chunk needs places for the drafts after it. They were not counted once, and a request
+    waited for pages forever although it was alone."""
     settings = {
         "model": "tiny:gemma3", "backend": "eager", "page_size": 16, "max_model_len": 512,
         "max_num_seqs": 4, "max_num_batched_tokens": 208, "speculative": "draft",
@@ -388,7 +389,7 @@ def test_the_least_memory_that_is_taken_is_enough_for_one_with_drafts() -> None:
     assert answer.finished
 
 
-def test_nobody_who_can_go_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(EngineConfig(model="tiny:llama", backend="eager", show_progress=False))
     engine.add("a", [1, 2, 3], SamplingParams(max_tokens=8))
     monkeypatch.setattr(engine.schedulers, "plan", lambda width: None)

@@ -1,4 +1,4 @@
-"""The ledger against a memory that says what every place of every page holds."""
+"""Tests of the page ledger against a model of the memory that knows what every page holds."""
 
 from collections.abc import Sequence
 
@@ -34,12 +34,12 @@ def _request(tokens: list[int], name: str = "r") -> Request:
 
 
 def _held(request: Request, group: int) -> list[int]:
-    """Indices of the pages it owns."""
+    """Return the indices of the pages that the request owns."""
     return [i for i, page in enumerate(request.pages[group]) if page]
 
 
 def _compute(ledger: PageLedger, request: Request, num_tokens: int) -> list[PageChange]:
-    """As the scheduler does, up to this position; -> what it would tell."""
+    """Compute as the scheduler does, up to this position, and return the changes to pages."""
     changes: list[PageChange] | None = []
     if num_tokens > request.num_paged:
         changes = ledger.grow(request, num_tokens)
@@ -84,13 +84,14 @@ def test_snapshots_are_named_chunk_by_chunk_and_the_last_passed_is_held() -> Non
     assert _held(request, 1) == [1]  # after 8 tokens, two pages
     request.num_computed = 10
     assert ledger.grow(request, 30) == [PageChange(1, 3, [2, 0, 3, 0, 4])]
-    assert _held(request, 1) == [1, 3, 5, 7]  # the last ends with its page, after 32 tokens
+    # the last snapshot ends with its page, after 32 tokens
+    assert _held(request, 1) == [1, 3, 5, 7]
     request.num_computed = 30
     changes = ledger.grow(request, 33)
     assert changes is not None and changes[1] == PageChange(1, 1, [0] * 4)
     assert _held(request, 1) == [5, 7]
     ledger.check([request])
-    assert ledger.num_pages == (39,)  # snapshots are no pages
+    assert ledger.num_pages == (39,)  # snapshots do not count as pages
 
 
 def test_a_hit_ends_at_the_deepest_snapshot_that_is_left() -> None:
@@ -106,23 +107,23 @@ def test_a_hit_ends_at_the_deepest_snapshot_that_is_left() -> None:
     assert second.pages[1][5] in ledger.cache.pages(1)
     ledger.check([second])
     ledger.release(second)
-    assert ledger.cache.evict(1, 99) == 3  # all snapshots, and no page of KV
+    assert ledger.cache.evict(1, 99) == 3  # all snapshots, and no KV page
     third = _request([*range(30), 7], "t")
     ledger.admit(third, budget=99)
     assert third.num_cached == 0
     ledger.check([third])
 
 
-def test_where_no_snapshot_is_free_a_request_goes_on_without() -> None:
+def test_a_request_continues_without_snapshots_if_none_is_free() -> None:
     ledger = _recurrent(num_rows=3)
     first, second = _request([*range(30)]), _request([*range(50, 80)], "s")
     ledger.admit(first, budget=99)
-    assert _held(first, 1) == [1, 3]  # two rows there are
+    assert _held(first, 1) == [1, 3]  # there are only two rows
     ledger.admit(second, budget=99)
     assert _held(second, 1) == []
     ledger.check([first, second])
     _compute(ledger, second, 30)
-    ledger.release(first)  # its rows, computed by nobody, are free
+    ledger.release(first)  # its rows, never computed, become free
     third = _request([*range(80, 110)], "t")
     ledger.admit(third, budget=99)
     assert _held(third, 1) == [1, 3]
@@ -151,7 +152,7 @@ def test_a_refused_admission_gives_back_what_it_found() -> None:
     ledger.check([])
 
 
-def test_growing_tells_what_was_let_go_and_then_what_is_new() -> None:
+def test_growing_returns_released_pages_and_then_new_ones() -> None:
     ledger = _ledger([None, 6], caching=False)
     request = _request([1] * 16)
     ledger.admit(request, budget=99)
@@ -166,7 +167,8 @@ def test_growing_tells_what_was_let_go_and_then_what_is_new() -> None:
             PageChange(1, 4, request.pages[1][4:]),
         ]
     )
-    assert request.pages[1][4] in gone  # freed last, used first: it had to be told
+    # the page freed last is reused first, so its release had to be reported
+    assert request.pages[1][4] in gone
     assert request.num_paged == 20
     ledger.check([request])
 
@@ -201,8 +203,8 @@ def test_too_few_pages_change_nothing(windows) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_what_is_let_go_counts_before_it_is_let_go(caching: bool) -> None:
-    """A pool of three pages is enough for a window of two: the oldest makes room."""
+def test_pages_about_to_be_released_count_as_free(caching: bool) -> None:
+    """A pool of three pages is enough for a window of two, since the oldest page makes room."""
     ledger = _ledger([8], num_pages=4, caching=caching)
     request = _request([1] * 4)
     assert ledger.admit(request, budget=99)
@@ -215,7 +217,7 @@ def test_what_is_let_go_counts_before_it_is_let_go(caching: bool) -> None:
     assert ledger.num_pages == (3,)
 
 
-def test_a_page_that_another_reads_is_let_go_and_not_free() -> None:
+def test_a_released_page_that_another_request_reads_is_not_free() -> None:
     ledger = _ledger([None, 3], num_pages=9)
     first, second = _request([1] * 8), _request([1] * 7 + [2] * 5, "second")
     ledger.admit(first, budget=99)
@@ -231,7 +233,7 @@ def test_a_page_that_another_reads_is_let_go_and_not_free() -> None:
     ledger.check([first, second])
 
 
-def test_a_stand_in_has_the_window_before_what_it_says_is_stored() -> None:
+def test_a_stand_in_request_owns_the_window_before_its_position() -> None:
     ledger = _ledger([None, 6, 1])
     request = _request([1] * 21)
     changes = ledger.grow(request, 21, num_stored=20)
@@ -245,7 +247,7 @@ def test_a_stand_in_has_the_window_before_what_it_says_is_stored() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 9, 31, 99])
-def test_a_decoding_request_holds_what_covers_its_window(window: int) -> None:
+def test_a_decoding_request_holds_the_pages_of_its_window(window: int) -> None:
     ledger = _ledger([window], num_pages=99)
     request = _request([1] * 23)
     ledger.admit(request, budget=9)
@@ -259,8 +261,8 @@ def test_a_decoding_request_holds_what_covers_its_window(window: int) -> None:
     assert most == min(bound, 50)
 
 
-def test_five_windowed_layers_in_six_cost_little_more_than_they_must() -> None:
-    """Like Gemma 3, at 16k: bytes are pages times layers."""
+def test_five_sliding_layers_in_six_use_little_more_than_the_minimum() -> None:
+    """The layers are like Gemma 3's, at 16k tokens; bytes are pages times layers."""
     window, page_size, context, layers = 1024, 16, 16 << 10, (1, 5)
     ledger = _ledger([None, window], num_pages=2000, page_size=page_size)
     request = _request([1] * context)
@@ -294,7 +296,7 @@ def _lose(request: Request, ledger: PageLedger, index: int) -> None:
 
 
 def _swap_whole(requests: list[Request]) -> None:
-    """Two requests that agree on the counts, and not on whose is what."""
+    """Exchange the pages of two requests: the counts stay right, but the owners are wrong."""
     a, b = (request.pages[0] for request in requests)
     a[0], b[0] = b[0], a[0]
 
@@ -304,11 +306,11 @@ def _swap_whole(requests: list[Request]) -> None:
     [
         (lambda ledger, rs: _lose(rs[0], ledger, 2), "released a page of group 1 that it reads"),
         (lambda ledger, rs: _lose(rs[0], ledger, 1), "released a page of group 1 that it reads"),
-        (lambda ledger, rs: _swap_whole(rs), "and not page .* which the cache keeps with it"),
+        (lambda ledger, rs: _swap_whole(rs), "but not page .* which the cache keeps in the"),
         (lambda ledger, rs: setattr(rs[0], "num_paged", 5), "computed more than the 5"),
         (lambda ledger, rs: setattr(rs[0], "num_paged", 99), "has 3 pages of group 0"),
-        (lambda ledger, rs: setattr(rs[0], "num_computed", 3), "is shared, and request r"),
-        (lambda ledger, rs: ledger.groups[1].pool.take(1), "group 1 counts 1 owners, a recount 0"),
+        (lambda ledger, rs: setattr(rs[0], "num_computed", 3), "is shared, but request r"),
+        (lambda ledger, rs: ledger.groups[1].pool.take(1), "1 owners, but a recount finds 0"),
     ],
 )
 def test_check_finds_damage(damage, message: str) -> None:
@@ -325,8 +327,10 @@ def test_check_finds_damage(damage, message: str) -> None:
 
 
 class Memory(RuleBasedStateMachine):
-    """Requests in any order, as no scheduler would run them. Every token of every chunk reads its
-    window, and finds there what it would have written itself."""
+    """State machine that runs requests in any order, even ones that no scheduler would choose.
+
+    Every token of every chunk reads its window, and must find what it would have written itself.
+    """
 
     window = st.integers(1, 9) | st.just(99)
 
@@ -343,7 +347,7 @@ class Memory(RuleBasedStateMachine):
         self.ledger = _ledger(windows, num_pages, page_size, caching)
         self.requests: list[Request] = []
         self.memory: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        """By group, page and place: all tokens up to the one whose KV it is."""
+        """For each group, page and offset: all tokens up to the one whose KV is stored there."""
 
     pick = st.integers(0, 99)
 
@@ -360,7 +364,7 @@ class Memory(RuleBasedStateMachine):
         for group, (pool, window, _) in enumerate(self.ledger.groups):
             for position in range(start, end):
                 place = self._place(request, group, position)
-                assert pool.references(place[1]) == 1, "another would read what is written here"
+                assert pool.references(place[1]) == 1, "a page that is written has another owner"
                 self.memory[place] = tuple(tokens[: position + 1])
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, end):

@@ -1,4 +1,4 @@
-"""The page pool against a plain counter; what a window reads, position by position."""
+"""Tests of the page pool against a plain counter, and of the pages that a window reads."""
 
 from collections import Counter
 
@@ -58,7 +58,7 @@ def test_a_foreign_page_is_named(verb: str, page: int) -> None:
         getattr(PagePool(4), verb)(page)
 
 
-def test_no_pages_is_refused() -> None:
+def test_a_pool_without_pages_is_refused() -> None:
     with pytest.raises(CapacityError):
         PagePool(1)
 

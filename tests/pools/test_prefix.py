@@ -1,4 +1,4 @@
-"""The prefix cache against a slow one: a dictionary from whole prefixes to pages by group."""
+"""Tests of the prefix cache against a slow one, a dictionary from prefixes to pages by group."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,8 @@ def _take(cache: PrefixCache, num_tokens: int) -> list[list[int]]:
 
 
 def _seed(cache: PrefixCache, tokens: list[int]) -> list[list[int]]:
-    """A request came with these tokens and left: its pages, now owned by the cache alone."""
+    """Run a request with these tokens to its end; return its pages, which only the cache owns
+    now."""
     pages = _take(cache, len(tokens))
     cache.release(tokens, pages)
     return pages
@@ -34,7 +35,7 @@ def _match(cache: PrefixCache, tokens: list[int], limit: int) -> list[list[int]]
 
 
 def _try(cache: PrefixCache, tokens: list[int]) -> int:
-    """How many pages are found; nobody keeps them."""
+    """Return how many pages are found, without keeping them."""
     found = _match(cache, tokens, limit=len(tokens))
     cache.release((), found)
     return len(found[0])
@@ -71,7 +72,7 @@ def test_a_match_takes_one_reference_each() -> None:
     cache.check()
 
 
-def test_what_a_waiting_request_will_match_is_evicted_last() -> None:
+def test_pages_that_a_waiting_request_will_match_are_evicted_last() -> None:
     cache = _cache(windows=[None, 3])
     _seed(cache, [1, 1, 2, 2])
     lookup = cache.look_up([1, 1, 2, 2, 3], limit=4)
@@ -88,21 +89,21 @@ def test_what_a_waiting_request_will_match_is_evicted_last() -> None:
     cache.check()
 
 
-def test_a_running_request_offers_no_page_below_anothers() -> None:
-    """Else the node above could not be evicted, though nobody uses its page."""
+def test_a_running_request_offers_no_page_below_that_of_another() -> None:
+    """Otherwise the node above could not be evicted although its page is unused."""
     cache = _cache()
     ((first,),) = _seed(cache, [1, 2])
     mine = _take(cache, 4)
     cache.insert([1, 2, 3, 4], mine)
     assert cache.pages(0) == [first]
-    cache.release([1, 2, 3, 4], mine)  # but leaves it there
+    cache.release([1, 2, 3, 4], mine)  # but at its end it leaves the page there
     assert cache.pages(0) == [first, mine[0][1]]
     assert cache.groups[0].pool.references(mine[0][0]) == 0
     assert cache.num_evictable(0) == 2
     cache.check()
 
 
-def test_a_leaver_below_anothers_page_keeps_what_a_third_still_owns() -> None:
+def test_release_below_a_page_of_another_keeps_what_a_third_owns() -> None:
     cache = _cache()
     old = _seed(cache, [1, 2, 3, 4])
     leaver, stayer = (_match(cache, [1, 2, 3, 4], limit=4) for _ in range(2))
@@ -114,7 +115,7 @@ def test_a_leaver_below_anothers_page_keeps_what_a_third_still_owns() -> None:
 
 
 def _evict_all(cache: PrefixCache, group: int) -> list[int]:
-    """The pages of a group, one by one."""
+    """Evict the pages of a group one by one, and return them in order."""
     order: list[int] = []
     while cache.num_evictable(group):
         before = set(cache.pages(group))
@@ -124,17 +125,17 @@ def _evict_all(cache: PrefixCache, group: int) -> list[int]:
     return order
 
 
-def test_eviction_takes_the_leaf_unused_for_longest() -> None:
+def test_eviction_takes_the_least_recently_used_leaf() -> None:
     cache = _cache()
     ((a, b),) = _seed(cache, [1, 1, 2, 2])
     ((c,),) = _seed(cache, [3, 3])
     ((_, d),) = _seed(cache, [1, 1, 4, 4])
-    cache.release((), _match(cache, [1, 1, 2, 2], limit=4))  # b and a are young again
+    cache.release((), _match(cache, [1, 1, 2, 2], limit=4))  # b and a are now recently used
     assert _evict_all(cache, 0) == [c, d, b, a]
     assert cache.stats.num_evicted_pages == 4
 
 
-def test_offering_a_duplicate_makes_the_cached_page_young() -> None:
+def test_offering_a_duplicate_counts_as_use_of_the_cached_page() -> None:
     cache = _cache()
     ((a,),), ((b,),) = _seed(cache, [1, 1]), _seed(cache, [2, 2])
     ((twin,),) = _seed(cache, [1, 1])
@@ -143,7 +144,7 @@ def test_offering_a_duplicate_makes_the_cached_page_young() -> None:
     assert len({a, b, twin}) == 3
 
 
-def test_eviction_says_how_many() -> None:
+def test_eviction_returns_how_many() -> None:
     cache = _cache()
     _seed(cache, [1, 1, 2, 2, 3, 3])
     assert cache.evict(0, -1) == cache.evict(0, 0) == 0
@@ -170,7 +171,7 @@ def test_a_page_cannot_hold_two_prefixes() -> None:
     cache = _cache()
     ((page,),) = _take(cache, 2)
     cache.insert([1, 1], [[page]])
-    with pytest.raises(PoolError, match=f"page {page} is offered, but holds another"):
+    with pytest.raises(PoolError, match=f"page {page} is offered, but the cache has"):
         cache.insert([2, 2], [[page]])
 
 
@@ -215,7 +216,7 @@ def test_a_window_that_was_passed_is_evicted_in_that_order() -> None:
     cache.let_go(1, windowed[:2])
     assert cache.num_evictable(1) == 2
     cache.release(tokens, [whole, [0, 0, *windowed[2:]]])
-    # a hit makes young what it reads, not all that it passes
+    # a hit counts as use of the pages that it reads, not of all that it passes
     cache.release((), _match(cache, [1, 1], limit=2))
     assert _evict_all(cache, 1) == [*windowed[1:], windowed[0]]
     assert cache.pages(0) == whole
@@ -239,7 +240,8 @@ def test_a_window_alone_is_pruned_upwards() -> None:
     assert cache.evict(0, 1) == 1
     assert cache.pages(0) == [a, b, c, d]
     assert x not in cache.pages(0)
-    assert cache.evict(0, 3) == 3  # of what was left together the beginning: the end is a hit
+    # the beginning of pages released together goes first, since the end is still a hit
+    assert cache.evict(0, 3) == 3
     assert cache.pages(0) == [d]
     cache.check()
     assert _try(cache, [1, 1, 2, 2, 3, 3, 4, 4]) == 4
@@ -248,7 +250,7 @@ def test_a_window_alone_is_pruned_upwards() -> None:
     assert cache._root.children == {}
 
 
-def test_a_window_alone_stores_no_path_to_nothing() -> None:
+def test_a_window_alone_stores_no_path_without_pages() -> None:
     cache = _cache(windows=[2])
     ((*_, c),) = _seed(cache, [1, 1, 2, 2, 3, 3])
     pages = _take(cache, 2)
@@ -259,7 +261,7 @@ def test_a_window_alone_stores_no_path_to_nothing() -> None:
     assert c in cache.pages(0)
 
 
-def test_a_window_alone_is_filled_by_whoever_comes_by() -> None:
+def test_a_window_alone_is_filled_by_the_next_request() -> None:
     cache = _cache(windows=[3])
     ((_, b, c),) = _seed(cache, [1, 1, 2, 2, 3, 3])
     cache.evict(0, 1)
@@ -282,7 +284,7 @@ def test_a_prefix_that_lost_its_window_is_filled_again(is_leaving: bool) -> None
         cache.release(tokens, mine)
         assert cache.pages(0) == old[0]
     else:
-        cache.insert(tokens, mine)  # an idle node's pages give way
+        cache.insert(tokens, mine)  # the pages of an idle node are replaced
         assert set(cache.pages(0)) == {*mine[0], old[0][3]}
         assert cache.num_evictable(0) == 1
     assert cache.pages(1) == mine[1]
@@ -290,7 +292,7 @@ def test_a_prefix_that_lost_its_window_is_filled_again(is_leaving: bool) -> None
     cache.check()
 
 
-def test_a_node_that_another_runs_on_does_not_give_way() -> None:
+def test_a_node_in_use_is_not_replaced() -> None:
     cache = _cache(windows=[None, 3])
     theirs, mine = _take(cache, 4), _take(cache, 4)
     cache.insert([1, 1, 2, 2], theirs)
@@ -298,13 +300,13 @@ def test_a_node_that_another_runs_on_does_not_give_way() -> None:
     cache.evict(1, 9)
     cache.insert([1, 1, 2, 2], mine)
     assert (cache.pages(0), cache.pages(1)) == (theirs[0], [])
-    cache.release([1, 1, 2, 2], mine)  # but what nobody owns then may stay with it
+    cache.release([1, 1, 2, 2], mine)  # but it may keep pages that have no other owner
     assert (cache.pages(0), cache.pages(1)) == (theirs[0], mine[1])
     assert cache.num_evictable(1) == 2
     cache.check()
 
 
-def test_a_leaver_gives_anothers_node_no_page_that_a_third_still_owns() -> None:
+def test_release_adds_no_page_to_a_node_that_a_third_request_owns() -> None:
     cache = _cache(windows=[None, 3])
     _seed(cache, [1, 1])
     leaver, _ = (_match(cache, [1, 1], limit=2) for _ in range(2))
@@ -341,7 +343,7 @@ def test_check_finds_damage(damage) -> None:
 
 
 @pytest.mark.parametrize(("group", "message"), [(0, "its node lacks"), (1, "that page .* lacks")])
-def test_check_knows_who_must_own_what(group: int, message: str) -> None:
+def test_check_finds_wrong_owners(group: int, message: str) -> None:
     cache = _cache(windows=[3, None])
     _seed(cache, [1, 1, 2, 2])
     page = cache.pages(group)[1]
@@ -364,10 +366,10 @@ def test_check_finds_a_node_that_leads_nowhere() -> None:
 
 
 class SlowPrefixes(RuleBasedStateMachine):
-    """Requests come, go on, pass pages and leave; the slow cache says which pages a prefix has.
+    """State machine of requests that arrive, grow, pass pages and end, beside the slow cache.
 
-    `memory` is what was written: the prefix that ends in each page of each group. Pages are used
-    again, so a hit that returned a stale one would read another's prefix.
+    The slow cache says which pages a prefix has. `memory` is what was written: the prefix that ends
+    in each page of each group. Pages are reused, so a stale hit would read another prefix.
     """
 
     window = st.integers(1, 7) | st.just(99)
@@ -393,7 +395,7 @@ class SlowPrefixes(RuleBasedStateMachine):
     pick = st.integers(0, 99)
 
     def _is_needed(self, group: int, i: int, n: int) -> bool:
-        """Whether a hit of n pages reads a position of page i."""
+        """Return whether a hit of n pages reads a position of page i."""
         window = self.windows[group]
         return window is None or any(p > n * SIZE - window for p in range(i * SIZE, (i + 1) * SIZE))
 
@@ -409,7 +411,7 @@ class SlowPrefixes(RuleBasedStateMachine):
             needed = [(g, i) for g in self.groups for i in range(n) if self._is_needed(g, i, n)]
             if all(pages[g][i] for g, i in needed):
                 return pages
-        raise AssertionError("the empty hit needs nothing")
+        raise AssertionError("an empty hit needs no page")
 
     def _owners(self, group: int, page: int) -> int:
         return sum(page in pages[group] for _, pages in self.requests)
@@ -441,7 +443,8 @@ class SlowPrefixes(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(pick=pick, young=st.booleans())
     def look_again(self, pick: int, young: bool) -> None:
-        """Whatever has changed meanwhile, a search that goes on finds what a new one would."""
+        """Continue a search; it must find what a new search finds, whatever has changed
+        meanwhile."""
         lookup = self.waiting[pick % len(self.waiting)]
         self.cache.search(lookup)
         expected = self._longest(lookup.token_ids, len(lookup.token_ids) - 1)
@@ -477,7 +480,7 @@ class SlowPrefixes(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(pick=pick, n=st.integers(1, 3))
     def slide(self, pick: int, n: int) -> None:
-        """The windows of a request pass its first pages."""
+        """Let the windows of a request pass its first pages."""
         _, pages = self.requests[pick % len(self.requests)]
         for g in set(self.groups) - set(self.whole):
             first = len(pages[g]) - sum(page != 0 for page in pages[g])
@@ -540,7 +543,8 @@ class SlowPrefixes(RuleBasedStateMachine):
             for g in self.groups:
                 assert not node[g] or self.memory[g, node[g]] == prefix
             assert all(node[g] for g in self.whole)
-            assert len(prefix) == SIZE or prefix[:-SIZE] in self.slow  # none without the shorter
+            # no prefix without the shorter one
+            assert len(prefix) == SIZE or prefix[:-SIZE] in self.slow
 
 
 TestSlowPrefixes = SlowPrefixes.TestCase

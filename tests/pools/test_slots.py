@@ -1,4 +1,4 @@
-"""The slot pool against a plain set."""
+"""Tests of the slot pool against a plain set."""
 
 import pytest
 from hypothesis import given
@@ -14,14 +14,14 @@ def test_slot_zero_is_never_handed_out() -> None:
     assert pool.num_free == 0
 
 
-def test_an_empty_pool_says_so() -> None:
+def test_an_empty_pool_raises() -> None:
     pool = SlotPool(1)
     pool.take()
     with pytest.raises(PoolError, match="all 1 slots are taken"):
         pool.take()
 
 
-def test_the_last_one_given_back_is_handed_out_first() -> None:
+def test_the_slot_returned_last_is_handed_out_first() -> None:
     pool = SlotPool(4)
     slots = [pool.take() for _ in range(4)]
     pool.give_back(slots[2])
@@ -29,7 +29,7 @@ def test_the_last_one_given_back_is_handed_out_first() -> None:
     assert pool.take() == slots[0]
 
 
-def test_giving_back_twice_names_the_slot() -> None:
+def test_returning_a_slot_twice_is_an_error_that_names_it() -> None:
     pool = SlotPool(4)
     slot = pool.take()
     pool.give_back(slot)
@@ -45,7 +45,7 @@ def test_a_foreign_slot_is_named(slot: int) -> None:
         pool.give_back(slot)
 
 
-def test_no_slots_is_refused() -> None:
+def test_a_pool_without_slots_is_refused() -> None:
     with pytest.raises(CapacityError):
         SlotPool(0)
 
@@ -70,7 +70,7 @@ def test_check_finds_damage(damage) -> None:
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 7)))
 def test_it_behaves_like_a_set(num_slots: int, moves: list[int]) -> None:
-    """Move 0 takes; any other move gives that slot back."""
+    """Move 0 takes a slot; any other move returns that slot."""
     pool, taken = SlotPool(num_slots), set()
     for move in moves:
         if move == 0 and len(taken) < num_slots:

@@ -1,4 +1,4 @@
-"""The tables against a plain dict: staged words land where they belong, and nowhere else."""
+"""Tests of the tables against a plain dict: staged words are written only where they belong."""
 
 import copy
 from pathlib import Path
@@ -51,9 +51,9 @@ def test_every_row_starts_neutral() -> None:
 def test_the_last_word_of_the_largest_tables_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the most columns that are accepted for 65,535 slots."""
+    """The table has the most columns that are accepted for 65,535 slots."""
     num_slots, width = 2**16 - 1, 2**15 - 1
-    with monkeypatch.context() as patch:  # a file with holes in place of 8 GiB
+    with monkeypatch.context() as patch:  # a sparse file instead of 8 GiB of memory
 
         def sparse(shape: int, dtype: type[np.generic]) -> np.ndarray:
             return np.memmap(tmp_path / "words", dtype, "w+", shape=shape)
@@ -70,7 +70,7 @@ def test_the_last_word_of_the_largest_tables_is_written(
 
 @pytest.mark.parametrize(("num_slots", "max_len"), [(2**16 - 1, 2**15 - 1), (1, 2**31)])
 def test_tables_that_cannot_be_addressed_are_refused(num_slots: int, max_len: int) -> None:
-    """And not one word of them is allocated."""
+    """None of their memory is allocated."""
     remedy = "lower --max-num-seqs or --max-model-len"
     with pytest.raises(ConfigError, match=rf"^max_num_seqs={num_slots}: .*: {remedy}$"):
         SlotTables(Registry(torch.device("cpu")), num_slots, max_len, 1, VOCAB, ["page_table"])
@@ -78,7 +78,7 @@ def test_tables_that_cannot_be_addressed_are_refused(num_slots: int, max_len: in
         Staging(num_slots, [TableSpec("tokens", max_len + 1, "int32", 0)])
 
 
-def test_what_was_taken_can_be_staged_again() -> None:
+def test_taken_writes_can_be_staged_again() -> None:
     tables = make()
     tables.stage("length", 1, [5])
     tables.stage("top_k", 2, [7])
@@ -90,19 +90,19 @@ def test_what_was_taken_can_be_staged_again() -> None:
     tables.apply()
     assert rows_of(tables, "length") == [[0], [6], [0], [9]]
     assert rows_of(tables, "top_k")[2] == [7]
-    tables.take_back()  # written once more, as it is
+    tables.take_back()  # the next upload writes it again
     tables.apply()
     assert rows_of(tables, "length") == [[0], [6], [0], [9]]
 
 
-def test_tables_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_that_exceed_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "memory", lambda: SystemMemory(1 << 10, 1 << 10))
     with pytest.raises(CapacityError, match=r"tables of 3 requests need .* lower --max-num-seqs"):
         make()
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_a_value_lands_in_its_slot_and_column_alone(name: str) -> None:
+def test_a_value_is_written_only_to_its_slot_and_column(name: str) -> None:
     for slot in range(1, NUM_SLOTS + 1):
         for column in {0, WIDTHS[name] // 2, WIDTHS[name] - 1}:
             tables = make()
@@ -130,11 +130,11 @@ def test_a_mask_has_a_bit_for_every_token(vocab: int, words: int) -> None:
     assert (tables["allowed"] == -1).all() and not tables["is_masked"].any()
 
 
-def test_what_is_staged_is_what_it_was_then() -> None:
+def test_staging_copies_the_values() -> None:
     tables = make()
     mask = np.array([5, 6, 7], dtype=np.int32)
     tables.stage("allowed", 1, mask)
-    mask[:] = 9  # the caller goes on with its array
+    mask[:] = 9  # the caller reuses its array
     tables.apply()
     assert rows_of(tables, "allowed")[1] == [5, 6, 7]
 
@@ -188,7 +188,7 @@ def test_reset_returns_everything_but_tokens() -> None:
 
 
 def test_reset_before_apply_and_a_new_owner_after_it() -> None:
-    """All within one step: what the last owner staged is gone, what the next one staged is not."""
+    """Within one step, writes of the last owner are dropped, and those of the next one are kept."""
     tables = make()
     tables.stage("stop_ids", 1, [5, 6, 7])
     tables.stage("top_p", 1, [0.5])
@@ -217,7 +217,7 @@ def test_slot_zero_and_foreign_slots_are_refused(slot: int) -> None:
     tables = make()
     with pytest.raises(ContractError, match=rf"table 'target': slot {slot} is not one of 1 to 3"):
         tables.stage("target", slot, [1])
-    tables.reset(slot)  # nobody wrote there, so there is nothing to undo
+    tables.reset(slot)  # nothing was written there, so there is nothing to undo
     tables.apply()
     assert all(rows_of(tables, name) == neutral_rows(name) for name in WIDTHS)
 
@@ -228,7 +228,7 @@ def test_slot_zero_and_foreign_slots_are_refused(slot: int) -> None:
 )
 def test_too_many_columns_are_refused(name: str, num_values: int, first: int) -> None:
     tables = make()
-    message = rf"table '{name}': {num_values} values at {first} for {WIDTHS[name]} columns"
+    message = rf"table '{name}': {num_values} values from column {first} on do not fit"
     with pytest.raises(ContractError, match=message):
         tables.stage(name, 1, [1] * num_values, first)
     tables.apply()
@@ -236,7 +236,7 @@ def test_too_many_columns_are_refused(name: str, num_values: int, first: int) ->
 
 
 def test_a_column_before_the_first_is_refused() -> None:
-    """From slot 1 it would be the last column of slot 0."""
+    """For slot 1 it would be the last column of slot 0."""
     tables = make()
     with pytest.raises(ContractError, match="'page_table'"):
         tables.stage("page_table", 1, [5], first=-1)

@@ -1,4 +1,4 @@
-"""What a padded row may do: nothing. Whole steps over hostile memory, eager and recorded."""
+"""Tests that padded rows change nothing: whole steps over hostile memory, eager and captured."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_rows_of_slot_0_are_zero_in_every_output(oracles, backend):
 
 
 @BACKENDS
-def test_slot_0_and_page_0_stay_as_they_were_made(oracles, backend):
+def test_slot_0_and_page_0_never_change(oracles, backend):
     oracle = oracles("qwen3")
     traced = Traced(oracle.path, backend=backend, max_num_seqs=5, max_num_batched_tokens=40)
     traced.generate(prompts_of([5, 30, 17, 90, 61], oracle.vocab_size))
@@ -41,7 +41,8 @@ def test_slot_0_and_page_0_stay_as_they_were_made(oracles, backend):
 
 @BACKENDS
 def test_hostile_memory_changes_no_real_row(oracles, backend):
-    """Free pages, derived tensors and outputs full of NaN and huge ids, before every step."""
+    """Before every step, free pages, derived tensors and outputs are filled with NaN and huge
+    ids."""
     oracle = oracles("smollm2")
     prompts = prompts_of([5, 30, 17], oracle.vocab_size)
     clean = Traced(oracle.path, backend=backend, max_num_seqs=4)

@@ -1,4 +1,4 @@
-"""Choosing the next token: the parameters, the plain definition, and the kernel held to it."""
+"""Tests of sampling: the parameters, the plain definition, and the CPU kernel against it."""
 
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from asked import ints, tables_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling_requests import ints, tables_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -38,7 +38,7 @@ KERNELS = CpuKernels()
 
 
 def fused(logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables) -> Sampled:
-    """The C++ kernel, with its outputs poisoned before."""
+    """Sample with the C++ kernel, into poisoned outputs."""
     rows = len(logits)
     out = Sampled(
         tokens=torch.full((rows,), -7, dtype=torch.int32),
@@ -65,7 +65,7 @@ class Request:
 
 
 def run(sample: Sampler, logits: Any, request: Request, position: int | None = None) -> Sampled:
-    """One request alone in slot 1."""
+    """Sample one request alone, in slot 1."""
     at = len(request.tokens) if position is None else position
     max_len = max(8, len(request.tokens))
     row = torch.as_tensor(logits, dtype=torch.float32)[None]
@@ -75,7 +75,7 @@ def run(sample: Sampler, logits: Any, request: Request, position: int | None = N
 def draws(
     sample: Sampler, logits: Any, params: SamplingParams, count: int, seed: int = 7
 ) -> Tensor:
-    """The tokens that one request would get at `count` positions, the logits being the same."""
+    """Return the tokens that a request gets at `count` positions with the same logits."""
     rows = torch.as_tensor(logits, dtype=torch.float32).repeat(count, 1)
     slots = torch.ones(count, dtype=torch.int32)
     positions = torch.arange(count, dtype=torch.int32)
@@ -128,7 +128,7 @@ def test_stop_strings_need_text() -> None:
     SamplingParams(detokenize=False)
 
 
-def test_the_edges_are_accepted() -> None:
+def test_the_limits_of_each_range_are_accepted() -> None:
     params = SamplingParams(
         n=1,
         temperature=0,
@@ -154,7 +154,8 @@ def test_the_end_of_the_sequence_ends_an_answer_unless_it_is_ignored() -> None:
     shaped = {"structured_outputs": {"regex": "a+"}}
     assert SamplingParams(stop_token_ids=[5]).ends_at([1, 2]) == {1, 2, 5}
     assert SamplingParams(stop_token_ids=[5], ignore_eos=True).ends_at([1, 2]) == {5}
-    assert SamplingParams(ignore_eos=True, **shaped).ends_at([1, 2]) == {1, 2}  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    assert SamplingParams(ignore_eos=True, **shaped).ends_at([1, 2]) == {1, 2}
 
 
 # ---- tables ----
@@ -172,7 +173,7 @@ def test_every_table_has_a_field_and_every_row_is_whole() -> None:
     assert (row["top_k"], row["num_logprobs"], row["prompt_len"]) == ([0], [-1], [9])
 
 
-def test_a_greedy_row_without_wishes_is_the_neutral_row() -> None:
+def test_a_greedy_row_with_default_parameters_is_the_neutral_row() -> None:
     row = encode(SamplingParams(temperature=0), 0, 0, [])
     assert row == {spec.name: [spec.neutral] * spec.width for spec in SAMPLING_TABLES}
 
@@ -211,7 +212,7 @@ def mix_plainly(word: int) -> int:
     return word ^ word >> 16
 
 
-def test_hash_is_the_plain_integer_one() -> None:
+def test_the_hash_equals_that_of_plain_integers() -> None:
     for low, high, position in [(0, 0, 0), (-1, 5, 1), (2**31 - 1, -(2**31), 40_000)]:
         keys = [0x243F6A88, 0x85A308D3]
         for word in (low, high, position):
@@ -220,7 +221,7 @@ def test_hash_is_the_plain_integer_one() -> None:
         assert noise.hash_words(ints(low, high)[None], ints(position), 50).tolist() == [expected]
 
 
-def test_noise_looks_gumbel_and_unrelated_to_its_neighbours() -> None:
+def test_noise_has_a_gumbel_distribution_without_correlation() -> None:
     count = 400
     seeds = torch.zeros(count, 2, dtype=torch.int32)
     values = noise.gumbel(seeds, torch.arange(count, dtype=torch.int32), 1000)
@@ -361,7 +362,7 @@ def test_many_draws_agree_token_by_token() -> None:
         assert fast.unique().numel() > 5
 
 
-# ---- what is chosen ----
+# ---- the chosen token ----
 
 
 @SAMPLERS
@@ -385,11 +386,11 @@ def test_draws_follow_the_softmax(sample: Sampler) -> None:
         assert counts[5] == 0
         expected = exact[exact > 0] * count
         chi_square = ((counts[exact > 0] - expected) ** 2 / expected).sum().item()
-        assert chi_square < 30  # 8 degrees of freedom: beyond it once in 5,000
+        assert chi_square < 30  # 8 degrees of freedom: exceeded once in 5,000
 
 
 def kept_plainly(scaled: list[float], params: SamplingParams) -> set[int]:
-    """Each filter in words: a token stays while less than the budget lies strictly above it."""
+    """Apply each filter plainly: a token stays if less than the budget lies strictly above it."""
     kept = set(range(len(scaled)))
     if params.top_k > 0:
         kept = {i for i in kept if sum(scaled[j] > scaled[i] for j in kept) < params.top_k}
@@ -420,7 +421,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("style", ["normal", "ties", "equal", "masked"])
 @pytest.mark.parametrize("choice", FILTERS, ids=str)
-def test_kept_set_is_the_plain_one(choice: dict[str, Any], style: str) -> None:
+def test_filters_keep_what_a_plain_loop_keeps(choice: dict[str, Any], style: str) -> None:
     params = SamplingParams(**choice)
     logits = logits_of(style, 1, 24, 11)[0] / 4  # flat enough that every kept token turns up
     scaled = logits - logits.max()
@@ -433,18 +434,18 @@ def test_kept_set_is_the_plain_one(choice: dict[str, Any], style: str) -> None:
     assert set(draws(fused, logits, params, 4000).tolist()) == possible
 
 
-def test_ties_at_the_edge_live_together() -> None:
+def test_ties_at_the_edge_are_kept_together() -> None:
     logits = [3.0, 2.0, 2.0, 2.0, 1.0]
     for choice in ({"top_k": 2}, {"top_p": 0.55}):
         tokens = draws(fused, logits, SamplingParams(**choice), 2000)  # type: ignore[arg-type]
         assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
-# ---- what a grammar leaves ----
+# ---- grammar masks ----
 
 
 @SAMPLERS
-def test_only_what_is_allowed_is_drawn(sample: Sampler) -> None:
+def test_only_allowed_tokens_are_drawn(sample: Sampler) -> None:
     logits = logits_of("normal", 1, 70, 5)[0]
     params = SamplingParams(temperature=5.0, top_k=1000, top_p=0.9999, min_p=1e-9)
     for allowed in ([0], [31], [32, 63, 64, 69], range(1, 70, 2)):
@@ -456,8 +457,8 @@ def test_only_what_is_allowed_is_drawn(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_what_is_allowed_is_drawn_as_if_the_rest_were_impossible(sample: Sampler) -> None:
-    """Filters see the tokens that are left: a mask and logits of -inf are the same."""
+def test_a_mask_equals_logits_of_minus_infinity(sample: Sampler) -> None:
+    """Filters see only the allowed tokens."""
     logits = logits_of("normal", 1, 300, 5)[0]
     allowed = range(2, 300, 7)
     forbidden = torch.ones(300, dtype=torch.bool)
@@ -473,7 +474,7 @@ def test_what_is_allowed_is_drawn_as_if_the_rest_were_impossible(sample: Sampler
 
 @SAMPLERS
 def test_a_mask_comes_before_bias_and_penalties(sample: Sampler) -> None:
-    """A bonus brings nothing back, and what is broken but forbidden breaks nothing."""
+    """A bias does not restore a forbidden token, and broken forbidden logits have no effect."""
     params = SamplingParams(
         temperature=0, logit_bias={0: 100.0}, presence_penalty=-2.0, repetition_penalty=0.1
     )
@@ -483,7 +484,7 @@ def test_a_mask_comes_before_bias_and_penalties(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_log_probabilities_know_no_mask(sample: Sampler) -> None:
+def test_log_probabilities_ignore_the_mask(sample: Sampler) -> None:
     request = Request(SamplingParams(temperature=0, logprobs=2), allowed=[2])
     result = run(sample, [1.0, 3.0, 2.0], request)
     assert result.tokens.item() == 2
@@ -493,7 +494,7 @@ def test_log_probabilities_know_no_mask(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_nothing_allowed_is_a_valid_token(sample: Sampler) -> None:
+def test_an_empty_mask_yields_a_valid_token(sample: Sampler) -> None:
     for temperature in (0, 1.0):
         nothing = Request(SamplingParams(temperature=temperature), allowed=[])
         early = Request(
@@ -504,7 +505,7 @@ def test_nothing_allowed_is_a_valid_token(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_a_mask_is_read_only_where_it_is_said_to_be_there(sample: Sampler) -> None:
+def test_a_mask_is_read_only_if_the_row_is_masked(sample: Sampler) -> None:
     tables = tables_of([Request(SamplingParams(temperature=0), allowed=[0])])
     logits = torch.tensor([[0.0, 1.0]])
     assert sample(logits, ints(1), ints(0), tables).tokens.item() == 0
@@ -541,7 +542,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
         torch.testing.assert_close(adjusted(logits, request), theirs, rtol=1e-6, atol=0)
 
 
-def test_penalties_bias_and_ban_are_the_plain_loop() -> None:
+def test_penalties_bias_and_ban_equal_a_plain_loop() -> None:
     params = SamplingParams(
         repetition_penalty=1.5,
         presence_penalty=0.5,
@@ -564,7 +565,7 @@ def test_penalties_bias_and_ban_are_the_plain_loop() -> None:
 
 
 @SAMPLERS
-def test_output_penalties_forgive_the_prompt(sample: Sampler) -> None:
+def test_output_penalties_ignore_the_prompt(sample: Sampler) -> None:
     params = SamplingParams(temperature=0, presence_penalty=2.0)
     logits = [1.0, 0.5]
     assert run(sample, logits, Request(params, tokens=[0, 0], prompt_len=2)).tokens.item() == 0
@@ -591,7 +592,7 @@ def test_bias_can_force_and_forbid(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_logprobs_report_the_model_not_the_filters(sample: Sampler) -> None:
+def test_logprobs_are_those_of_the_model_before_filters(sample: Sampler) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0])
     params = SamplingParams(temperature=0, logit_bias={4: 50.0}, logprobs=3)
     result = run(sample, logits, Request(params))
@@ -616,7 +617,7 @@ def test_logprobs_are_exact_at_a_real_vocabulary(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_logprobs_only_as_wanted(sample: Sampler) -> None:
+def test_only_requested_logprobs_are_written(sample: Sampler) -> None:
     logits = [1.0, 2.0, 0.0]
     unwanted = run(sample, logits, Request(SamplingParams(temperature=0)))
     chosen_only = run(sample, logits, Request(SamplingParams(temperature=0, logprobs=0)))
@@ -716,7 +717,9 @@ def test_nothing_is_remembered_between_calls(sample: Sampler) -> None:
 @pytest.mark.parametrize(
     "logits", [[NAN] * 5, [1.0, NAN, 9.0], [-INF] * 4, [0.0, INF, INF], [-INF, NAN]], ids=str
 )
-def test_a_broken_row_yields_token_zero_and_says_so(sample: Sampler, logits: list[float]) -> None:
+def test_a_broken_row_yields_token_zero_and_is_flagged(
+    sample: Sampler, logits: list[float]
+) -> None:
     for choice in ({"temperature": 0}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {}):
         params = SamplingParams(logprobs=2, **choice)  # type: ignore[arg-type]
         result = run(sample, logits, Request(params, seed=3))
@@ -746,7 +749,7 @@ def test_the_smallest_temperature_does_not_overflow(sample: Sampler) -> None:
 
 
 @SAMPLERS
-def test_seed_and_position_decide_and_nothing_else(sample: Sampler) -> None:
+def test_only_seed_and_position_decide_the_noise(sample: Sampler) -> None:
     logits = torch.zeros(1, 5000)
     seeds = [11, 11, 12, 11 + 2**32, -11]
     tables = tables_of([Request(seed=seed) for seed in seeds])
@@ -766,7 +769,7 @@ def test_equal_noise_goes_to_the_lower_index(sample: Sampler) -> None:
     assert run(sample, torch.zeros(vocab), Request(), position).tokens.item() == 7458
 
 
-# ---- recording ----
+# ---- tracing and compiling ----
 
 
 @SAMPLERS

@@ -1,4 +1,4 @@
-"""Fixtures for engines in processes of their own."""
+"""Fixtures for tests that start engines in separate processes."""
 
 from collections.abc import Iterator
 

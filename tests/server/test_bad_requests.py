@@ -1,4 +1,4 @@
-"""Requests that are wrong before any field is read, keys, request ids and logs."""
+"""Tests of malformed requests, API keys, request ids, origins and logs."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ from slotzero.errors import (
         b'{"model": "tiny", "prompt": "x", "\\ud800": 1}',
     ],
 )
-def test_bodies_that_are_no_request(content: bytes) -> None:
+def test_invalid_bodies_are_refused(content: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         response = ask(FakeClient(), path, content=content, method="POST")
         assert response.status_code == 400
@@ -52,8 +52,8 @@ def test_bodies_that_are_no_request(content: bytes) -> None:
         assert "JSON" in error["message"] or error["param"]
 
 
-def test_json_must_say_that_it_is_json() -> None:
-    """A form that some web page sends cannot pass for a request."""
+def test_json_needs_its_content_type() -> None:
+    """Otherwise a form on any web page could send a request."""
     body = json.dumps(COMPLETION).encode()
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         response = ask(
@@ -78,7 +78,7 @@ def test_large_bodies() -> None:
             headers = {"Content-Type": "application/json"}
             return await http.post("/v1/completions", content=body(), headers=headers)
 
-    response = asyncio.run(call())  # without a length
+    response = asyncio.run(call())  # without a Content-Length
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "request_too_large"
     assert refused("/v1/completions", COMPLETION, status=413, max_request_bytes=10)
@@ -86,7 +86,7 @@ def test_large_bodies() -> None:
 
 
 @pytest.mark.parametrize("prompt", ["x" * 511, "x" * 100_000, [1] * 512, ["x", "y" * 600]])
-def test_prompts_longer_than_the_context(prompt: Any) -> None:
+def test_prompts_longer_than_the_context_are_refused(prompt: Any) -> None:
     client = FakeClient()
     error = refused_completion(client=client, prompt=prompt)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
@@ -97,21 +97,21 @@ def test_prompts_longer_than_the_context(prompt: Any) -> None:
     assert client.submitted == []
 
 
-def test_messages_that_together_are_longer_than_the_context() -> None:
+def test_messages_that_together_exceed_the_context_are_refused() -> None:
     client = FakeClient()
     error = refused_chat(client=client, messages=[{"role": "user", "content": "x" * 500}] * 40)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert client.submitted == []
 
 
-def test_models_that_are_not_served() -> None:
+def test_unknown_models_are_refused() -> None:
     for body in ({"model": "gpt-5"}, {"model": "x" * 5000}, {"model": ""}):
         error = refused_chat(404, **body)
         assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert ask(FakeClient(), "/v1/completions", COMPLETION | {"model": "other/name"}).is_success
 
 
-def test_routes_that_do_not_exist() -> None:
+def test_unknown_routes_are_refused() -> None:
     error = refused("/chat/completions", CHAT, status=404)
     assert error["code"] == "not_found"
     assert error["message"].startswith("no route /chat/completions; OpenAI's routes begin with /v1")
@@ -138,7 +138,7 @@ def test_keys() -> None:
     assert ask(FakeClient(), "/health", **keys).is_success
 
 
-def test_odd_bytes_are_wrong_keys() -> None:
+def test_keys_with_odd_bytes_are_wrong() -> None:
     async def call(key: bytes) -> int:
         transport = httpx.ASGITransport(app_of(FakeClient(), api_key=("first",)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -151,7 +151,7 @@ def test_odd_bytes_are_wrong_keys() -> None:
 @pytest.mark.parametrize(
     "bad", ["a b", "a/b", "x" * 129, "a\nb: c", "a\r\nSet-Cookie: x", "é", "", "{}", "a\n"]
 )
-def test_request_ids_that_could_be_something_else(bad: str) -> None:
+def test_unsafe_request_ids_are_replaced(bad: str) -> None:
     async def call() -> httpx.Headers:
         transport = httpx.ASGITransport(app_of(FakeClient()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -163,7 +163,7 @@ def test_request_ids_that_could_be_something_else(bad: str) -> None:
     assert "set-cookie" not in headers
 
 
-def test_request_ids_are_repeated() -> None:
+def test_request_ids_are_returned() -> None:
     for path, body in (("/version", None), ("/v1/completions", {}), ("/nothing", None)):
         response = ask(FakeClient(), path, body, headers={"X-Request-Id": "Abc-1._x"})
         assert response.headers["x-request-id"] == "Abc-1._x"
@@ -182,7 +182,7 @@ def test_prompts_are_logged_only_if_asked(caplog: pytest.LogCaptureFixture) -> N
     assert "SECRET" in caplog.text
 
 
-def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeClient):
         def submit(self, *_: Any) -> FakeStream:
             raise RuntimeError("with a secret")

@@ -1,4 +1,4 @@
-"""Chats: the reply byte by byte, streamed and whole, and the messages that are accepted."""
+"""Tests of chat completions: replies byte by byte, streamed and whole, and accepted messages."""
 
 import json
 import re
@@ -41,7 +41,8 @@ def test_a_chat() -> None:
 
 def test_a_streamed_chat_byte_by_byte() -> None:
     response = ask(
-        FakeClient("Hé", step=2, pace=0.05),  # else what comes together is sent together
+        # otherwise tokens that arrive together are sent together
+        FakeClient("Hé", step=2, pace=0.05),
         "/v1/chat/completions",
         CHAT | {"stream": True, "stream_options": {"include_usage": True}},
     )
@@ -63,7 +64,7 @@ def test_a_streamed_chat_byte_by_byte() -> None:
 
     assert response.text == (
         line(first)
-        + line('{"content":"H"}')  # the second byte was half a character
+        + line('{"content":"H"}')  # the second byte is half a character
         + line('{"content":"é"}')
         + line("{}", '"stop"')
         + f'{head}"choices":[],{usage}}}\n\n'
@@ -79,7 +80,7 @@ def test_without_include_usage_chunks_have_none() -> None:
     assert all("usage" not in chunk and chunk["choices"] for chunk in made)
 
 
-def test_messages_as_templates_know_them() -> None:
+def test_messages_reach_the_template() -> None:
     client = FakeClient()
     chat(
         client,
@@ -130,7 +131,7 @@ def test_bad_messages_are_named(messages: Any, param: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
-def test_parts_that_are_no_text_are_said_to_be_none(kind: str) -> None:
+def test_parts_that_are_not_text_are_refused(kind: str) -> None:
     content = [{"type": "text", "text": "See:"}, {"type": kind, kind: {"url": "x"}}]
     messages = [*CHAT["messages"], {"role": "user", "content": content}]
     where = "messages[1].content[1].type"
@@ -143,8 +144,8 @@ def test_parts_that_are_no_text_are_said_to_be_none(kind: str) -> None:
         assert error["message"] == f"{where}: {kind!r} is not supported, only text is"
 
 
-def test_what_a_template_refuses_names_no_flag() -> None:
+def test_the_error_of_a_template_names_no_flag() -> None:
     tokenizer = tool_tokenizer("{{ raise_exception('no system role') }}")
     error = refused("/v1/chat/completions", CHAT, tokenizer=tokenizer)
     assert error["param"] == "messages"
-    assert error["message"].endswith("refuses these messages: no system role")
+    assert error["message"].endswith("rejects these messages: no system role")

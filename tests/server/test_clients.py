@@ -1,4 +1,4 @@
-"""What clients other than OpenAI's send, and what they read of the replies."""
+"""Tests of requests that clients other than OpenAI's send, and of the replies they read."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ TOOL = {
     "function": {"name": "add", "description": "Add", "parameters": {"type": "object"}},
 }
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-# Bodies as these clients make them, beside the model
+# Bodies that these clients send, without the model
 BODIES: list[tuple[str, str, dict[str, Any]]] = [
     (
         "guidellm 0.8.1",
@@ -122,7 +122,7 @@ def test_bodies_of_other_clients(client: str, path: str, body: dict[str, Any]) -
     assert response.status_code == 200, (client, response.text)
 
 
-def test_what_cannot_be_honoured_is_refused_by_name() -> None:
+def test_unsupported_parameters_are_refused_by_name() -> None:
     scored = {"prompt": [[72, 105]], "max_tokens": 1, "logprobs": 1, "echo": True}  # lm-eval's
     assert refused(COMPLETION, {"model": "tiny", **scored})["param"] == "echo"
     best = {"prompt": "Hi", "n": 2, "best_of": 3}
@@ -138,7 +138,7 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
 
 
 def test_tokenizer_info() -> None:
-    """lm-eval writes prompts itself, with the server's tokenizer."""
+    """lm-eval builds prompts itself, with the server's tokenizer."""
     info = ask(FakeClient(), "/tokenizer_info").json()
     template = Tokenizer.bytes_tokenizer().chat_template
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": None, "pad_token": "<pad>"}
@@ -147,7 +147,7 @@ def test_tokenizer_info() -> None:
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": True}])
-def test_continuous_usage_counts_what_was_sent(path: str, options: dict[str, bool]) -> None:
+def test_continuous_usage_counts_the_tokens_sent(path: str, options: dict[str, bool]) -> None:
     client = FakeClient("Hé!", pace=0.005)
     options = options | {"continuous_usage_stats": True}
     made = stream(client, path, stream_options=options)
@@ -157,7 +157,8 @@ def test_continuous_usage_counts_what_was_sent(path: str, options: dict[str, boo
     for chunk in made:
         (choice,), counts = chunk["choices"], chunk["usage"]
         sent += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
-        num_tokens = len(sent.encode()) + (choice["finish_reason"] is not None)  # and the end
+        # plus the end token
+        num_tokens = len(sent.encode()) + (choice["finish_reason"] is not None)
         assert counts == {
             "prompt_tokens": len(prompt),
             "completion_tokens": num_tokens,
@@ -168,7 +169,7 @@ def test_continuous_usage_counts_what_was_sent(path: str, options: dict[str, boo
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_continuous_usage_is_that_of_all_answers(path: str) -> None:
+def test_continuous_usage_covers_all_answers(path: str) -> None:
     client = FakeClient(["ab", "cdef"])
     made = stream(client, path, n=2, stream_options={"continuous_usage_stats": True})
     counts = [chunk["usage"]["completion_tokens"] for chunk in made]
@@ -177,6 +178,6 @@ def test_continuous_usage_is_that_of_all_answers(path: str) -> None:
     assert all(chunk["choices"] for chunk in made)
 
 
-def test_continuous_usage_is_a_flag_of_streams() -> None:
+def test_continuous_usage_needs_a_stream() -> None:
     made: Any = stream(FakeClient(), ROUTES[0], stream_options={"continuous_usage_stats": False})
     assert all("usage" not in chunk for chunk in made)

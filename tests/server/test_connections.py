@@ -1,4 +1,4 @@
-"""Connections to the server: idle ones, half-sent requests, more than there may be, the end."""
+"""Tests of connections: timeouts, half-sent requests, the connection limit, log, shutdown."""
 
 import asyncio
 import http.client
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 class StillClient:
-    """A fleet that is ready and is never asked."""
+    """A fleet that is ready and never receives a request."""
 
     state, failure, generation = "ready", "", 0
     stats = progress = None
@@ -49,7 +49,7 @@ class StillClient:
 
 
 class Running:
-    """The HTTP server without an engine, in a thread."""
+    """The HTTP server in a thread, without an engine."""
 
     def __init__(self, **given: Any) -> None:
         settings = ServerSettings(**{"port": 0} | given)
@@ -111,17 +111,17 @@ def running(**given: Any) -> Iterator[Running]:
 
 
 def read_all(end: socket.socket) -> bytes:
-    """Until the server closes the connection."""
+    """Read until the server closes the connection."""
     data = b""
     while more := end.recv(1 << 16):
         data += more
     return data
 
 
-# Time
+# Timeouts
 
 
-def test_a_connection_that_says_nothing_is_closed() -> None:
+def test_a_silent_connection_is_closed() -> None:
     with running(receive_timeout=0.3) as server, server.connect() as end:
         assert read_all(end) == b""
 
@@ -136,7 +136,7 @@ def test_half_a_head_is_answered_with_408(head: bytes) -> None:
 
 
 def test_half_a_second_head_is_answered_too() -> None:
-    """What comes after a whole request has its own time."""
+    """The second request has its own timeout."""
     whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     with running(receive_timeout=0.3) as server, server.connect(whole) as end:
         assert b"200 OK" in end.recv(1 << 16)
@@ -165,7 +165,7 @@ def test_an_idle_connection_is_closed_after_its_answer() -> None:
     assert reply.endswith(b"}")
 
 
-def test_an_answer_may_take_longer_than_any_of_this() -> None:
+def test_an_answer_may_take_longer_than_the_timeouts() -> None:
     whole = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
     given = {"receive_timeout": 0.2, "keep_alive_timeout": 0.2}
     with running(**given) as server, server.connect(whole) as end:
@@ -176,24 +176,24 @@ def test_an_answer_may_take_longer_than_any_of_this() -> None:
 
 
 def test_the_second_of_two_pipelined_streams_may_take_longer_too() -> None:
-    """It begins before the call of the application for the first one has returned."""
+    """It begins before the application has returned from the first one."""
     head = "GET /stream?holds={} HTTP/1.1\r\nHost: x\r\n\r\n"
     both = (head.format(0) + head.format(1)).encode()
     with running(keep_alive_timeout=0.2) as server, server.connect(both) as end:
         wait_until(lambda: server.num_slow == 1)
         time.sleep(1.0)
         server.is_released = True
-        reply = read_all(end)  # it is closed when it is idle
+        reply = read_all(end)  # the connection is closed once it is idle
         wait_until(lambda: server.connections.num_open == 0)
     assert reply.count(b"HTTP/1.1 200 OK") == 2
     assert reply.count(b"data: begun") == reply.count(b"data: ended") == 2
     assert reply.endswith(b"\r\n0\r\n\r\n")
 
 
-# Number
+# The connection limit
 
 
-def test_one_more_closes_the_longest_idle() -> None:
+def test_a_connection_too_many_closes_the_longest_idle() -> None:
     with running(max_connections=5) as server, ExitStack() as opened:
         ends = [opened.enter_context(server.connect()) for _ in range(20)]
         for end in ends[:15]:
@@ -202,7 +202,7 @@ def test_one_more_closes_the_longest_idle() -> None:
         assert server.get() == 200
 
 
-def test_one_that_serves_is_not_closed() -> None:
+def test_a_busy_connection_is_not_closed() -> None:
     whole = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
     with running(max_connections=5) as server, ExitStack() as opened:
         slow = opened.enter_context(server.connect(whole))
@@ -214,7 +214,7 @@ def test_one_that_serves_is_not_closed() -> None:
         assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_with_nearly_all_at_work_a_request_gets_503_but_health_is_answered() -> None:
+def test_if_nearly_all_are_busy_requests_get_503_but_health_is_answered() -> None:
     whole = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
     with running(max_connections=5) as server, ExitStack() as opened:
         for i in range(4):
@@ -230,7 +230,7 @@ def test_with_nearly_all_at_work_a_request_gets_503_but_health_is_answered() -> 
         wait_until(lambda: server.get("/v1/models") == 200)
 
 
-def test_a_client_that_leaves_is_counted_no_more() -> None:
+def test_a_client_that_disconnects_no_longer_counts() -> None:
     whole = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
     with running() as server:
         with server.connect(whole), server.connect():
@@ -242,7 +242,7 @@ def test_a_client_that_leaves_is_counted_no_more() -> None:
         wait_until(lambda: server.connections.num_open == 0)
 
 
-def test_the_limit_follows_that_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_follows_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def given(num_files: int) -> tuple[int, int]:
         monkeypatch.setattr(resource, "getrlimit", lambda which: (num_files, num_files))
         return default_limits()
@@ -262,7 +262,7 @@ def test_more_connections_than_files_are_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_few_files_and_many_idle_connections(tmp_path: Path) -> None:
-    """230 connections that say nothing to a server that may open 200 files."""
+    """230 silent connections go to a server that may open 200 files."""
     words = ["tiny:llama", "--backend", "eager", "--receive-timeout", "600"]
     server = Server(words, tmp_path / "log", num_files=200)
     host, port = server.url.removeprefix("http://").split(":")
@@ -283,7 +283,7 @@ def test_few_files_and_many_idle_connections(tmp_path: Path) -> None:
 # The log
 
 
-def test_lines_that_repeat_are_counted() -> None:
+def test_repeated_lines_are_counted() -> None:
     clock = 0.0
     repeats = Repeats(10.0, now=lambda: clock)
 
@@ -305,11 +305,11 @@ def test_lines_that_repeat_are_counted() -> None:
     assert len(repeats._seen) < 1000
 
 
-# The end
+# Shutdown
 
 
 def test_while_it_drains_new_requests_get_503(tmp_path: Path) -> None:
-    """On new connections and on old ones, until what runs has finished."""
+    """This holds on new connections and on old ones, until the running requests have finished."""
     words = ["tiny:llama", "--backend", "eager", "--max-num-seqs", "1", "--grace", "120"]
     server = Server(words, tmp_path / "log")
     body = {"model": "tiny:llama", "prompt": "x", "max_tokens": 3}

@@ -1,4 +1,4 @@
-"""Engine processes that die, cannot start or outlive their parent, and how they are restarted."""
+"""Tests of engine processes that die, fail to start or lose their parent, and of restarts."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ from slotzero.server.stream import Stream
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 
-def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> None:
+def test_a_killed_engine_is_restarted_a_limited_number_of_times(offline: LLM) -> None:
     prompt, params = prompt_of(10), greedy(20)
     expected = expected_of(offline, prompt, params)
     client = EngineClient(SETTINGS, restarts=1)
@@ -97,13 +97,13 @@ def test_a_killed_engine_is_restarted_and_in_the_end_given_up(offline: LLM) -> N
     asyncio.run(live())
 
 
-def test_an_engine_says_how_far_loading_is() -> None:
-    """Weights from nothing to all, then every size that is recorded."""
+def test_an_engine_reports_its_loading_progress() -> None:
+    """It reports the weights from none to all, then every captured size."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         told = process.LoadingReport(process.Outbox(ours))
         engine = start_engine(
-            EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), told=told
+            EngineConfig(**SETTINGS | {"backend": "cpu", "max_num_seqs": 2}), on_progress=told
         )
         ours.shutdown(socket.SHUT_WR)
         data = b"".join(iter(lambda: theirs.recv(1 << 20), b""))
@@ -116,7 +116,7 @@ def test_an_engine_says_how_far_loading_is() -> None:
     assert by_stage["recording"][-1].total == len(engine.worker.recorded_keys) > 0
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
+def test_an_engine_that_cannot_start_reports_why() -> None:
     client = EngineClient(SETTINGS | {"model": "tiny:nobody"})
 
     async def live() -> None:
@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_start_says_why() -> None:
     asyncio.run(live())
 
 
-def test_an_engine_that_is_stopped_while_it_loads_is_gone() -> None:
+def test_an_engine_stopped_while_loading_ends() -> None:
     client = EngineClient(SETTINGS)
 
     async def live() -> int:
@@ -147,7 +147,7 @@ def test_an_engine_that_is_stopped_while_it_loads_is_gone() -> None:
 
     start = time.monotonic()
     assert not is_alive(asyncio.run(live()))
-    assert time.monotonic() - start < client_module.PATIENCE
+    assert time.monotonic() - start < client_module.EXIT_SECONDS
 
 
 PARENT = """
@@ -178,7 +178,7 @@ def test_the_engine_dies_with_its_parent(when: str) -> None:
         pid = int(parent.stdout.readline())
         assert is_alive(pid)
         if when == "it works":
-            assert parent.stdout.readline() == "False\n"  # the HTTP process does not know torch
+            assert parent.stdout.readline() == "False\n"  # the HTTP process does not import torch
             assert parent.stdout.readline() == "token\n"
         parent.kill()
     deadline = time.monotonic() + SOON
@@ -187,11 +187,11 @@ def test_the_engine_dies_with_its_parent(when: str) -> None:
     assert not is_alive(pid)
 
 
-# The supervisor, with processes that are no engines
+# The supervisor, with fake engine processes
 
 
 class Fakes:
-    """Runs `code` in place of the engine; fd 0 of sys.argv is its end of the socket."""
+    """Runs `code` instead of an engine; fd 0 of sys.argv is its end of the socket."""
 
     def __init__(self, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times: list[float] = []
@@ -239,24 +239,24 @@ def test_deaths_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(live())
 
 
-def test_noise_on_the_socket_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_data_on_the_socket_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     send = "import os, sys, time; os.write(int(sys.argv[1]), {!r}); time.sleep(60)"
-    monkeypatch.setattr(client_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(client_module, "EXIT_SECONDS", 0.2)
     for noise in (b"\xff" * 8, b"\x02\x00\x00\x00\x91\xa1"):
         Fakes(send.format(noise), monkeypatch)
         why = asyncio.run(fail(EngineClient({}, restarts=0)))
-        assert why.endswith("last: signal 9")  # it did not end when its socket was closed
+        assert why.endswith("last: signal 9")  # it had not ended when its socket was closed
 
 
-def test_an_engine_that_cannot_be_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_spawned_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "/nowhere/python" in asyncio.run(fail(EngineClient(SETTINGS)))
 
 
-def test_one_that_is_lost_before_it_has_a_socket_is_started_again(
+def test_a_process_lost_before_it_has_a_socket_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And one that cannot start is not."""
+    """A process that cannot start is not restarted."""
     monkeypatch.setattr(client_module, "FIRST_PAUSE", 0.01)
     errors = [RankLostError("its machine is gone"), ConfigError("no such machine")]
 
@@ -268,15 +268,15 @@ def test_one_that_is_lost_before_it_has_a_socket_is_started_again(
     assert (client.exit_code, client.generation, errors) == (2, 1, [])
 
 
-def test_starting_twice_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     Fakes("import time; time.sleep(60)", monkeypatch)
-    monkeypatch.setattr(client_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(client_module, "EXIT_SECONDS", 0.1)
 
     async def live() -> None:
         client = EngineClient({})
-        await client.stop()  # nothing to stop
+        await client.stop()  # there is nothing to stop
         await client.start()
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="already started"):
             await client.start()
         await client.drain(0)
         await client.stop()

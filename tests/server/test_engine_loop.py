@@ -1,4 +1,4 @@
-"""The loop of the engine's process, run in the test's own process."""
+"""Tests of the loop of the engine process, run in the test's own process."""
 
 import queue
 import re
@@ -104,10 +104,10 @@ def kinds(messages: list[Any], kind: type) -> list[Any]:
     return [message for message in messages if isinstance(message, kind)]
 
 
-def test_whoever_comes_does_not_stop_those_who_are_there(
+def test_new_requests_do_not_stop_running_ones(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long it takes to add a request, a step comes between."""
+    """However long it takes to add a request, a step runs in between."""
     monkeypatch.setattr(process, "MOST_RECEIVING", 0.0)
     desk = make_desk()
     desk.turn(Add("a", prompt_of(5), dict(LONG)))
@@ -133,7 +133,7 @@ def test_a_cancelled_request_leaves_its_slot_within_two_steps(make_desk: MakeDes
     desk.engine.check()
 
 
-def test_a_step_that_fails_is_told_to_those_who_lost_and_the_rest_goes_on(
+def test_a_failed_step_is_reported_to_its_requests_and_others_continue(
     make_desk: MakeDesk,
 ) -> None:
     desk = make_desk(max_num_seqs=2)
@@ -157,10 +157,10 @@ def test_a_step_that_fails_is_told_to_those_who_lost_and_the_rest_goes_on(
     desk.engine.check()
 
 
-def test_who_grew_unseen_in_a_failed_step_is_refused(
+def test_an_answer_that_grew_unseen_in_a_failed_step_is_refused(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are there and their log probabilities are not: the answer would have a hole."""
+    """It has the tokens but not their log probabilities, so the answer would have a gap."""
 
     def broken(*_: object) -> None:
         raise RuntimeError("no such row")
@@ -171,10 +171,10 @@ def test_who_grew_unseen_in_a_failed_step_is_refused(
     assert not kinds(messages, Progress)
 
 
-def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
+def test_a_failed_grammar_is_reported_as_a_refusal_after_its_tokens(
     make_desk: MakeDesk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is nobody else's failure, and none of the engine."""
+    """It affects no other request, and does not count as a failure of the engine."""
     pytest.importorskip("llguidance")
     desk = make_desk()
     endless = greedy(20, structured_outputs={"regex": "(a|b){4}c{1000000}"})
@@ -193,11 +193,11 @@ def test_a_grammar_that_fails_is_told_as_a_refusal_after_its_tokens(
     assert not kinds(messages, Failed)
     good = [g for p in kinds(messages, Progress) for g in p.grown if g.id == "good"]
     assert good[-1].finish_reason == "length"
-    assert desk.loop._asked == desk.engine._handles == {}
+    assert desk.loop._handles == desk.engine._handles == {}
     desk.engine.check()
 
 
-def test_a_grammar_that_cannot_be_compiled_is_refused_and_holds_nobody_up(
+def test_a_grammar_that_cannot_be_compiled_is_refused_and_delays_no_request(
     make_desk: MakeDesk, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("llguidance")
@@ -218,14 +218,15 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_and_holds_nobody_up(
     assert told.keys() == {"slow", "wrong"}
     assert told["wrong"] == "structured_outputs: regex: unclosed group"
     limits = "compiling it took more than 2 s", "it needs more than 256 MiB"
-    assert any(limit in told["slow"] for limit in limits)  # a fast machine meets the second first
+    # a fast machine reaches the second limit first
+    assert any(limit in told["slow"] for limit in limits)
     assert {g.id for p in kinds(messages, Progress) for g in p.grown} == {"good"}
     assert kinds(messages, Stats)[-1].prompt_tokens <= 5
     assert not caplog.records and not kinds(messages, Failed)
-    assert desk.loop._asked == desk.engine._handles == {}
+    assert desk.loop._handles == desk.engine._handles == {}
 
 
-def test_broken_logits_give_a_structured_request_up_without_a_word(
+def test_broken_logits_abort_a_structured_request_without_a_reason(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance")
@@ -237,7 +238,7 @@ def test_broken_logits_give_a_structured_request_up_without_a_word(
     assert kinds(messages, Progress)[-1].grown[0].finish_reason == "abort"
 
 
-def test_two_failed_steps_in_a_row_are_the_end(make_desk: MakeDesk) -> None:
+def test_two_failed_steps_in_a_row_end_the_engine(make_desk: MakeDesk) -> None:
     desk = make_desk(max_num_seqs=1)
     desk.fail_next(RuntimeError("CUDA error"), RuntimeError("CUDA error, still"))
     for i in range(3):
@@ -251,7 +252,7 @@ def test_two_failed_steps_in_a_row_are_the_end(make_desk: MakeDesk) -> None:
     assert [refused.id for refused in kinds(messages, Refused)] == ["0", "1"]
 
 
-def test_out_of_memory_is_not_the_end_of_the_device(make_desk: MakeDesk) -> None:
+def test_out_of_memory_does_not_end_the_engine(make_desk: MakeDesk) -> None:
     desk = make_desk(max_num_seqs=1)
     desk.fail_next(*[CapacityError("out of GPU memory")] * 3)
     messages = desk.turn(*(Add(f"{i}", prompt_of(5), greedy(2)) for i in range(4)))
@@ -279,7 +280,7 @@ def test_reports_are_neither_too_many_nor_too_few(
     assert (last.running, last.pages_used) == (0, 0)
     now += 1.9
     monkeypatch.setattr(process, "LATEST", 1.0)
-    assert kinds(desk.turn(), Stats) == [last]  # nothing changed: only a sign of life
+    assert kinds(desk.turn(), Stats) == [last]  # nothing changed: the report is only a sign of life
 
 
 def test_an_idle_engine_waits_and_wakes(
@@ -301,8 +302,8 @@ def test_an_idle_engine_waits_and_wakes(
     assert kinds(desk.finish(), Progress)
 
 
-def test_a_reader_that_sleeps_stops_no_step(make_desk: MakeDesk) -> None:
-    """Far more than a socket holds, and all of it arrives in order."""
+def test_a_slow_reader_stops_no_step(make_desk: MakeDesk) -> None:
+    """Far more messages than a socket holds are sent, and all of them arrive in order."""
     desk = make_desk(max_num_seqs=1)
     desk.inbox.put(Add("a" * 10_000, prompt_of(5), greedy(100, logprobs=20)))
     desk.loop.turn()
@@ -329,12 +330,12 @@ def test_settings_are_refused_by_name(make_desk: MakeDesk) -> None:
         assert desk.read() == [Failed("ConfigError", message)]
 
 
-def test_an_unforeseen_error_at_the_start_is_told(
+def test_an_unexpected_error_at_the_start_is_reported(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk = make_desk()
 
-    def broken(config: EngineConfig, told: Any) -> Engine:
+    def broken(config: EngineConfig, on_progress: Any) -> Engine:
         raise ZeroDivisionError
 
     monkeypatch.setattr("slotzero.certify.start.Engine", broken)
@@ -343,7 +344,7 @@ def test_an_unforeseen_error_at_the_start_is_told(
     assert desk.read() == [Failed("ZeroDivisionError", "ZeroDivisionError")]
 
 
-def test_stats_follow_the_sanitizer_and_what_could_not_be_recorded(make_desk: MakeDesk) -> None:
+def test_stats_include_the_sanitizer_and_failed_sizes(make_desk: MakeDesk) -> None:
     desk = make_desk(sanitize="full")
     desk.turn(Add("a", prompt_of(5), greedy(3)))
     desk.finish()

@@ -1,4 +1,4 @@
-"""The engine in its own process: its answers, cancelling, refusals, draining."""
+"""Tests of the engine in its own process: answers, cancellation, refusals, draining."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 
 class Served:
-    """One client whose engine serves many tests, in a loop that runs while a test does."""
+    """One client and its engine for many tests, with an event loop that runs only during a test."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -71,7 +71,7 @@ def served() -> Iterator[Served]:
 
 
 async def is_empty(client: EngineClient) -> None:
-    """Nobody runs or waits, and pages belong to nobody or to the cache."""
+    """Return whether no request runs or waits, and no request owns a page."""
     await until(lambda: client.num_open == 0)
     assert client.num_waiting == 0
     old = client.stats
@@ -117,7 +117,7 @@ def test_tokens_are_those_of_the_offline_engine(
 
 
 @pytest.mark.parametrize("count", [0, 3, 20])
-def test_logprobs_cross(served: Served, offline: LLM, count: int) -> None:
+def test_logprobs_cross_the_socket(served: Served, offline: LLM, count: int) -> None:
     prompt, params = prompt_of(11), greedy(6, logprobs=count)
     output = offline.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0]
     grown = served.ask(prompt, params)
@@ -148,7 +148,7 @@ def test_fifty_at_once(served: Served, offline: LLM) -> None:
     served.run(is_empty(served.client))
 
 
-def test_a_prompt_that_is_known_says_so(served: Served) -> None:
+def test_cached_tokens_of_a_known_prompt_are_reported(served: Served) -> None:
     prompt = prompt_of(50, seed=77)
     first = served.ask(prompt, greedy())
     second = served.ask(prompt, greedy())
@@ -156,13 +156,13 @@ def test_a_prompt_that_is_known_says_so(served: Served) -> None:
     assert [part.num_cached for part in second] == [48] * 8
 
 
-def test_a_slow_reader_holds_up_nobody(served: Served, offline: LLM) -> None:
+def test_a_slow_reader_delays_no_other_request(served: Served, offline: LLM) -> None:
     slow_ask, quick_ask = (prompt_of(9), greedy(100)), (prompt_of(12), greedy(10))
 
     async def ask() -> tuple[list[int], list[int]]:
         slow = served.client.submit("slow", *slow_ask)
         quick = await tokens_of(served.client.submit("quick", *quick_ask))
-        await until(lambda: served.client.num_open == 0)  # it is done before anybody reads it
+        await until(lambda: served.client.num_open == 0)  # the answer is complete before it is read
         return await tokens_of(slow), quick
 
     slow, quick = served.run(ask())
@@ -171,7 +171,7 @@ def test_a_slow_reader_holds_up_nobody(served: Served, offline: LLM) -> None:
 
 
 def test_one_id_used_twice_is_two_requests(served: Served, offline: LLM) -> None:
-    """At once, and again while the cancelled one is still in flight."""
+    """The requests run at once, and again while the cancelled one is still in flight."""
     asks = [(prompt_of(n), greedy(12)) for n in (5, 9, 13)]
 
     async def ask() -> list[list[int]]:
@@ -185,7 +185,7 @@ def test_one_id_used_twice_is_two_requests(served: Served, offline: LLM) -> None
     assert served.run(ask()) == [expected_of(offline, *ask) for ask in asks]
 
 
-def test_info_and_stats_tell_what_the_engine_is(served: Served, offline: LLM) -> None:
+def test_info_and_stats_describe_the_engine(served: Served, offline: LLM) -> None:
     info, client = served.client.info, served.client
     assert info["limits"]["max_model_len"] == offline.engine.limits.max_model_len
     assert info["limits"]["num_pages"] == offline.engine.limits.num_pages
@@ -221,13 +221,13 @@ def test_info_and_stats_tell_what_the_engine_is(served: Served, offline: LLM) ->
     assert (last.failed_sizes, last.replays, last.violations) == ({}, {}, 0)
 
 
-# Cancelling
+# Cancellation
 
 
 async def by_aclose(stream: Stream) -> None:
     await anext(stream)
     await stream.aclose()
-    await stream.aclose()  # twice is once
+    await stream.aclose()  # a second time has no effect
 
 
 async def by_aclose_before_it_is_read(stream: Stream) -> None:
@@ -273,7 +273,7 @@ async def from_another_task(stream: Stream) -> None:
         from_another_task,
     ],
 )
-def test_cancelling_frees_everything_and_disturbs_nobody(
+def test_cancelling_frees_everything_and_affects_no_other_request(
     served: Served, offline: LLM, how: Callable[[Stream], Awaitable[None]]
 ) -> None:
     neighbour = (prompt_of(30, seed=8), greedy(40))
@@ -291,7 +291,7 @@ def test_cancelling_frees_everything_and_disturbs_nobody(
     assert served.run(cancel()) == expected_of(offline, *neighbour)
 
 
-def test_a_stream_that_is_forgotten_is_cancelled(served: Served) -> None:
+def test_an_abandoned_stream_is_cancelled(served: Served) -> None:
     async def forget() -> None:
         for begins in (False, True):
             stream = served.client.submit("long", prompt_of(40), LONG)
@@ -304,16 +304,17 @@ def test_a_stream_that_is_forgotten_is_cancelled(served: Served) -> None:
     served.run(forget())
 
 
-def test_one_that_waits_is_cancelled_too(served: Served) -> None:
+def test_requests_that_wait_are_cancelled_too(served: Served) -> None:
+    """So many wait that none has its turn before the cancellation, even on a busy machine."""
+
     async def cancel() -> None:
         running = [served.client.submit(f"{i}", prompt_of(5, seed=i), LONG) for i in range(4)]
-        for stream in running:
-            await anext(stream)
-        waiting = served.client.submit("waits", prompt_of(6), LONG)
-        assert served.client.num_waiting == 1
-        await until(lambda: served.client.stats and served.client.stats.waiting == 1)
-        await waiting.aclose()
-        assert served.client.num_waiting == 0
+        waiting = [served.client.submit(f"waits-{i}", prompt_of(6), LONG) for i in range(80)]
+        assert served.client.num_waiting == 84
+        await until(lambda: served.client.stats and served.client.stats.waiting > 40)
+        for stream in waiting:
+            await stream.aclose()
+        assert served.client.num_open <= 4
         await until(lambda: served.client.stats and served.client.stats.waiting == 0)
         for stream in running:
             await stream.aclose()
@@ -333,13 +334,13 @@ def test_one_that_waits_is_cancelled_too(served: Served) -> None:
         ([1, 259], {}, "prompt: token id 259 is not in the vocabulary"),
         ([1], {"temperature": -1}, "temperature=-1: must be"),
         ([1], {"top_p": "much"}, "top_p='much': must be a number"),
-        ([1], {"logit_bias": [1, 2]}, "logit_bias=[1, 2]: keys are token ids"),
+        ([1], {"logit_bias": [1, 2]}, "logit_bias=[1, 2]: must map token ids"),
         ([1], {"logit_bias": {"x": 2}}, "logit_bias="),
         ([1], {"colour": "red"}, "'colour' is not a sampling parameter"),
         ([1], {"n": 2}, "'n' is not a sampling parameter"),
         ([1], {"stop": "x"}, "'stop' is not a sampling parameter"),
         ([1], {"detokenize": True}, "'detokenize' is not a sampling parameter"),
-        # these cannot even cross
+        # these cannot even be encoded for the socket
         (["a"], {}, "prompt: Expected `int`, got `str`"),
         ([True], {}, "prompt: Expected `int`, got `bool`"),
         ([2**70], {}, "prompt: "),
@@ -349,7 +350,7 @@ def test_one_that_waits_is_cancelled_too(served: Served) -> None:
         ([1], {"colour": "\ud800"}, "colour: "),
     ],
 )
-def test_a_refused_request_disturbs_nobody(
+def test_a_refused_request_affects_no_other(
     served: Served, offline: LLM, prompt: Any, params: dict[str, Any], message: str
 ) -> None:
     neighbour = (prompt_of(15), greedy(10))
@@ -371,7 +372,7 @@ def test_a_refused_request_disturbs_nobody(
     assert served.client.state == "ready"
 
 
-def test_what_is_too_large_for_a_frame_is_refused(
+def test_a_request_too_large_for_a_frame_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_FRAME", 100)
@@ -383,7 +384,7 @@ def test_what_is_too_large_for_a_frame_is_refused(
     served.run(ask())
 
 
-def test_signals_are_not_for_the_engine(served: Served, offline: LLM) -> None:
+def test_the_engine_ignores_signals(served: Served, offline: LLM) -> None:
     prompt, params = prompt_of(7), greedy(60)
 
     async def ask() -> list[int]:
@@ -398,11 +399,11 @@ def test_signals_are_not_for_the_engine(served: Served, offline: LLM) -> None:
     assert served.client.state == "ready"
 
 
-def test_draining_finishes_what_it_can_in_time(
+def test_draining_finishes_the_requests_that_end_in_time(
     served: Served, offline: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, prompt, params = served.client, prompt_of(10), greedy(30)
-    monkeypatch.setattr(client, "is_draining", False)  # and so it is again for the next test
+    monkeypatch.setattr(client, "is_draining", False)  # restored for the next test
 
     async def drain() -> list[int]:
         short = asyncio.create_task(tokens_of(client.submit("short", prompt, params)))
@@ -419,7 +420,7 @@ def test_draining_finishes_what_it_can_in_time(
             with pytest.raises(EngineUnavailableError, match="the server is stopping"):
                 await collect(stream)
         await is_empty(client)
-        await client.drain(0)  # nobody is left
+        await client.drain(0)  # no request is left
         return await short
 
     assert served.run(drain()) == expected_of(offline, prompt, params)

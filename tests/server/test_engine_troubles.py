@@ -1,4 +1,4 @@
-"""An engine that is overloaded, not ready, dead or slow: the status of every reply."""
+"""Tests of the HTTP status when the engine is overloaded, not ready, dead or slow."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from slotzero.server.messages import Loading
 from slotzero.server.status import error_reply, status_of
 
 
-def test_too_many() -> None:
+def test_too_many_requests() -> None:
     client = FakeClient(error=OverloadedError("512 requests wait already", retry_after=2.6))
     response = ask(client, "/v1/chat/completions", CHAT | {"stream": True})
     assert response.status_code == 429
@@ -37,15 +37,16 @@ def test_too_many() -> None:
     assert response.json()["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_too_many_in_the_midst_of_one_request() -> None:
+def test_too_many_in_the_middle_of_one_request() -> None:
     client = FakeClient(error=OverloadedError("full"))
     client.num_allowed = 2  # type: ignore[attr-defined]
     assert refused_chat(429, client, n=4)
-    assert len(client.submitted) == len(set(client.closed)) == 2  # nothing is left behind
+    # every submitted stream was closed
+    assert len(client.submitted) == len(set(client.closed)) == 2
 
 
 @pytest.mark.parametrize("state", ["loading", "restarting", "unresponsive", "failed", "stopped"])
-def test_while_there_is_no_engine(state: str) -> None:
+def test_requests_without_an_engine(state: str) -> None:
     client = FakeClient(state=state, error=EngineUnavailableError(f"the engine is {state}"))
     response = ask(client, "/v1/completions", COMPLETION)
     assert response.status_code == 503
@@ -55,7 +56,7 @@ def test_while_there_is_no_engine(state: str) -> None:
     assert health.json()["status"] == state
 
 
-def test_how_far_loading_is() -> None:
+def test_loading_progress_is_reported() -> None:
     client = FakeClient(state="loading")
     client.progress = Loading("recording", 3, 21)
     progress = {"stage": "recording", "done": 3, "total": 21}
@@ -64,7 +65,7 @@ def test_how_far_loading_is() -> None:
     assert ask(client, "/server_info").json()["engines"][0]["progress"] == progress
 
 
-def test_before_the_engine_is_ready_limits_are_not_known() -> None:
+def test_limits_are_unknown_before_the_engine_is_ready() -> None:
     client = FakeClient(state="loading", error=EngineUnavailableError("loading"))
     client.info, client.stats = {}, None
     assert refused_completion(503, client, prompt="x" * 5000)
@@ -82,7 +83,7 @@ def test_an_engine_that_dies_with_the_request() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_what_the_engine_refuses(is_streamed: bool) -> None:
+def test_refusals_of_the_engine(is_streamed: bool) -> None:
     for message, chat_name, name in (
         ("the prompt is empty: give at least one token", "messages", "prompt"),
         ("max_tokens=3: too few", "max_tokens", "max_tokens"),
@@ -124,7 +125,7 @@ def test_deadline() -> None:
 
 
 def serve_until(client: FakeClient, body: Any, when: Callable[[list[Any]], bool]) -> list[Any]:
-    """Calls the application as a server does, and hangs up when the messages sent are enough."""
+    """Call the application as a server does, and disconnect once `when` holds for its messages."""
 
     async def call() -> list[Any]:
         sent: list[Any] = []
@@ -160,7 +161,7 @@ def serve_until(client: FakeClient, body: Any, when: Callable[[list[Any]], bool]
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_goes_away_is_worked_for_no_more(n: int) -> None:
+def test_the_requests_of_a_client_that_disconnects_are_cancelled(n: int) -> None:
     client = FakeClient("a long answer", hangs_at=5)
     body = CHAT | {"stream": True, "n": n}
     sent = serve_until(client, body, lambda sent: len(sent) > 2)

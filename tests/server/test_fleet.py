@@ -1,4 +1,4 @@
-"""Engines side by side: they answer as one would, and when one dies the others serve on."""
+"""Tests of several engines: they answer as one does, and if one dies, the others keep serving."""
 
 import asyncio
 import itertools
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.slow
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
-SOON = 40.0  # seconds: a busy machine is slow, and nothing here may hang
+SOON = 40.0  # seconds: enough for a busy machine, and a limit for a test that hangs
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_gpu() -> Iterator[None]:
-    """As in conftest.py, for the processes that are started here."""
+    """Hide GPUs from the processes that are started here, as conftest.py does for tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -65,7 +65,7 @@ def states(fleet: Fleet) -> list[str]:
 
 
 class Served:
-    """A fleet that serves many tests, in a loop that runs while a test does."""
+    """A fleet for many tests, with an event loop that runs only during a test."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -82,7 +82,7 @@ class Served:
         with pytest.raises(EngineUnavailableError, match="engine 0 is loading"):
             self.fleet.submit("early", [1], GREEDY)
         await until(lambda: self.fleet.num_ready)
-        assert self.fleet.state == "ready", "once the first is"
+        assert self.fleet.state == "ready", "ready once the first engine is"
         await until(lambda: self.fleet.num_ready == 2)
 
 
@@ -123,7 +123,7 @@ def test_two_answer_as_one_does(served: Served) -> None:
 
 
 def test_requests_without_a_seed_are_sampled_independently(served: Served) -> None:
-    """Engines that drew from one seed would give each answer twice."""
+    """Engines that drew from the same seed would give each answer twice."""
     params = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 16}
 
     async def ask() -> tuple[list[list[int]], list[int]]:
@@ -132,12 +132,13 @@ def test_requests_without_a_seed_are_sampled_independently(served: Served) -> No
         return await asyncio.gather(*map(tokens_of, errands)), num_open
 
     answers, num_open = served.run(ask())
-    assert min(num_open) > 0, "both engines take part"
+    assert min(num_open) > 0, "an engine got no request"
     assert len(set(map(tuple, answers))) == 8
 
 
 def seeds_of(monkeypatch: pytest.MonkeyPatch, given: Mapping[str, Any]) -> list[int]:
-    """What four requests without a seed get from a fleet of two, with a refused one among them."""
+    """Return the seeds that a fleet of two gives four requests without one; one of them is
+    refused."""
     fleet, sent = Fleet(given, 2), []
 
     def send(request_id: str, prompt: list[int], params: Mapping[str, Any]) -> None:
@@ -151,11 +152,11 @@ def seeds_of(monkeypatch: pytest.MonkeyPatch, given: Mapping[str, Any]) -> list[
             fleet.submit("refused", [1], {})
         fleet.submit(f"{i}", [1], {})
     fleet.submit("5", [1], {"seed": 5})
-    assert sent.pop() == 5, "a seed of its own stays"
+    assert sent.pop() == 5, "a request's own seed is kept"
     return sent
 
 
-def test_seeds_are_others_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_differ_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [seed for _ in range(3) for seed in seeds_of(monkeypatch, {})]
     assert len(set(drawn)) == 12
     assert all(0 <= seed < 2**63 for seed in drawn)
@@ -169,7 +170,7 @@ def test_a_seed_of_the_server_gives_the_same_distinct_seeds(
     assert len({*first, *other}) == 8
 
 
-def test_a_prompt_goes_where_it_is_known(served: Served) -> None:
+def test_a_prompt_goes_to_the_engine_that_knows_it(served: Served) -> None:
     prompt = [3] * 100
 
     async def ask() -> list[int]:
@@ -185,7 +186,9 @@ def test_a_prompt_goes_where_it_is_known(served: Served) -> None:
     assert min(rest) >= 64
 
 
-def test_too_many_waiting_is_said_at_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_waiting_requests_are_refused_at_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served.fleet, "max_waiting", 3)
 
     async def ask() -> list[list[int]]:
@@ -199,8 +202,8 @@ def test_too_many_waiting_is_said_at_once(served: Served, monkeypatch: pytest.Mo
     assert [len(tokens) for tokens in served.run(ask())] == [8] * 4
 
 
-def test_the_one_that_is_killed_loses_only_what_had_begun_on_it(served: Served) -> None:
-    """Those that wait go to the other one, and it comes back."""
+def test_a_killed_engine_loses_only_requests_that_had_output(served: Served) -> None:
+    """Waiting requests go to the other engine, and the killed one comes back."""
     fleet = served.fleet
     dying = fleet.replicas[1]
     ends: dict[tuple[int, bool], list[str]] = {}
@@ -230,20 +233,20 @@ def test_the_one_that_is_killed_loses_only_what_had_begun_on_it(served: Served) 
         before = dying.stats
         assert before is None or before.generated_tokens == 0
         errands = [fleet.submit(f"{i}", [i], GREEDY) for i in range(2)]
-        assert dying.num_open == 1, "it is sent requests again"
+        assert dying.num_open == 1, "the restarted engine gets no requests"
         await asyncio.gather(*map(tokens_of, errands))
 
     served.run(kill())
-    assert set(ends) <= {(0, True), (1, True)}, "nobody ended without a word"
+    assert set(ends) <= {(0, True), (1, True)}, "a request ended without a reason"
     assert set(ends[0, True]) == {"whole"}
     counts = Counter(ends[1, True])
     assert set(counts) == {"whole", "died"}
-    assert counts["died"] <= 4, "as many as it has slots"
+    assert counts["died"] <= 4, "at most one per slot"
     assert (dying.generation, fleet.replicas[0].generation) == (1, 0)
 
 
-def test_both_are_killed_at_once(served: Served) -> None:
-    """Who had said nothing waits until one is back."""
+def test_both_engines_are_killed_at_once(served: Served) -> None:
+    """Requests without output wait until an engine is back."""
     fleet = served.fleet
 
     async def kill() -> list[str]:
@@ -268,18 +271,18 @@ def test_both_are_killed_at_once(served: Served) -> None:
 
     counts = Counter(served.run(kill()))
     assert set(counts) == {"whole", "died"}
-    assert counts["died"] <= 8, "as many as there are slots"
+    assert counts["died"] <= 8, "at most one per slot of both engines"
     served.run(until(lambda: fleet.num_ready == 2))
 
 
-# Death, step by step, with engines that do as they are told
+# Death, step by step, with fake engines
 
 
 class FakeReplica:
-    """Has the requests it was given; a test says what becomes of them."""
+    """Fake engine that keeps its requests; the test decides how they end."""
 
     def __init__(self, fleet: Fleet, state: str = "ready") -> None:
-        self._pulse = fleet.pulse
+        self._changes = fleet.changes
         self.state = state
         self.failure, self.exit_code, self.progress = "", 0, None
         self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "num_schedulers": 1}
@@ -313,7 +316,7 @@ class FakeReplica:
                 mail.put_nowait(EngineDiedError("it died"))
             self.mails = []
         self.state = state
-        self._pulse.beat()
+        self._changes.notify()
 
 
 Play = Callable[[Fleet, list[FakeReplica]], Coroutine[Any, Any, None]]
@@ -339,7 +342,7 @@ async def begin(fleet: Fleet) -> "asyncio.Task[list[int]]":
     return task
 
 
-def test_one_that_said_nothing_goes_elsewhere() -> None:
+def test_a_request_without_output_goes_to_another_engine() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         task = await begin(fleet)
         (home,) = (replica for replica in replicas if replica.mails)
@@ -354,7 +357,7 @@ def test_one_that_said_nothing_goes_elsewhere() -> None:
     play(2, part)
 
 
-def test_one_that_is_unresponsive_gets_no_requests() -> None:
+def test_an_unresponsive_engine_gets_no_requests() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         replicas[0].enter("unresponsive")
         tasks = [await begin(fleet) for _ in range(6)]
@@ -368,7 +371,7 @@ def test_one_that_is_unresponsive_gets_no_requests() -> None:
     play(2, part)
 
 
-def test_one_that_has_begun_ends_with_an_error() -> None:
+def test_a_request_with_output_ends_with_an_error() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         task = await begin(fleet)
         for replica in replicas:
@@ -382,7 +385,7 @@ def test_one_that_has_begun_ends_with_an_error() -> None:
     play(2, part)
 
 
-def test_it_is_sent_once_more_and_not_again() -> None:
+def test_a_request_is_sent_again_only_once() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         task = await begin(fleet)
         for _ in range(2):
@@ -391,12 +394,12 @@ def test_it_is_sent_once_more_and_not_again() -> None:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineDiedError, match="it died"):
             await task
-        assert fleet.num_ready == 1, "a third could have taken it"
+        assert fleet.num_ready == 1, "a third engine could have taken it"
 
     play(3, part)
 
 
-def test_the_only_one_is_waited_for() -> None:
+def test_the_request_waits_if_there_is_only_one_engine() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         (only,) = replicas
         task = await begin(fleet)
@@ -415,7 +418,7 @@ def test_the_only_one_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("end", ["failed", "stopped"])
-def test_none_is_left(end: str) -> None:
+def test_a_request_fails_if_no_engine_is_left(end: str) -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         task = await begin(fleet)
         for replica in replicas:
@@ -423,7 +426,7 @@ def test_none_is_left(end: str) -> None:
         await asyncio.sleep(0.01)
         replicas[0].enter(end)
         await asyncio.sleep(0.01)
-        assert not task.done(), "the other one may come back"
+        assert not task.done(), "the other engine may come back"
         replicas[1].enter(end)
         with pytest.raises(EngineDiedError):
             await task
@@ -431,13 +434,13 @@ def test_none_is_left(end: str) -> None:
     play(2, part)
 
 
-def test_the_server_ends_while_it_waits() -> None:
+def test_the_server_ends_while_a_request_waits() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         task = await begin(fleet)
         replicas[0].enter("restarting")
         await asyncio.sleep(0.01)
         replicas[0].is_draining = True
-        fleet.pulse.beat()
+        fleet.changes.notify()
         with pytest.raises(EngineDiedError):
             await task
 
@@ -445,7 +448,7 @@ def test_the_server_ends_while_it_waits() -> None:
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel"])
-def test_whoever_asked_leaves_while_it_waits(how: str) -> None:
+def test_the_client_disconnects_while_its_request_waits(how: str) -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         errand = fleet.submit("a", [1], {})
         task = asyncio.create_task(tokens_of(errand))
@@ -466,7 +469,7 @@ def test_whoever_asked_leaves_while_it_waits(how: str) -> None:
     play(1, part)
 
 
-def test_leaving_cancels_it_where_it_runs() -> None:
+def test_a_disconnect_cancels_the_request_on_its_engine() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         errand = fleet.submit("a", [1], {})
         await errand.aclose()
@@ -489,8 +492,8 @@ ACTS = st.tuples(
 
 @settings(max_examples=60)
 @given(st.lists(ACTS, max_size=25))
-def test_whatever_happens_all_end_and_for_a_reason(acts: list[tuple[str, int]]) -> None:
-    """A replica that is asked and is not ready raises; here that would be a test's failure."""
+def test_every_request_ends_with_a_reason_whatever_happens(acts: list[tuple[str, int]]) -> None:
+    """A replica that gets a request while it is not ready raises, which would fail the test."""
 
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         ends: list[str] = []
@@ -538,7 +541,7 @@ def test_whatever_happens_all_end_and_for_a_reason(acts: list[tuple[str, int]]) 
     play(3, part)
 
 
-def test_it_is_as_ready_as_its_best() -> None:
+def test_the_state_of_a_fleet_is_that_of_its_best_engine() -> None:
     async def part(fleet: Fleet, replicas: list[FakeReplica]) -> None:
         order = ("ready", "restarting", "loading", "unresponsive", "stopped", "failed")
         for one, other in itertools.product(order, repeat=2):
@@ -553,10 +556,10 @@ def test_it_is_as_ready_as_its_best() -> None:
     play(2, part)
 
 
-# An engine that is given up
+# An engine that fails for good
 
 
-def test_one_that_fails_for_good_stays_out_and_is_named(
+def test_an_engine_that_fails_for_good_stays_out_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = client_module._spawn
@@ -590,13 +593,13 @@ def test_one_that_fails_for_good_stays_out_and_is_named(
     assert not any("engine 0" in alarm for alarm in alarms), alarms
 
 
-def test_when_all_fail_the_server_ends_with_their_reason(
+def test_if_all_engines_fail_the_server_ends_with_their_reason(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     words = ["serve", "tiny:llama", "--backend", "cuda", "--dp", "2", "--port", "0"]
     assert cli.main(words) == 2
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "slotzero: error: backend cuda: torch sees no CUDA device here; use --backend cpu"
+        "slotzero: error: backend=cuda: torch finds no CUDA device; use --backend cpu"
     )
 
 
@@ -609,7 +612,7 @@ def test_when_all_fail_the_server_ends_with_their_reason(
         ("1.5", "--data-parallel-size"),
     ],
 )
-def test_a_size_that_is_none_is_refused_by_name(
+def test_an_invalid_size_is_refused_by_name(
     given: str, names: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flag in ("--data-parallel-size", "--dp-size", "--dp"):
@@ -624,7 +627,7 @@ def test_a_size_that_is_none_is_refused_by_name(
 # Reports
 
 
-def test_a_tally_is_of_all_engines() -> None:
+def test_a_tally_covers_all_engines() -> None:
     one = Stats(
         1, 2, 4, 5, 6, 100, 7, 8, 9, 10, 0, 11, {"decode[8]": 3}, {"x": 1}, {"decode": 5}, {},
         {"decode[4]": "no room"}, 0, 0, SpeculationReport(3, 1, 2, 1, [1], {3: 1}),
@@ -645,15 +648,15 @@ def test_a_tally_is_of_all_engines() -> None:
     assert sum_stats([plain, one]).speculation == one.speculation  # type: ignore[union-attr]
 
 
-def test_a_pulse_wakes_those_who_wait_now() -> None:
+def test_a_pulse_wakes_only_current_waiters() -> None:
     async def live() -> None:
-        pulse = Broadcast()
-        waiting = [asyncio.create_task(pulse.wait()) for _ in range(2)]
+        changes = Broadcast()
+        waiting = [asyncio.create_task(changes.wait()) for _ in range(2)]
         await asyncio.sleep(0)
-        pulse.beat()
+        changes.notify()
         await asyncio.gather(*waiting)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await pulse.wait()
+                await changes.wait()
 
     asyncio.run(live())

@@ -1,4 +1,4 @@
-"""Two engines behind one server, and one of them is killed under load."""
+"""Test of a server with two engines, of which one is killed under load."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""An engine that hangs is noticed, gets no requests, and is replaced if it does not come back."""
+"""Tests of the heartbeat: an engine that hangs gets no requests, and is replaced after a while."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from slotzero.errors import EngineDiedError, EngineUnavailableError
 from slotzero.server import client as client_module
 from slotzero.server import heartbeat
 from slotzero.server.client import EngineClient
-from slotzero.server.heartbeat import INTERVAL, Heart, Patience, Vigil
+from slotzero.server.heartbeat import INTERVAL, HeartbeatMonitor, HeartbeatSender, ResponseLimits
 from slotzero.server.messages import Beat, EngineReady, Loading, TokenDelta, frame
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_gpu")]
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
-SOON = 120.0  # seconds: a busy machine is slow, and nothing here may hang
+SOON = 120.0  # seconds: enough for a busy machine, and a limit for a test that hangs
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -38,59 +38,61 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-# Time, as the server counts it
+# Limits, with a fake clock
 
 
-def passed(vigil: Vigil, seconds: float) -> str:
+def passed(monitor: HeartbeatMonitor, seconds: float) -> str:
     for _ in range(round(seconds / INTERVAL)):
-        vigil.pass_time(INTERVAL)
-    return vigil.trouble
+        monitor.pass_time(INTERVAL)
+    return monitor.trouble
 
 
 def test_silence_is_trouble_and_a_word_ends_it() -> None:
-    vigil = Vigil(Patience(heartbeat=10, unresponsive=5))
-    assert passed(vigil, 9) == ""
-    vigil.hear()
-    assert passed(vigil, 9) == ""
-    assert passed(vigil, 1) == "no heartbeat for 10 s"
-    passed(vigil, 3)
-    assert not vigil.is_hopeless
-    vigil.hear()
-    assert passed(vigil, 9) == ""
-    passed(vigil, 4)
-    assert not vigil.is_hopeless, "it counts anew"
-    passed(vigil, 2)
-    assert vigil.is_hopeless
+    monitor = HeartbeatMonitor(ResponseLimits(heartbeat=10, unresponsive=5))
+    assert passed(monitor, 9) == ""
+    monitor.hear()
+    assert passed(monitor, 9) == ""
+    assert passed(monitor, 1) == "no heartbeat for 10 s"
+    passed(monitor, 3)
+    assert not monitor.is_hopeless
+    monitor.hear()
+    assert passed(monitor, 9) == ""
+    passed(monitor, 4)
+    assert not monitor.is_hopeless, "it counts anew"
+    passed(monitor, 2)
+    assert monitor.is_hopeless
 
 
 def test_a_long_step_has_a_limit_of_its_own() -> None:
-    vigil = Vigil(Patience(heartbeat=10, step=100, unresponsive=5))
-    vigil.take(Beat(99.0))
-    assert passed(vigil, 1) == ""
-    vigil.take(Beat(101.0))
-    assert passed(vigil, 5) == "one step has taken more than 100 s"
-    assert vigil.is_hopeless
-    vigil.take(Beat(0.1))
-    assert passed(vigil, 1) == ""
-    assert not vigil.is_hopeless
+    monitor = HeartbeatMonitor(ResponseLimits(heartbeat=10, step=100, unresponsive=5))
+    monitor.take(Beat(99.0))
+    assert passed(monitor, 1) == ""
+    monitor.take(Beat(101.0))
+    assert passed(monitor, 5) == "one step has taken more than 100 s"
+    assert monitor.is_hopeless
+    monitor.take(Beat(0.1))
+    assert passed(monitor, 1) == ""
+    assert not monitor.is_hopeless
 
 
 def test_without_limits_there_is_no_trouble() -> None:
-    vigil = Vigil(Patience(0, 0, 0))
-    vigil.take(Beat(1e6))
-    assert passed(vigil, 10_000) == ""
-    vigil = Vigil(Patience(heartbeat=10, unresponsive=0))
-    assert passed(vigil, 10_000)
-    assert not vigil.is_hopeless
+    monitor = HeartbeatMonitor(ResponseLimits(0, 0, 0))
+    monitor.take(Beat(1e6))
+    assert passed(monitor, 10_000) == ""
+    monitor = HeartbeatMonitor(ResponseLimits(heartbeat=10, unresponsive=0))
+    assert passed(monitor, 10_000)
+    assert not monitor.is_hopeless
 
 
 def test_time_in_which_the_server_did_not_run_does_not_count() -> None:
-    vigil = Vigil(Patience(heartbeat=10))
-    vigil.pass_time(3600.0)
-    assert vigil.trouble == ""
+    monitor = HeartbeatMonitor(ResponseLimits(heartbeat=10))
+    monitor.pass_time(3600.0)
+    assert monitor.trouble == ""
 
 
-def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_reports_how_long_the_loop_has_been_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
     beats: list[Beat] = []
     is_over = threading.Event()
@@ -100,16 +102,16 @@ def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.Monke
             raise BrokenPipeError
         beats.append(beat)
 
-    heart = Heart(send)
-    heart.start()
+    heartbeats = HeartbeatSender(send)
+    heartbeats.start()
     wait_until(lambda: len(beats) > 3)
     assert {beat.busy for beat in beats} == {0.0}, "while it loads"
-    heart.turned()
+    heartbeats.turned()
     wait_until(lambda: beats[-1].busy > 0.1)
     num = len(beats)
 
     def is_shorter() -> bool:
-        heart.turned()  # again and again: the thread may be late after one turn
+        heartbeats.turned()  # again and again: the thread may be late after one turn
         return any(beat.busy < 0.1 for beat in beats[num:])
 
     wait_until(is_shorter)
@@ -120,10 +122,10 @@ def test_a_heart_says_how_long_the_loop_has_not_turned(monkeypatch: pytest.Monke
 
 
 class Stopped:
-    """An engine whose process is stopped in the midst of an answer."""
+    """An engine whose process is stopped in the middle of an answer."""
 
-    def __init__(self, patience: Patience) -> None:
-        self.client = EngineClient(SETTINGS, patience=patience)
+    def __init__(self, response_limits: ResponseLimits) -> None:
+        self.client = EngineClient(SETTINGS, response_limits=response_limits)
         self.stream: Any = None
 
     async def __aenter__(self) -> "Stopped":
@@ -139,17 +141,17 @@ class Stopped:
         await self.client.stop()
 
 
-def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
+def test_a_stopped_engine_is_unresponsive_until_it_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def live() -> None:
-        async with Stopped(Patience(heartbeat=10, unresponsive=0)) as stopped:
+        async with Stopped(ResponseLimits(heartbeat=10, unresponsive=0)) as stopped:
             client = stopped.client
             await until(lambda: client.state == "unresponsive")
             assert client.failure == "no heartbeat for 10 s"
             with pytest.raises(EngineUnavailableError, match="the engine is unresponsive"):
                 client.submit("b", [1], GREEDY)
-            assert client.num_open == 1, "what was begun waits"
+            assert client.num_open == 1, "the running request waits"
             await asyncio.sleep(2 * INTERVAL)
             pid = client.pid
             assert pid is not None
@@ -171,7 +173,7 @@ def test_a_stopped_engine_is_unresponsive_until_it_goes_on(
 
 def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
     async def live() -> None:
-        async with Stopped(Patience(heartbeat=10, unresponsive=5)) as stopped:
+        async with Stopped(ResponseLimits(heartbeat=10, unresponsive=5)) as stopped:
             client, pid = stopped.client, stopped.client.pid
             with pytest.raises(EngineDiedError):
                 async with asyncio.timeout(SOON):
@@ -192,7 +194,7 @@ def test_an_engine_that_stays_unresponsive_is_replaced() -> None:
     asyncio.run(live())
 
 
-def test_a_health_check_sees_it(tmp_path: Path) -> None:
+def test_the_health_route_reports_an_unresponsive_engine(tmp_path: Path) -> None:
     words = ["tiny:llama", "--backend", "eager", "--heartbeat-timeout", "10"]
     server = Server([*words, "--unresponsive-timeout", "0"], tmp_path / "log")
 
@@ -226,11 +228,11 @@ def test_a_health_check_sees_it(tmp_path: Path) -> None:
     assert "is unresponsive" in server.log.read_text()
 
 
-# Processes that are no engines
+# Fake engine processes
 
 
 def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
-    """In place of the engine runs one that says this and is silent then."""
+    """Replace the engine by a process that sends these messages and is silent then."""
     data = b"".join(map(frame, messages))
     code = f"import os, sys, time; os.write(int(sys.argv[1]), {data!r}); time.sleep(600)"
 
@@ -240,14 +242,16 @@ def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
         return await asyncio.create_subprocess_exec(*command, pass_fds=[fd])
 
     monkeypatch.setattr(client_module, "_spawn", spawn)
-    monkeypatch.setattr(client_module, "PATIENCE", 0.1)
+    monkeypatch.setattr(client_module, "EXIT_SECONDS", 0.1)
 
 
 def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, EngineReady({}), Beat(301.0))
 
     async def live() -> None:
-        client = EngineClient({}, patience=Patience(heartbeat=0, step=300, unresponsive=0))
+        client = EngineClient(
+            {}, response_limits=ResponseLimits(heartbeat=0, step=300, unresponsive=0)
+        )
         await client.start()
         await until(lambda: client.state == "unresponsive")
         assert client.failure == "one step has taken more than 300 s"
@@ -256,14 +260,14 @@ def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.Mo
     asyncio.run(live())
 
 
-def test_one_that_loads_may_be_silent_and_says_how_far_it_is(
+def test_a_loading_engine_may_be_silent_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     say(monkeypatch, Loading("weights", 3, 7), Loading("recording", 2, 9))
     monkeypatch.setattr(client_module, "INTERVAL", 0.01)
 
     async def live() -> None:
-        client = EngineClient({}, patience=Patience(heartbeat=0.05, unresponsive=0.05))
+        client = EngineClient({}, response_limits=ResponseLimits(heartbeat=0.05, unresponsive=0.05))
         await client.start()
         await until(lambda: client.progress == Loading("recording", 2, 9))
         await asyncio.sleep(0.5)

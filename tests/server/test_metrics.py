@@ -1,4 +1,4 @@
-"""What is exported: every metric of the table, following the engine, never falling."""
+"""Tests of the metrics: every one is exported and follows the engine, and no counter falls."""
 
 import json
 import re
@@ -45,7 +45,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def read(metrics: Metrics) -> Samples:
-    """Every sample by name and labels; a page that is not valid raises."""
+    """Return every sample by name and labels; raise if the page is invalid."""
     body, content_type = metrics.render()
     assert content_type.startswith("text/plain")
     return {
@@ -79,7 +79,7 @@ def test_every_metric_of_the_table_is_exported_and_no_other(client: FakeClient) 
             assert set(sample.labels) - {"le"} == labels[name]
 
 
-def test_names_are_unlike_and_kinds_are_known() -> None:
+def test_names_are_unique_and_kinds_are_known() -> None:
     assert len({m.name for m in METRICS}) == len(METRICS)
     for name, kind, _, text in METRICS:
         assert name.startswith("slotzero_")
@@ -127,7 +127,7 @@ def test_values_follow_the_engine() -> None:
 
 
 def told_of_speculation(metrics: Metrics) -> dict[str, float]:
-    """By name, without what all have in common, and the value of the label that is not `engine`."""
+    """Return the speculation metrics by name, without the common prefix, and by their own label."""
     return {
         " ".join([name.removeprefix("slotzero_spec_decode_"), *(v for _, v in labels[1:])]): n
         for (name, labels), n in read(metrics).items()
@@ -135,7 +135,7 @@ def told_of_speculation(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def test_speculation_is_told_of_only_where_there_is_some() -> None:
+def test_speculation_metrics_exist_only_with_speculation() -> None:
     client = FakeClient()
     metrics = Metrics(client)
     assert told_of_speculation(metrics) == {}
@@ -155,7 +155,7 @@ def test_speculation_is_told_of_only_where_there_is_some() -> None:
     }
     assert told_of_speculation(metrics) == told
 
-    client.stats, client.generation = None, 1  # another process: counters stay, gauges go
+    client.stats, client.generation = None, 1  # a new process: counters stay, gauges disappear
     del told["width"]
     assert told_of_speculation(metrics) == told
     client.stats = SPECULATING
@@ -176,7 +176,7 @@ def test_speculation_crosses_the_socket_and_reaches_the_page() -> None:
     }
 
 
-def test_what_the_engine_counts_is_what_is_sent() -> None:
+def test_the_engine_sends_its_own_counts() -> None:
     stats = SpeculationStats(4)
     stats.add_step(3)
     stats.add(2, 1)
@@ -184,11 +184,11 @@ def test_what_the_engine_counts_is_what_is_sent() -> None:
     sent = speculation_of(stats)
     assert sent == SpeculationReport(3, 1, 2, 1, [1, 0], {3: 1})
     stats.add(2, 2)
-    assert sent == SpeculationReport(3, 1, 2, 1, [1, 0], {3: 1}), "it is a copy"
+    assert sent == SpeculationReport(3, 1, 2, 1, [1, 0], {3: 1}), "the report must be a copy"
     assert speculation_of(None) is None
 
 
-def test_what_happens_over_http() -> None:
+def test_http_events_are_counted() -> None:
     metrics = Metrics(FakeClient())
     for _ in range(3):
         metrics.arrived()
@@ -217,7 +217,7 @@ def test_what_happens_over_http() -> None:
     assert at("http_refused_total", status="429") == 2
 
 
-def test_while_there_is_no_engine() -> None:
+def test_metrics_without_an_engine() -> None:
     metrics = Metrics(FakeClient())
     assert value(metrics, "slotzero_engine_up") == 0
     assert value(metrics, "slotzero_num_requests_running") == 0
@@ -230,7 +230,7 @@ def test_while_there_is_no_engine() -> None:
     }
 
 
-def test_counters_go_on_after_a_restart() -> None:
+def test_counters_continue_after_a_restart() -> None:
     old = msgspec.structs.replace(NOTHING, generated_tokens=100, replays={"decode[8]": 40})
     client = FakeClient(old)
     metrics = Metrics(client)
@@ -243,7 +243,7 @@ def test_counters_go_on_after_a_restart() -> None:
     assert value(metrics, "slotzero_generation_tokens_total") == 100
     assert value(metrics, "slotzero_replays_total", **replays) == 40
 
-    # more than the old one had counted: only the generation tells them apart
+    # more than the old process had counted: only the generation distinguishes them
     client.stats = msgspec.structs.replace(NOTHING, generated_tokens=250)
     assert value(metrics, "slotzero_generation_tokens_total") == 350
     assert value(metrics, "slotzero_replays_total", **replays) == 40
@@ -265,7 +265,7 @@ def test_a_client_that_does_not_count_its_processes() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 50), st.sampled_from("ab")), max_size=10))
 def test_counters_never_fall(reports: list[tuple[bool, int, str]]) -> None:
-    """Whatever is reported, and whether or not a new process is announced."""
+    """This holds for any reports, and whether or not a new process is announced."""
     client = FakeClient()
     metrics = Metrics(client)
     before: Samples = {}
@@ -282,7 +282,7 @@ def test_counters_never_fall(reports: list[tuple[bool, int, str]]) -> None:
         before = counters
 
 
-def test_engines_are_told_apart() -> None:
+def test_engines_have_separate_samples() -> None:
     class Fleet(FakeClient):
         replicas = (
             FakeClient(msgspec.structs.replace(NOTHING, steps=5, eager={"x": 2})),
@@ -300,11 +300,11 @@ def test_engines_are_told_apart() -> None:
     assert each("eager_steps_total", reason="x") == [2, None, None]
     Fleet.replicas[0].stats, Fleet.replicas[0].generation = NOTHING, 1
     Fleet.replicas[1].stats = msgspec.structs.replace(NOTHING, steps=8)
-    assert each("steps_total") == [5, 8, 0], "only one of them was replaced"
+    assert each("steps_total") == [5, 8, 0], "only one engine was replaced"
     assert each("engine_restarts_total") == [1, 0, 0]
 
 
-def test_certified_leaves_out_what_is_eager_by_design() -> None:
+def test_certified_skips_sizes_that_are_eager_by_design() -> None:
     assert certified(None, None) == {}
     cpu = fake_info(has_gpu=False)
     assert all(size.startswith("decode[") for size in certified(cpu, None))
@@ -313,8 +313,8 @@ def test_certified_leaves_out_what_is_eager_by_design() -> None:
         NOTHING, replays={"decode[64]": 1}, failed_sizes={"decode[8]": "a violation"}
     )
     found = certified(cpu, later)
-    assert found["decode[64]"], "recorded when it was first needed"
-    assert not found["decode[8]"], "it fell back later"
+    assert found["decode[64]"], "the size was captured at first use"
+    assert not found["decode[8]"], "the size fell back later"
 
 
 def test_a_label_may_hold_anything() -> None:
@@ -323,7 +323,7 @@ def test_a_label_may_hold_anything() -> None:
     assert value(metrics, "slotzero_eager_steps_total", reason=reason) == 3
 
 
-def test_live_is_what_the_page_reads() -> None:
+def test_live_has_the_fields_that_the_page_reads() -> None:
     stats, info = fake_stats(60, False), fake_info(False)
     metrics = Metrics(FakeClient(stats, info))
     for i in range(1, 101):
@@ -346,13 +346,13 @@ def test_percentiles_of_few() -> None:
 
 
 def metric_names(text: str) -> set[str]:
-    """Names of metrics in a text, without the endings that a histogram adds."""
+    """Return the metric names in a text, without the suffixes of histograms."""
     found = set(re.findall(r"\bslotzero_[a-z0-9_]+", text))
     return {re.sub(r"_(bucket|count|sum)$", "", name) for name in found}
 
 
 @pytest.mark.slow
-def test_the_document_is_what_the_module_prints() -> None:
+def test_the_document_equals_the_output_of_the_module() -> None:
     command = [sys.executable, "-m", "slotzero.server.metrics"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert printed == document()
@@ -415,7 +415,7 @@ def test_the_unit_waits_for_running_answers_and_gives_up_on_wrong_settings() -> 
     assert set(map(int, unit["RestartPreventExitStatus"].split())) == hopeless
 
 
-def test_the_image_is_not_run_by_root_and_is_watched() -> None:
+def test_the_image_does_not_run_as_root_and_has_a_health_check() -> None:
     lines = (ROOT / "deploy" / "Dockerfile").read_text()
     port = ServerSettings().port
     assert re.search(r"^USER slotzero$", lines, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The real thing: `slotzero serve` in a process, and OpenAI's own client that talks to it."""
+"""End-to-end tests: `slotzero serve` in a process, with OpenAI's own client."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def offline(llm: LLM, prompt: str, **params: Any) -> list[str]:
     return [output.text for output in made[0].outputs]
 
 
-def test_where_it_listens(server: Server) -> None:
+def test_the_address_is_printed(server: Server) -> None:
     assert server.url.startswith("http://127.0.0.1:")
     assert f"curl {server.url}/v1/chat/completions" in server.lines[-1]
     assert KEY not in "".join(server.lines)
@@ -61,7 +61,7 @@ def test_models(client: OpenAI) -> None:
     assert client.models.retrieve("tiny").owned_by == "slotzero"
 
 
-def test_chat_is_what_the_engine_says_offline(client: OpenAI, llm: LLM) -> None:
+def test_chat_gives_the_offline_answer(client: OpenAI, llm: LLM) -> None:
     made = client.chat.completions.create(
         model="tiny", messages=HELLO, temperature=0, max_completion_tokens=12
     )
@@ -74,7 +74,7 @@ def test_chat_is_what_the_engine_says_offline(client: OpenAI, llm: LLM) -> None:
     assert made.usage.completion_tokens == len(expected.outputs[0].token_ids)
 
 
-def test_a_stream_says_the_same_with_usage(client: OpenAI) -> None:
+def test_a_stream_gives_the_same_with_usage(client: OpenAI) -> None:
     whole = client.chat.completions.create(
         model="tiny", messages=HELLO, temperature=0, max_tokens=20
     )
@@ -96,7 +96,7 @@ def test_a_stream_says_the_same_with_usage(client: OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     details = chunks[-1].usage.prompt_tokens_details
     assert details is not None
-    assert details.cached_tokens == 16  # a page of it, from the request before
+    assert details.cached_tokens == 16  # a page of the prompt, cached by the previous request
 
 
 def test_completion_and_echo(client: OpenAI, llm: LLM) -> None:
@@ -207,7 +207,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_numbers_at_the_edge_harm_nobody(server: Server, client: OpenAI, odd: dict) -> None:
+def test_extreme_numbers_affect_no_other_request(server: Server, client: OpenAI, odd: dict) -> None:
     body = {"model": "tiny", "prompt": "x", "max_tokens": 4} | odd
     response = httpx.post(
         f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE
@@ -216,7 +216,7 @@ def test_numbers_at_the_edge_harm_nobody(server: Server, client: OpenAI, odd: di
     assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices[0]
 
 
-def test_leaving_a_stream_cancels_it(server: Server, client: OpenAI) -> None:
+def test_closing_a_stream_cancels_it(server: Server, client: OpenAI) -> None:
     with client.completions.create(
         model="tiny",
         prompt="Once",
@@ -266,7 +266,7 @@ def test_structured_answers(client: OpenAI) -> None:
     assert set(json.loads(parts.choices[0].text)) == {"a", "b"}
 
 
-ENDLESS: Any = {"guided_regex": "(a|b){4}c{1000000}"}  # four letters, and it is too much
+ENDLESS: Any = {"guided_regex": "(a|b){4}c{1000000}"}  # too complex after four letters
 
 
 def check_endless(error: Any) -> None:
@@ -277,7 +277,7 @@ def check_endless(error: Any) -> None:
 
 
 def test_a_structure_that_becomes_too_complex(server: Server, client: OpenAI) -> None:
-    """It is the client's to mend, and nothing that a retry could."""
+    """The error is a client error, because a retry would fail, too."""
     engines = children(server.process.pid)
     asked: Any = {"model": "tiny", "prompt": "x", "max_tokens": 20}
     for n in (1, 2):
@@ -382,7 +382,7 @@ def test_an_answer_can_be_sent_back(client: OpenAI) -> None:
     assert second.choices[0].finish_reason
 
 
-# How it begins and ends
+# Start and shutdown
 
 
 @pytest.fixture
@@ -395,7 +395,7 @@ def own_server(tmp_path: Path) -> Iterator[Server]:
         made.process.wait()
 
 
-def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
+def test_a_terminated_server_finishes_running_requests(own_server: Server) -> None:
     client = own_server.client()
     long: Any = {"model": "tiny:llama", "prompt": "x", "stream": True,
                  "extra_body": {"ignore_eos": True}}  # fmt: skip
@@ -409,7 +409,8 @@ def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
             asked = (http.post(url, json=body) for _ in range(4))
             return await asyncio.gather(*asked)
 
-    replies = asyncio.run(too_many())  # one waits for the only slot; there is no room for others
+    # one waits for the only slot, and the queue has no room for others
+    replies = asyncio.run(too_many())
     assert sorted(reply.status_code for reply in replies) == [200, 429, 429, 429]
     assert all("retry-after" in reply.headers for reply in replies if reply.status_code == 429)
 
@@ -417,7 +418,7 @@ def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
     next(second)
     engine = children(own_server.process.pid)
     assert engine
-    with httpx.stream("GET", f"{own_server.url}/live", timeout=PATIENCE):  # this never ends
+    with httpx.stream("GET", f"{own_server.url}/live", timeout=PATIENCE):  # this stream never ends
         own_server.process.send_signal(signal.SIGTERM)
         *_, last = second
     assert last.choices[0].finish_reason == "length"
@@ -427,7 +428,7 @@ def test_asked_to_end_it_finishes_what_runs(own_server: Server) -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in engine)
 
 
-def test_an_engine_that_dies_is_replaced_and_it_is_said_why(own_server: Server) -> None:
+def test_an_engine_that_dies_is_replaced_and_the_reason_is_logged(own_server: Server) -> None:
     def told() -> tuple[str, str | None]:
         info = httpx.get(f"{own_server.url}/server_info").json()
         return info["state"], info["failure"]
@@ -440,7 +441,7 @@ def test_an_engine_that_dies_is_replaced_and_it_is_said_why(own_server: Server) 
     assert own_server.end() == 0
 
 
-def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
+def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> None:
     words = ["tiny:llama", "--backend", "eager", "--grace", "0.2"]
     server = Server(words, tmp_path / "log")
     stream = server.client().completions.create(
@@ -456,7 +457,7 @@ def test_what_does_not_finish_in_time_is_told_so(tmp_path: Path) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
-def test_ctrl_c_ends_it_while_it_loads(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_loading_server(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "slotzero", "serve", "tiny:llama", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -484,7 +485,9 @@ def test_ctrl_c_ends_it_while_it_loads(tmp_path: Path) -> None:
         (["tiny:llama", "--grace", "-1"], 2, "grace"),
     ],
 )
-def test_what_cannot_be_served_ends_with_one_line(words: list[str], code: int, names: str) -> None:
+def test_a_server_that_cannot_start_ends_with_one_line(
+    words: list[str], code: int, names: str
+) -> None:
     command = [sys.executable, "-m", "slotzero", "serve", *words, "--port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == code

@@ -1,4 +1,4 @@
-"""OpenAI's client for Node (openai_client.mjs) is told what their client for Python is."""
+"""Tests that OpenAI's client for Node (openai_client.mjs) gets the same as their Python client."""
 
 import json
 import shutil
@@ -16,12 +16,13 @@ pytestmark = pytest.mark.slow
 PACKAGE = "openai@6"
 SCRIPT = Path(__file__).parent / "openai_client.mjs"
 GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 20}
-RANDOM: Any = {"temperature": 1, "seed": 3, "max_tokens": 200}  # a greedy one writes space for ever
+# greedy answers are endless white space
+RANDOM: Any = {"temperature": 1, "seed": 3, "max_tokens": 200}
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the client in it, and the script, which finds it there."""
+    """Install the client into a folder, beside the script that uses it."""
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"no {missing[0]} on this machine")
@@ -62,7 +63,7 @@ def told(package: Path, server: Server) -> Any:
 
 
 def choices_of(reply: Any) -> Any:
-    """Of Python's client, as Node's shows them."""
+    """Return the choices of a reply to the Python client as the Node client shows them."""
     return json.loads(reply.model_dump_json(exclude_unset=True))["choices"]
 
 

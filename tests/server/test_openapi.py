@@ -1,4 +1,4 @@
-"""Random requests by the OpenAPI document of the server: the reply is as documented."""
+"""Test with random requests from the server's OpenAPI document: replies are as documented."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ document = schemathesis.openapi.from_asgi("/openapi.json", app_of(FakeClient("ok
 
 @document.exclude(path="/live").parametrize()
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_is_sent_the_reply_is_as_documented(case: Any) -> None:
+def test_every_reply_is_as_documented(case: Any) -> None:
     if isinstance(case.body, dict) and "model" in case.body:
         case.body = {k: v for k, v in case.body.items() if k not in NEUTRAL} | {"model": "tiny"}
     response = case.call()
     assert response.status_code < 500
-    # what a schema cannot say, how fields depend on each other, is refused with 400
+    # dependencies between fields, which a schema cannot express, are refused with 400
     case.validate_response(response, excluded_checks=[CHECKS.get_one("positive_data_acceptance")])

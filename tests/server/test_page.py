@@ -1,4 +1,4 @@
-"""The page at `/`, in a headless Chromium over page_server.py; without one it is only read.
+"""Tests of the page at `/` in headless Chromium over page_server.py, or only of its source.
 
 The browser is driven through its debugging pipe: JSON messages, each ended by a zero byte.
 """
@@ -40,7 +40,7 @@ class Browser:
     """One Chromium with one tab."""
 
     def __init__(self, folder: Path) -> None:
-        # high numbers, for 3 and 4 are what the pipes are called over there
+        # high numbers, because the browser's ends of the pipes must become 3 and 4
         pipes = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (*os.pipe(), *os.pipe())]
         their_in, self._to, self._from, their_out = pipes
         flags = (
@@ -138,9 +138,9 @@ class Browser:
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._from], [], [], PATIENCE)
-            assert ready, "the browser says nothing"
+            assert ready, "the browser does not answer"
             data = os.read(self._from, 1 << 20)
-            assert data, "the browser is gone"
+            assert data, "the browser has ended"
             self._unread += data
         message, _, rest = bytes(self._unread).partition(b"\0")
         self._unread = bytearray(rest)
@@ -156,13 +156,13 @@ class Browser:
 
 
 class Serve:
-    """Starts stand-in servers, and ends them."""
+    """Starts fake servers, and stops them."""
 
     def __init__(self) -> None:
         self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def __call__(self, client: Any, **options: Any) -> str:
-        """-> its address"""
+        """Start a server and return its address."""
         config = uvicorn.Config(
             make_app(client, **options),
             port=0,
@@ -175,7 +175,7 @@ class Serve:
         thread.start()
         end = time.monotonic() + PATIENCE
         while not server.started:
-            assert time.monotonic() < end, "the stand-in server does not start"
+            assert time.monotonic() < end, "the fake server does not start"
             time.sleep(0.02)
         self._running.append((server, thread))
         port = server.servers[0].sockets[0].getsockname()[1]
@@ -227,7 +227,7 @@ def test_an_answer_streams(browser: Browser, serve: Serve) -> None:
     ask(browser, "What is a padded row?")
     part = browser.wait_for(f"{LAST}?.querySelector('.text').textContent")
     assert ANSWER.startswith(part)
-    assert len(part) < len(ANSWER), "it should come in parts"
+    assert len(part) < len(ANSWER), "the answer should arrive in parts"
     browser.wait_for(SENT)
     assert browser.evaluate(f"{LAST}.querySelector('.text').innerText") == ANSWER
     note = browser.evaluate(f"{LAST}.querySelector('.note').textContent")
@@ -269,7 +269,7 @@ def test_settings_and_history_are_sent(browser: Browser, serve: Serve) -> None:
 
 
 @needs_chromium
-def test_stop_keeps_what_came(browser: Browser, serve: Serve) -> None:
+def test_stop_keeps_the_partial_answer(browser: Browser, serve: Serve) -> None:
     browser.open(serve(FakeClient(has_gpu=False), delay=0.2))
     ask(browser, "Tell me all.")
     browser.wait_for(f"{LAST}?.querySelector('.text').textContent")
@@ -289,7 +289,9 @@ def test_a_new_chat_begins_at_once_while_an_answer_streams(browser: Browser, ser
     assert browser.evaluate(SENT)
     ask(browser, "echo")
     asked = json.loads(browser.wait_for(f"{SENT} && {LAST}?.querySelector('.text').textContent"))
-    assert asked["messages"] == [{"role": "user", "content": "echo"}], "nothing of the old one"
+    assert asked["messages"] == [{"role": "user", "content": "echo"}], (
+        "the old chat must not be sent"
+    )
     assert browser.evaluate("document.querySelectorAll('.message').length") == 2
 
 
@@ -323,7 +325,7 @@ def test_live_numbers_move(browser: Browser, serve: Serve) -> None:
     browser.open(serve(FakeClient(has_gpu=False)))
     browser.wait_for(f"document.getElementById('stat-tokens-per-second').textContent !== '{NONE}'")
     steps = browser.text("stat-steps-per-second")
-    # The fake engine makes 40 steps a second where it gets its time, fewer beside other tests.
+    # The fake engine makes 40 steps a second, and fewer if other tests slow it down.
     assert 0 < float(steps) <= 80
     total = "document.querySelector('[data-size=\"decode[16]\"]').lastChild.textContent"
     before = browser.evaluate(total)
@@ -352,7 +354,7 @@ def test_certification_shows_every_size(browser: Browser, serve: Serve) -> None:
 
 
 @needs_chromium
-def test_an_engine_that_loads_and_starts_anew(browser: Browser, serve: Serve) -> None:
+def test_a_loading_and_a_restarted_engine(browser: Browser, serve: Serve) -> None:
     client = StillClient(None, None, "loading")
     browser.open(serve(client))
     browser.wait_for("document.getElementById('engine-state').textContent === 'loading'")
@@ -367,7 +369,7 @@ def test_an_engine_that_loads_and_starts_anew(browser: Browser, serve: Serve) ->
 
 
 @needs_chromium
-def test_why_there_is_no_engine_is_said(browser: Browser, serve: Serve) -> None:
+def test_the_page_says_why_there_is_no_engine(browser: Browser, serve: Serve) -> None:
     client = StillClient(None, None, "loading")
     browser.open(serve(client))
 
@@ -381,9 +383,11 @@ def test_why_there_is_no_engine_is_said(browser: Browser, serve: Serve) -> None:
     assert notice("ready") == ""
     client.stats, client.state, client.failure = None, "restarting", "signal 9"
     assert notice("restarting").endswith("is being restarted. Why: signal 9")
-    assert browser.evaluate("document.querySelectorAll('.size').length") == 0, "it counts anew"
+    assert browser.evaluate("document.querySelectorAll('.size').length") == 0, (
+        "the sizes are counted again"
+    )
     client.state = "stopping"
-    assert notice("stopping").endswith("new ones are refused."), "not why of another moment"
+    assert notice("stopping").endswith("new ones are refused."), "not an older reason"
     client.state, client.failure = "unresponsive", "no heartbeat for 30 s"
     assert notice("unresponsive").endswith("Why: no heartbeat for 30 s")
     client.state, client.failure = "failed", "<b>no memory</b> is left"
@@ -404,7 +408,7 @@ def test_an_old_failure_does_not_explain_a_lost_connection(browser: Browser, ser
 
 
 @needs_chromium
-def test_it_is_said_how_far_loading_is(browser: Browser, serve: Serve) -> None:
+def test_the_page_shows_loading_progress(browser: Browser, serve: Serve) -> None:
     client = StillClient(None, None, "loading")
     browser.open(serve(client))
     for stage, done, total, text in (
@@ -443,7 +447,7 @@ def test_nothing_is_wider_than_the_screen(
 
 @needs_chromium
 def test_panels_do_not_jump(browser: Browser, serve: Serve) -> None:
-    """From empty to busy, what is above the certification keeps its place."""
+    """From an idle to a busy engine, everything above the certification keeps its place."""
     client = StillClient(None, None, "loading")
     browser.open(serve(client))
     browser.wait_for("document.getElementById('engine-state').textContent === 'loading'")
@@ -457,7 +461,7 @@ def test_panels_do_not_jump(browser: Browser, serve: Serve) -> None:
     assert browser.evaluate(places) == before
 
 
-def test_nothing_comes_from_outside() -> None:
+def test_the_page_loads_nothing_from_other_hosts() -> None:
     page = PAGE.read_text()
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|data:[a-z]+/", page)
 

@@ -1,4 +1,4 @@
-"""An engine of two ranks behind a server, and one of them is killed."""
+"""Tests of a server whose engine has two ranks, of which one is killed."""
 
 from pathlib import Path
 
@@ -31,7 +31,9 @@ def test_a_rank_that_is_killed_is_replaced(tmp_path: Path) -> None:
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in alive))
 
 
-def test_one_on_another_node_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_on_another_node_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(KEY, "only-for-tests-" * 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     nodes = f"--nnodes 2 --master-port {free_port()} --max-num-seqs 2"

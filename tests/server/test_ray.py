@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine: engines are placed, killed, and placed again."""
+"""Tests with a Ray cluster of two nodes on this machine: placement and loss of engines."""
 
 import asyncio
 import logging
@@ -44,7 +44,8 @@ def cluster() -> Iterator[Cluster]:
             try:
                 made.add_node(**ROOM, include_dashboard=False)
                 made.add_node(**ROOM)
-            except Exception as error:  # of Ray's own processes: none of ours has begun
+            # an error of Ray's own processes, before any of ours has started
+            except Exception as error:
                 pytest.skip(f"Ray cannot start two nodes on this machine: {error}")
             patch.setenv("RAY_ADDRESS", made.address)
             yield made
@@ -53,7 +54,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def ours(module: str) -> list[int]:
-    """Processes that Ray runs for us; it was started by this one"""
+    """Return our processes in the Ray cluster that this process has started."""
     return descendants(os.getpid(), module)
 
 
@@ -71,7 +72,7 @@ def test_engines_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def lose_a_node(cluster: Cluster, server: Server) -> None:
-    """The other engine serves on; the one that was there is placed on a node that comes."""
+    """Remove a node: the other engine keeps serving, and the lost one is placed on a new node."""
     (worker,) = cluster.worker_nodes
     cluster.remove_node(worker, allow_graceful=False)
     wait_until(lambda: sorted(engines(server.url)) == ["ready", "restarting"])
@@ -103,12 +104,12 @@ def plan(nodes: list[dict[str, float]], num_engines: int = 1, **settings: Any) -
     return PlacementPlan.of(EngineConfig(**settings), num_engines, nodes)
 
 
-def test_an_engine_is_on_one_machine_where_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_on_one_machine_if_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     gpus: dict[str, float] = {"CPU": 16, "GPU": 4}
     whole = plan([gpus, gpus], 4, tensor_parallel_size=2)
     assert (whole.bundles, whole.strategy) == ([{"CPU": 4, "GPU": 2}] * 4, "SPREAD")
-    assert whole.share == WHOLE, "of GPUs Ray gives each its own"
+    assert whole.share == WHOLE, "Ray assigns GPUs to each engine"
     torn = plan([gpus, gpus], tensor_parallel_size=8)
     assert (torn.bundles, torn.strategy) == ([{"CPU": 2, "GPU": 1}] * 8, "PACK")
     cpus = plan([gpus, {"CPU": 16}], 3, backend="cpu")
@@ -140,7 +141,7 @@ def test_too_few_resources_are_named(
         plan(nodes, **settings)
 
 
-def test_what_is_in_use_is_named(cluster: Cluster) -> None:
+def test_resources_in_use_are_named(cluster: Cluster) -> None:
     words = [*WORDS.split(), "--port", "0", "--node-timeout", "1"]
     with ray.init(address=cluster.address, logging_level=logging.WARNING):
         ray.get(ray.util.placement_group([{"CPU": 1}] * 2).ready())
@@ -187,8 +188,10 @@ def test_without_ray_or_a_cluster(
         EngineConfig(executor="ray", tensor_parallel_size=2, nnodes=2)
 
 
-def test_nobody_else_imports_ray() -> None:
+def test_only_ray_places_imports_ray() -> None:
     package = Path(slotzero.__file__).parent
     importing = re.compile(r"^\s*(import|from) (ray\b|slotzero.server.ray_places)", re.MULTILINE)
     found = {file.name for file in package.rglob("*.py") if importing.search(file.read_text())}
-    assert found == {"ray_places.py", "serve.py"}, "which imports that one when it is asked for Ray"
+    assert found == {"ray_places.py", "serve.py"}, (
+        "serve.py imports ray_places.py if Ray is requested"
+    )

@@ -1,4 +1,4 @@
-"""Replies: several answers to a request, stop strings, log probabilities."""
+"""Tests of replies: several answers to a request, stop strings, log probabilities."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def test_n_answers_have_neighbouring_seeds() -> None:
     assert texts == ["one", "two", "three"]
     assert [choice["index"] for choice in made["choices"]] == [0, 1, 2]
     assert [params["seed"] for _, _, params in client.submitted] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    assert made["usage"]["prompt_tokens"] == 21  # once
+    assert made["usage"]["prompt_tokens"] == 21  # the prompt counts once
     assert made["usage"]["completion_tokens"] == 4 + 4 + 6
     assert len(set(client.closed)) == 3
     assert client.num_admitted == 1, "many answers are one request to a full server"
@@ -89,7 +89,7 @@ def test_a_stop_string_counts_what_was_generated() -> None:
     )
 
 
-def test_length_is_a_reason() -> None:
+def test_length_is_a_finish_reason() -> None:
     made = complete(FakeClient("abcdef"), max_tokens=3)
     assert made["choices"][0]["finish_reason"] == "length"
     assert made["choices"][0]["text"] == "abc"
@@ -102,7 +102,7 @@ def test_chat_logprobs() -> None:
     never = {"token": "\ufffd", "logprob": -9999.0, "bytes": None}
     a = {"token": "a", "logprob": -0.5, "bytes": [97]}
     assert content[0] == a | {"top_logprobs": [a, x, never]}
-    assert len(content) == 3  # a, and two halves of é; not the end of the sequence
+    assert len(content) == 3  # a and the two halves of é, without the end of the sequence
     assert made["choices"][0]["logprobs"]["refusal"] is None
     plain = chat(FakeClient("a"), logprobs=True)["choices"][0]["logprobs"]["content"]
     assert plain == [a | {"top_logprobs": []}]
@@ -136,7 +136,7 @@ def test_completion_logprobs() -> None:
     assert [offset for row in rows for offset in row["text_offset"]] == [0, 1]
 
 
-def test_what_comes_while_the_client_is_slow_comes_in_one() -> None:
+def test_tokens_for_a_slow_client_are_sent_in_one_chunk() -> None:
     made = stream(FakeClient("abcdef" * 20, step=1), "/v1/completions", max_tokens=200, logprobs=1)
     assert "".join(chunk["choices"][0]["text"] for chunk in made) == "abcdef" * 20
     offsets = [at for chunk in made for at in chunk["choices"][0]["logprobs"]["text_offset"]]

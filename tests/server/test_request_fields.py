@@ -1,4 +1,4 @@
-"""Fields of a request: the ones that reach the engine, and the ones refused by name."""
+"""Tests of request fields: those that reach the engine, and those that are refused by name."""
 
 import json
 from typing import Any
@@ -53,7 +53,7 @@ def test_every_field_of_openai_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
-def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
+def test_unsupported_fields_are_refused_by_name(name: str) -> None:
     is_chat = name in ChatRequest.model_fields
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     base = CHAT if is_chat else COMPLETION
@@ -72,7 +72,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str) -> None:
         {"parallel_tool_calls": True, "tools": None, "top_logprobs": None},
     ],
 )
-def test_what_asks_for_nothing_is_accepted(body: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(body: dict[str, Any]) -> None:
     client = FakeClient()
     chat(client, **body)
     assert client.params == {"max_tokens": None}
@@ -225,8 +225,8 @@ def test_structure_reaches_the_engine(asked: dict[str, Any], structure: dict[str
     assert client.params["structured_outputs"] == structure
 
 
-def test_an_answer_that_its_grammar_ends_is_whole() -> None:
-    client = FakeClient("yes", ends_with_eos=False)  # it ends by "stop", but not by a stop token
+def test_an_answer_that_its_grammar_ends_is_complete() -> None:
+    client = FakeClient("yes", ends_with_eos=False)  # it ends with "stop", but without a stop token
     made = chat(client, guided_choice=["yes", "no"])
     assert made["choices"][0]["message"]["content"] == "yes"
 
@@ -252,7 +252,7 @@ def test_a_structure_that_is_refused_is_named() -> None:
         ({"structured_outputs": {"regex": "a"}}, "regex", "structured_outputs.regex"),
     ],
 )
-def test_a_structure_has_the_clients_name_in_the_text_too(
+def test_errors_name_a_structure_as_the_client_does(
     asked: dict[str, Any], kind: str, name: str
 ) -> None:
     for refusal, shown in (
@@ -303,7 +303,7 @@ def test_the_text_of_an_error_names_what_was_sent(body: dict[str, Any], message:
 @pytest.mark.parametrize(
     ("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)]
 )
-def test_what_a_request_leaves_out_of_sampling_is_the_models(path: str, body: Any) -> None:
+def test_default_sampling_parameters_are_those_of_the_model(path: str, body: Any) -> None:
     client, own = FakeClient(), {"temperature": 0.6, "top_k": 20}
     reply = ask(client, f"/v1/{path}", body | {"temperature": 0.0}, sampling=own)
     assert reply.status_code == 200

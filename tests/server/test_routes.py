@@ -1,4 +1,4 @@
-"""Routes besides OpenAI's: models, health, metrics, tokenize, server info, live, the page."""
+"""Tests of the other routes: models, health, metrics, tokenize, server info, live, the page."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def test_health_version_metrics() -> None:
     assert 'slotzero_num_requests_running{engine="0"} 1.0' in metrics.text
 
 
-def test_what_happens_is_counted() -> None:
+def test_events_are_counted() -> None:
     async def call() -> str:
         transport = httpx.ASGITransport(app_of(FakeClient("abc", step=2)))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
@@ -63,7 +63,7 @@ def test_what_happens_is_counted() -> None:
         assert line in text
 
 
-def test_tokenize_and_back() -> None:
+def test_tokenize_and_detokenize() -> None:
     client = FakeClient()
     made = ask(client, "/tokenize", {"prompt": "Hé"}).json()
     assert made == {"count": 4, "max_model_len": 512, "tokens": [256, 72, 195, 169]}
@@ -86,7 +86,7 @@ def test_server_info() -> None:
     info = made.json()
     assert info["state"] == "ready"
     assert info["config"]["engine"] == {"model": "tiny:llama"}
-    assert info["config"]["server"]["api_key"] == 1  # how many, never which
+    assert info["config"]["server"]["api_key"] == 1  # the number of keys, never the keys
     assert info["runners"]["decode"][0]["key"] == "decode[8]"
     assert info["pools"]["pages"] == 32
     engine = {"state": "ready", "failure": None, "progress": None, "pools": info["pools"]}
@@ -113,7 +113,7 @@ def test_live() -> None:
     assert last["state"] == "stopping"
 
 
-def test_why_there_is_no_engine_is_told_to_those_with_a_key() -> None:
+def test_only_clients_with_a_key_learn_why_there_is_no_engine() -> None:
     client = FakeClient(state="failed")
     client.failure = "no memory is left"
     for path in ("/server_info", "/live"):
@@ -124,7 +124,7 @@ def test_why_there_is_no_engine_is_told_to_those_with_a_key() -> None:
 
     async def last_words() -> Any:
         app = app_of(client)
-        app.state.slotzero.is_closing = True  # a server whose engine failed ends
+        app.state.slotzero.is_closing = True  # as when the engine has failed and the server ends
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             return json.loads((await http.get("/live")).text.removeprefix("data: "))
@@ -156,7 +156,7 @@ def test_the_engine_lives_as_long_as_the_application() -> None:
     assert asyncio.run(call()) == ["start", "drain 2", "stop"]
 
 
-def test_the_fake_is_like_the_client() -> None:
+def test_the_fake_client_has_the_interface_of_the_real_one() -> None:
     real = fleet.Fleet({})
     known = "settings state failure progress info stats replicas start submit drain stop"
     for name in known.split():

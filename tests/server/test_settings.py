@@ -1,4 +1,4 @@
-"""Settings of the server, and the command `slotzero serve`."""
+"""Tests of the server's settings and of the command `slotzero serve`."""
 
 import asyncio
 import json
@@ -45,13 +45,13 @@ from slotzero.server.settings import ServerSettings
         ({"tool_call_parser": "odd"}, "tool_call_parser"),
     ],
 )
-def test_settings_that_make_no_sense(given: dict[str, Any], names: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], names: str) -> None:
     with pytest.raises(ConfigError, match=names) as error:
         ServerSettings(**given)
     assert "é" not in str(error.value)
 
 
-def test_it_is_local_unless_told_otherwise() -> None:
+def test_the_server_is_local_by_default() -> None:
     assert ServerSettings().is_local
     assert ServerSettings(host="localhost").is_local
     assert ServerSettings(host="::1").is_local
@@ -83,7 +83,7 @@ def test_flags_of_serve() -> None:
 
 
 @pytest.mark.slow
-def test_its_help_imports_nothing_heavy() -> None:
+def test_the_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
         "from slotzero.cli import serve\n"
@@ -95,7 +95,7 @@ def test_its_help_imports_nothing_heavy() -> None:
     assert run.stdout.strip() == ""
 
 
-def test_packages_that_are_missing(
+def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else 1)
@@ -105,7 +105,7 @@ def test_packages_that_are_missing(
     )
 
 
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with serve._listen(ServerSettings(port=0)) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -118,7 +118,7 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_accepted_connections_send_without_delay(host: str) -> None:
-    """Nagle's algorithm would hold small writes back until the client's delayed ACK, 40 ms."""
+    """Nagle's algorithm would delay small writes until the client's delayed ACK, by 40 ms."""
 
     async def accept() -> int:
         accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -139,7 +139,7 @@ def test_accepted_connections_send_without_delay(host: str) -> None:
     assert asyncio.run(accept())
 
 
-def test_an_address_that_is_not_ours() -> None:
+def test_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no-such-host"):
         serve._listen(ServerSettings(host="no-such-host.invalid"))
 

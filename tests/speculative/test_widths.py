@@ -1,4 +1,4 @@
-"""Widths of verify steps: what is learned and chosen, in simulated worlds whose truth is known."""
+"""Tests of the width policy of verify steps, in simulated worlds with known acceptance rates."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ from slotzero.speculative.widths import (
 )
 
 WIDTHS = (1, 3, 5)
-LATE = 2  # steps after which results are learned: the engine has some in flight
+LATE = 2  # steps until results are learned, as the engine has steps in flight
 
 rates = st.floats(0, 1)
 drafts = st.integers(0, 4).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
@@ -33,7 +33,7 @@ seeds = st.integers(0, 1 << 32)
 
 @dataclass
 class World:
-    rates: list[float]  # by position
+    rates: list[float]  # acceptance rate at each position
     cost: Callable[[int, int], float]
     num_rows: int = 1
 
@@ -56,7 +56,7 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn, rates: st.SearchStrategy[float] = rates, dearest: float = 0.6) -> World:
-    """`dearest`: what each draft may cost, of a step"""
+    """Draw a world; `dearest` limits the cost of each draft, relative to a step."""
     once, each = draw(st.floats(0, 0.5)), draw(st.floats(0, dearest))
     return World(
         draw(
@@ -69,7 +69,7 @@ def worlds(draw: st.DrawFn, rates: st.SearchStrategy[float] = rates, dearest: fl
 
 @dataclass
 class Run:
-    """A policy in a world that the test may change between two calls."""
+    """A policy in a world, which the test may change between two calls."""
 
     policy: WidthPolicy
     rng: random.Random
@@ -77,7 +77,7 @@ class Run:
     settled: list[int] = field(default_factory=list)
     tokens: float = 0.0
     seconds: float = 0.0
-    lost: float = 0.0  # seconds, if no draft of a trial is accepted
+    lost: float = 0.0  # seconds that trials cost if none of their drafts is accepted
     unlearned: list[list[tuple[int, int]]] = field(default_factory=list)
 
     def go(self, world: World, num_steps: int) -> "Run":
@@ -107,11 +107,11 @@ def run(world: World, num_steps: int, seed: int) -> Run:
     )
 
 
-# What is accepted
+# Acceptance
 
 
 @given(rows=st.lists(drafts, max_size=60), prior=rates, num_known=st.integers(0, 4))
-def test_expected_tokens_grow_with_the_width_and_with_hope(
+def test_expected_tokens_grow_with_the_width_and_the_prior(
     rows: list[tuple[int, int]], prior: float, num_known: int
 ) -> None:
     acceptance = Acceptance(4, prior)
@@ -131,7 +131,7 @@ def test_a_position_never_seen_has_the_prior(prior: float) -> None:
     acceptance = Acceptance(3, prior)
     assert acceptance.expected(4) == pytest.approx(1 + prior + prior**2 + prior**3)
     for _ in range(20 * MEMORY):
-        acceptance.learn(2, 1)  # the third draft is not there, the second is refused
+        acceptance.learn(2, 1)  # there is no third draft, and the second is rejected
     assert acceptance.expected(2) == pytest.approx(2)
     assert acceptance.expected(3) == pytest.approx(acceptance.expected(4)) == pytest.approx(2)
     assert acceptance.expected(4, 1) == pytest.approx(4)
@@ -150,7 +150,7 @@ def test_the_estimate_converges(truth: list[float], prior: float, seed: int) -> 
 
 
 @given(rate=rates, num_old=st.integers(0, 2000))
-def test_what_is_doubted_is_soon_outweighed(rate: float, num_old: int) -> None:
+def test_new_results_soon_outweigh_doubtful_ones(rate: float, num_old: int) -> None:
     acceptance = Acceptance(2, rate)
     for _ in range(num_old):
         acceptance.learn(2, 0)
@@ -161,12 +161,12 @@ def test_what_is_doubted_is_soon_outweighed(rate: float, num_old: int) -> None:
 
 
 @pytest.mark.parametrize("row", [(1, 2), (3, 0), (2, -1)])
-def test_what_cannot_have_been_accepted_is_refused(row: tuple[int, int]) -> None:
+def test_impossible_counts_are_refused(row: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="drafts"):
         Acceptance(2).learn(*row)
 
 
-# What is chosen
+# Choice of the width
 
 
 @settings(deadline=None, max_examples=30)
@@ -180,15 +180,16 @@ def test_the_best_width_is_found(world: World, seed: int) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(world=worlds(), seed=seeds)
-def test_where_speculation_never_pays_little_is_lost(world: World, seed: int) -> None:
+def test_little_is_lost_if_speculation_never_pays(world: World, seed: int) -> None:
     assume(max(world.speed(3), world.speed(5)) <= 1)
     assert run(world, 6000, seed).speed >= 0.97 * world.speed(1)
 
 
 @settings(deadline=None, max_examples=30)
 @given(world=worlds(st.floats(0.5, 1), dearest=0.2), seed=seeds)
-def test_where_speculation_pays_most_of_it_is_had(world: World, seed: int) -> None:
-    """Clearly: near the margin a few unlucky trials, of 8 steps each, decide for long."""
+def test_most_of_the_gain_is_reached_if_speculation_pays(world: World, seed: int) -> None:
+    """It must pay clearly: near the margin, a few unlucky trials of 8 steps decide for a long
+    time."""
     best = max(map(world.speed, WIDTHS))
     assume(best > 1.3)
     assert run(world, 4000, seed).speed >= 0.95 * best
@@ -196,7 +197,7 @@ def test_where_speculation_pays_most_of_it_is_had(world: World, seed: int) -> No
 
 @settings(deadline=None, max_examples=20)
 @given(truth=st.lists(rates, min_size=4, max_size=4), num_rows=st.integers(1, 4), seed=seeds)
-def test_it_does_not_flap_where_all_widths_are_equally_good(
+def test_the_width_does_not_flap_if_all_widths_are_equally_good(
     truth: list[float], num_rows: int, seed: int
 ) -> None:
     world = World(truth, lambda width, num_rows: world.expected(width), num_rows)
@@ -206,22 +207,22 @@ def test_it_does_not_flap_where_all_widths_are_equally_good(
 
 @settings(deadline=None, max_examples=20)
 @given(world=worlds(), seed=seeds)
-def test_trials_are_paid_for_before(world: World, seed: int) -> None:
+def test_trials_are_paid_in_advance(world: World, seed: int) -> None:
     world.rates = [0.0] * 4
-    assume(world.cost(3, 1) > 1.1)  # else nothing is settled
+    assume(world.cost(3, 1) > 1.1)  # otherwise no width settles
     ran = run(world, 3000, seed)
     price = world.cost(5, world.num_rows) - world.cost(1, world.num_rows)
     assert ran.lost <= (NUM_FIRST + NUM_TRIED) * price + SHARE * ran.seconds
 
 
 def crowded(width: int, num_rows: int) -> float:
-    """Of a device that is idle with a few rows and busy with many."""
+    """Return the cost of a step on a device that is idle with few rows and busy with many."""
     return max(1.0, 0.05 * width * num_rows) + 0.1 * (width - 1)
 
 
 @given(num_rows=st.integers(20, 1000))
-def test_what_cannot_pay_is_not_tried(num_rows: int) -> None:
-    """A full device: three tokens take three times as long as one, and drafts come on top."""
+def test_a_width_that_cannot_pay_is_not_tried(num_rows: int) -> None:
+    """On a busy device three tokens take three times as long as one, and drafting adds to that."""
     policy = WidthPolicy(WIDTHS, WIDTHS[-1] - 1, crowded)
     chosen = [policy.choose(num_rows) for _ in range(NUM_FIRST + 200)]
     assert set(chosen[NUM_FIRST:]) == {1}
@@ -229,7 +230,7 @@ def test_what_cannot_pay_is_not_tried(num_rows: int) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(seed=seeds)
-def test_it_follows_the_load(seed: int) -> None:
+def test_the_width_follows_the_load(seed: int) -> None:
     idle, busy = World([0.8] * 4, crowded, 1), World([0.8] * 4, crowded, 64)
     ran = run(idle, 300, seed)
     for _ in range(3):
@@ -243,7 +244,7 @@ def test_it_follows_the_load(seed: int) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(seed=seeds)
-def test_a_burst_shorter_than_its_patience_is_sat_out(seed: int) -> None:
+def test_a_short_burst_is_ignored(seed: int) -> None:
     idle, busy = World([0.8] * 4, crowded, 1), World([0.8] * 4, crowded, 64)
     ran = run(idle, 300, seed)
     for _ in range(20):
@@ -269,7 +270,7 @@ def test_a_fixed_width(width: int, rows: list[tuple[int, int]], num_rows: int) -
     assert (fixed.choose(num_rows),) == fixed.widths == (width,)
 
 
-def test_one_width_is_chosen_always() -> None:
+def test_a_single_width_is_always_chosen() -> None:
     policy = WidthPolicy([4], 3, crowded)
     assert {policy.choose(n) for n in range(1, 300)} == {4}
 
@@ -280,12 +281,12 @@ def test_widths_that_do_not_ascend_are_refused(widths: tuple[int, ...]) -> None:
         WidthPolicy(widths, 4, crowded)
 
 
-def test_a_fixed_width_of_nothing_is_refused() -> None:
+def test_a_fixed_width_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError):
         FixedWidth(0)
 
 
-# What is told
+# Statistics
 
 
 @given(rows=st.lists(drafts, max_size=40), widths=st.lists(st.sampled_from(WIDTHS), max_size=20))

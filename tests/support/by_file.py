@@ -1,7 +1,8 @@
-"""How pytest-xdist shares out the tests: by file, single tests of some, and a crash costs one test.
+"""Scheduler for pytest-xdist that distributes tests by file, and loses one test to a crash.
 
-Tests of a file share fixtures, so one process runs them. Marks of groups would say the same, but
-from pytest 9.2 on xdist 3.8 does not see them, and shares out single tests.
+Tests of a file share fixtures, so one process runs them all; files whose tests share little are
+distributed test by test. xdist_group marks would do the same, but with pytest 9.2 and newer,
+xdist 3.8 does not see them and distributes single tests.
 """
 
 from typing import Any
@@ -9,18 +10,20 @@ from typing import Any
 from xdist.scheduler import LoadScopeScheduling
 
 SINGLY = "tests/kernels/test_triton.py", "tests/kernels/triton/", "tests/gpu/"
-"""Tests that share little: any process may run any of them."""
+"""Tests that share few fixtures, so that any process may run any of them."""
 
 
 class ByFile(LoadScopeScheduling):
+    """The scheduler: one scope per file, or per test for the files in `SINGLY`."""
+
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         return nodeid if file.startswith(SINGLY) else file
 
     def remove_node(self, node: Any) -> str | None:
-        """Give the tests of a crashed worker to others, except the one that it was running.
+        """Give the tests of a crashed worker to others, except the test that it was running.
 
-        xdist would run that one again, on one worker after another until none is left.
+        xdist would run that test again, and crash one worker after another until none is left.
         """
         pending = {
             scope: [nodeid for nodeid, is_done in unit.items() if not is_done]
@@ -35,6 +38,6 @@ class ByFile(LoadScopeScheduling):
         return crashed
 
     def _reschedule(self, node: Any) -> None:
-        """A worker that replaces a crashed one gets no tests before it has collected them."""
+        """Skip a worker that replaces a crashed one until it has collected the tests."""
         if node in self.registered_collections:
             super()._reschedule(node)

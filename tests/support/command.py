@@ -1,4 +1,4 @@
-"""The command `slotzero` called in process."""
+"""Types for tests that call the command `slotzero` in process."""
 
 import io
 import json
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 
 class Result:
+    """Exit code, standard output and standard error of the command."""
+
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
 
@@ -15,6 +17,8 @@ class Result:
 
 
 class Terminal(io.TextIOWrapper):
+    """A stream that claims to be a terminal."""
+
     def isatty(self) -> bool:
         return True
 

@@ -1,4 +1,4 @@
-"""Many clients of a server of two engines, of which one is killed: what they all see."""
+"""Load test of a server with two engines, one of which is killed while many clients wait."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ import httpx
 from served import PATIENCE, Server
 
 NUM_CLIENTS = 50
-NUM_SLOTS = 2  # of each engine: most clients wait
-PAUSE = 1.0  # seconds of a client between two answers: an engine that starts needs the machine too
+NUM_SLOTS = 2  # of each engine, so that most clients wait
+PAUSE = 1.0  # seconds between a client's requests: leaves the CPU to the engine that restarts
 LETTERS = {str(ord(letter)): 100 for letter in "abcdefghijklmnopqrstuvwxyz"}  # one token, one byte
 BODY: dict[str, Any] = {
     "model": "tiny:llama",
@@ -27,12 +27,12 @@ BODY: dict[str, Any] = {
 
 @dataclass
 class Seen:
-    """What all clients saw."""
+    """The results of all clients."""
 
     answers: dict[str, set[str]] = field(default_factory=dict)  # by prompt
     ended_at: list[float] = field(default_factory=list)
-    died_after: list[int] = field(default_factory=list)  # letters
-    odd: list[str] = field(default_factory=list)
+    died_after: list[int] = field(default_factory=list)  # letters received before the engine died
+    odd: list[str] = field(default_factory=list)  # answers that are neither whole nor cut by death
 
 
 async def ask(http: httpx.AsyncClient, prompt: str, seen: Seen) -> None:
@@ -43,9 +43,9 @@ async def ask(http: httpx.AsyncClient, prompt: str, seen: Seen) -> None:
             return
         async for line in got.aiter_lines():
             if line.startswith("data: {"):
-                told = json.loads(line.removeprefix("data: "))
-                code = told.get("error", {}).get("code")
-                text += "".join(choice["text"] for choice in told.get("choices", ()))
+                event = json.loads(line.removeprefix("data: "))
+                code = event.get("error", {}).get("code")
+                text += "".join(choice["text"] for choice in event.get("choices", ()))
     if code == "engine_died" and len(text) < BODY["max_tokens"]:
         seen.died_after.append(len(text))
     elif code is None and len(text) == BODY["max_tokens"]:
@@ -67,16 +67,22 @@ def engines(url: str) -> list[str]:
 
 
 def kill_one_under_load(server: Server, victim: int) -> None:
-    """Of two engines whose processes are anybody's; nothing but what ran on it is lost."""
+    """Kill one of two engines under load, and check that only the requests running on it are lost.
+
+    `victim` is the process id of the engine.
+    """
     seen = Seen()
     killed, back = asyncio.run(_abuse(server.url, victim, seen))
-    print(f"{len(seen.ended_at)} whole, {len(seen.died_after)} died, back in {back - killed:.1f} s")
+    print(
+        f"{len(seen.ended_at)} answers complete, {len(seen.died_after)} cut off, "
+        f"engine restarted in {back - killed:.1f} s"
+    )
     assert seen.odd == []
-    assert all(num > 0 for num in seen.died_after), "who had nothing yet was sent elsewhere"
-    assert len(seen.died_after) <= NUM_SLOTS, "they were all on the one that died"
+    assert all(num > 0 for num in seen.died_after), "a request without output was not rerouted"
+    assert len(seen.died_after) <= NUM_SLOTS, "a request of the other engine was lost"
     assert len(seen.answers) == NUM_CLIENTS
-    assert all(len(answers) == 1 for answers in seen.answers.values()), "whoever answered"
-    assert any(killed < at < back for at in seen.ended_at), "the other one answered"
+    assert all(len(answers) == 1 for answers in seen.answers.values()), "the engines disagree"
+    assert any(killed < at < back for at in seen.ended_at), "the other engine did not answer"
     metrics = httpx.get(f"{server.url}/metrics").text
     restarts = [
         f'slotzero_engine_restarts_total{{engine="{i}"}} {n}.0' for i in (0, 1) for n in (0, 1)
@@ -88,10 +94,13 @@ def kill_one_under_load(server: Server, victim: int) -> None:
 
 
 async def _abuse(url: str, victim: int, seen: Seen) -> tuple[float, float]:
-    """Load, until all have an answer and both engines a queue, and so again once the one that is
-    killed is back -> when it was killed, and when it was back"""
+    """Kill an engine under load, wait until it is back, and load it again.
+
+    Both before the kill and after the restart, the load continues until every client has an answer
+    and both engines have a queue. Returns when the engine was killed and when it was ready again.
+    """
     is_over = asyncio.Event()
-    # an idle connection may be closed by the server just when it is used again
+    # no idle connections: the server may close one just when the client uses it again
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         asyncio.timeout(PATIENCE),
@@ -128,6 +137,6 @@ async def _waiting(http: httpx.AsyncClient) -> list[int]:
 
 async def _states(http: httpx.AsyncClient) -> list[str]:
     health = await http.get("/health")
-    assert health.status_code == 200, "the other one serves"
-    told: list[str] = health.json()["engines"]
-    return told
+    assert health.status_code == 200, "the other engine does not serve"
+    states: list[str] = health.json()["engines"]
+    return states

@@ -1,4 +1,4 @@
-"""Requests to an engine in a process of its own, and waiting for its answers."""
+"""Helpers for tests of an engine in its own process: prompts, parameters, and waiting."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ from slotzero.server.stream import Stream
 
 LONG = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 STAGES = ["kernels", "weights", "recording"]
-SOON = 20.0  # seconds: a busy machine is slow, and nothing here may hang
+SOON = 20.0  # seconds: enough for a busy machine, and a limit for a test that hangs
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -1,4 +1,4 @@
-"""Engines of a tiny model, requests to them, and a check that they leave nothing behind."""
+"""Engines with a tiny model, requests for them, and a check that nothing has leaked."""
 
 import random
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def greedy(max_tokens: int | None = 24, **more: object) -> SamplingParams:
 
 
 def drain(engine: Engine) -> list[RequestHandle]:
-    """-> every answer, once for each token it got."""
+    """Step until the engine is idle, and return each answer once for every token it received."""
     grown = []
     for _ in range(2000):  # a request that never ends must not hang the tests
         grown += engine.step()

@@ -1,4 +1,4 @@
-"""An engine that answers with a given text, and the HTTP application over it."""
+"""Fake engine that answers with a given text, and requests to the HTTP application over it."""
 
 import asyncio
 import json
@@ -32,6 +32,8 @@ STATS = Stats(
 
 
 class FakeStream:
+    """The stream of one answer, which can hang, die or be refused as its client says."""
+
     def __init__(self, client: "FakeClient", request_id: str, grown: list[TokenDelta]) -> None:
         self._client, self._id, self._grown = client, request_id, grown
         self.is_closed = False
@@ -57,7 +59,7 @@ class FakeStream:
 
 
 class FakeClient:
-    """Answers `text`, whatever is asked, in steps of so many tokens."""
+    """An engine client that answers every request with `text`, `step` tokens at a time."""
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class FakeClient:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Of the last request."""
+        """Sampling parameters of the last request."""
         return self.submitted[-1][2]
 
     @property

@@ -1,4 +1,4 @@
-"""Tiny random models built with transformers, saved to disk, and asked for what is right."""
+"""Oracles: tiny random models of every family, and the tokens that transformers generates."""
 
 import copy
 from collections.abc import Sequence
@@ -14,14 +14,15 @@ ROPE = {"rope_theta": 10000.0}
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture at one odd shape."""
+    """One architecture with one unusual shape."""
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
     causal: str = ""
-    """Of the model's class, where it is not the config's."""
+    """Name of the model class, if it does not follow from the config class."""
     query_norm: float = 1.0
-    """Where scores are not divided by the size of a head, it is small, lest they drown rounding."""
+    """Scale of the query norm's weights. It is small where the scores are not divided by the head
+    size, since large scores would hide rounding differences."""
 
 
 BASE = {
@@ -131,7 +132,7 @@ FAMILIES = {
             "num_kv_shared_layers": 3,
             "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 12,
-            "vocab_size": 210,  # in clusters of ten, for its assistant
+            "vocab_size": 210,  # a multiple of ten: its assistant has clusters of ten tokens
             "vocab_size_per_layer_input": 230,
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": True,
@@ -349,7 +350,7 @@ FAMILIES = {
             "ssm_state_size": 12,
             "conv_kernel": 4,
             "chunk_size": 32,
-            "time_step_min": 1e-9,  # transformers heeds it in prompts alone
+            "time_step_min": 1e-9,  # transformers applies it only in prompts
             "n_routed_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
@@ -409,17 +410,17 @@ HYBRIDS = (
     "gpt-oss",
     "mimo-v2",
 )
-"""Families with layers that see a window."""
+"""Families with sliding-window layers."""
 
 RECURRENT = ("qwen3-next", "falcon-h1", "granite-hybrid", "nemotron-h")
 """Families with recurrent layers."""
 
 
 Answer = tuple[list[int], torch.Tensor]
-"""Token ids, and the logits behind each: [tokens, vocab]."""
+"""Token ids, and the logits of each: [tokens, vocab]."""
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of RoPE whose angles depend on the length of the context so far."""
+"""RoPE types whose angles depend on the current context length."""
 
 
 @dataclass(frozen=True)
@@ -429,7 +430,7 @@ class Oracle:
     rotary: Any
     vocab_size: int
     known: dict[tuple[int, ...], Answer] = field(default_factory=dict)
-    """The longest answer computed so far, by prompt."""
+    """The longest answer computed so far for each prompt."""
 
     @property
     def path(self) -> str:
@@ -438,10 +439,11 @@ class Oracle:
     def generate(
         self, prompt: list[int], num_tokens: int = 64, guess: Sequence[int] = ()
     ) -> Answer:
-        """Return greedy tokens of transformers and the logits behind each.
+        """Return the greedy tokens of transformers and the logits of each.
 
-        If `guess` is that answer, one pass over prompt and guess finds all logits. Otherwise the
-        tokens are computed one by one with the KV cache of transformers, and the guess is ignored.
+        If `guess` is the right answer, one pass over prompt and guess computes all logits.
+        Otherwise the guess is ignored, and the tokens are computed one by one with transformers'
+        KV cache.
         """
         key = tuple(prompt)
         if key not in self.known or len(self.known[key][0]) < num_tokens:
@@ -461,7 +463,7 @@ class Oracle:
 
     @torch.no_grad()
     def _decode(self, prompt: list[int], num_tokens: int) -> Answer:
-        # transformers grows dynamic rope in place and keeps it: every request starts afresh here
+        # transformers grows dynamic RoPE in place and keeps it, so reset it for every request
         if self.rotary is not None:
             self.model.model.rotary_emb = copy.deepcopy(self.rotary)
         ids, cache, tokens, rows = torch.tensor([prompt]), None, [], []
@@ -477,15 +479,15 @@ class Oracle:
 def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> Oracle:
     torch.manual_seed(1)
     config = getattr(transformers, f"{family.model}Config")(**{**BASE, **family.config})
-    config._attn_implementation = "eager"  # which knows sinks and soft caps
+    config._attn_implementation = "eager"  # the one that supports sinks and soft caps
     model = getattr(transformers, f"{family.causal or family.model}ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype)  # buffers, rope's frequencies, stay float32
-        if name.endswith("A_log"):  # states that forget slowly, and some that do not
+        parameter.data = parameter.data.to(dtype)  # buffers (RoPE frequencies) stay float32
+        if name.endswith("A_log"):  # some states decay slowly, some quickly
             torch.nn.init.uniform_(parameter, -4.0, 1.0)
         elif name.endswith(".D"):
             torch.nn.init.normal_(parameter, 0, 0.5)
-        elif name.endswith("bias"):  # transformers starts them at zero, which would hide them
+        elif name.endswith("bias"):  # transformers initialises them to zero, which hides mistakes
             torch.nn.init.normal_(parameter, 0, 0.2)
         elif "norm" in name:
             size = family.query_norm if "q_norm" in name else 1.0
@@ -496,7 +498,7 @@ def build(family: Family, folder: Path, dtype: torch.dtype = torch.float32) -> O
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0, 0.2)
         elif name.endswith("layer_scalar"):
-            buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # as it is stored
+            buffer.copy_(torch.nn.init.uniform_(buffer, 0.5, 1.5).to(dtype))  # rounded as on disk
     model.save_pretrained(folder)
     rotary = copy.deepcopy(getattr(model.model, "rotary_emb", None))
     return Oracle(folder, model, rotary, config.vocab_size)

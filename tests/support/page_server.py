@@ -1,9 +1,10 @@
-"""A stand-in for the server under the page: made-up answers, and an engine that seems to be busy.
+"""Fake server for the web page: canned answers, and an engine that appears to be busy.
 
     python tests/support/page_server.py [PORT] [--key KEY] [--gpu]
 
-It serves the real page under the real policy, and /live made by the real Metrics over a client that
-follows the clock. With --gpu the made-up engine records prefill too, and a size has failed.
+It serves the real page with the real content security policy. /live comes from the real Metrics,
+over a fake client whose statistics follow the clock. With --gpu the fake engine also captures
+prefill, and one capture size has failed.
 """
 
 import argparse
@@ -39,7 +40,7 @@ FAILED = "failed its check: tensor 'sampled' row 3 is 17 and should be 0"
 
 
 class FakeClient:
-    """Grows with the clock: about 40 steps a second of 5 to 23 rows."""
+    """An engine client whose statistics follow the clock: about 40 steps a second, 5 to 23 rows."""
 
     state = "ready"
     failure = ""

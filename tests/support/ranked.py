@@ -1,8 +1,8 @@
-"""`python ranked.py RANK SIZE JOBS.json`: engines of several ranks, one after another.
+"""One rank of a rank group that runs a list of jobs: `python ranked.py RANK SIZE JOBS.json`.
 
-Every rank does the same, and leaves the tokens and logits of its answers in a file; where ranks
-attend apart, rank 0 leads and the others obey it. To start once for many models is quick;
-tests/distributed/test_parallel.py also starts ranks as a user does.
+Every rank runs the same engine for each job, and saves the tokens and logits of its answers in a
+file. With DP attention, rank 0 leads and the other ranks follow it. The ranks are started once for
+many models, which saves time; tests/distributed/test_parallel.py also starts ranks as a user does.
 """
 
 import functools
@@ -36,7 +36,7 @@ def main(rank: int, size: int, file: Path) -> None:
     torch.set_num_threads(1)
     rendezvous = Rendezvous(size, f"file://{file.parent / 'store'}", PATIENCE)
     path = str(file.parent / "wires")
-    listener = path if rank else Listener(path, backlog=size)  # before the others come
+    listener = path if rank else Listener(path, backlog=size)  # before the other ranks connect
     ranks = rendezvous.join(rank, torch.device("cpu"))
     wires = wires_of(rank, size, listener)
     for name, job in json.loads(file.read_text()).items():
@@ -58,7 +58,7 @@ def main(rank: int, size: int, file: Path) -> None:
 
 
 def wires_of(rank: int, size: int, listener: Listener | str) -> dict[int, Connection]:
-    """Of rank 0 with each of the others"""
+    """Return the connections between rank 0 and each other rank, by the rank at the other end."""
     if isinstance(listener, str):
         wire = Client(listener)
         wire.send(rank)
@@ -88,7 +88,7 @@ def run(job: dict) -> dict:
 
 
 def run_apart(job: dict) -> dict:
-    """One request, so that others are idle, and then the rest of them."""
+    """Run a job with DP attention: one request first, so that other ranks idle, then the rest."""
     llm = LLM(job["model"], skip_tokenizer_init=True, **QUIET, **job["settings"])
     params = SamplingParams(
         temperature=0, max_tokens=job["num_tokens"], ignore_eos=True, logprobs=MAX_LOGPROBS
@@ -117,7 +117,7 @@ JOBS = {False: run, True: run_apart}
 
 
 def mutate(job: dict, rank_group: RankGroup) -> dict:
-    """Some faults, put in on every rank at once."""
+    """Inject the faults of the job on every rank at once, and return which ones were missed."""
     config = EngineConfig(model=job["model"], show_progress=False, **job["settings"])
     engine = Engine(config, rank_group)
     mutants.FAULTS = tuple(fault for fault in FAULTS if fault.name in job["faults"])

@@ -1,4 +1,4 @@
-"""`slotzero serve` in a process of its own, for tests that talk to it."""
+"""`slotzero serve` in its own process, for tests that send requests to it."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from slotzero.text.tokenizer import Tokenizer
 
 KEY = "only-for-tests"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-SETTINGS = {  # of an engine that starts at once
+SETTINGS = {  # for an engine that starts quickly
     "model": "tiny:llama",
     "backend": "eager",
     "max_num_seqs": 4,
@@ -30,10 +30,10 @@ SETTINGS = {  # of an engine that starts at once
     "skip_tokenizer_init": True,
     "show_progress": False,
 }
-PATIENCE = 120.0  # seconds; machines that test are busy
+PATIENCE = 120.0  # seconds; a machine that runs tests is busy
 RANK_TIMEOUT = 20.0
 HELLO: Any = [{"role": "user", "content": "Hello"}]
-# tiny models have no template that knows tools
+# a chat template with tools, because tiny models have none
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ tools | tojson }} answer with <tool_call>{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -54,8 +54,10 @@ ADD: Any = {
 
 
 class Server:
+    """A running `slotzero serve`: its process, URL, output lines and log file."""
+
     def __init__(self, words: list[str], log: Path, num_files: int | None = None) -> None:
-        """`num_files`: how many it may open"""
+        """Start the server and wait for its URL; `num_files` limits its open files."""
         self.log = log
         command = [sys.executable, "-m", "slotzero", "serve", *words, "--port", "0"]
         if num_files is not None:
@@ -87,27 +89,27 @@ class Server:
         return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """If it has not ended"""
+        """Kill the process if it is still running."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one has started"""
+    """Return the processes that process `pid` has started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         if int(parent) == pid:
             found.append(int(folder.name))
     return sorted(found)
 
 
 def descendants(pid: int, module: str) -> list[int]:
-    """Processes `python -m module` below this one"""
+    """Return the processes `python -m module` below process `pid`."""
     found = []
     for child in children(pid):
         try:
@@ -122,12 +124,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until
-        time.sleep(0.2)  # to ask costs the machine that is waited for
+        time.sleep(0.2)  # not shorter: polling slows down the process that we wait for
 
 
 @contextmanager
 def outpost(words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """`slotzero serve --node-rank 1`, of a server that is started elsewhere"""
+    """Run `slotzero serve --node-rank 1` for a server that is started elsewhere."""
     command = [sys.executable, "-m", "slotzero", "serve", *words, "--node-rank", "1"]
     process = subprocess.Popen(command)
     try:
@@ -145,7 +147,7 @@ def free_port() -> int:
 
 
 def kill_a_rank(server: Server, rank: int, named: str) -> None:
-    """In the midst of an answer, which ends; the next one is as before."""
+    """Kill a rank in the middle of an answer; check that the answer fails and the next is right."""
     completions = server.client().completions
 
     def answer() -> str:
@@ -170,7 +172,7 @@ def kill_a_rank(server: Server, rank: int, named: str) -> None:
 
 @contextmanager
 def tiny_server(folder: Path) -> Iterator[Server]:
-    """Serves a random model, which it writes into the folder, under the name tiny."""
+    """Write a random model into the folder and serve it under the name tiny."""
     (folder / "config.json").write_text(json.dumps(tiny_configs()["llama"]))
     Tokenizer.bytes_tokenizer()._backend.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": TEMPLATE}

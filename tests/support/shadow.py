@@ -1,4 +1,5 @@
-"""Runs every recorded step twice from one state, replayed and eagerly, and compares all of it."""
+"""Observer that runs every captured step twice from one state, replayed and eagerly, and compares
+all tensors."""
 
 import torch
 
@@ -8,7 +9,7 @@ from slotzero.graph.observer import Observer
 
 
 class Shadow(Observer):
-    """`differences[tensor]` is the largest difference seen in any table or output."""
+    """The observer; `differences[name]` is the largest difference seen in that tensor."""
 
     def __init__(self, engine: Engine) -> None:
         self.differences: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Odd shapes of attention: heads, KV heads, head size, page size."""
+"""Unusual attention shapes: (heads, KV heads, head size, page size)."""
 
 SHAPES = [
     (9, 3, 64, 16),

@@ -1,10 +1,10 @@
-"""A scheduler driving a simulated device, and the device against a run without any batching.
+"""Simulated device driven by a real scheduler, and checked against runs without any batching.
 
-The device below obeys table writes and steps and nothing else. Its KV is a chain of hashes: the
-entry of a position depends on every token up to it, so a page that was shared, freed, reused or
-recomputed wrongly cannot read like the right one. In every KV group each row reads all that its
-tokens may read, before and after the rows write. The next token is taken from the last entry. So
-if each request gets the tokens that it gets alone, no decision of the scheduler changed an answer.
+The device obeys only table writes and steps. Its KV cache is a chain of hashes: the entry of a
+position depends on every token up to it, so a page that was shared, freed, reused or recomputed
+wrongly never holds the right entries. In every KV group, each row reads everything that its tokens
+may read, before and after the rows write. The next token is derived from the last entry. So if each
+request gets the tokens that it gets alone, no decision of the scheduler changed an answer.
 """
 
 import random
@@ -28,7 +28,7 @@ def next_token(entry: int) -> int:
 
 
 def tokens_alone(prompt: list[int], max_len: int) -> tuple[list[int], list[int]]:
-    """All tokens up to max_len, blind to stop ids, and the KV entry of each position."""
+    """Return all tokens up to max_len, ignoring stop ids, and the KV entry of each position."""
     tokens, entries = list(prompt), []
     while len(entries) < max_len:
         entries.append(hash((entries[-1] if entries else 0, tokens[len(entries)])))
@@ -51,7 +51,7 @@ def expected_answer(request: Request) -> tuple[list[int], str]:
 
 @dataclass
 class Counting:
-    """A grammar of any tokens, but only so many."""
+    """A grammar that allows every token, and ends after a fixed number of them."""
 
     num_tokens: int
     num_taken: int = 0
@@ -75,24 +75,24 @@ class SlotRow:
     target: int
     pages: list[list[int]]
     drafter_len: int
-    """By a drafter, if there is one."""
+    """Number of tokens that the drafter has computed, if there is a drafter."""
     num_constrained: int = -1
-    """How many tokens were known when it was last said what may follow them."""
+    """Number of tokens that were known when the grammar mask was last set."""
 
 
 @dataclass
 class Device:
-    """Tables and KV as the device sees them. Writes wait until the next step, as staged ones do."""
+    """Tables and KV cache as the device sees them; writes are staged until the next step."""
 
     page_size: int
     windows: Sequence[int | None]
     most_behind: int | None = None
-    """If there is a drafter: then the last group is its own."""
+    """How far the drafter may lag behind; None: no drafter. With one, the last group is its own."""
     num_caught_up: int = 0
     staged: list[tuple] = field(default_factory=list)
     table: dict[int, SlotRow] = field(default_factory=dict)
     kv: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """By group, page and place in it."""
+    """KV entries by group, page and offset in the page."""
 
     def admitted(self, request: Request, tokens, num_computed: int, pages) -> None:
         row = SlotRow(tokens, num_computed, request.target, pages, num_computed)
@@ -121,11 +121,11 @@ class Device:
         starts = [self.table[slot].length for slot in slots]
         for row, start in zip(rows, starts, strict=True):
             assert row.start <= start if row.start >= row.request.target else row.start == start
-            assert row.request.pages == self.table[row.slot].pages, "a change was not told"
-            # every row reads before any row writes: a step must not lean on its own neighbours
+            assert row.request.pages == self.table[row.slot].pages, "a change was not written"
+            # every row reads before any row writes: no row may depend on other rows of the step
             self._read(row, start, start)
         sampled = [self._run(row, step.width) for row in rows]
-        for row, start in zip(rows, starts, strict=True):  # nor may it be hurt by them
+        for row, start in zip(rows, starts, strict=True):  # nor may they overwrite its entries
             self._read(row, start, self.table[row.slot].length)
         if self.most_behind is not None:
             if not step.is_decode:
@@ -139,11 +139,11 @@ class Device:
 
     @property
     def _own_groups(self) -> range:
-        """Those of the model."""
+        """Return the indices of the model's own KV groups, without the drafter's."""
         return range(len(self.windows) - (self.most_behind is not None))
 
     def _follow(self, rows: Sequence[Row]) -> None:
-        """The drafter computes what is new, from what it has computed before."""
+        """Let the drafter compute the new tokens on top of those it has computed before."""
         group = len(self.windows) - 1
         for row in rows:
             own = self.table[row.slot]
@@ -156,7 +156,7 @@ class Device:
     def _apply(self) -> None:
         for kind, slot, *rest in self.staged:
             if kind == "admitted":
-                assert slot not in self.table, "the slot still belongs to another"
+                assert slot not in self.table, "the slot still belongs to another request"
                 self.table[slot] = rest[0]
             elif kind == "pages":
                 self._write_pages(self.table[slot].pages[rest[0]], rest[1], rest[2])
@@ -171,8 +171,8 @@ class Device:
             assert first == len(table) and all(pages)
             table += pages
         else:
-            assert all(table[first : first + len(pages)]), "let go twice"
-            assert not any(table[:first]), "let go in the middle"
+            assert all(table[first : first + len(pages)]), "a page was released twice"
+            assert not any(table[:first]), "a page was released before an older one"
             table[first : first + len(pages)] = pages
 
     def _place(self, slot: int, group: int, position: int) -> tuple[int, int, int]:
@@ -193,7 +193,7 @@ class Device:
         assert entries == truth[first:end], f"{row.request.id} reads KV that is not its own"
 
     def _run(self, row: Row, width: int) -> list[int]:
-        """With a width above 1, drafts: some of them are right."""
+        """Return the tokens of a row; with a width above 1 it has drafts, some of them right."""
         own = self.table[row.slot]
         if width == 1:
             return self._compute(row, own, row.count)
@@ -201,7 +201,7 @@ class Device:
         num_tried = min(width, room) if row.request.grammar is None else min(1, room)
         sampled: list[int] = []
         for i in range(num_tried):
-            for group in range(len(self.windows)):  # wrong ones are stored too
+            for group in range(len(self.windows)):  # wrong drafts are stored too
                 self.kv[self._place(row.slot, group, own.length + num_tried - 1 - i)] = -1
         while len(sampled) < num_tried:
             sampled += self._compute(row, own, 1)
@@ -228,7 +228,7 @@ class Device:
 
 
 class World:
-    """An engine without a model: plans, launches, and commits late."""
+    """An engine without a model: it plans and launches steps, and commits them later."""
 
     def __init__(
         self, num_pages: int | Sequence[int], windows: Sequence[int | None] = (None,), **config
@@ -245,9 +245,9 @@ class World:
         self.requests: list[Request] = []
         self.widths = random.Random(len(self.groups))
         self.num_right = 0
-        """Drafts that were."""
+        """Number of drafts that were accepted."""
         self.num_sat_out = 0
-        """Chunks that found too few pages of a window."""
+        """Number of prefill chunks that sat out a step for lack of window pages."""
 
     def add(
         self, prompt: list[int], max_tokens: int = 99, stop_ids=(), min_tokens=0, grammar=None
@@ -276,9 +276,9 @@ class World:
         can_advance = oldest is not None and oldest.num_known < oldest.max_len
         waits = oldest is not None and (oldest.status is RequestStatus.WAITING or oldest.grammar)
         if waits and oldest.num_in_flight:
-            can_advance = False  # it waits for the commit of its own sample
+            can_advance = False  # it waits until its own sample is committed
         if oldest is not None and oldest.most_known >= oldest.max_len:
-            can_advance = False  # its drafts may have been right to the end
+            can_advance = False  # it may be finished, if all drafts in flight are right
         preemptions = {request: request.num_preemptions for request in self.alive}
         step = self.schedulers.plan(self.widths.randint(1, 1 + self.config.ahead))
         self.scheduler.check()
@@ -315,7 +315,7 @@ class World:
             num_held = sum(page != 0 for page in pages)
             if window is None:
                 assert num_held == len(pages)
-            else:  # a window and a chunk, wherever they begin, and drafts of some steps
+            else:  # a window, a chunk and drafts of several steps, aligned to pages or not
                 more = row.count + 5 * self.config.ahead + (self.config.most_behind or 0)
                 assert num_held <= (window - 1 + more - 1 + size - 1) // size + 1
 
@@ -334,7 +334,7 @@ class World:
         self.scheduler.check()
 
     def turn(self) -> Step | None:
-        """One turn of the engine: plan and launch N + 1, then commit N."""
+        """Run one turn of the engine: plan and launch step N + 1, then commit step N."""
         step = self.launch()
         if self.pending and (step is None or len(self.pending) > 1):
             self.commit()
@@ -349,8 +349,8 @@ class World:
             if not (self.scheduler.has_work or self.pending):
                 return
             could_commit = bool(self.pending)
-            assert self.turn() is not None or could_commit, "nothing runs and nothing will"
-        raise AssertionError("the work does not end")
+            assert self.turn() is not None or could_commit, "deadlock: no step runs"
+        raise AssertionError("the requests do not finish within 5000 turns")
 
     def verify(self) -> None:
         for request in self.requests:

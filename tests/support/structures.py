@@ -1,4 +1,4 @@
-"""Structured outputs: grammars to ask for, requests with them, and waiting for their masks."""
+"""Helpers for structured outputs: example grammars, requests with them, and waiting for masks."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ PERSON = {
 }
 MAIL = r"[a-z]{2,5}@[a-z]{2,5}\.(com|org)"
 COLOURS = ["red", "green", "greenish", "né"]
-# A random model would leave hardly a string or a list: it is told to like their ends.
+# A random model would hardly ever end a string or a list: these biases favour the closing tokens.
 TIDY = {ord('"'): 6.0, ord("]"): 6.0, ord("}"): 4.0} | dict.fromkeys(b" \t\r\n", -100.0)
 SHAPES: dict[str, dict[str, Any]] = {
     "schema": {"json_schema": PERSON},
@@ -34,20 +34,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shaped(shape: str | dict[str, Any], seed: int = 1, **more: Any) -> SamplingParams:
-    asked = SHAPES[shape] if isinstance(shape, str) else shape
-    wanted = {"temperature": 1.0, "seed": seed, "max_tokens": 150, "logit_bias": TIDY, **more}
-    return SamplingParams(**wanted, structured_outputs=asked)
+    structure = SHAPES[shape] if isinstance(shape, str) else shape
+    params = {"temperature": 1.0, "seed": seed, "max_tokens": 150, "logit_bias": TIDY, **more}
+    return SamplingParams(**params, structured_outputs=structure)
 
 
-def begun(pool: Grammars, **asked: Any) -> Grammar:
-    grammar = pool.begin(StructuredOutputs(**asked))
+def begun(pool: Grammars, **structure: Any) -> Grammar:
+    """Begin a grammar and wait for its first mask; raise `RequestError` if it fails."""
+    grammar = pool.begin(StructuredOutputs(**structure))
     if not settled(grammar):
         raise RequestError(grammar.failure)
     return grammar
 
 
 def settled(grammar: Grammar) -> bool:
-    """Wait for its mask; -> whether there is one."""
+    """Wait for the grammar's mask, and return whether there is one."""
     until = time.monotonic() + 60.0
     while not grammar.is_settled:
         assert time.monotonic() < until

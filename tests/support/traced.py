@@ -1,4 +1,4 @@
-"""Runs whose logits are kept, and prompts of random token ids."""
+"""LLM that records its logits, and prompts of random token ids."""
 
 import random
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 
 class Traced:
-    """An LLM whose logits are kept: `logits[request id]` is one row per sampled token."""
+    """An LLM that records logits: `logits[request id]` has one row per sampled token."""
 
     def __init__(self, model: str, **settings: object) -> None:
         settings = {"skip_tokenizer_init": True, "show_progress": False, **settings}
@@ -42,7 +42,7 @@ class Traced:
         worker.run = traced  # type: ignore[method-assign]
 
     def generate(self, prompts: list, params: SamplingParams = GREEDY) -> list[list[int]]:
-        """-> token ids by prompt; `self.logits` then holds this batch's rows, by request id."""
+        """Return the token ids for each prompt, and keep this batch's logits in `self.logits`."""
         self.logits.clear()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         self.request_ids = [output.request_id for output in outputs]
@@ -56,6 +56,6 @@ def expect_equal(traced: Traced, oracle, prompts, num_tokens: int = 64) -> None:
     for prompt, got, request_id in zip(prompts, tokens, traced.request_ids, strict=True):
         expected, logits = oracle.generate(prompt["prompt_token_ids"], num_tokens, guess=got)
         assert got == expected
-        # a preempted request samples nothing twice, so there is one row for each token
+        # a preempted request samples no token twice, so there is one row per token
         rows = torch.stack(traced.logits[request_id][:num_tokens])
         assert (rows - logits).abs().max() < 1e-4

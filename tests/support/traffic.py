@@ -1,6 +1,6 @@
-"""Random traffic: batches of requests that arrive, are cancelled and run out of pages.
+"""Random traffic: batches of requests that arrive over time, are cancelled and run out of pages.
 
-Everything is drawn from a `random.Random`, which may be a seeded one or Hypothesis's own.
+Everything is drawn from a `random.Random`: a seeded one, or Hypothesis's.
 """
 
 import random
@@ -17,8 +17,8 @@ from slotzero.executor.limits import group_shapes
 from slotzero.models.families.family import parse_config
 from slotzero.sampling.params import SamplingParams
 
-TEXT = 256  # token ids of a tiny model that are bytes
-# Pages run out in the first; prompts are long and rows are padded in the second.
+TEXT = 256  # the token ids below this are bytes, in a tiny model
+# "tight" runs out of pages; "wide" has long prompts and padded rows.
 SHAPES: dict[str, dict[str, int]] = {
     "tight": {
         "max_num_seqs": 5, "max_num_batched_tokens": 20, "max_model_len": 64, "page_size": 4,
@@ -56,12 +56,14 @@ def engine_of(family: str, shape: str, **more: object) -> Engine:
 
 @dataclass(frozen=True)
 class Visit:
+    """One request of a batch: when it arrives, what it asks for, and when it is cancelled."""
+
     wait: int
-    """Steps between the last arrival and this one."""
+    """Steps between the previous arrival and this one."""
     prompt: list[int]
     params: SamplingParams
     patience: int | None
-    """Steps until it is cancelled, if it is."""
+    """Steps from its arrival to its cancellation, or None if it is not cancelled."""
 
 
 def draw_batch(rng: random.Random, max_model_len: int) -> list[Visit]:
@@ -69,7 +71,7 @@ def draw_batch(rng: random.Random, max_model_len: int) -> list[Visit]:
 
 
 def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
-    """Two in three begin like another, so that prefixes are found again."""
+    """Draw a request; two in three share a prefix, so that the prefix cache finds it."""
     text = rng.randint(0, 2)
     shared = [(7 * i + text) % TEXT for i in range(rng.choice([0, 16, 33]))]
     room = max_model_len - len(shared) - 1
@@ -95,7 +97,7 @@ def draw_visit(rng: random.Random, max_model_len: int) -> Visit:
 
 
 def send(engine: Engine, batch: list[Visit], name: str = "") -> list[RequestHandle]:
-    """Runs the batch to its end; -> answers, in order of arrival."""
+    """Run the batch to its end, and return the answers in order of arrival."""
     answers: list[RequestHandle] = []
     arrivals, now = [], 0
     for visit in batch:

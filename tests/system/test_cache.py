@@ -1,4 +1,4 @@
-"""A cache folder that cannot be written, or is full: one line that names it and the remedy."""
+"""Tests of a read-only or full cache folder: the error is one line with folder and remedy."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ exit 1
 
 @pytest.fixture
 def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder that cannot be made, by root neither: a file is in its place."""
+    """Return a cache folder that not even root can create, since a file is in its place."""
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("SLOTZERO_CACHE", str(file / "cache"))
@@ -39,7 +39,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> No
     monkeypatch.setenv("SLOTZERO_CACHE", str(folder / "cache"))
 
 
-def test_kernels_are_not_built_where_nothing_can_be_written(blocked: Path) -> None:
+def test_kernels_are_not_built_in_a_read_only_folder(blocked: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written") as caught:
         build._build(build._library_path())
     assert str(blocked / "kernels") in str(caught.value)
@@ -47,13 +47,15 @@ def test_kernels_are_not_built_where_nothing_can_be_written(blocked: Path) -> No
 
 
 @pytest.mark.slow
-def test_graphs_are_not_compiled_where_nothing_can_be_written(blocked: Path) -> None:
+def test_graphs_are_not_compiled_in_a_read_only_folder(blocked: Path) -> None:
     with pytest.raises(ConfigError, match="SLOTZERO_CACHE") as caught:
         CpuBackend()
     assert str(blocked / "inductor") in str(caught.value)
 
 
-def test_graphs_go_where_torch_was_told(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_graphs_go_to_the_folder_set_for_torch(
+    blocked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     CpuBackend()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
@@ -105,7 +107,7 @@ def test_any_other_error_of_the_compiler_is_in_the_first_line(
         (errno.EACCES, ConfigError, "cannot be written (Permission denied)"),
     ],
 )
-def test_errors_are_told_apart(
+def test_errors_are_distinguished(
     tmp_path: Path, number: int, kind: type[SlotzeroError], says: str
 ) -> None:
     with pytest.raises(kind) as caught, writing(tmp_path / "new"):
@@ -114,7 +116,7 @@ def test_errors_are_told_apart(
     assert str(tmp_path / "new") in str(caught.value)
 
 
-def test_a_folder_that_exists_is_written_to(
+def test_an_existing_folder_is_tested_by_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert writable(tmp_path) == tmp_path
@@ -132,7 +134,8 @@ def test_a_folder_that_exists_is_written_to(
 def test_kernels_share_the_cxx_library_with_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiler that links the C++ library statically by default: an exception would crash."""
+    """With a compiler that links the C++ library statically by default, an exception would
+    crash."""
     compiler = tmp_path / "cxx"
     compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)

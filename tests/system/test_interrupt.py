@@ -20,7 +20,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_another_thread_is_left_alone():
+def test_another_thread_is_not_interrupted():
     seen = []
 
     def work():
@@ -56,8 +56,8 @@ def test_an_interrupted_generate_leaves_a_usable_engine(oracles):
 
 
 @pytest.mark.parametrize("place", ["add", "cancel"])
-def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
-    """While requests are added, and a second one while they are cancelled."""
+def test_an_interrupt_between_steps_leaves_no_request_behind(oracles, place):
+    """One interrupt comes while requests are added, a second one while they are cancelled."""
     oracle = oracles("llama")
     llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
     prompts = prompts_of([20, 5, 9, 7], oracle.vocab_size)
@@ -88,7 +88,7 @@ def test_an_interrupt_between_steps_leaves_nobody_behind(oracles, place):
     llm.engine.check()
 
 
-def test_a_request_whose_text_cannot_begin_is_not_queued(monkeypatch):
+def test_a_request_whose_output_text_fails_is_not_queued(monkeypatch):
     llm = LLM("tiny:llama", backend="eager", max_model_len=64, show_progress=False)
 
     def fail(*_):
@@ -101,7 +101,7 @@ def test_a_request_whose_text_cannot_begin_is_not_queued(monkeypatch):
 
 
 def test_a_step_that_fails_leaves_no_false_prefix(oracles):
-    """Its prompt's pages were promised to the cache and never computed."""
+    """The pages of its prompt were promised to the cache, but never computed."""
     oracle = oracles("llama")
     llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
     (prompt,) = prompts_of([60], oracle.vocab_size)
@@ -121,7 +121,7 @@ def test_a_step_that_fails_leaves_no_false_prefix(oracles):
     llm.engine.check()
 
 
-def test_results_that_fail_to_arrive_leave_nobody_hanging(oracles):
+def test_lost_results_leave_no_request_waiting(oracles):
     oracle = oracles("llama")
     llm = LLM(oracle.path, backend="eager", skip_tokenizer_init=True, show_progress=False)
     prompts = prompts_of([9, 20], oracle.vocab_size)

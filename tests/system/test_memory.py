@@ -1,4 +1,4 @@
-"""What memory there is: a machine's, and less of it in a container."""
+"""Tests of the detected memory: that of a machine, and less in a container."""
 
 from pathlib import Path
 
@@ -23,20 +23,20 @@ def write(root: Path, name: str, text: object) -> None:
     (root / name).write_text(str(text))
 
 
-def test_a_machine(root: Path) -> None:
+def test_memory_of_a_machine(root: Path) -> None:
     assert memory() == SystemMemory(64 * GIB, 40 * GIB)
-    write(root, "proc/self/cgroup", "0::/\n")  # a group without limits
+    write(root, "proc/self/cgroup", "0::/\n")  # a control group without limits
     assert memory() == SystemMemory(64 * GIB, 40 * GIB)
 
 
-def test_this_machine() -> None:
+def test_memory_of_this_machine() -> None:
     held = memory()
     assert 0 < held.available <= held.total
 
 
 @pytest.mark.parametrize("own", ["/", "/kubepods/pod/box"])
 def test_a_container_has_less(root: Path, own: str) -> None:
-    """Its folder is the top where it has a name space of its own, else deep inside."""
+    """Its control group is the root with its own namespace, and deep inside without one."""
     write(root, "proc/self/cgroup", f"0::{own}\n")
     folder = f"groups{own}".rstrip("/")
     write(root, f"{folder}/memory.max", 8 * GIB)
@@ -46,7 +46,7 @@ def test_a_container_has_less(root: Path, own: str) -> None:
     assert memory() == SystemMemory(8 * GIB, 5 * GIB)
 
 
-def test_a_group_outside_may_have_less_still(root: Path) -> None:
+def test_an_outer_group_may_have_even_less(root: Path) -> None:
     write(root, "proc/self/cgroup", "0::/slice/service\n")
     for folder, limit, used in (("slice", 4 * GIB, 3 * GIB), ("slice/service", "max", GIB)):
         write(root, f"groups/{folder}/memory.max", f"{limit}\n")
@@ -54,8 +54,8 @@ def test_a_group_outside_may_have_less_still(root: Path) -> None:
     assert memory() == SystemMemory(4 * GIB, 1 * GIB)
 
 
-def test_what_is_left_is_of_whoever_has_least(root: Path) -> None:
-    """Which need not be who may have least."""
+def test_available_memory_is_that_of_the_group_with_least_left(root: Path) -> None:
+    """That need not be the group with the lowest limit."""
     write(root, "proc/self/cgroup", "0::/pod/box\n")
     for folder, limit, used in (("pod", 10 * GIB, 9 * GIB), ("pod/box", 8 * GIB, GIB)):
         write(root, f"groups/{folder}/memory.max", limit)
@@ -64,21 +64,22 @@ def test_what_is_left_is_of_whoever_has_least(root: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "0", "0::", "0::box", "nothing", "4:memory", "x:y:z"])
-def test_lines_that_say_nothing(root: Path, line: str) -> None:
+def test_lines_without_information_are_ignored(root: Path, line: str) -> None:
     write(root, "proc/self/cgroup", f"{line}\n")
     assert memory() == SystemMemory(64 * GIB, 40 * GIB)
 
 
-def test_the_first_version_of_control_groups(root: Path) -> None:
+def test_control_groups_version_1(root: Path) -> None:
     write(root, "proc/self/cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/of-the-machine\n")
     write(root, "groups/memory/memory.limit_in_bytes", 2 * GIB)
-    write(root, "groups/memory/memory.usage_in_bytes", 3 * GIB)  # more than it may: none is left
+    # above the limit, so no memory is left
+    write(root, "groups/memory/memory.usage_in_bytes", 3 * GIB)
     assert memory() == SystemMemory(2 * GIB, 0)
     write(root, "groups/memory/memory.limit_in_bytes", 9223372036854771712)  # no limit
     assert memory() == SystemMemory(64 * GIB, 40 * GIB)
 
 
-def test_a_system_that_tells_little(root: Path) -> None:
+def test_a_system_with_little_information(root: Path) -> None:
     (root / "proc/meminfo").unlink()
     held = memory()
     assert held.total == held.available > 0

@@ -1,4 +1,4 @@
-"""continue_final_message: the prompt ends where the last message does."""
+"""Tests of continue_final_message: the prompt ends with the last message."""
 
 from typing import Any
 
@@ -37,21 +37,21 @@ def test_the_prompt_ends_with_the_last_message(template: str, text: str) -> None
     assert tokenizer(template).apply_chat_template(BEGUN, **GO_ON) == text
 
 
-def test_equal_messages_are_told_apart() -> None:
+def test_equal_messages_are_distinguished() -> None:
     again = [*BEGUN, *BEGUN]
     made = tokenizer(PLAIN).apply_chat_template(again, **GO_ON)
     whole = tokenizer(PLAIN).apply_chat_template(again, add_generation_prompt=False)
     assert made + "<end>" == whole
 
 
-def test_a_message_that_is_empty_or_a_users() -> None:
+def test_an_empty_message_and_one_of_the_user() -> None:
     made = tokenizer(PLAIN)
     empty = [{"role": "assistant", "content": ""}]
     assert made.apply_chat_template(empty, **GO_ON) == "[assistant] "
     assert made.apply_chat_template(BEGUN[:1], **GO_ON) == "[user] Count."
 
 
-def test_what_cannot_be_continued() -> None:
+def test_messages_that_cannot_be_continued() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     for template, messages, why in (
         (FIRST_ONLY, BEGUN, "omits the last message"),
@@ -59,11 +59,11 @@ def test_what_cannot_be_continued() -> None:
     ):
         with pytest.raises(RequestError, match=f"continue_final_message: .*{why}"):
             tokenizer(template).apply_chat_template(messages, **GO_ON)
-    with pytest.raises(RequestError, match="continue_final_message: not with add_generation"):
+    with pytest.raises(RequestError, match="continue_final_message: cannot be used with add_g"):
         tokenizer(PLAIN).apply_chat_template(BEGUN, continue_final_message=True)
 
 
-def test_over_http() -> None:
+def test_continuation_over_http() -> None:
     client = FakeClient("three")
     body = {"model": "tiny", "messages": BEGUN}
     made = ask(client, CHAT, body | GO_ON, tokenizer=tokenizer(PLAIN)).json()
@@ -79,7 +79,7 @@ def test_over_http() -> None:
     assert "continue_final_message: " in error["message"]
 
 
-def test_offline() -> None:
+def test_continuation_offline() -> None:
     settings: Any = {"backend": "eager", "show_progress": False, "max_num_seqs": 2}
     params = SamplingParams(temperature=0, max_tokens=8)
     llm = LLM("tiny:llama", **settings)

@@ -1,4 +1,4 @@
-"""Text to ids and back, streams of text, and chat templates."""
+"""Tests of tokenizers, incremental detokenisation, and chat templates."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ SMOLLM2 = open_checkpoint("smollm2").tokenizer()
 
 
 def sentence_piece_metadata(**more: Any) -> dict[str, Any]:
-    """A SentencePiece vocabulary: specials, all bytes, letters, and a few pieces with scores."""
+    """Return a SentencePiece vocabulary: special tokens, all bytes, letters, and a few pieces."""
     specials = ["<unk>", "<s>", "</s>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = list("▁abcdehlorw")
@@ -48,7 +48,7 @@ def sentence_piece_metadata(**more: Any) -> dict[str, Any]:
 PIECES = Tokenizer.from_gguf(sentence_piece_metadata())
 TOKENIZERS = {"bytes": BYTES, "smollm2": SMOLLM2, "pieces": PIECES}
 
-# Ids from transformers' own reading of the same file: AutoTokenizer.from_pretrained(gguf_file=...).
+# Ids by transformers from the same file: AutoTokenizer.from_pretrained(gguf_file=...).
 FROZEN = [
     ("Hello, world!", [19556, 28, 905, 17]),
     ("The capital of France is", [504, 3575, 282, 4649, 314]),
@@ -74,9 +74,9 @@ def test_the_default_model_has_the_ids_of_transformers(text: str, ids: list[int]
     assert SMOLLM2.decode(ids, skip_special_tokens=False) == text
 
 
-def test_smollm_cuts_digits_before_it_cuts_spaces() -> None:
-    """Here the original tokenizer and transformers' reading of the GGUF file differ: the former
-    takes digits away first, so the two spaces are one piece (and one token)."""
+def test_smollm_splits_digits_before_spaces() -> None:
+    """Here the original tokenizer differs from transformers' version of the GGUF file: the original
+    splits off digits first, so the two spaces are one piece (and one token)."""
     assert [SMOLLM2.decode([token]) for token in SMOLLM2.encode("a  1")] == ["a", "  ", "1"]
 
 
@@ -97,7 +97,7 @@ def test_the_id_of_a_byte_is_the_byte() -> None:
     assert (BYTES.bos_token_id, BYTES.eos_token_id) == (256, 257)
 
 
-def test_half_a_character_in_a_prompt_is_the_error_of_the_request() -> None:
+def test_half_a_character_in_a_prompt_is_an_error_of_the_request() -> None:
     with pytest.raises(RequestError, match="half a surrogate pair at position 2"):
         SMOLLM2.encode("ab\ud800c")
 
@@ -107,7 +107,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[str]:
     return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
 
 
-# The default model has no token for these bytes: its vocabulary drops them, in every engine.
+# The default model has no token for these bytes; its vocabulary drops them in every engine.
 UNKNOWN_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
 KNOWN_TEXT = st.text(
     st.characters(codec="utf-8").filter(lambda char: not UNKNOWN_BYTES & set(char.encode())),
@@ -130,7 +130,7 @@ def test_any_text_survives_a_stream(name: str, text: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_ids_stream_to_what_decode_gives(name: str, skip: bool, data: st.DataObject) -> None:
-    """Random ids are mostly broken UTF-8, special tokens and ids that do not exist."""
+    """Random ids are mostly invalid UTF-8, special tokens and unknown ids."""
     tokenizer = TOKENIZERS[name]
     token = st.integers(0, min(tokenizer.vocab_size + 20, 400))
     run = st.lists(token, max_size=70) | st.lists(st.sampled_from([3, 100, 240, 258]), max_size=70)
@@ -142,30 +142,31 @@ def byte_id(name: str, byte: int) -> int:
     if name == "smollm2":
         letter = next(letter for letter, value in byte_letters().items() if value == byte)
         return int(SMOLLM2._backend.token_to_id(letter))
-    return byte + 3 if name == "pieces" else byte  # three specials come first
+    return byte + 3 if name == "pieces" else byte  # three special tokens come first
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("cycle", ["f09f98", "80", "e4b8", "f09f9880", "c3", "e4b8ad80f0"])
 def test_long_junk_streams_to_what_decode_gives(name: str, cycle: str) -> None:
-    """Windows begin and end in the middle of characters, and of what never becomes one."""
+    """Windows begin and end inside characters, and inside bytes that never become one."""
     tokenizer = TOKENIZERS[name]
     ids = [byte_id(name, byte) for byte in bytes.fromhex(cycle) * 60 + b"abc"]
     assert "".join(stream(tokenizer, ids, skip=True)) == tokenizer.decode(ids)
 
 
-def test_a_character_of_four_tokens_comes_whole() -> None:
+def test_a_character_of_four_tokens_is_returned_whole() -> None:
     assert stream(BYTES, list("a🎉b".encode()), skip=True) == ["a", "", "", "", "🎉", "b", ""]
 
 
-def test_flush_gives_the_half_character_that_is_left() -> None:
+def test_flush_returns_the_remaining_half_character() -> None:
     assert stream(BYTES, list("a🎉".encode()[:-1]), skip=True)[-1] == "\ufffd"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("stop", ["\n", "a\n", "\n\n", "中"])
 def test_a_stop_string_of_bytes_is_found_with_its_last_one(name: str, stop: str) -> None:
-    """A decoder that reads a run of bytes at its end would find it a token later, or never."""
+    """A decoder that decodes bytes only at the end of a run would find it a token later, or
+    never."""
     before = b"" if stop.startswith("a") else b"a"
     ids = [byte_id(name, byte) for byte in before + stop.encode()]
     output = OutputText(TOKENIZERS[name], SamplingParams(stop=stop), eos_token_ids=())
@@ -177,17 +178,17 @@ def test_a_stop_string_of_bytes_is_found_with_its_last_one(name: str, stop: str)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_stop_string_of_bytes_that_came_too_early_stops_nothing(name: str) -> None:
+def test_a_stop_string_of_bytes_before_min_tokens_has_no_effect(name: str) -> None:
     early, later = (byte_id(name, byte) for byte in b"\n!")
     params = SamplingParams(stop="\n", min_tokens=2)
     output = OutputText(TOKENIZERS[name], params, eos_token_ids=())
     output.extend([early, later], None)
     assert output.stop is None
-    assert len(output.extend([early, later], None)) == 1  # what follows a stop string is dropped
+    assert len(output.extend([early, later], None)) == 1  # tokens after a stop string are dropped
     assert (output.stop, output.text) == ("\n", "\n!")
 
 
-def test_special_tokens_do_not_show_unless_asked_for() -> None:
+def test_special_tokens_are_hidden_by_default() -> None:
     ids = [256, 97, 257]
     assert stream(BYTES, ids, skip=True) == ["", "a", "", ""]
     assert "".join(stream(BYTES, ids, skip=False)) == "<bos>a<eos>"
@@ -260,15 +261,15 @@ def byte_level_metadata(pre: str, **more: Any) -> dict[str, Any]:
         ("qwen2", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĠI", "'LL", "ĊĊ", "x"]),
     ],
 )
-def test_text_is_cut_as_the_file_says(pre: str, pieces: list[str]) -> None:
+def test_text_is_split_as_the_file_says(pre: str, pieces: list[str]) -> None:
     backend = gguf_tokenizer(byte_level_metadata(pre))
     cut = backend.pre_tokenizer.pre_tokenize_str("it's 1234 I'LL\n\nx")
     assert [piece for piece, _ in cut] == pieces
 
 
-def test_what_else_a_pre_tokenizer_decides() -> None:
+def test_other_effects_of_a_pre_tokenizer() -> None:
     llama, gpt2 = (Tokenizer.from_gguf(byte_level_metadata(pre)) for pre in ("llama-bpe", "gpt-2"))
-    assert llama.encode("hello") == [259, 258]  # the bos token, and a word that no merge makes
+    assert llama.encode("hello") == [259, 258]  # the BOS token, and a word that no merge produces
     assert gpt2.encode("hello")[0] == 256
     assert len(gpt2.encode("hello")) == 4
     qwen = Tokenizer.from_gguf(byte_level_metadata("qwen2"))
@@ -300,8 +301,8 @@ def with_template(template: str | None, tool_template: str | None = None) -> Tok
     return Tokenizer(BYTES._backend, {"bos_token": "<bos>"}, template, tool_template)
 
 
-def test_the_chat_of_the_default_model() -> None:
-    """The same string as transformers' apply_chat_template on the same file."""
+def test_the_chat_template_of_the_default_model() -> None:
+    """The result equals that of transformers' apply_chat_template on the same file."""
     assert SMOLLM2.apply_chat_template(USER) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
         "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
@@ -309,7 +310,7 @@ def test_the_chat_of_the_default_model() -> None:
     assert SMOLLM2.apply_chat_template(USER, add_generation_prompt=False).endswith("Hi<|im_end|>\n")
 
 
-def test_templates_find_what_hugging_face_promises_them() -> None:
+def test_templates_get_the_functions_that_hugging_face_documents() -> None:
     template = (
         "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}\n"
         "  {% generation %}{{ m | tojson }}{% endgeneration %}\n{% endfor %}"
@@ -325,22 +326,20 @@ def test_templates_find_what_hugging_face_promises_them() -> None:
     ("template", "message"),
     [
         ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
-        ("{{ messages[0]['content'] + 1 }}", "refuses these messages"),
-        ("{% if %}", "refuses these messages"),
+        ("{{ messages[0]['content'] + 1 }}", "rejects these messages"),
+        ("{% if %}", "rejects these messages"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_what_goes_wrong_in_a_template_is_the_error_of_the_request(
-    template: str, message: str
-) -> None:
+def test_an_error_in_a_template_is_an_error_of_the_request(template: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         with_template(template).apply_chat_template(USER)
     assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_template_names_the_way_around() -> None:
-    with pytest.raises(RequestError, match="no chat template: send a plain prompt, or give one"):
+    with pytest.raises(RequestError, match="no chat template: send a plain prompt, or pass"):
         with_template(None).apply_chat_template(USER)
 
 
@@ -362,15 +361,15 @@ def write_folder(path: Path, config: dict[str, Any] | None, jinja: str | None = 
     return path
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
     config = {"bos_token": {"content": "<bos>"}, "eos_token": "<eos>", "chat_template": "one"}
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, config))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
-    assert tokenizer.encode("hello") == [256, *b"hello"]  # neither cut nor padded
+    assert tokenizer.encode("hello") == [256, *b"hello"]  # neither truncated nor padded
     assert tokenizer.chat_template == "one"
 
 
-def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
+def test_the_places_of_a_template_in_a_folder(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {"chat_template": named}))
     assert tokenizer.apply_chat_template(USER) == "two"
@@ -381,7 +380,7 @@ def test_where_a_folder_keeps_its_template(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).chat_template is None
 
 
-def test_a_folder_without_or_with_a_broken_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_with_a_missing_or_broken_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(TokenizerMissingError, match=r"tokenizer\.json is missing"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": ')

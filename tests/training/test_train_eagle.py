@@ -1,4 +1,4 @@
-"""The trainer of EAGLE-3 heads: its fast passes against a slow chain, and that it learns."""
+"""Tests of the EAGLE-3 trainer: fast passes against a slow chain, and that training succeeds."""
 
 import json
 import random
@@ -55,7 +55,7 @@ NAMES = {
 def make_head(d2t: Tensor | None = None) -> EagleHead:
     config = CONFIG if d2t is None else replace(CONFIG, draft_vocab_size=len(d2t))
     head = EagleHead(config, d2t)
-    for weight in head.parameters():  # norms that are all ones would hide one that is left out
+    for weight in head.parameters():  # norms that are all ones would hide a missing norm
         torch.nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.25)
     return head
 
@@ -70,7 +70,7 @@ def make_sample(num: int, first: int) -> Sample:
 
 
 class SlowChain:
-    """The head at inference: one location at a time, over a list of keys that grows."""
+    """The head at inference: one position at a time, over a growing list of keys."""
 
     def __init__(self, head: EagleHead, embedding: Tensor, lm_head: Tensor) -> None:
         self._weights = head.state_dict()
@@ -79,8 +79,10 @@ class SlowChain:
         self._keys: list[tuple[Tensor, Tensor]] = []
 
     def draft(self, sample: Sample, start: int, fed: list[int] | None, count: int) -> list[Tensor]:
-        """Logits of `count` drafts after token start + 1. The chain is fed these tokens, or its own
-        drafts."""
+        """Return the logits of `count` drafts after token start + 1.
+
+        The chain is fed the tokens `fed`, or its own drafts if `fed` is None.
+        """
         self._keys.clear()
         for i in range(start + 1):
             hidden = self._weights["fc.weight"] @ sample.features[i]
@@ -137,7 +139,7 @@ class SlowChain:
 
 
 @torch.no_grad()
-def test_unrolled_passes_equal_a_chain_that_runs_location_by_location() -> None:
+def test_unrolled_passes_equal_a_chain_that_runs_position_by_position() -> None:
     head, (embedding, lm_head), num_passes = make_head(), make_tables(), 5
     sample = make_sample(num=14, first=4)
     unrolled = list(head.unroll(embedding, sample.tokens[None], sample.features[None], num_passes))
@@ -163,7 +165,7 @@ def test_a_longer_neighbour_changes_nothing() -> None:
         strict=True,
     )
     for s, (one, two) in enumerate(pairs):
-        rows = 9 - s - 1  # those that are fed a token of the sequence
+        rows = 9 - s - 1  # the rows that are fed a token of the sequence
         torch.testing.assert_close(one[0, :rows], two[0, :rows])
 
 
@@ -187,7 +189,7 @@ def test_loss_and_gradient_equal_plain_cross_entropy(monkeypatch: pytest.MonkeyP
 def slow_loss(
     head: EagleHead, tables: tuple[Tensor, Tensor], samples: list[Sample], num_passes: int
 ) -> tuple[float, list[int]]:
-    """Place by place, chain by chain; -> loss, and how many drafts of each pass count."""
+    """Compute the loss position by position; return it and the counted drafts of each pass."""
     slow, ids = SlowChain(head, *tables), head.draft_ids
     losses: list[list[Tensor]] = [[] for _ in range(num_passes)]
     for sample in samples:
@@ -222,13 +224,13 @@ def test_loss_counts_answers_inside_the_sequence_and_the_draft_vocabulary(size: 
     assert loss.item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_what_is_masked_moves_neither_loss_nor_gradient() -> None:
+def test_masked_positions_affect_neither_loss_nor_gradient() -> None:
     head, tables = make_head(), make_tables()
     sample = make_sample(10, 6)
     batch = pack([sample, make_sample(14, 13)], CPU)
     spoilt = TrainingBatch(*(tensor.clone() for tensor in batch))
     spoilt.final[0, :5] = spoilt.final[0, 9:] = 1e4  # token 6 is predicted by the state at 5
-    spoilt.features[0, 8:] = spoilt.features[1, 12:] = 1e4  # no chain begins so late
+    spoilt.features[0, 8:] = spoilt.features[1, 12:] = 1e4  # no chain begins that late
     spoilt.tokens[0, 10:] = 7
     found = []
     for one in (batch, spoilt):
@@ -310,7 +312,7 @@ def test_acceptance_equals_decoding_with_the_head_step_by_step(size: int | None)
         assert measured == pytest.approx(sum(emitted) / len(emitted))
 
 
-def test_the_walk_steps_over_what_was_accepted() -> None:
+def test_the_walk_skips_accepted_tokens() -> None:
     #        first token of the answer is token 3: place 2 drafts tokens 4, 5, ...
     assert walk([9, 9, 2, 9, 9, 0, 1, 9, 0], first=3, num_tokens=10) == [3, 1, 2]
     assert walk([0, 0, 0], first=1, num_tokens=3) == [1]
@@ -334,7 +336,7 @@ def test_a_wrong_draft_ends_its_chain() -> None:
 
 
 def make_language(num: int, seed: int, vocab: int = 12) -> tuple[HeadConfig, Tensor, list[Sample]]:
-    """Four languages, each a cycle through all tokens; features tell which one is spoken."""
+    """Make four languages, each a cycle through all tokens; the features tell the language."""
     shared, rng = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     table = 2 * torch.randn(vocab, HIDDEN, generator=shared)
     follows = torch.empty(4, vocab, dtype=torch.int64)
@@ -405,7 +407,7 @@ def test_training_is_repeatable_and_has_its_own_seed() -> None:
     assert first == again != other
 
 
-def test_minutes_end_training_and_the_rate_follows_the_binding_budget(
+def test_a_time_limit_ends_training_and_the_rate_follows_the_tighter_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -419,7 +421,7 @@ def test_minutes_end_training_and_the_rate_follows_the_binding_budget(
     assert short_training(max_steps=None, max_minutes=1e-6)[-1].step == 1
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_the_learning_rate_rises_and_falls() -> None:
     rates = [rate(i / 1000) for i in range(1000)]
     top = rates.index(max(rates))
     assert min(rates) >= 0.02 and rates[0] == rates[-1] == 0.02
@@ -442,7 +444,7 @@ def test_samples_in_half_precision_train_a_float32_head() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("size", [None, 12])
-def test_a_saved_head_has_the_hubs_layout_and_comes_back(
+def test_a_saved_head_has_the_hubs_layout_and_can_be_loaded(
     tmp_path: Path, dtype: str, size: int | None
 ) -> None:
     d2t = None if size is None else torch.full((size,), 5)
@@ -500,7 +502,7 @@ def test_a_broken_folder_is_refused(tmp_path: Path) -> None:
 # Text
 
 
-def test_frequent_ids_are_the_answers_most_frequent_in_order() -> None:
+def test_frequent_ids_are_the_most_frequent_in_answers_in_order() -> None:
     sequences = [Answered([9, 9, 9, 7, 3, 7], 3), Answered([9, 5, 3, 7, 11], 1)]
     d2t = frequent_ids(sequences, 3)
     assert (d2t + torch.arange(3)).tolist() == [3, 5, 7]
@@ -528,7 +530,7 @@ def test_the_model_writes_its_own_prompts(llm: LLM) -> None:
     assert prompts != self_prompts(llm, 5, seed=4, max_tokens=16, show_progress=False)
 
 
-def test_a_message_is_asked_for_once_and_never_empty(
+def test_a_message_is_requested_once_and_never_empty(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = iter(["a", " ", "a", "b ", "", "c"])
@@ -554,7 +556,7 @@ def test_a_template_may_end_a_turn_in_plain_text(llm: LLM, monkeypatch: pytest.M
         self_prompts(llm, 1, show_progress=False)
 
 
-def test_prompts_are_noise_where_there_is_no_template(llm: LLM, monkeypatch) -> None:
+def test_prompts_are_noise_without_a_template(llm: LLM, monkeypatch) -> None:
     monkeypatch.setattr(llm.engine, "tokenizer", None)
     prompts = self_prompts(llm, 20, seed=1)
     assert len(prompts) == 20
@@ -577,7 +579,7 @@ def test_answers_follow_their_prompts_at_their_temperatures(
     assert mixed[1] != greedy[1]
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -642,7 +644,7 @@ def test_bad_settings_are_refused(settings: dict[str, float], message: str) -> N
         train(make_head(), *make_tables(), [GOOD], [GOOD], **settings)
 
 
-def test_a_table_of_another_model_is_refused() -> None:
+def test_an_lm_head_of_another_size_is_refused() -> None:
     embedding, lm_head = make_tables()
     with pytest.raises(ConfigError, match=r"lm_head is \[40, 24\], got \[39, 24\]"):
         train(make_head(), embedding, lm_head[1:], [GOOD], [GOOD], max_steps=1)
@@ -673,13 +675,13 @@ def line(tokens: list[int], first: int, held_out: bool = False) -> str:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Two answers to learn from and one to try on."""
+    """Write two answers for training and one for evaluation."""
     ids = list(range(30))
     lines = line(ids, 9), line(ids[::-1], 5), line(ids[4:], 6, held_out=True)
     return write_lines(tmp_path / "text.jsonl", *lines)
 
 
-def test_the_command_writes_a_head_that_guesses(
+def test_the_command_writes_a_working_head(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, file = tmp_path / "deep" / "head", tmp_path / "text.jsonl"
@@ -706,7 +708,7 @@ def test_the_command_writes_a_head_that_guesses(
     assert guessing.engine.speculation.num_draft_tokens > 0
 
 
-def test_the_command_learns_from_text_that_is_there(tmp_path: Path, text: Path) -> None:
+def test_the_command_trains_on_existing_text(tmp_path: Path, text: Path) -> None:
     before = text.read_text()
     words = ["--out", str(tmp_path / "head"), "--text", str(text), "--layers", "2,0,1"]
     words += ["--draft-vocab", "259", "--steps", "1", "--minutes", "1"]
@@ -717,7 +719,7 @@ def test_the_command_learns_from_text_that_is_there(tmp_path: Path, text: Path) 
     assert head.draft_ids is not None and head.draft_ids.tolist() == list(range(259))
 
 
-def test_answers_up_to_the_end_of_the_context_are_cut(tmp_path: Path, text: Path) -> None:
+def test_answers_are_cut_at_the_end_of_the_context(tmp_path: Path, text: Path) -> None:
     words = ["--out", str(tmp_path / "head"), "--text", str(text), "--steps", "1"]
     assert command([*TINY, *words, "--max-model-len", "30"]) == 0
     assert data.cut([Answered([1] * 9, 4), Answered([1] * 9, 6), Answered([1, 2], 1)], 6) == [
@@ -786,7 +788,7 @@ def test_a_model_of_two_layers_is_refused(
     assert "the model has 2 layers, and a head needs three" in capsys.readouterr().err
 
 
-def test_a_folder_for_the_head_is_needed(
+def test_a_folder_for_the_head_is_required(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
@@ -822,7 +824,7 @@ def test_a_folder_for_the_head_is_needed(
         ([line([1, 2, 259], 1)], "line 1: token id 259 is not in the vocabulary of 259"),
     ],
 )
-def test_text_that_is_no_text_is_refused_by_name(
+def test_invalid_text_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[str], message: str
 ) -> None:
     file = write_lines(tmp_path / "text.jsonl", *lines)

@@ -19,9 +19,9 @@ from slotzero.engine.engine import Engine
 from slotzero.graph import Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 from slotzero.speculative.drafter import NUM_DRAFTS
-from slotzero.speculative.passes import NUM_TRIED, NUM_VERIFIED
+from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED
 
-COUNTS = ("new_length", NUM_DRAFTS, NUM_VERIFIED, NUM_TRIED)
+COUNTS = ("new_length", NUM_DRAFTS, NUM_CONFIRMED, NUM_TRIED)
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -102,15 +102,15 @@ class Case:
 
     @cached_property
     def foreign(self) -> int | None:
-        """A row of this table that an idle slot owns, and that holds no hostile value yet."""
-        trap, tables = self.scenario.trap, self.scenario.tables
+        """A row of this table that an idle slot owns, and that holds no poison yet."""
+        idle_slot, tables = self.scenario.idle_slot, self.scenario.tables
         larger_step = self.scenario.larger_step[self.runner.spec.published[0]]
-        idle = [slot for slot in (*larger_step, trap) if slot not in self.plain.slots]
+        idle = [slot for slot in (*larger_step, idle_slot) if slot not in self.plain.slots]
         if self.entry.through:
             rows: list[int] = owned_rows(self.entry, idle, tables).nonzero()[:, 0].tolist()
             return rows[0] if rows else None
         by_row = tables[self.entry.name].movedim(self.entry.axis, 0)
-        return next((s for s in idle if (by_row[s] != trap).any()), idle[-1] if idle else None)
+        return next((s for s in idle if (by_row[s] != idle_slot).any()), idle[-1] if idle else None)
 
     @cached_property
     def elsewhere(self) -> int | None:
@@ -133,7 +133,7 @@ class Case:
             return None
         if not self.entry.through:
             by_row = self.scenario.tables[self.entry.name].movedim(self.entry.axis, 0)
-            unused = unused & (by_row != self.scenario.trap)
+            unused = unused & (by_row != self.scenario.idle_slot)
         return self._first_owned(unused)
 
     @cached_property

@@ -31,9 +31,9 @@ class WrongToken(Fault):
         right = kernels.commit_trail
 
         def commit(
-            trail: Any, slots: Tensor, length: Tensor, num_right: Tensor, *rest: Any
+            trail: Any, slots: Tensor, length: Tensor, num_confirmed: Tensor, *rest: Any
         ) -> None:
-            right(trail, slots, length, (num_right - 1).clamp_min(0), *rest)
+            right(trail, slots, length, (num_confirmed - 1).clamp_min(0), *rest)
 
         def damaged(pieces: Pieces) -> None:
             with swapped(kernels, "commit_trail", commit):

@@ -68,7 +68,7 @@ class RecurrentKernels(ABC):
         trail: Trail,  # stacked
         slots: Tensor,  # [R]
         length: Tensor,  # [slots + 1], with the accepted tokens
-        num_right: Tensor,  # [R]: accepted tokens of each row, from the first on
+        num_confirmed: Tensor,  # [R]: accepted tokens of each row, from the first on
         states: States,  # stacked
         shape: Scan,
     ) -> None:

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.kernels.types_speculation import (
+    Candidates,
     DraftRows,
     DraftTables,
     DraftTargets,
-    Guesses,
     TreeFront,
     TreeStep,
 )
@@ -36,7 +36,7 @@ class SpeculationKernels(ABC):
         another token -> the rows, and [T]: the length after each token."""
 
     @abstractmethod
-    def locate_new(
+    def locate_confirmed(
         self, slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
     ) -> tuple[Rows, Tensor]:
         """Lay out the tokens between drafter_len and length -> the rows, and [R]: the index of each
@@ -49,12 +49,12 @@ class SpeculationKernels(ABC):
         num_tried: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: the token sampled after each token
         tables: DraftTables,
-        num_verified: Tensor,  # [R]
+        num_confirmed: Tensor,  # [R]
     ) -> None:
         """Accept drafts up to the first that differs from the token sampled in its place.
 
         Writes the accepted tokens and the one sampled after them, and advances the length;
-        num_verified counts them.
+        num_confirmed counts them.
         """
 
     @abstractmethod
@@ -65,17 +65,19 @@ class SpeculationKernels(ABC):
         [slots + 1, W or more, size], in the order of path [R, W] if it is given."""
 
     @abstractmethod
-    def keep_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+    def store_last(self, slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
         """Copy x[last[r]] to the slot of row r in table [slots + 1, size]; for slot 0, `last` is
         any valid index."""
 
     @abstractmethod
-    def keep_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
+    def store_next(self, tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
         """Copy x [T, size], one token for each slot, to place position - drafter_len of its slot in
         table [slots + 1, W, size], if there is such a place."""
 
     @abstractmethod
-    def follow(self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
+    def set_drafter_len(
+        self, rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor
+    ) -> None:
         """Set drafter_len of each slot to the end of its row, whose last token is last[r]."""
 
     @abstractmethod
@@ -94,7 +96,7 @@ class SpeculationKernels(ABC):
         compute from (token, hidden state) pairs."""
 
     @abstractmethod
-    def record_ngrams(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+    def store_drafts(self, slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
         """Write ids[r] at positions[r] of the slot's tokens."""
 
     @abstractmethod
@@ -105,7 +107,7 @@ class SpeculationKernels(ABC):
         tokens, of `shortest` to `longest` tokens -> [R]: num, or 0 where there is no match."""
 
     @abstractmethod
-    def close_draft(self, rows: DraftRows, tables: DraftTables) -> None:
+    def set_num_drafts(self, rows: DraftRows, tables: DraftTables) -> None:
         """Record that each slot has rows.num drafts, valid at rows.length."""
 
     @abstractmethod
@@ -117,7 +119,7 @@ class SpeculationKernels(ABC):
     # the children of one parent differ. Node i is stored at position length + i.
 
     @abstractmethod
-    def branch(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+    def tree_branches(self, rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
         """Return the branches of rows of W nodes: parents is [slots + 1, W or more], and the root's
         entry is not read."""
 
@@ -130,7 +132,7 @@ class SpeculationKernels(ABC):
         parents: Tensor,
         branches: Branches,
         tables: DraftTables,
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,  # [R, W]
     ) -> None:
         """Accept the path of nodes whose tokens equal the token sampled after their parent, like
@@ -141,7 +143,7 @@ class SpeculationKernels(ABC):
         self,
         slots: Tensor,
         length: Tensor,  # after accept_tree
-        num_verified: Tensor,
+        num_confirmed: Tensor,
         path: Tensor,
         kv: PagedKv,  # stacked: [layers, pages, ...]
     ) -> None:
@@ -153,7 +155,7 @@ class SpeculationKernels(ABC):
         rows: DraftRows,
         drawn: Sampled,  # for the newest token of each row, or for its front
         front: TreeFront | None,
-        guesses: Guesses,
+        candidates: Candidates,
         at: TreeStep,
         tables: SamplingTables,
     ) -> TreeFront:
@@ -164,8 +166,8 @@ class SpeculationKernels(ABC):
         while there is room."""
 
     @abstractmethod
-    def select(
-        self, rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor
+    def select_nodes(
+        self, rows: DraftRows, candidates: Candidates, most: int, tokens: Tensor, parents: Tensor
     ) -> Tensor:
         """Write the tokens and parents of each row's best candidates, in the order in which they
         were made -> [R]: their number, at most `most` and rows.num. Of equal scores the earlier is

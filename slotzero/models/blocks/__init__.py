@@ -1,1 +1,1 @@
-"""Blocks: what decoder layers are made of. Each file has a block's config, weights and forward."""
+"""Blocks: the parts of decoder layers. Each file has the config, weights and forward of a block."""

@@ -19,25 +19,27 @@ from slotzero.models.rope import RopeConfig, halves
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers whose KV lies in one pool, behind one page table."""
+    """Layers that share one KV pool and one page table."""
 
     name: str
-    layers: tuple[int, ...]  # each owns its pages in the pool
+    layers: tuple[int, ...]  # layers that store KV
     heads: Heads
     rope: RopeConfig
     readers: tuple[int, ...] = ()
-    """Layers that own no KV: they attend to the pages of the last of `layers`."""
+    """Layers that store no KV: they attend to the KV of the last of `layers`."""
 
     @property
     def reader_heads(self) -> Heads:
+        """Heads of the layers that store no KV."""
         return replace(self.heads, stores=False)
 
     @property
     def shapes(self) -> tuple[Heads, ...]:
+        """All heads that attention kernels of this group are called with."""
         return (self.heads, self.reader_heads) if self.readers else (self.heads,)
 
     def owner_of(self, layer: int) -> int:
-        """Return the index into `layers` of the layer whose pages this one attends to."""
+        """Return the index into `layers` of the layer whose KV this layer attends to."""
         return len(self.layers) - 1 if layer in self.readers else self.layers.index(layer)
 
     def shard(self, size: int) -> "KvGroup":
@@ -45,7 +47,7 @@ class KvGroup:
 
 
 class AttentionScales(NamedTuple):
-    """Constants that weights are multiplied by when they are read."""
+    """Constants that multiply the weights when they are loaded."""
 
     q: float = 1.0
     k: float = 1.0
@@ -66,7 +68,7 @@ class AttentionWeights(NamedTuple):
 
 
 class AttentionInputs(NamedTuple):
-    """A step as attention sees it in one layer."""
+    """Inputs of attention in one layer of a step."""
 
     angles: Angles
     kv: PagedKv
@@ -82,12 +84,13 @@ class Attention(Block):
     qk_norm: Literal["head", "whole"] | None = None
     norm_offset: float = 0.0
     reads: bool = False
-    """It owns no KV and brings queries alone; see KvGroup.readers."""
-    sinks: str | None = None  # name of the heads' attention sinks in a checkpoint
+    """Whether the layer computes queries only and stores no KV; see KvGroup.readers."""
+    sinks: str | None = None  # name of the attention sinks in the checkpoint
     is_gated: bool = False
-    """The result is multiplied by the sigmoid of gates, which are stored with the queries."""
+    """Whether the result is multiplied by the sigmoid of gates, which are stored with the queries.
+    """
     values_are_keys: bool = False
-    """Values are the keys before norm and rotation."""
+    """Whether the values are the keys before norm and rotation."""
     scales: AttentionScales = NO_SCALES
     prefix: str = "self_attn"
     in_features: int | None = None  # None: hidden_size
@@ -124,7 +127,7 @@ class Attention(Block):
         }
 
     def unread(self) -> tuple[str, ...]:
-        """Some exporters store key and value projections of layers that own no KV."""
+        """Return the key and value projections of a reader, which some exporters store anyway."""
         if not self.reads:
             return ()
         names = "k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias", "k_norm.weight"
@@ -138,11 +141,11 @@ class Attention(Block):
             return Source(name, rows, by_head(order, heads.num_heads), scale=scale), None
         both = Source(name, 2 * rows, scale=scale)  # queries and gates alternate head by head
 
-        def taken(first: int, rows: Sequence[int]) -> list[int]:
+        def rows_from(first: int, rows: Sequence[int]) -> list[int]:
             return [2 * size * h + first + row for h in range(heads.num_heads) for row in rows]
 
-        queries = replace(both, order=taken(0, order or range(size)))
-        return queries, replace(both, order=taken(size, range(size)))
+        queries = replace(both, order=rows_from(0, order or range(size)))
+        return queries, replace(both, order=rows_from(size, range(size)))
 
     def _key_value_sources(self) -> list[Source]:
         heads, scales = self.heads, self.scales
@@ -163,13 +166,13 @@ class Attention(Block):
     def _norm_params(self) -> Mapping[str, Param | None]:
         heads, order = self.heads, halves(self.group.rope)
         names = () if self.qk_norm is None else ("q", "k") if heads.stores else ("q",)
-        made: dict[str, Param | None] = {"q": None, "k": None}
+        params: dict[str, Param | None] = {"q": None, "k": None}
         for name, size in zip(names, heads.sizes[: len(names)], strict=True):
             size = size if self.qk_norm == "whole" else heads.head_dim
             rows = by_head(order, size // heads.head_dim)
             source = Source(f"{self.prefix}.{name}_norm.weight", size, rows)
-            made[name] = Param((source,), offset=self.norm_offset, starts_at_one=True)
-        return made
+            params[name] = Param((source,), offset=self.norm_offset, starts_at_one=True)
+        return params
 
     def _sink_param(self) -> Param | None:
         if self.sinks is None:
@@ -198,7 +201,7 @@ class Attention(Block):
 
 
 def by_head(order: Sequence[int] | None, num_heads: int) -> list[int] | None:
-    """Repeat the row order of one head for all heads; None: rows stay as stored."""
+    """Apply the row order of one head to all heads; None: rows stay as stored."""
     if order is None:
         return None
     return [head * len(order) + row for head in range(num_heads) for row in order]
@@ -216,8 +219,8 @@ def _shard_heads(heads: Heads, size: int) -> Heads:
     kv = heads.num_kv_heads
     if heads.mla is None and kv % size and size % kv:
         raise ConfigError(
-            f"{FLAG}={size}: {kv} KV heads can be neither split over the ranks nor shared by "
-            "equally many; choose a divisor or a multiple"
+            f"{FLAG}={size}: {kv} KV heads can be neither split evenly over the ranks nor each "
+            f"shared by the same number of ranks; choose a divisor or a multiple of {kv}"
         )
     num = split_evenly(heads.num_heads, "num_attention_heads", size)
     return replace(heads, num_heads=num, num_kv_heads=max(1, kv // size))

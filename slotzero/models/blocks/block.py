@@ -1,8 +1,8 @@
-"""The contract of a block, and what blocks share when a model is split over ranks.
+"""The contract of a block, and functions that blocks share when a model is split over ranks.
 
-A block is a frozen dataclass: its config. It knows the parameters that it reads from a checkpoint,
-how a rank's part of it looks, and how it computes. Blocks that compare equal are compiled once and
-their weights are stacked.
+A block is a frozen dataclass, which is its config. It knows its parameters in a checkpoint, how it
+is split over ranks, and how to compute its result. Equal blocks are compiled once, and their
+weights are stacked.
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +22,8 @@ FLAG = "tensor_parallel_size"
 
 
 class Block(ABC):
+    """A mixer, an MLP or another part of a decoder layer."""
+
     name: str
     """Prefix of its weights in the registry."""
     weights_type: type[Any]
@@ -29,15 +31,15 @@ class Block(ABC):
 
     @abstractmethod
     def params(self) -> Params:
-        """Return the parameters by field of the weights; names are below the layer's prefix."""
+        """Return the parameters by field of the weights; names omit the layer's prefix."""
 
     def unread(self) -> tuple[str, ...]:
-        """Return tensors of a layer that some exporters store although nothing reads them."""
+        """Return the tensors of a layer that some exporters store although nothing reads them."""
         return ()
 
     @abstractmethod
     def shard(self, ranks: Ranks) -> Self:
-        """Return one rank's part: a smaller block of the same kind."""
+        """Return one rank's part of the block: a smaller block of the same kind."""
 
 
 @dataclass(frozen=True)
@@ -49,33 +51,34 @@ class BlockContext:
 
     def linear_add_norm(
         self,
-        ranks: Ranks,  # each holds some input features of the weight, and of x
+        ranks: Ranks,  # the ranks over which the input features of `weight` and `x` are split
         x: Tensor,
         weight: LinearWeight,
         residual: Tensor,
         norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
-        """Add x times a row-parallel weight to the residual."""
+        """Add the product of `x` and a row-parallel weight to the residual."""
         if not ranks.is_distributed:
             return self.kernels.linear_add_norm(x, weight, residual, norms)
         part = self.kernels.linear(Normed(x), weight)
         return self.kernels.add_norm(sum_over(ranks, part), residual, norms)
 
     def gather_rows(self, x: Normed) -> Normed:
-        """With DP attention each rank has its own rows: return those of all ranks."""
+        """Return the rows of all ranks. They differ between ranks only with DP attention."""
         if not self.ranks.dp_attention:
             return x
         return Normed(self.ranks.gather(self.kernels.apply_norm(x)))
 
 
 def sum_over(ranks: Ranks, part: Tensor) -> Tensor:
-    """Sum over ranks. With DP attention `part` has the rows of all ranks; return this rank's."""
+    """Sum over ranks. With DP attention, sum the rows of all ranks and return this rank's rows."""
     return ranks.scatter_sum(part) if ranks.dp_attention else ranks.sum(part)
 
 
 def split_evenly(number: int, field: str, size: int) -> int:
+    """Return number / size; raise if it is not a whole number."""
     if number % size:
         raise ConfigError(
-            f"{FLAG}={size}: {field}={number} cannot be split evenly; choose a divisor of it"
+            f"{FLAG}={size}: {field}={number} cannot be split evenly; choose a divisor of {number}"
         )
     return number // size

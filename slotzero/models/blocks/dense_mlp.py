@@ -1,4 +1,4 @@
-"""A dense MLP, gated (SwiGLU and its kin) or plain."""
+"""A dense MLP, with gates (SwiGLU and its variants) or without."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class MlpNames(NamedTuple):
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     gate: str | None = "mlp.gate_proj"
-    """None: `up` holds gates and values, one after the other."""
+    """None: `up` holds the gates, followed by the values."""
 
     @classmethod
     def below(cls, prefix: str) -> "MlpNames":
@@ -30,7 +30,7 @@ MLP_NAMES = MlpNames()
 
 
 class DenseMlpWeights(NamedTuple):
-    gate_up: LinearWeight  # [2 * inner, hidden], gates and then values; without gates [inner, .]
+    gate_up: LinearWeight  # [2 * inner, hidden]: gates, then values; without gates [inner, hidden]
     down: LinearWeight  # [hidden, inner]
 
 
@@ -40,12 +40,12 @@ class DenseMlp(Block):
     inner_size: int
     activation: Activation
     is_gated: bool = True
-    """Else the activation applies to the one product."""
+    """False: the up projection gates itself, without a gate projection."""
     has_bias: bool = False
     gate_scale: float = 1.0
     down_scale: float = 1.0
     names: MlpNames = MLP_NAMES
-    size_field: str = "intermediate_size"  # of the config, named where it cannot be split
+    size_field: str = "intermediate_size"  # config field of inner_size, for error messages
 
     name = "mlp"
     weights_type = DenseMlpWeights

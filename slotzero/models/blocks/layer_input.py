@@ -1,5 +1,7 @@
-"""Per-layer inputs, as in Gemma 4: each layer has an embedding of every token for itself, which is
-mixed into the residual at the layer's end."""
+"""Per-layer inputs, as in Gemma 4: each layer has its own embedding of every token.
+
+The layer mixes it into the residual at its end.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -21,6 +23,8 @@ class LayerInputWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerInputMixer(Block):
+    """Block at the end of a layer that mixes the layer's own input into the residual."""
+
     hidden_size: int
     input_size: int
     activation: Activation
@@ -63,8 +67,11 @@ class LayerEmbeddingWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerEmbedding(Block):
-    """Makes the inputs of all layers: an embedding of each token, and a projection of the common
-    embedding."""
+    """Block outside the layers that computes the per-layer inputs of all layers.
+
+    An input is the sum of a per-layer embedding of the token and a projection of the token's common
+    embedding.
+    """
 
     hidden_size: int
     input_size: int

@@ -1,5 +1,8 @@
-"""Multi-head latent attention (MLA), as in DeepSeek: keys and values of all heads are made from one
-short row per token, which is all that the KV cache holds."""
+"""Multi-head latent attention (MLA), as in DeepSeek.
+
+The keys and values of all heads are computed from one short row per token (a latent and a rotated
+part). The KV cache holds only this row.
+"""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -16,12 +19,12 @@ from slotzero.models.rope import halves
 
 
 class MlaAttentionWeights(NamedTuple):
-    qkv: LinearWeight  # [q or q_rank, then the stored row, hidden]
+    qkv: LinearWeight  # [queries or q_rank + cached row, hidden]
     out: LinearWeight  # [hidden, heads * v_head_dim]
     k_norm: Tensor  # [latent]
     up_k: Tensor  # [heads * nope_dim, latent]
     up_v: Tensor  # [heads * v_head_dim, latent]
-    q_norm: Tensor | None = None  # [q_rank], like q_up with low-rank queries only
+    q_norm: Tensor | None = None  # [q_rank]; q_norm and q_up exist with low-rank queries only
     q_up: LinearWeight | None = None  # [heads * (nope_dim + rope_dim), q_rank]
 
 
@@ -30,7 +33,7 @@ class MlaAttention(Block):
     group: KvGroup
     hidden_size: int
     q_rank: int | None
-    """Queries are made from this many numbers under a norm; None: from the hidden state."""
+    """Rank of low-rank queries; None: queries are projected from the hidden state directly."""
     prefix: str = "self_attn"
 
     name = "mla"
@@ -50,23 +53,23 @@ class MlaAttention(Block):
         return replace(self, group=self.group.shard(ranks.attention.size))
 
     def params(self) -> Params:
-        heads, shape, at = self.heads, self.shape, self.prefix
+        heads, shape, prefix = self.heads, self.shape, self.prefix
         nope, rank, (q_size, row_size, _) = shape.nope_dim, heads.value_dim, heads.sizes
         order = halves(self.group.rope) or range(shape.rope_dim)
         q_order = by_head([*range(nope), *(nope + row for row in order)], heads.num_heads)
         row_order = [*(rank + row for row in order), *range(rank)]  # the latent comes last
-        row = Source(f"{at}.kv_a_proj_with_mqa", row_size, row_order)
+        row = Source(f"{prefix}.kv_a_proj_with_mqa", row_size, row_order)
         if self.q_rank is None:
-            q = Source(f"{at}.q_proj", q_size, q_order)
+            q = Source(f"{prefix}.q_proj", q_size, q_order)
             q_norm = q_up = None
         else:
-            q = Source(f"{at}.q_a_proj", self.q_rank)
-            q_norm = norm(f"{at}.q_a_layernorm", self.q_rank)
-            q_up = linear(self.q_rank, Source(f"{at}.q_b_proj", q_size, q_order))
+            q = Source(f"{prefix}.q_a_proj", self.q_rank)
+            q_norm = norm(f"{prefix}.q_a_layernorm", self.q_rank)
+            q_up = linear(self.q_rank, Source(f"{prefix}.q_b_proj", q_size, q_order))
         return {
             "qkv": linear(self.hidden_size, q, row),
-            "out": linear(heads.out_size, Source(f"{at}.o_proj", self.hidden_size)),
-            "k_norm": norm(f"{at}.kv_a_layernorm", rank),
+            "out": linear(heads.out_size, Source(f"{prefix}.o_proj", self.hidden_size)),
+            "k_norm": norm(f"{prefix}.kv_a_layernorm", rank),
             "up_k": self._up(range(nope)),
             "up_v": self._up(range(nope, nope + shape.v_head_dim)),
             "q_norm": q_norm,
@@ -74,9 +77,9 @@ class MlaAttention(Block):
         }
 
     def _up(self, rows: range) -> Param:
-        heads, each = self.heads, self.shape.nope_dim + self.shape.v_head_dim
-        order = [head * each + row for head in range(heads.num_heads) for row in rows]
-        source = Source(f"{self.prefix}.kv_b_proj.weight", heads.num_heads * each, order)
+        heads, head_rows = self.heads, self.shape.nope_dim + self.shape.v_head_dim
+        order = [head * head_rows + row for head in range(heads.num_heads) for row in rows]
+        source = Source(f"{self.prefix}.kv_b_proj.weight", heads.num_heads * head_rows, order)
         return Param((source,), heads.value_dim, is_packed=False)
 
     def forward(

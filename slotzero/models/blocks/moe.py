@@ -1,4 +1,4 @@
-"""A mixture of experts (MoE): a router sends each token to a few of many small MLPs."""
+"""Mixture of experts (MoE): a router sends each token to a few of many small MLPs."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -21,30 +21,33 @@ from slotzero.models.param import (
 
 
 class MoeNames(NamedTuple):
-    """Names in a checkpoint's layer. Experts are stored one by one (`{expert}` in the name), or all
-    in one tensor (`is_joint`)."""
+    """Names of the tensors in a checkpoint's layer.
+
+    Experts are stored in one tensor each (`{expert}` in the name) or all in one (`is_joint`).
+    """
 
     router: str = "mlp.gate"
     gate: str | None = "mlp.experts.{expert}.gate_proj"
-    """None: `up` holds gates and values."""
+    """None: `up` holds both gates and values."""
     up: str = "mlp.experts.{expert}.up_proj"
     down: str = "mlp.experts.{expert}.down_proj"
     shared: str | None = "mlp.shared_experts"
-    """Prefix of the experts that every token takes, which are stored as one wide MLP."""
+    """Prefix of the shared experts, which every token uses. They are stored as one wide MLP."""
     correction: str = "mlp.gate.e_score_correction_bias"
     factors: str | None = None
+    """Factors on the experts' results, one per expert."""
     is_joint: bool = False
     is_transposed: bool = False
-    """Joint tensors have input features before output features."""
+    """Whether joint tensors have input features before output features."""
     alternates: bool = False
-    """Rows of gates and of values alternate."""
+    """Whether rows of gates and rows of values alternate."""
 
 
 MOE_NAMES = MoeNames()
 
 
 class MoeInputs(NamedTuple):
-    """A step as experts see it."""
+    """Inputs of the experts in a step."""
 
     slots: Tensor  # [T]
     starts: Tensor  # [experts + 1]
@@ -62,7 +65,7 @@ class MoeMlp(Block):
     weights_type = ExpertWeights
 
     def shard(self, ranks: Ranks) -> Self:
-        """Split every expert; with expert parallelism, share out whole experts."""
+        """Split every expert over the ranks; with expert parallelism, distribute whole experts."""
         experts, size = self.experts, ranks.size
         if ranks.expert_parallel:
             split_evenly(experts.num_experts, "num_experts", size)
@@ -96,7 +99,7 @@ class MoeMlp(Block):
     def _gate_up(self) -> LinearParam:
         names, inner, hidden = self.names, self.experts.inner_size, self.hidden_size
         if not names.is_joint:
-            sources = [self._of_each(names.gate or names.up, "gate"), self._of_each(names.up, "up")]
+            sources = [self._source(names.gate or names.up, "gate"), self._source(names.up, "up")]
             return LinearParam(self._param(sources, hidden), None)
         if names.alternates:
             order = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
@@ -108,13 +111,14 @@ class MoeMlp(Block):
     def _down(self) -> LinearParam:
         names, inner = self.names, self.experts.inner_size
         if not names.is_joint:
-            sources = [self._of_each(names.down, "down")]
+            sources = [self._source(names.down, "down")]
             return LinearParam(self._param(sources, inner), None)
         source = Source(names.down, self.hidden_size, scale=self.down_scale)
-        made = self._with_bias([source], inner)
-        return made._replace(bias=made.bias and replace(made.bias, summed_over="mlp"))
+        down = self._with_bias([source], inner)
+        return down._replace(bias=down.bias and replace(down.bias, summed_over="mlp"))
 
-    def _of_each(self, name: str, kind: str) -> Source:
+    def _source(self, name: str, kind: str) -> Source:
+        """Return the source of a projection that is stored in one tensor per expert."""
         rows = self.hidden_size if kind == "down" else self.experts.inner_size
         shared = self.names.shared and SharedExperts(
             f"{self.names.shared}.{kind}_proj", in_columns=kind == "down"
@@ -153,19 +157,19 @@ class MoeMlp(Block):
         x: Normed,
         inputs: MoeInputs,
         weights: ExpertWeights,
-        by: Normed | None = None,  # what the router reads, where that is not x
+        router_input: Normed | None = None,  # None: x
     ) -> Tensor:
         """Return the experts' result, [T, hidden], without adding it to the residual."""
         kernels, ranks, (slots, starts) = context.kernels, context.ranks, inputs
         if ranks.expert_parallel:
             return run_expert_parallel(
-                ranks, kernels, x, by or x, slots, weights, self.experts, starts
+                ranks, kernels, x, router_input or x, slots, weights, self.experts, starts
             )
         if ranks.dp_attention:
-            x, by, slots = (
+            x, router_input, slots = (
                 context.gather_rows(x),
-                by and context.gather_rows(by),
+                router_input and context.gather_rows(router_input),
                 ranks.gather(slots),
             )
-        routed = kernels.route(x, slots, weights, self.experts, by)
+        routed = kernels.route(x, slots, weights, self.experts, router_input)
         return sum_over(ranks, kernels.experts(routed, weights, self.experts, starts))

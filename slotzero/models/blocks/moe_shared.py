@@ -1,4 +1,4 @@
-"""Experts beside an MLP that every token takes (a shared expert)."""
+"""Experts beside a dense MLP that every token uses (a shared expert)."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -22,10 +22,12 @@ class MoeWithSharedWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MoeWithSharedMlp(Block):
+    """Experts and a shared MLP on the same input; their results are added."""
+
     moe: MoeMlp
     shared: DenseMlp
     shared_gate: str | None = None
-    """Name of the linear layer whose sigmoid gates the shared MLP's result, token by token."""
+    """Name of the linear layer whose sigmoid gates the shared MLP's result, once per token."""
 
     name = "moe"
     weights_type = MoeWithSharedWeights
@@ -53,7 +55,7 @@ class MoeWithSharedMlp(Block):
         norms: ResidualNorms,
     ) -> tuple[Tensor, Normed]:
         kernels = context.kernels
-        x = Normed(kernels.apply_norm(x))  # once, for all that read it
+        x = Normed(kernels.apply_norm(x))  # apply the norm once for all readers of x
         shared = self.shared.apply(context, x, weights.shared)
         if weights.shared_gate is not None:
             gate = kernels.linear(x, weights.shared_gate)
@@ -73,7 +75,7 @@ class MoeBesideMlpWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MoeBesideMlp(Block):
-    """Experts beside an MLP, each between norms of its own, as in Gemma 4."""
+    """Experts beside an MLP, each between its own norms, as in Gemma 4."""
 
     moe: MoeMlp
     mlp: DenseMlp

@@ -26,6 +26,8 @@ class ParallelInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelMixers(Block):
+    """Attention and a recurrent mixer, both added to the residual."""
+
     attention: Attention
     recurrent: RecurrentMixer
 

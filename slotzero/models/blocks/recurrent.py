@@ -1,5 +1,8 @@
-"""Recurrent mixers: Mamba-2 and the gated delta rule. One projection in, a short convolution, the
-scan over the text, a gated norm, one projection out."""
+"""Recurrent mixers: Mamba-2 and the gated delta rule.
+
+Both consist of an input projection, a short convolution, a scan over the tokens, a gated norm and
+an output projection.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +21,7 @@ from slotzero.models.param import LinearParam, Param, Params, Source, linear, no
 
 
 class RecurrentScales(NamedTuple):
-    """Constants that weights are multiplied by when they are read."""
+    """Constants that multiply the weights when they are loaded."""
 
     parts: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)  # gates, x, B, C and dt
     input: float = 1.0  # the whole input projection, but not its bias
@@ -29,7 +32,7 @@ NO_SCALES = RecurrentScales()
 
 
 class RecurrentWeights(NamedTuple):
-    in_proj: LinearWeight  # [gates, channels, then dt, or a and b, hidden]
+    in_proj: LinearWeight  # [gates + channels + (dt, or a and b), hidden]
     conv: Tensor  # [channels, conv_width]
     conv_bias: Tensor | None
     scan: ScanWeights
@@ -41,11 +44,12 @@ class RecurrentWeights(NamedTuple):
 class RecurrentMixer(Block):
     scan: Scan
     hidden_size: int
-    prefix: str  # of the mixer in a checkpoint's layer
+    prefix: str  # of the mixer's tensors in a checkpoint's layer
     norm_eps: float
     norm_size: int
-    """Channels of each group under the output norm; 0: the output is gated without a norm."""
+    """Number of channels that are normed together after the scan; 0: gates without a norm."""
     gates_first: bool
+    """Whether the gates are applied before the norm."""
     state_dtype: str
     in_bias: bool = False
     conv_bias: bool = False
@@ -64,28 +68,31 @@ class RecurrentMixer(Block):
         return replace(self, scan=self.scan.every(interval))
 
     def shard(self, ranks: Ranks) -> Self:
-        """Split heads, their channels and the groups that serve them. A norm over all heads is
-        computed across ranks; one over the heads of several but not all ranks is not implemented.
+        """Split the heads, their channels and their groups over the ranks.
+
+        A norm over all heads is computed across ranks. A norm that spans the heads of several, but
+        not of all ranks is not implemented.
         """
         size, scan, groups = ranks.attention.size, self.scan, self.scan.num_groups
         if groups % size and size % groups:
             raise ConfigError(
-                f"{FLAG}={size}: {groups} groups of recurrent heads can be neither split over the "
-                "ranks nor shared by equally many; choose a divisor or a multiple"
+                f"{FLAG}={size}: {groups} groups of recurrent heads can be neither split evenly "
+                "over the ranks nor each shared by the same number of ranks; choose a divisor or a "
+                f"multiple of {groups}"
             )
         num_heads = split_evenly(scan.num_heads, "recurrent heads", size)
         part = replace(scan, num_heads=num_heads, num_groups=max(1, groups // size))
         if part.inner_size < self.norm_size < scan.inner_size:
             raise ConfigError(
-                f"{FLAG}={size}: a norm of {self.norm_size} channels of recurrent heads would be "
-                f"split over some ranks; choose a divisor of {groups}"
+                f"{FLAG}={size}: a norm over {self.norm_size} channels of recurrent heads would be "
+                f"split over ranks, which is not implemented; choose a divisor of {groups}"
             )
         return replace(self, scan=part)
 
     def params(self) -> Params:
-        at, scan, hidden = self.prefix, self.scan, self.hidden_size
-        conv = side_by_side(f"{at}.conv1d", scan.sizes)
-        out = Source(f"{at}.out_proj", hidden, scale=self.scales.out)
+        prefix, scan, hidden = self.prefix, self.scan, self.hidden_size
+        conv = side_by_side(f"{prefix}.conv1d", scan.sizes)
+        out = Source(f"{prefix}.out_proj", hidden, scale=self.scales.out)
         norm_size = self.norm_size if self.is_delta else scan.inner_size
         return {
             "in_proj": self._in_param(),
@@ -100,7 +107,7 @@ class RecurrentMixer(Block):
                 "dt_bias": self._per_head("dt_bias"),
                 "d": None if self.is_delta else self._per_head("D"),
             },
-            "gate_norm": norm(f"{at}.norm", norm_size) if self.norm_size else None,
+            "gate_norm": norm(f"{prefix}.norm", norm_size) if self.norm_size else None,
             "out": linear(
                 scan.inner_size, out, biases=[out] if self.out_bias else (),
                 summed_over="attention",
@@ -151,23 +158,27 @@ class RecurrentMixer(Block):
         eps, size, is_first = self.norm_eps, self.norm_size, self.gates_first
         if weight is None or size <= x.shape[1]:
             return kernels.gate_norm(x, gates, weight, eps, size, is_first)
-        if is_first:  # one norm, of which each rank has a part
+        if is_first:  # one norm over the channels of all ranks
             return norm_over(ranks, kernels.gate_norm(x, gates, None, eps, size, True), weight, eps)
         return kernels.gate_norm(norm_over(ranks, x, weight, eps), gates, None, eps, size, False)
 
 
 def _delta_sources(prefix: str, scan: Scan) -> Sequence[Source]:
-    """In a checkpoint, q, k, v and gates of each key head alternate, and so do b and a."""
+    """Return the parts of the input projection: gates, q, k, v, a and b.
+
+    A checkpoint stores two tensors, both head by head: q, k, v and gates (z) of each key head in
+    one, and b and a of each key head in the other.
+    """
     keys, values = scan.state_size, scan.inner_size // scan.num_groups
-    each, num_groups = scan.num_heads // scan.num_groups, scan.num_groups
-    firsts = {"q": (0, keys), "k": (keys, keys), "v": (2 * keys, values)}
-    firsts["z"] = (2 * keys + values, values)
+    num, num_groups = scan.num_heads // scan.num_groups, scan.num_groups  # value heads per key head
+    spans = {"q": (0, keys), "k": (keys, keys), "v": (2 * keys, values)}
+    spans["z"] = (2 * keys + values, values)
 
-    def rows(first: int, num: int, turn: int) -> list[int]:
-        return [g * turn + row for g in range(num_groups) for row in range(first, first + num)]
+    def rows(first: int, size: int, stride: int) -> list[int]:
+        return [g * stride + row for g in range(num_groups) for row in range(first, first + size)]
 
-    turn = 2 * (keys + values)
-    whole = num_groups * turn
-    joined = [Source(f"{prefix}.in_proj_qkvz", whole, rows(*firsts[n], turn)) for n in "zqkv"]
-    ba = f"{prefix}.in_proj_ba", 2 * num_groups * each
-    return [*joined, *(Source(*ba, rows(first, each, 2 * each)) for first in (each, 0))]
+    stride = 2 * (keys + values)
+    whole = num_groups * stride
+    joined = [Source(f"{prefix}.in_proj_qkvz", whole, rows(*spans[n], stride)) for n in "zqkv"]
+    ba = f"{prefix}.in_proj_ba", 2 * num_groups * num
+    return [*joined, *(Source(*ba, rows(first, num, 2 * num)) for first in (num, 0))]

@@ -1,1 +1,1 @@
-"""Model families: one file each, with everything the engine knows about that family."""
+"""Model families: one file per family, with everything that is specific to it."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-head latent attention (MLA), experts with shared ones, MTP layers."""
+"""DeepSeek-V2 and V3: multi-head latent attention (MLA), routed and shared experts, MTP layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ from slotzero.models.rope import correction, parse_rope
 
 Config = Mapping[str, Any]
 
-NORM_EPS = 1e-6  # of the norms inside attention, whatever the config says of the others
+NORM_EPS = 1e-6  # of the norms inside attention; rms_norm_eps applies to the other norms only
 
 
 def parse_v2(config: Config) -> ModelConfig:
@@ -61,14 +61,12 @@ def _kv_group(config: Config, num_layers: int) -> KvGroup:
     num_heads = positive(config, "num_attention_heads")
     if (config.get("num_key_value_heads") or num_heads) != num_heads:
         raise UnsupportedModelError(
-            f"config field num_key_value_heads={config['num_key_value_heads']}: MLA needs "
-            f"as many as num_attention_heads={num_heads}"
+            f"config field num_key_value_heads={config['num_key_value_heads']}: must equal "
+            f"num_attention_heads={num_heads} with MLA"
         )
     nope, rope_dim = positive(config, "qk_nope_head_dim"), positive(config, "qk_rope_head_dim")
     if rope_dim % 2:
-        raise UnsupportedModelError(
-            f"config field qk_rope_head_dim={rope_dim}: an even size is needed"
-        )
+        raise UnsupportedModelError(f"config field qk_rope_head_dim={rope_dim}: must be even")
     rank = positive(config, "kv_lora_rank")
     rope = replace(
         parse_rope(config, rope_dim, positive(config, "max_position_embeddings")),
@@ -90,7 +88,8 @@ def _softmax_experts(config: Config) -> Experts:
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModelError(
-            f"config field topk_method={method!r}: greedy or group_limited_greedy is implemented"
+            f"config field topk_method={method!r} is not implemented; "
+            "implemented: greedy, group_limited_greedy"
         )
     require(config, "norm_topk_prob", False)
     return Experts(

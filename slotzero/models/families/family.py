@@ -1,6 +1,6 @@
-"""The contract of a family, and the table of all of them.
+"""The contract of a model family, and the table of all families.
 
-A family file defines `FAMILIES`. To add one from outside the package, call `register`.
+A family file defines `FAMILIES`. To add a family from outside the package, call `register`.
 """
 
 import importlib
@@ -20,21 +20,23 @@ Config = Mapping[str, Any]  # config.json
 
 @dataclass(frozen=True)
 class Family:
+    """One architecture: how to parse its config.json, and which config fields it implements."""
+
     model_type: str
     architecture: str
     parse: Callable[[Config], ModelConfig]
-    """Return the model that a config.json describes, or refuse it by name."""
+    """Return the ModelConfig for a config.json; raise UnsupportedModelError if it cannot run."""
     implements: frozenset[str] = frozenset()
     """Fields of NEUTRAL that the family implements."""
     tiny: Mapping[str, Config] = field(default_factory=dict)
     """Random models of a few hundred kilobytes, by name (`tiny:NAME`)."""
 
 
-# Fields that change results where they are not implemented, with the values that change nothing.
+# Fields that must not be ignored, because they change results, and the values without an effect.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "use_sliding_window": (None, False),
-    "use_bidirectional_attention": (None, False, "vision"),  # no image ever comes
+    "use_bidirectional_attention": (None, False, "vision"),  # images are not supported anyway
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -76,7 +78,7 @@ def register(family: Family) -> None:
 
 
 def families() -> Mapping[str, Family]:
-    """Return all families by architecture, those of this package first."""
+    """Return all families by architecture: those of this package, then registered ones."""
     return {**_packaged(), **_REGISTERED}
 
 
@@ -90,7 +92,7 @@ def _packaged() -> Mapping[str, Family]:
 
 
 def architecture_of(model_type: str) -> str:
-    """Return the architecture of a model_type; one that is not known, as it is."""
+    """Return the architecture of a model_type; return an unknown model_type unchanged."""
     known = {family.model_type: family.architecture for family in families().values()}
     return known.get(model_type, model_type)
 
@@ -108,13 +110,14 @@ def family_of(config: Config) -> Family:
     model_type = config.get("model_type", family.model_type)
     if model_type != family.model_type:
         raise UnsupportedModelError(
-            f"config field model_type={model_type!r} does not fit architecture {architecture}"
+            f"config field model_type={model_type!r} contradicts architecture {architecture}, "
+            f"which has model_type={family.model_type!r}: correct config.json"
         )
     return family
 
 
 def parse_config(config: Config) -> ModelConfig:
-    """Return the model that a config.json describes; what is not implemented is refused by name."""
+    """Return the ModelConfig for a config.json; raise on a field that is not implemented."""
     family = family_of(config)
     _refuse_unimplemented(config, family)
     model = family.parse({"model_type": family.model_type, **config})
@@ -125,6 +128,7 @@ def _refuse_unimplemented(config: Config, family: Family) -> None:
     for name, neutral in NEUTRAL.items():
         if name not in family.implements and name in config and config[name] not in neutral:
             raise UnsupportedModelError(
-                f"config field {name}={config[name]!r} changes results and is not implemented"
+                f"config field {name}={config[name]!r} is not implemented for "
+                f"{family.model_type}, and ignoring it would change results"
             )
     refuse_two_ropes(config)

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each block, soft caps, every second layer slides."""
+"""Gemma 2: norms before and after each block, soft caps, and a window in every second layer."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def parse(config: Config) -> ModelConfig:
 def gemma_like(
     config: Config, is_sliding: IsSliding, attention: Config | None = None, **groups: Any
 ) -> ModelConfig:
-    """Return a model of this shape; `attention` are fields of Attention in which it differs."""
+    """Return a model of Gemma 2's shape; `attention` overrides fields of Attention."""
     names, bias = layer_groups(config, is_sliding), bool(config.get("attention_bias", False))
     mixers = {
         name: Attention(

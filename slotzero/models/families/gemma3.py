@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of queries and keys, and five sliding layers to a full one."""
+"""Gemma 3 (text): Gemma 2 with query and key norms, and five sliding layers per full layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ FAMILIES = (
                 hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=24, sliding_window=24,
                 layer_types=layer_types("ssfs"), rope_theta=1000000.0,
                 rope_local_base_freq=10000.0, tie_word_embeddings=True,
-                initializer_range=0.05,  # its embeddings are multiplied by 8
+                initializer_range=0.05,  # small, because the model multiplies embeddings by 8
             ),
         },
     ),

@@ -1,5 +1,8 @@
-"""Gemma 4 (text): full and sliding layers with different heads, layers that read the KV of earlier
-ones, per-layer inputs, and experts beside the MLP."""
+"""Gemma 4 (text).
+
+Full and sliding layers have different heads, the last layers read the KV of earlier ones, each
+layer has its own input, and large models have experts beside the MLP.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,8 +34,8 @@ from slotzero.models.layer import DecoderLayer, LayerScale, Mlp
 
 Config = Mapping[str, Any]
 
-HEAD_FIELDS = ("head_dim", "num_key_value_heads")  # that layers may have for themselves
-FULL_HEAD_DIM = 512  # where the config is silent
+HEAD_FIELDS = ("head_dim", "num_key_value_heads")  # fields that per_layer_config may set
+FULL_HEAD_DIM = 512  # of full layers, if the config does not set it
 NAMES = MoeNames(
     router="router.proj",
     gate=None,
@@ -91,7 +94,7 @@ def _attention(config: Config, group: KvGroup, reads: bool) -> Attention:
 
 
 def _mlp(config: Config, reads: bool, is_sparse: bool) -> Mlp:
-    """Layers that own no KV may have an MLP of twice the width."""
+    """Return the MLP of a layer; layers that store no KV may have one of twice the width."""
     mlp = dense_mlp(config)
     if reads and config.get("use_double_wide_mlp"):
         mlp = replace(mlp, inner_size=2 * mlp.inner_size)
@@ -116,12 +119,12 @@ def _kv_group(config: Config, name: str, names: Sequence[str]) -> KvGroup:
     owners, readers = _owners_and_readers(config, name, layers)
     rope = nested_rope(config, name)
     if rope is None:
-        raise UnsupportedModelError(f"config field rope_parameters has nothing for {name} layers")
+        raise UnsupportedModelError(f"config field rope_parameters has no entry for {name} layers")
     return kv_group(config, name, owners, heads, rope, readers)
 
 
 def _with_per_layer_config(config: Config, names: Sequence[str]) -> Config:
-    """Make per_layer_config from the older fields, which are for full layers."""
+    """Fill per_layer_config from the older fields, which apply to full layers."""
     if config.get("per_layer_config") is not None:
         return config
     own = {"head_dim": config.get("global_head_dim") or FULL_HEAD_DIM}
@@ -132,19 +135,19 @@ def _with_per_layer_config(config: Config, names: Sequence[str]) -> Config:
 
 
 def _heads(config: Config, group: str, layers: Sequence[int]) -> Heads:
-    """Return the heads of a group, whose layers share a pool and so must agree."""
+    """Return the heads of a group. They are equal in all its layers, which share a KV pool."""
     given = config.get("per_layer_config") or {}
     own = [given.get(str(layer), given.get(layer)) or {} for layer in layers]
     if any(fields != own[0] for fields in own):
         raise UnsupportedModelError(
-            f"config field per_layer_config: {group} layers differ from one another, "
-            "which is not implemented"
+            f"config field per_layer_config: {group} layers differ from each other, which is not "
+            "implemented"
         )
     for field, value in own[0].items():
         if field not in HEAD_FIELDS or not isinstance(value, int) or value < 1:
             raise UnsupportedModelError(
                 f"config field per_layer_config has {field}={value!r} for {group} layers: only "
-                f"positive {' and '.join(HEAD_FIELDS)} are implemented"
+                f"positive values of {' and '.join(HEAD_FIELDS)} are implemented"
             )
     heads = attention_heads(config, scale=1.0, norms_values=True)
     return replace(
@@ -158,19 +161,19 @@ def _heads(config: Config, group: str, layers: Sequence[int]) -> Heads:
 def _owners_and_readers(
     config: Config, group: str, layers: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Split a group into layers that own KV, and layers that read the last owner's."""
+    """Split a group into layers that store KV and layers that read the KV of the last of those."""
     num_layers = positive(config, "num_hidden_layers")
     num_shared = config.get("num_kv_shared_layers") or 0
     if not isinstance(num_shared, int) or not 0 <= num_shared < num_layers:
         raise UnsupportedModelError(
-            f"config field num_kv_shared_layers={num_shared!r}: a number below "
-            f"num_hidden_layers={num_layers} is needed"
+            f"config field num_kv_shared_layers={num_shared!r}: must be a number from 0 to "
+            f"{num_layers - 1}, less than num_hidden_layers={num_layers}"
         )
     first = num_layers - num_shared
     owners = [layer for layer in layers if layer < first]
     if not owners:
         raise UnsupportedModelError(
-            f"config field num_kv_shared_layers={num_shared}: no {group} layer is left to own KV"
+            f"config field num_kv_shared_layers={num_shared}: no {group} layer is left to store KV"
         )
     return owners, [layer for layer in layers if layer >= first]
 
@@ -178,16 +181,16 @@ def _owners_and_readers(
 def _layer_embedding(config: Config) -> LayerEmbedding | None:
     if not config.get("hidden_size_per_layer_input"):
         return None
-    vocab, of_inputs = (positive(config, f"vocab_size{end}") for end in ("", "_per_layer_input"))
-    if of_inputs < vocab:
+    vocab, input_vocab = (positive(config, f"vocab_size{end}") for end in ("", "_per_layer_input"))
+    if input_vocab < vocab:
         raise UnsupportedModelError(
-            f"config field vocab_size_per_layer_input={of_inputs} is below vocab_size={vocab}"
+            f"config field vocab_size_per_layer_input={input_vocab} is less than vocab_size={vocab}"
         )
     return LayerEmbedding(
         positive(config, "hidden_size"),
         positive(config, "hidden_size_per_layer_input"),
         positive(config, "num_hidden_layers"),
-        of_inputs,
+        input_vocab,
         eps(config),
     )
 

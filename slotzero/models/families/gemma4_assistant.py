@@ -1,6 +1,6 @@
-"""Gemma 4's assistant, a drafter: a small Gemma 4 whose layers own no KV and read the target's.
+"""The Gemma 4 assistant, a drafter: a small Gemma 4 whose layers read the KV of the target.
 
-Whether it fits a target is checked in speculative/assistant.py.
+speculative/assistant.py checks whether an assistant fits its target.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,17 @@ CENTROIDS, ORDER = "masked_embedding.centroids.weight", "masked_embedding.token_
 
 @dataclass(frozen=True)
 class AssistantConfig:
+    """The assistant's decoder, and how it connects to the target."""
+
     model: ModelConfig  # all of its layers are readers
     backbone_size: int  # hidden size of the target
-    num_clusters: int  # of tokens; 0: the vocabulary head computes all logits
-    top_clusters: int
+    num_clusters: int  # of the vocabulary; 0: the vocabulary head computes all logits
+    top_clusters: int  # number of clusters for which logits are computed
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors beside the model's, by name."""
-        hidden, theirs, num = self.model.hidden_size, self.backbone_size, self.num_clusters
-        shapes: dict[str, tuple[int, ...]] = {JOIN: (hidden, 2 * theirs), BACK: (theirs, hidden)}
+        """Return the shapes of the tensors that are not part of the model, by name."""
+        hidden, target, num = self.model.hidden_size, self.backbone_size, self.num_clusters
+        shapes: dict[str, tuple[int, ...]] = {JOIN: (hidden, 2 * target), BACK: (target, hidden)}
         if num:
             shapes |= {CENTROIDS: (num, hidden), ORDER: (self.model.vocab_size,)}
         return shapes
@@ -40,21 +42,26 @@ def parse_assistant(config: Mapping[str, Any], name: str) -> AssistantConfig:
     architecture = (config.get("architectures") or [""])[0]
     if architecture != ARCHITECTURE:
         raise UnsupportedModelError(
-            f"{name}: {architecture!r} is no assistant, {ARCHITECTURE} is: name one of those with "
-            "--speculative-model, or say --speculative draft"
+            f"{name} is not an assistant: its architecture is {architecture!r} instead of "
+            f"{ARCHITECTURE}; pass an assistant with --speculative-model, or use "
+            "--speculative draft"
         )
     text = {**dict(config.get("text_config") or {}), "num_kv_shared_layers": 0}
     text |= {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
     model = parse_config({**text, "tie_word_embeddings": True})
     if model.layer_embedding is not None:
-        raise UnsupportedModelError(f"{name}: inputs of layers are not implemented in an assistant")
+        raise UnsupportedModelError(
+            f"{name}: per-layer inputs (config field hidden_size_per_layer_input) are not "
+            "implemented for an assistant"
+        )
     model = replace(model, layers=tuple(_reader(layer) for layer in model.layers))
     is_clustered = bool(config.get("use_ordered_embeddings"))
     num, top = (config.get(f) for f in ("num_centroids", "centroid_intermediate_top_k"))
     if is_clustered and (not num or not top or top > num or model.vocab_size % num):
         raise UnsupportedModelError(
-            f"{name}: num_centroids={num}, centroid_intermediate_top_k={top}: a part of "
-            f"vocab_size={model.vocab_size}, and a part of that, is needed"
+            f"{name}: config fields num_centroids={num}, centroid_intermediate_top_k={top}: "
+            f"num_centroids must divide vocab_size={model.vocab_size}, and "
+            "centroid_intermediate_top_k must be from 1 to num_centroids"
         )
     return AssistantConfig(
         model,
@@ -87,4 +94,4 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Not a model of its own: `--speculative mtp` takes one beside its target."""
+"""Assistants cannot run alone: use one with `--speculative mtp` beside its target."""

@@ -1,4 +1,4 @@
-"""gpt-oss: experts with clamped SwiGLU, attention sinks, every second layer slides."""
+"""gpt-oss: experts with clamped SwiGLU, attention sinks, and a window in every second layer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Granite 4 hybrid: Mamba-2 or attention in each layer, experts beside a shared MLP."""
+"""Granite 4 hybrid: Mamba-2 or attention in each layer, and experts beside a shared MLP."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +49,7 @@ def parse(config: Config) -> ModelConfig:
     return model(
         config,
         layers,
+        mlp_size=positive(config, "shared_intermediate_size"),
         embedding_scale=multiplier(config, "embedding_multiplier"),
         logits_scale=1.0 / multiplier(config, "logits_scaling"),
     )

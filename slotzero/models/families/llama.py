@@ -1,5 +1,7 @@
-"""Llama 2 and 3, SmolLM2, and the shape that many families share: pre-norm layers of grouped-query
-attention and a gated MLP."""
+"""Llama 2 and 3, SmolLM2, and the architecture that many families are variants of.
+
+Its layers are pre-norm, with grouped-query attention and a gated MLP.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -36,7 +38,7 @@ def llama_like(
     is_sliding: IsSliding = never,
     **attention: Any,
 ) -> ModelConfig:
-    """Return a model of this shape; `attention` are fields of Attention in which it differs."""
+    """Return a model of Llama's shape; `attention` overrides fields of Attention."""
     bias, names = bool(config.get("attention_bias", False)), layer_groups(config, is_sliding)
     groups = kv_groups(config, names, attention_heads(config))
     mixers = {

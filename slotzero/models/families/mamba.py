@@ -1,7 +1,4 @@
-"""Mamba-2 mixers as config.json describes them, and which layers are recurrent.
-
-Shared by Falcon-H1, Granite hybrid and Nemotron-H.
-"""
+"""Config fields of Mamba-2 mixers and of hybrid models, shared by the families that have them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +24,7 @@ STATE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def hybrid_layers(config: Config, kinds: Sequence[str] = (ATTENTION, RECURRENT)) -> list[str]:
-    """Return for each layer which of `kinds` it is."""
+    """Return the kind of each layer; raise if it is not one of `kinds`."""
     num_layers = positive(config, "num_hidden_layers")
     given = config.get("layer_types") or config.get("layers_block_type")
     if given is None:
@@ -38,19 +35,19 @@ def hybrid_layers(config: Config, kinds: Sequence[str] = (ATTENTION, RECURRENT))
     unknown = sorted({str(kind) for kind in given} - set(known))
     if unknown:
         raise UnsupportedModelError(
-            f"config field layer_types holds {', '.join(unknown)}: "
-            f"implemented are {', '.join(known)}"
+            f"config field layer_types contains {', '.join(unknown)}, which is not implemented; "
+            f"implemented: {', '.join(known)}"
         )
     if len(given) != num_layers:
         raise UnsupportedModelError(
-            f"config field layer_types names {len(given)} layers of {num_layers}"
+            f"config field layer_types has {len(given)} entries for {num_layers} layers"
         )
     layers = [LAYER_KINDS[kind] for kind in given]
     attention, recurrent = layers.count(ATTENTION), layers.count(RECURRENT)
     if not attention or not recurrent:
         raise UnsupportedModelError(
-            f"config field layer_types names {attention} layers with attention and "
-            f"{recurrent} recurrent ones: a model without either is not implemented"
+            f"config field layer_types has {attention} layers with attention and {recurrent} "
+            "recurrent layers; a hybrid model must have both"
         )
     return layers
 
@@ -61,9 +58,9 @@ def mamba_mixer(
     prefix: str = "mamba",
     norm_size: int | None = None,  # None: a group's channels; 0: no norm
     dt_limit: tuple[float, float] | None = None,
-    **more: Any,
+    **overrides: Any,
 ) -> RecurrentMixer:
-    """Return the mixer; `more` are fields of RecurrentMixer in which the family differs."""
+    """Return the Mamba-2 mixer of a config; `overrides` are fields of RecurrentMixer."""
     _require_silu(config)
     heads = positive(config, "mamba_n_heads")
     head_dim = config.get("mamba_d_head")
@@ -71,8 +68,8 @@ def mamba_mixer(
         head_dim = inner_size // heads
     if not isinstance(head_dim, int) or head_dim * heads != inner_size:
         raise UnsupportedModelError(
-            f"config fields mamba_n_heads={heads}, mamba_d_head={head_dim}: {inner_size} channels "
-            "do not split into such heads"
+            f"config fields mamba_n_heads={heads}, mamba_d_head={head_dim}: their product must be "
+            f"the number of channels, {inner_size}"
         )
     scan = Scan(
         "mamba",
@@ -97,17 +94,19 @@ def mamba_mixer(
         "out_bias": bias,
         "scales": RecurrentScales(),
     }
-    return RecurrentMixer(scan, **(standard | more))
+    return RecurrentMixer(scan, **(standard | overrides))
 
 
 def conv_width(config: Config, field: str) -> int:
+    """Read the number of tokens that a convolution spans."""
     width = positive(config, field)
     if width < 2:
-        raise UnsupportedModelError(f"config field {field}={width}: at least 2 inputs are needed")
+        raise UnsupportedModelError(f"config field {field}={width}: must be at least 2")
     return width
 
 
 def require_groups(scan: Scan, heads: str, groups: str) -> None:
+    """Raise unless the heads split evenly into groups; `heads` and `groups` are field names."""
     if scan.num_heads % scan.num_groups:
         raise UnsupportedModelError(
             f"config field {heads}={scan.num_heads} is not a multiple of {groups}={scan.num_groups}"
@@ -115,12 +114,13 @@ def require_groups(scan: Scan, heads: str, groups: str) -> None:
 
 
 def state_dtype(config: Config) -> str:
-    """Return float32, in which the recurrence is computed, where the config is silent."""
+    """Read the dtype of recurrent states; the default is float32, as in the computation."""
     for field in ("mamba_ssm_dtype", "mamba_ssm_cache_dtype"):
         name = config.get(field)
         if name is not None and name not in STATE_DTYPES:
             raise UnsupportedModelError(
-                f"config field {field}={name!r}: {', '.join(STATE_DTYPES)} are implemented"
+                f"config field {field}={name!r} is not implemented; "
+                f"implemented: {', '.join(STATE_DTYPES)}"
             )
         if name is not None:
             return str(name)
@@ -128,12 +128,12 @@ def state_dtype(config: Config) -> str:
 
 
 def _dt_limit(config: Config) -> tuple[float, float]:
-    least, most = config.get("time_step_limit") or (0.0, math.inf)
-    return _number(least), _number(most)
+    low, high = config.get("time_step_limit") or (0.0, math.inf)
+    return _number(low), _number(high)
 
 
 def _number(given: Any) -> float:
-    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    """Read a number; JSON has no infinity, so transformers writes {"__float__": "Infinity"}."""
     return float(given["__float__"] if isinstance(given, Mapping) else given)
 
 
@@ -142,5 +142,5 @@ def _require_silu(config: Config) -> None:
     name = config.get(field) or "silu"
     if name not in ("silu", "swish"):
         raise UnsupportedModelError(
-            f"config field {field}={name!r}: mamba layers are implemented with silu"
+            f"config field {field}={name!r} is not implemented for Mamba layers; implemented: silu"
         )

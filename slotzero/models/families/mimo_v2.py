@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: values narrower than keys, sinks and more KV heads in sliding layers, experts."""
+"""MiMo-V2-Flash: values narrower than keys; sinks and more KV heads in sliding layers; experts."""
 
 from collections.abc import Mapping
 from dataclasses import replace

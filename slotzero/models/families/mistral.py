@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, in which all layers may slide."""
+"""Mistral: Llama without biases; all layers may have sliding attention."""
 
 from collections.abc import Mapping
 from typing import Any

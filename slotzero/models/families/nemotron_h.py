@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is one of Mamba-2, attention, an MLP or experts; MLPs are squared ReLU."""
+"""Nemotron-H: each layer is either Mamba-2, attention, an MLP (with squared ReLU) or experts."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from slotzero.models.layer import DecoderLayer
 Config = Mapping[str, Any]
 
 LETTERS: Mapping[str, str] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-FIELDS: Mapping[str, str] = {  # as the other families call them, and as this one does
+FIELDS: Mapping[str, str] = {  # the name of a field in other families: its name in this family
     "rms_norm_eps": "layer_norm_epsilon",
     "mamba_n_heads": "mamba_num_heads",
     "mamba_d_head": "mamba_head_dim",
@@ -83,14 +83,15 @@ def parse(config: Config) -> ModelConfig:
 
 
 def _standard_fields(config: Config) -> Config:
+    """Return the config with field names of the other families added."""
     kinds, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     if kinds is None and pattern is not None:
         kinds = [LETTERS.get(letter, letter) for letter in pattern]
     if not kinds:
         raise UnsupportedModelError(
-            "config field layers_block_type: a kind of each layer is needed"
+            "config field layers_block_type is missing: it must list the kind of each layer"
         )
-    renamed = {ours: config[theirs] for ours, theirs in FIELDS.items() if theirs in config}
+    renamed = {name: config[field] for name, field in FIELDS.items() if field in config}
     return {**config, **renamed, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
@@ -105,10 +106,10 @@ def _mlp(config: Config, prefix: str, size_field: str = "intermediate_size") -> 
     name = config.get("mlp_hidden_act") or "relu2"
     if name != "relu2":
         raise UnsupportedModelError(
-            f"config field mlp_hidden_act={name!r} changes results; without gates relu2 is "
-            "implemented"
+            f"config field mlp_hidden_act={name!r} is not implemented, and ignoring it would "
+            "change results; implemented: relu2"
         )
-    # squared ReLU: the product is its own gate
+    # squared ReLU: relu(x) gates x
     return dense_mlp(
         config, size_field=size_field, activation="relu", is_gated=False,
         names=MlpNames.below(prefix),
@@ -118,8 +119,8 @@ def _mlp(config: Config, prefix: str, size_field: str = "intermediate_size") -> 
 def _moe(config: Config) -> MoeWithSharedMlp:
     if config.get("moe_latent_size") is not None:
         raise UnsupportedModelError(
-            f"config field moe_latent_size={config['moe_latent_size']}: experts over a smaller "
-            "row are not implemented"
+            f"config field moe_latent_size={config['moe_latent_size']}: experts on a latent of "
+            "another size than the hidden state are not implemented"
         )
     moe = MoeMlp(positive(config, "hidden_size"), sigmoid_experts(config, activation="relu"), NAMES)
     size_field = "moe_shared_expert_intermediate_size"

@@ -1,4 +1,7 @@
-"""OLMo 3: norms after each block, norms over all query and all key heads, a full layer in four."""
+"""OLMo 3: norms after each block, norms over all query heads and all key heads, sliding attention.
+
+Every fourth layer has full attention.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases of queries, keys and values; late layers may slide."""
+"""Qwen2 and Qwen2.5: Llama with query, key and value biases; late layers may have a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +13,7 @@ Config = Mapping[str, Any]
 
 
 def late_layers_slide(config: Config) -> IsSliding:
+    """Return the rule of Qwen: with use_sliding_window, layers from max_window_layers on slide."""
     first = config.get("max_window_layers", 0)
     return lambda layer: bool(config.get("use_sliding_window")) and layer >= first
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of queries and keys, head by head; late layers may slide."""
+"""Qwen3: Llama with a norm on each query and key head; late layers may have a window."""
 
 from collections.abc import Mapping
 from typing import Any

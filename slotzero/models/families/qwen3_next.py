@@ -1,5 +1,4 @@
-"""Qwen3-Next: gated delta rule or gated attention in each layer, experts beside a gated shared one,
-MTP layers."""
+"""Qwen3-Next: gated delta rule or gated attention, experts beside a shared expert, MTP layers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,6 @@
 """Parts of a config.json that most families read the same way.
 
-Each function reads one thing; a family file puts them together and says where it differs.
+Each function reads one part; a family file combines them and overrides what is different.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +22,8 @@ IsSliding = Callable[[int], bool]
 LAYER_TYPES: Mapping[str, str] = {"full_attention": FULL, "sliding_attention": SLIDING}
 
 
-def model(config: Config, layers: Sequence[DecoderLayer], **more: Any) -> ModelConfig:
-    """Return the model; `more` are fields of ModelConfig in which the family differs."""
+def model(config: Config, layers: Sequence[DecoderLayer], **overrides: Any) -> ModelConfig:
+    """Return the model with these layers; `overrides` are fields of ModelConfig."""
     softcap = config.get("final_logit_softcapping")
     max_position = positive(config, "max_position_embeddings")
     ropes = [layer.group.rope for layer in layers if layer.group is not None]
@@ -34,18 +34,20 @@ def model(config: Config, layers: Sequence[DecoderLayer], **more: Any) -> ModelC
         "norm_eps": eps(config),
         "max_position": min(rope.extended(max_position) for rope in ropes),
         "layers": tuple(layers),
+        "mlp_size": overrides.get("mlp_size") or positive(config, "intermediate_size"),
         "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
         "final_softcap": None if softcap is None else float(softcap),
     }
-    return ModelConfig(**(standard | more))
+    return ModelConfig(**(standard | overrides))
 
 
-def pre_norms(config: Config, **more: Any) -> LayerNorms:
-    return LayerNorms(positive(config, "hidden_size"), eps(config), **more)
+def pre_norms(config: Config, **overrides: Any) -> LayerNorms:
+    """Return norms before the mixer and the MLP; `overrides` are fields of LayerNorms."""
+    return LayerNorms(positive(config, "hidden_size"), eps(config), **overrides)
 
 
 def sandwich_norms(config: Config, offset: float = 0.0) -> LayerNorms:
-    """Norms before and after the mixer and the MLP."""
+    """Return norms before and after the mixer and the MLP."""
     return pre_norms(
         config,
         post_mixer="post_attention_layernorm",
@@ -55,17 +57,21 @@ def sandwich_norms(config: Config, offset: float = 0.0) -> LayerNorms:
     )
 
 
-def dense_mlp(config: Config, **more: Any) -> DenseMlp:
+def dense_mlp(config: Config, **overrides: Any) -> DenseMlp:
+    """Return a dense MLP; `overrides` are fields of DenseMlp."""
+    size_field = overrides.get("size_field", "intermediate_size")
     standard: dict[str, Any] = {
         "hidden_size": positive(config, "hidden_size"),
-        "inner_size": positive(config, more.get("size_field", "intermediate_size")),
-        "activation": activation(config) if "activation" not in more else more["activation"],
+        "inner_size": positive(config, size_field),
         "has_bias": bool(config.get("mlp_bias", False)),
     }
-    return DenseMlp(**(standard | more))
+    if "activation" not in overrides:
+        standard["activation"] = activation(config)
+    return DenseMlp(**(standard | overrides))
 
 
-def attention_heads(config: Config, **more: Any) -> Heads:
+def attention_heads(config: Config, **overrides: Any) -> Heads:
+    """Return the heads of an attention layer; `overrides` are fields of Heads."""
     num_heads = positive(config, "num_attention_heads")
     head_dim = config.get("head_dim") or positive(config, "hidden_size") // num_heads
     softcap = config.get("attn_logit_softcapping")
@@ -79,33 +85,35 @@ def attention_heads(config: Config, **more: Any) -> Heads:
         "scale": (config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         "softcap": None if softcap is None else float(softcap),
     }
-    return Heads(**(standard | more))
+    return Heads(**(standard | overrides))
 
 
 def never(layer: int) -> bool:
+    """Return False: the rule of a model without sliding layers."""
     return False
 
 
 def layer_groups(
     config: Config, is_sliding: IsSliding = never, ends_full: bool = False
 ) -> list[str]:
-    """Return the KV group of each layer, from layer_types or, without them, by rule."""
+    """Return the KV group of each layer, by layer_types or else by the rule `is_sliding`."""
     num_layers, given = positive(config, "num_hidden_layers"), config.get("layer_types")
     if given is None:
         return [SLIDING if is_sliding(layer) else FULL for layer in range(num_layers)]
     if len(given) != num_layers:
         raise UnsupportedModelError(
-            f"config field layer_types names {len(given)} layers of {num_layers}"
+            f"config field layer_types has {len(given)} entries for {num_layers} layers"
         )
     unknown = sorted({str(kind) for kind in given if kind not in LAYER_TYPES})
     if unknown:
         raise UnsupportedModelError(
-            f"config field layer_types holds {', '.join(unknown)}: "
-            f"implemented are {', '.join(LAYER_TYPES)}"
+            f"config field layer_types contains {', '.join(unknown)}, which is not implemented; "
+            f"implemented: {', '.join(LAYER_TYPES)}"
         )
     if ends_full and LAYER_TYPES[given[-1]] != FULL:
         raise UnsupportedModelError(
-            f"config field layer_types ends with {given[-1]}: full_attention is needed there"
+            f"config field layer_types ends with {given[-1]}: the last layer must have "
+            "full_attention"
         )
     return [LAYER_TYPES[kind] for kind in given]
 
@@ -118,17 +126,17 @@ def kv_group(
     rope: Config,
     readers: Sequence[int] = (),
 ) -> KvGroup:
-    """Return a group of layers with these heads; `rope` is a config as parse_rope takes it."""
+    """Return a KV group of layers with these heads; `rope` is a config for parse_rope."""
     max_position = positive(config, "max_position_embeddings")
     if heads.head_dim % 2:
         raise UnsupportedModelError(
-            f"head_dim={heads.head_dim}: rotary embedding needs an even size"
+            f"config field head_dim={heads.head_dim}: must be even for rotary embedding"
         )
     if name == SLIDING:
         heads = replace(heads, window=_window(config, max_position))
     if heads.num_heads % heads.num_kv_heads:
         raise UnsupportedModelError(
-            f"num_attention_heads={heads.num_heads} is not a multiple of "
+            f"config field num_attention_heads={heads.num_heads} is not a multiple of "
             f"num_key_value_heads={heads.num_kv_heads} of {name} layers"
         )
     parsed = parse_rope(rope, heads.head_dim, max_position)
@@ -142,7 +150,10 @@ def kv_groups(
     thetas: tuple[float, float] = (10000.0, 10000.0),  # of full and of sliding layers
     scales_full_only: bool = False,
 ) -> dict[str, KvGroup]:
-    """Return the groups by name, for layers that all have the same heads."""
+    """Return the KV groups by name, for layers that all have the same heads.
+
+    With `scales_full_only`, RoPE scaling in flat fields applies to full layers only.
+    """
     groups = {}
     for name in dict.fromkeys(names):
         layers = [layer for layer, group in enumerate(names) if group == name]
@@ -154,8 +165,12 @@ def kv_groups(
 def rope_of(
     config: Config, group: str, theta: float = 10000.0, scales_full_only: bool = False
 ) -> Config:
-    """Return the config as if all layers were of this group: nested parameters, or the older flat
-    ones, which for some families scale full layers only and have another base for sliding ones."""
+    """Return the RoPE config of one group of layers.
+
+    The config has nested parameters by group, or the older flat fields for all layers. In some
+    families (`scales_full_only`) the flat fields scale full layers only, and sliding layers have
+    another base.
+    """
     nested = nested_rope(config, group, theta)
     if nested is not None:
         return nested
@@ -165,7 +180,7 @@ def rope_of(
 
 
 def nested_rope(config: Config, group: str, theta: float = 10000.0) -> Config | None:
-    """Return what rope_parameters says for layers of this group; None: nothing by group."""
+    """Return the entry of rope_parameters for this group; None if it has none."""
     nested = config.get("rope_parameters") or {}
     for kind, name in LAYER_TYPES.items():
         if name == group and isinstance(nested.get(kind), Mapping):
@@ -174,7 +189,7 @@ def nested_rope(config: Config, group: str, theta: float = 10000.0) -> Config | 
 
 
 def partial_rope(config: Config, theta: float, default: float) -> Config:
-    """Return the config of heads that rotate in part; `default`: where the config is silent."""
+    """Return the RoPE config of heads that are rotated in part: by default, the part `default`."""
     partial = config.get("partial_rotary_factor") or default
     given = config.get("rope_parameters") or mapping(config, "rope_scaling")
     parameters = {"partial_rotary_factor": partial, **given}
@@ -183,35 +198,38 @@ def partial_rope(config: Config, theta: float, default: float) -> Config:
 
 
 def rope_if_asked(config: Config) -> Config:
-    """Return the config of heads that do not rotate without position_embedding_type=rope."""
+    """Return the RoPE config of heads that are rotated only if position_embedding_type=rope."""
     if config.get("position_embedding_type") == "rope":
         return rope_of(config, FULL)
     if mapping(config, "rope_scaling"):
         raise UnsupportedModelError(
-            "config field rope_scaling: heads of this model are not rotated without "
-            "position_embedding_type=rope"
+            "config field rope_scaling has no effect without position_embedding_type=rope: set "
+            "that, or remove rope_scaling"
         )
     return {"rope_parameters": {"rope_type": "none"}}
 
 
-def experts(config: Config, num: str, top_k: str, inner_size: str, **more: Any) -> Experts:
-    """Return the experts of a config that has these field names for their numbers and size."""
-    made = Experts(
+def experts(config: Config, num: str, top_k: str, inner_size: str, **overrides: Any) -> Experts:
+    """Return the experts of a config.
+
+    `num`, `top_k` and `inner_size` are names of config fields; `overrides` are fields of Experts.
+    """
+    shape = Experts(
         num_experts=positive(config, num),
         top_k=positive(config, top_k),
         inner_size=positive(config, inner_size),
-        **{"activation": activation(config), **more},
+        **{"activation": activation(config), **overrides},
     )
-    if made.top_k > made.num_experts:
+    if shape.top_k > shape.num_experts:
         raise UnsupportedModelError(
-            f"config fields {num}={made.num_experts}, {top_k}={made.top_k}: so many cannot be "
-            "chosen"
+            f"config fields {num}={shape.num_experts}, {top_k}={shape.top_k}: a token cannot use "
+            "more experts than there are"
         )
-    return made
+    return shape
 
 
-def sigmoid_experts(config: Config, num_shared: int = 0, **more: Any) -> Experts:
-    """Return experts as DeepSeek-V3 routes them: sigmoids with a correction, in groups."""
+def sigmoid_experts(config: Config, num_shared: int = 0, **overrides: Any) -> Experts:
+    """Return experts with DeepSeek-V3's router: sigmoid scores with a correction, and groups."""
     if config.get("topk_method") not in (None, "noaux_tc"):
         raise UnsupportedModelError(
             f"config field topk_method={config['topk_method']!r}: only noaux_tc is implemented"
@@ -220,7 +238,7 @@ def sigmoid_experts(config: Config, num_shared: int = 0, **more: Any) -> Experts
         num_experts=positive(config, "n_routed_experts"),
         top_k=positive(config, "num_experts_per_tok"),
         inner_size=positive(config, "moe_intermediate_size"),
-        **{"activation": activation(config), **more},
+        **{"activation": activation(config), **overrides},
         scores="sigmoid",
         is_normed=bool(config.get("norm_topk_prob", True)),
         factor=float(config.get("routed_scaling_factor") or 1.0),
@@ -230,6 +248,7 @@ def sigmoid_experts(config: Config, num_shared: int = 0, **more: Any) -> Experts
 
 
 def expert_groups(config: Config, judged_by: int) -> dict[str, Any]:
+    """Return the fields of Experts for expert groups; see Experts.num_groups."""
     num = config.get("n_group") or 1
     top = (config.get("topk_group") or 1) if num > 1 else 1
     routed, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")
@@ -240,14 +259,16 @@ def expert_groups(config: Config, judged_by: int) -> dict[str, Any]:
     if top > num or top_k > routed // num * top or judged_by > routed // num:
         raise UnsupportedModelError(
             f"config fields n_group={num}, topk_group={top}, num_experts_per_tok={top_k}: "
-            f"{routed} experts do not allow for such a choice"
+            f"{routed} experts are too few for that selection"
         )
     return {"num_groups": num, "top_groups": top, "judged_by": judged_by}
 
 
 def sparse_layers(config: Config, num_dense: int = 0) -> list[bool]:
-    """Return for each layer whether it has experts; `num_dense`: first layers without, where the
-    config is silent."""
+    """Return for each layer whether it has experts.
+
+    `num_dense` is the number of first layers without experts, if the config does not set it.
+    """
     num_layers = positive(config, "num_hidden_layers")
     if config.get("decoder_sparse_step") is not None or config.get("mlp_only_layers"):
         every = positive({"decoder_sparse_step": 1, **config}, "decoder_sparse_step")
@@ -260,7 +281,7 @@ def sparse_layers(config: Config, num_dense: int = 0) -> list[bool]:
         kinds = ["dense"] * first + ["sparse"] * (num_layers - first)
     if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
         raise UnsupportedModelError(
-            f"config field mlp_layer_types={kinds!r}: dense or sparse is needed for each of "
+            f"config field mlp_layer_types={kinds!r}: must be dense or sparse for each of "
             f"{num_layers} layers"
         )
     return [kind == "sparse" for kind in kinds]
@@ -270,7 +291,7 @@ def _window(config: Config, max_position: int) -> int:
     window = config.get("sliding_window")
     if not isinstance(window, int) or not 1 <= window <= max_position:
         raise UnsupportedModelError(
-            f"config field sliding_window={window!r}: a number from 1 to "
-            f"max_position_embeddings={max_position} is needed"
+            f"config field sliding_window={window!r}: must be a number from 1 to "
+            f"max_position_embeddings={max_position}"
         )
     return window

@@ -1,9 +1,9 @@
-"""Shapes of the `tiny:` models, random models for tests and first steps.
+"""Configs of the `tiny:` models: random models for tests and for trying out the engine.
 
-Shapes are odd on purpose (nine heads over three, a head size that is not hidden / heads, a
-vocabulary that is no multiple of anything): code that assumes round sizes fails here first. Weights
-are drawn wide (0.3, where real models start at 0.02), so that greedy outputs vary and a wrong cache
-or mask changes them.
+Their shapes are irregular on purpose (nine query heads for three KV heads, a head size that is not
+hidden / heads, a vocabulary of 259), so that code that assumes round sizes fails here first.
+Weights have a large standard deviation (0.3 instead of the usual 0.02), so that greedy outputs vary
+and an error in the cache or in a mask changes them.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,9 @@ def tiny(
     hidden: int,
     inner: int,
     heads: tuple[int, int, int],  # query heads, KV heads, head_dim
-    **more: Any,
+    **fields: Any,
 ) -> Mapping[str, Any]:
+    """Return a config.json; `fields` are added to it."""
     num_heads, num_kv_heads, head_dim = heads
     return {
         **COMMON,
@@ -43,10 +44,11 @@ def tiny(
         "num_key_value_heads": num_kv_heads,
         "head_dim": head_dim,
         "tie_word_embeddings": False,
-        **more,
+        **fields,
     }
 
 
 def layer_types(letters: str) -> list[str]:
+    """Return layer_types from one letter per layer: s (sliding), f (full) or r (recurrent)."""
     kinds = {"s": "sliding_attention", "f": "full_attention", "r": "linear_attention"}
     return [kinds[letter] for letter in letters]

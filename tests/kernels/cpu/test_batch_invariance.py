@@ -1,8 +1,8 @@
-"""CPU kernels: a row's result is bitwise identical alone, in every batch and at every place.
+"""Tests that CPU kernels are batch invariant: a row has the same bits alone and in every batch.
 
-Each primitive is tested with every number of rows up to ROWS, in random orders, with sizes that
-fill registers of 4, 8 and 16 floats and sizes that do not. Instruction sets other than this
-machine's best run in a separate process, since a process loads the kernels only once.
+Each primitive is tested with every number of rows up to ROWS, in random order, with sizes that fill
+registers of 4, 8 and 16 floats and sizes that do not. Instruction sets other than the best of this
+machine run in a separate process, since a process loads the kernels only once.
 """
 
 import os
@@ -46,7 +46,7 @@ SIZES = (1, 3, 4, 7, 8, 12, 16, 20, 33, 64, 100)
 EPS = 1e-6
 
 RowFunction = Callable[[Tensor], Tensor]
-"""[rows, ...] -> [rows, ...], each row by itself."""
+"""A function [rows, ...] -> [rows, ...] that computes each row by itself."""
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_experts(kernels, scores):
 @pytest.mark.parametrize("size", [5, 16, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_attention(kernels, size, softcap):
-    """Row i is the token of slot i + 1 at a position of its own."""
+    """Row i is the token of slot i + 1, each at a different position."""
     page, pages = 4, 6
     heads = Heads(4, 2, size, size, EPS, size**-0.5, softcap=softcap)
     table = torch.arange((ROWS + 1) * pages, dtype=torch.int32).view(ROWS + 1, pages)
@@ -176,7 +176,7 @@ def test_attention(kernels, size, softcap):
     "shape", [Scan("mamba", 4, 5, 2, 3, 4, (0.01, 0.5)), Scan("delta", 2, 20, 2, 12, 3)]
 )
 def test_recurrent_layers(kernels, shape):
-    """Decode: each row goes on from the state of its own slot."""
+    """In a decode step, each row continues from the state of its own slot."""
     conv, scan = (values(ROWS + 1, *s, seed=6) for s in (shape.conv_shape, shape.scan_shape))
     weight, bias = values(shape.channels, shape.conv_width, seed=7), values(1, shape.channels)[0]
     a_log, dt_bias, d = values(3, shape.num_heads, seed=8) / 4
@@ -224,14 +224,16 @@ def test_sampling(kernels, temperature):
 
 
 def instruction_sets() -> list[str]:
-    """Those that this machine can run besides its best one, which this process tests."""
+    """Return the instruction sets of this machine except the best one, which this process tests."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ["plain"]
     flags = build.cpu_features().split()
     return ["plain", *(["avx2"] if "avx2" in flags and "avx512f" in flags else [])]
 
 
-@pytest.mark.skipif("SLOTZERO_CPU_ISA" in os.environ, reason="tries the other instruction sets")
+@pytest.mark.skipif(
+    "SLOTZERO_CPU_ISA" in os.environ, reason="already runs for one of the other instruction sets"
+)
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_other_instruction_sets(isa):
     done = subprocess.run(

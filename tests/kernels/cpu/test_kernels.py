@@ -1,4 +1,4 @@
-"""The CPU kernels against their slow reference, with NaN in all memory that they must not read.
+"""Tests of the CPU kernels against a slow reference, with NaN in all memory they must not read.
 
 The Triton kernels are tested in tests/kernels/triton.
 """
@@ -55,7 +55,7 @@ def ints(values: list[int]) -> Tensor:
 
 
 class Attending(NamedTuple):
-    """Tokens at `spans` of slots 1, 2, ..., and all that `attend` wants to know of them."""
+    """Tokens at `spans` of slots 1, 2, ..., and all other inputs of `attend`."""
 
     heads: Heads
     page: int
@@ -63,8 +63,11 @@ class Attending(NamedTuple):
     sinks: Tensor | None
 
     def pages(self) -> tuple[Tensor, Tensor]:
-        """KV and the page table: pages are scattered over a pool in which all that no token may see
-        is NaN; what lies before a window has no page, and its entry says 0."""
+        """Return the KV cache and the page table.
+
+        Pages are scattered over a pool in which everything that no token may see is NaN. Positions
+        before a window have no page: their entry in the page table is 0.
+        """
         window = self.heads.window or max(end for _, end in self.spans)
         seen = [(max(0, begin + 1 - window), end) for begin, end in self.spans]
         most = max((end - 1) // self.page for _, end in seen) + 1
@@ -82,7 +85,7 @@ class Attending(NamedTuple):
         return kv, table
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Slots and positions, with padding before, between and after the slots."""
+        """Return slots and positions, with padding before, between and after the slots."""
         rows = [(0, 0)]
         for slot, span in enumerate(self.spans, start=1):
             rows += [(slot, position) for position in range(*span)] + [(0, 0)] * (slot % 3)
@@ -135,7 +138,7 @@ def test_attention_of_any_shape(case):
 
 @pytest.mark.parametrize("window", [None, 1, 7, 17, 100])  # 7 and 17 are whole contexts too
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_of_decode(shape, window):
+def test_attention_in_a_decode_step(shape, window):
     *heads, page = shape
     spans = [(n - 1, n) for n in (1, 7, 33, 16, 17)]
     attend_both(Attending(heads_of(*heads, window=window), page, spans, None))
@@ -143,7 +146,7 @@ def test_attention_of_decode(shape, window):
 
 @pytest.mark.parametrize("window", [None, 1, 12, 100])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_of_prefill_over_a_prefix(shape, window):
+def test_attention_in_prefill_over_a_prefix(shape, window):
     *heads, page = shape
     sinks = torch.randn(heads[0])
     attend_both(Attending(heads_of(*heads, window=window), page, [(11, 40), (0, 23)], sinks))
@@ -151,7 +154,7 @@ def test_attention_of_prefill_over_a_prefix(shape, window):
 
 @settings(max_examples=60, deadline=None)
 @given(case=attendings(), cut=st.integers(1, 11))
-def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut):
+def test_attention_does_not_depend_on_how_a_prompt_is_split(case, cut):
     kernels = CpuKernels()
     kv, table = case.pages()
     slots, positions = case.tokens()
@@ -168,7 +171,7 @@ def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut)
         )
 
     together = attend(slice(None))
-    for size in (1, cut):  # token by token, and cut without regard to slots
+    for size in (1, cut):  # token by token, and in parts that ignore the borders of slots
         parts = [attend(slice(i, i + size)) for i in range(0, len(q), size)]
         assert torch.equal(torch.cat(parts), together)
     shuffled = torch.randperm(len(q))
@@ -176,17 +179,17 @@ def test_a_token_attends_alike_alone_in_a_prompt_and_in_a_piece_of_it(case, cut)
 
 
 class Tree(NamedTuple):
-    """Tokens of one slot at places base, base + 1, ...: the parent of each, counted from base."""
+    """A draft tree of one slot at places base, base + 1, ...; parents are counted from base."""
 
     base: int
-    parents: list[int | None]  # ROOT: a child of what is stored; None: the place is empty
+    parents: list[int | None]  # ROOT: child of the last stored token; None: the place is empty
 
     def branch(self, i: int) -> list[int]:
-        """Token i and those it comes from, first things first."""
+        """Return token i and its ancestors, from the root down."""
         return [] if i == ROOT else [*self.branch(self.parents[i]), i]
 
     def bits(self, i: int) -> int:
-        """Bits past the token's own are set; they must be ignored."""
+        """Return the branch bits of token i; bits past its own are set, and must be ignored."""
         return sum(1 << j for j in self.branch(i)) | (2**MAX_PLACES - (2 << i))
 
 
@@ -203,13 +206,13 @@ def grown(base: int, size: int, random: Random, gaps: float = 0.2) -> Tree:
 
 
 class Branching(NamedTuple):
-    """Trees behind what slots 1, 2, ... have stored."""
+    """Draft trees after the stored tokens of slots 1, 2, ..."""
 
     attending: Attending
     trees: list[Tree]
 
     def pages(self) -> tuple[Tensor, Tensor]:
-        """Empty places hold NaN too."""
+        """Return the KV cache and the page table; empty places hold NaN too."""
         kv, table = self.attending.pages()
         for slot, tree in enumerate(self.trees, start=1):
             for place, parent in enumerate(tree.parents, start=tree.base):
@@ -219,7 +222,8 @@ class Branching(NamedTuple):
         return kv, table
 
     def tokens(self) -> tuple[Tokens, Branches]:
-        """Padding is between slots and at empty places, with invalid branches."""
+        """Return the tokens, with padding between slots and at empty places, and the branches,
+        which are invalid for padding."""
         padding = (0, 0, -(2**31), -1, -(2**31))
         rows = [padding]
         for slot, tree in enumerate(self.trees, start=1):
@@ -235,7 +239,7 @@ class Branching(NamedTuple):
         return Tokens(ints(slots), ints(places)), branches
 
     def by_the_book(self, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
-        """In double precision, -> [T, heads, value_dim]"""
+        """Compute attention by its definition, in double precision: [tokens, heads, value_dim]."""
         heads, page = self.attending.heads, self.attending.page
         tokens, _ = self.tokens()
         out = torch.zeros(len(q), heads.num_heads, heads.value_dim, dtype=torch.float64)
@@ -268,7 +272,7 @@ def branchings(draw: Callable) -> Branching:
     trees = [grown(base, draw(sizes), random) for base, _ in attending.spans]
     spans = [(tree.base, tree.base + len(tree.parents)) for tree in trees]
     heads = attending.heads
-    if heads.window is not None:  # longer than a branch
+    if heads.window is not None:  # the window is longer than a branch
         heads = dataclasses.replace(heads, window=heads.window + 63)
     return Branching(attending._replace(heads=heads, spans=spans), trees)
 
@@ -303,7 +307,7 @@ def test_a_token_of_a_tree_sees_its_branch(case, size):
 @settings(max_examples=40, deadline=None)
 @given(case=attendings(), back=st.integers(0, MAX_PLACES - 1))
 def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
-    """Wherever it is said to begin, up to `back` places before each token."""
+    """The tree may be declared to begin up to `back` places before each token."""
     heads = dataclasses.replace(case.heads, window=None)
     kv, table = case._replace(heads=heads).pages()
     slots, positions = case.tokens()
@@ -320,12 +324,12 @@ def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(case, back):
 
 
 @pytest.mark.parametrize("kind", [CpuKernels, ReferenceKernels])
-def test_a_branch_is_what_it_would_be_alone(kind):
+def test_a_branch_gives_what_it_gives_alone(kind):
     """Tokens of a tree are stored side by side and rotated by their depth."""
     kernels = kind()
     heads, tree = heads_of(6, 2, 16, value_dim=10), grown(5, 12, Random(1), gaps=0)
     frequency, table = torch.rand(8), ints([0, 0, 0, 0, 0, 3, 1, 5, 2, 4]).view(2, 5)
-    joined = torch.randn(17, sum(heads.sizes))  # of what is stored, and of the tree
+    joined = torch.randn(17, sum(heads.sizes))  # stored tokens, then those of the tree
 
     def attention(which: list[int], depths: list[int], branches: Branches | None) -> Tensor:
         """Run attention over a prompt, then over these tokens, at the places after it."""
@@ -351,7 +355,7 @@ def test_a_branch_is_what_it_would_be_alone(kind):
         torch.testing.assert_close(together[i], alone[-1], atol=1e-5, rtol=1e-5)
 
 
-def test_branches_are_refused_where_nobody_could_see_them(kernels):
+def test_branches_are_refused_where_they_have_no_effect(kernels):
     tokens = Tokens(ints([1, 1]), ints([3, 4]))
     rows = Rows(ints([1]), ints([3]), ints([2]), ints([2]))
     good = Branches(ints([3, 3]), torch.tensor([1, 3]), ints([3, 4]))
@@ -419,7 +423,7 @@ def test_linear_of_any_shape(rows, out, inner, bias):
     got = kernels.product(x, packed)
     exact = F.linear(x.double(), weight.double(), b.double() if bias else None)
     assert torch.allclose(got.double(), exact, atol=1e-4)
-    for i in range(rows):  # a row is the same bits alone and in company
+    for i in range(rows):  # a row has the same bits alone and beside others
         assert torch.equal(kernels.product(x[i : i + 1].contiguous(), packed)[0], got[i])
 
 
@@ -430,8 +434,8 @@ def test_linear_of_any_shape(rows, out, inner, bias):
     inner=st.integers(1, 90),
     bias=st.booleans(),
 )
-def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, bias):
-    """The last count is of rows that no expert wants."""
+def test_grouped_rows_equal_linear_with_their_expert_to_the_bit(counts, out, inner, bias):
+    """The last count is the number of rows without an expert."""
     kernels = CpuKernels()
     experts = len(counts) - 1
     which = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -451,7 +455,7 @@ def test_grouped_rows_are_linear_of_their_expert_to_the_bit(counts, out, inner, 
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_grouped_refuses_what_does_not_fit(kernels):
+def test_grouped_refuses_inputs_that_do_not_fit(kernels):
     x, starts = torch.randn(3, 8), ints([0, 2, 3])
     fit, unfit = (
         DenseWeight(kernels.pack(torch.randn(2, 16, inner)), None, 16) for inner in (8, 9)
@@ -491,7 +495,7 @@ EXPERTS = {
 
 
 def expert_weights(shape: Experts, hidden: int, bias: bool) -> ExpertWeights:
-    """Not packed yet."""
+    """Return random expert weights, not packed yet."""
     n, inner = shape.num_all, shape.inner_size
     return ExpertWeights(
         router=DenseWeight(
@@ -521,7 +525,7 @@ def packed(kernels: TorchKernels, weights: ExpertWeights) -> ExpertWeights:
 
 
 def choose(scores: list[float], correction: list[float], shape: Experts) -> dict[int, float]:
-    """Expert -> share, of one token."""
+    """Return the chosen experts of one token and the weight of each."""
     shared = dict.fromkeys(range(shape.num_experts, shape.num_all), 1.0)
     if shape.scores == "softmax_of_chosen":
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[: shape.top_k]
@@ -541,7 +545,7 @@ def choose(scores: list[float], correction: list[float], shape: Experts) -> dict
 
 
 def one_token(x: Tensor, weights: ExpertWeights, shape: Experts) -> Tensor:
-    """x [hidden] through its experts, by the book, in double precision."""
+    """Apply the experts to one token x [hidden] by definition, in double precision."""
     x, weights = x.double(), tree_map_only(Tensor, Tensor.double, weights)
     scores = F.linear(x, weights.router.data, weights.router.bias).tolist()
     correction = None if weights.correction is None else weights.correction.tolist()
@@ -571,13 +575,13 @@ def through(kernels, x, slots, weights, shape: Experts, starts: Tensor) -> Tenso
 
 
 def starts_of(shape: Experts) -> Tensor:
-    """Memory that is to be written."""
+    """Return uninitialised memory for the start of each expert's rows."""
     return ints([-1] * (shape.num_all + 1))
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias):
+def test_experts_equal_the_reference_and_the_definition(kernels, name, bias):
     shape, hidden = EXPERTS[name], 48
     weights = expert_weights(shape, hidden, bias)
     slots = ints([3, 0, 1, 2, 0, 1, 1, 4, 0])
@@ -595,7 +599,7 @@ def test_experts_are_those_of_the_reference_and_of_the_book(kernels, name, bias)
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_a_token_meets_its_experts_alike_among_any_neighbours(kernels, name):
+def test_the_experts_of_a_token_do_not_depend_on_its_neighbours(kernels, name):
     shape, hidden = EXPERTS[name], 48
     weights = packed(kernels, expert_weights(shape, hidden, bias=True))
 
@@ -643,7 +647,7 @@ def test_softmax(kernels):
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_silu"])
 def test_gates(kernels, activation):
-    joined = torch.randn(9, 40) * 6  # beyond where gates and values are clamped
+    joined = torch.randn(9, 40) * 6  # larger than the limits of gates and values
     expected = activate(joined.double(), activation)
     for got in (each.gate(*joined.chunk(2, -1), activation) for each in (REFERENCE, kernels)):
         torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
@@ -655,7 +659,7 @@ def test_gates(kernels, activation):
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm of each row, in double precision."""
+    """Return the RMSNorm of each row, in double precision."""
     return (
         x.double() / ((x.double() ** 2).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5 * weight
     )
@@ -681,7 +685,7 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
+def test_logits_are_capped_and_slot_0_has_none(kernels, softcap):
     x, weight, slots = torch.randn(6, 24), torch.randn(70, 24), ints([1, 0, 2, 0, 3, 0])
     expected = F.linear(x, weight).double()
     if softcap is not None:
@@ -699,8 +703,8 @@ def test_logits_are_capped_and_none_of_slot_0(kernels, softcap):
 )
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_values, window):
-    """A prompt of 7 tokens whose first 2 came a step before, against attention by the book. Then
-    its queries alone, over what was stored."""
+    """A prompt of 7 tokens, of which the first 2 came in an earlier step, gives attention by its
+    definition; then its queries alone, over the stored keys, give the same."""
     heads = heads_of(
         6, 2, 16, value_dim=10, window=window, norms_whole=is_whole, norms_values=norms_values
     )
@@ -751,7 +755,7 @@ def test_attention_norms_rotates_stores_and_attends(kernels, is_whole, norms_val
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Pairs (i, i + size / 2) are complex numbers."""
+    """Rotate pairs (i, i + size / 2), taken as complex numbers."""
     pairs = torch.complex(*x.chunk(2, -1)) * turns
     return torch.cat((pairs.real, pairs.imag), -1)
 

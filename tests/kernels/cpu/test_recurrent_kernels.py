@@ -1,4 +1,4 @@
-"""Recurrent kernels: every way to cut a text into steps gives the same result."""
+"""Tests of recurrent kernels: every way to split a text into steps gives the same result."""
 
 import math
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class Mixer(NamedTuple):
         draw = torch.Generator().manual_seed(1)
 
         def table(rows: int, *size: int) -> Tensor:
-            made = torch.randn(rows + 1, *size, generator=draw)  # an earlier owner's
+            made = torch.randn(rows + 1, *size, generator=draw)  # states of an earlier owner
             made[0] = 0
             return made
 
@@ -54,7 +54,7 @@ class Mixer(NamedTuple):
     def run(
         self, x: Tensor, tokens: Tokens, rows: Rows | None, trail: Trail | None = None
     ) -> Tensor:
-        """x [T, channels + 2 * heads]"""
+        """Run a step over x, [tokens, channels + 2 * heads]."""
         shape, (a_log, dt_bias, d) = self.shape, self.heads
         size = [shape.channels, shape.num_heads, shape.num_heads]
         mixed, gates, beta = x.split(size, dim=1)
@@ -116,7 +116,8 @@ class Mixer(NamedTuple):
 
 
 def same(mixer: Mixer, mine: Tensor, other: Tensor) -> bool:
-    """In the reference, torch rounds a few values differently depending on their place."""
+    """Compare results: bitwise, but for the reference, where torch's rounding depends on
+    position."""
     is_close = torch.allclose(mine, other, atol=1e-5)
     return is_close if mixer.kernels.name == "reference" else torch.equal(mine, other)
 
@@ -127,7 +128,7 @@ def inputs(shape: Scan) -> Tensor:
 
 
 def plainly(mixer: Mixer, x: Tensor) -> Tensor:
-    """The definition, over a whole text, in loops over heads"""
+    """Compute the definition over a whole text, in loops over heads."""
     shape, (a_log, dt_bias, d) = mixer.shape, mixer.heads.double()
     x = x.double()
     mixed, gates, beta = x.split([shape.channels, shape.num_heads, shape.num_heads], dim=1)
@@ -166,7 +167,7 @@ class TestCuts:
         out = mixer.prefill(x, 2, 0, pad=3)
         assert torch.allclose(out.double(), plainly(mixer, x), atol=1e-5)
 
-    def test_any_cut_is_the_same(self, kernels: Kernels, shape: Scan) -> None:
+    def test_any_split_gives_the_same(self, kernels: Kernels, shape: Scan) -> None:
         x, (whole, cut) = inputs(shape), (Mixer.of(kernels, shape) for _ in range(2))
         wanted = whole.prefill(x, 2, 0)
         outs = [cut.prefill(x[:5], 2, 0, pad=2), cut.decode(x[5:8], 2, 5)]
@@ -180,7 +181,9 @@ class TestCuts:
             assert torch.equal(mine[[0, 1, 3]], other[[0, 1, 3]])
 
     @pytest.mark.parametrize("taken_by", ["prefill", "decode", "verify"])
-    def test_snapshots_go_on_elsewhere(self, kernels: Kernels, shape: Scan, taken_by: str) -> None:
+    def test_a_snapshot_continues_in_another_slot(
+        self, kernels: Kernels, shape: Scan, taken_by: str
+    ) -> None:
         mixer, x = Mixer.of(kernels, shape), inputs(shape)
         assert mixer.states.rows is not None and mixer.states.scan_kept is not None
         before = mixer.states.scan_kept.clone()
@@ -201,7 +204,7 @@ class TestCuts:
         assert same(mixer, mixer.decode(x[8:12], 3, 8), wanted[8:12])
         assert torch.equal(mixer.states.scan[1], mixer.states.scan_kept[5])
 
-    def test_a_draft_that_is_wrong_leaves_no_snapshot(self, kernels: Kernels, shape: Scan) -> None:
+    def test_a_wrong_draft_leaves_no_snapshot(self, kernels: Kernels, shape: Scan) -> None:
         mixer, x = Mixer.of(kernels, shape), inputs(shape)
         assert mixer.states.rows is not None and mixer.states.conv_kept is not None
         mixer.states.rows[1] = torch.tensor([4, 5, 6])

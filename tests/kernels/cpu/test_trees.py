@@ -1,4 +1,4 @@
-"""Draft trees, operation by operation against explicit examples: masks, acceptance and growth."""
+"""Tests of draft trees against explicit code, operation by operation: masks, acceptance, growth."""
 
 import math
 from random import Random
@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.types import PagedKv, Rows, Tokens
-from slotzero.kernels.types_speculation import DraftRows, DraftTables, Guesses, TreeFront, TreeStep
+from slotzero.kernels.types_speculation import (
+    Candidates,
+    DraftRows,
+    DraftTables,
+    TreeFront,
+    TreeStep,
+)
 from slotzero.sampling.params import MAX_LOGPROBS, SamplingParams
 from slotzero.sampling.tables import SAMPLING_TABLES, Sampled, SamplingTables, encode
 from slotzero.tree_shape import TreeShape
@@ -23,12 +29,12 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def grown(num_nodes: int, rng: Random) -> list[int]:
-    """The parent of each node; the root's is nonsense."""
+    """Return the parent of each node; that of the root is arbitrary."""
     return [99, *(rng.randrange(node) for node in range(1, num_nodes))]
 
 
 def branch(parents: list[int], node: int) -> list[int]:
-    """From the root to the node"""
+    """Return the nodes from the root to this node."""
     return [*(branch(parents, parents[node]) if node else ()), node]
 
 
@@ -47,7 +53,7 @@ rows_of = st.lists(st.integers(1, NUM_SLOTS), unique=True, min_size=1, max_size=
 
 @settings(max_examples=50, deadline=None)
 @given(slots=rows_of, width=st.integers(2, 63), random=st.randoms(use_true_random=False))
-def test_a_node_sees_what_leads_to_it(slots, width, random):
+def test_a_node_sees_its_ancestors(slots, width, random):
     slots.insert(random.randint(0, len(slots)), 0)
     starts = [slot and random.randint(1, 40) for slot in slots]
     counts = [slot and random.randint(1, width) for slot in slots]
@@ -57,7 +63,7 @@ def test_a_node_sees_what_leads_to_it(slots, width, random):
     for slot, tree in zip(slots, trees, strict=True):
         parents[slot, : len(tree)] = ints(*tree)
     rows, tokens = laid_out(slots, starts, counts, width)
-    branches = KERNELS.branch(rows, tokens, parents)
+    branches = KERNELS.tree_branches(rows, tokens, parents)
     branches.check(tokens, rows)
     for row, (start, tree) in enumerate(zip(starts, trees, strict=True)):
         for node in range(len(tree)):
@@ -69,8 +75,8 @@ def test_a_node_sees_what_leads_to_it(slots, width, random):
 
 @settings(max_examples=80, deadline=None)
 @given(slots=rows_of, width=st.integers(2, 20), random=st.randoms(use_true_random=False))
-def test_what_is_right_is_kept_in_order(slots, width, random):
-    """Tokens, features and KV; of others nothing changes."""
+def test_accepted_nodes_are_kept_in_order(slots, width, random):
+    """This covers tokens, features and KV cache; nothing else changes."""
     slots.insert(random.randint(0, len(slots)), 0)
     starts = [slot and random.randint(1, 20) for slot in slots]
     counts = [slot and random.randint(0, width) for slot in slots]
@@ -96,15 +102,15 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
             free = [token for token in range(64) if token not in taken]
             tokens[slot, start + node] = random.choice(free[:4])
     before = [x.clone() for x in (tokens, length, kv, kept)]
-    num_verified = torch.full((len(slots),), 7).int()
+    num_confirmed = torch.full((len(slots),), 7).int()
     path = torch.full((len(slots), width), 7).int()
-    tree = KERNELS.branch(rows, located, parents)
+    tree = KERNELS.tree_branches(rows, located, parents)
     KERNELS.accept_tree(
         ints(*slots), ints(*counts), sampled, parents, tree,
-        DraftTables(tokens, length, *[torch.zeros_like(length)] * 6), num_verified, path,
+        DraftTables(tokens, length, *[torch.zeros_like(length)] * 6), num_confirmed, path,
     )  # fmt: skip
-    KERNELS.move_kv(ints(*slots), length, num_verified, path, PagedKv(kv, table))
-    KERNELS.store_features(ints(*slots), num_verified, features, kept, path)
+    KERNELS.move_kv(ints(*slots), length, num_confirmed, path, PagedKv(kv, table))
+    KERNELS.store_features(ints(*slots), num_confirmed, features, kept, path)
 
     old_tokens, old_length, old_kv, old_kept = before
     for row, (slot, start, nodes) in enumerate(zip(slots, starts, trees, strict=True)):
@@ -117,7 +123,7 @@ def test_what_is_right_is_kept_in_order(slots, width, random):
                 break
             way += right
         assert path[row].tolist() == way + [0] * (width - len(way))
-        assert num_verified[row] == len(way)
+        assert num_confirmed[row] == len(way)
         if slot == 0:
             continue
         old_length[slot] = start + len(way)
@@ -147,7 +153,8 @@ def sampling_tables(params: list[SamplingParams]) -> SamplingTables:
 
 
 def drawn_for(num: int, topk: int, random: Random) -> Sampled:
-    """Few tokens and few scores, so that there are ties; now and then a row that is broken."""
+    """Return samples with few distinct tokens and scores, so that there are ties, and some broken
+    rows."""
     ids, scores = [], []
     for _ in range(num):
         ids.append(random.sample(range(topk + 2), topk) + [0] * (MAX_LOGPROBS - topk))
@@ -159,7 +166,7 @@ def drawn_for(num: int, topk: int, random: Random) -> Sampled:
     return Sampled(ints(*tokens), torch.zeros(num), torch.tensor(ids).int(), torch.tensor(scores))
 
 
-Node = tuple[tuple[int, ...], float]  # tokens from the first guess on, and the score of them all
+Node = tuple[tuple[int, ...], float]  # tokens from the first draft on, and their total score
 
 
 @settings(max_examples=80, deadline=None)
@@ -168,15 +175,15 @@ Node = tuple[tuple[int, ...], float]  # tokens from the first guess on, and the 
     room=st.integers(0, 20), behind=st.integers(0, 1), is_penalised=st.booleans(),
     random=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_penalised, random):
-    """One row between two of padding, against a list of all that could be guessed."""
+def test_a_tree_has_the_best_of_all_drafts(steps, topk, most, room, behind, is_penalised, random):
+    """One row stands between two of padding; the reference lists all possible drafts."""
     shape = TreeShape(steps, topk, min(1 + most, 1 + topk + (steps - 1) * topk**2))
     tables = sampling_tables([SamplingParams(presence_penalty=0.5 * is_penalised)])
     slot, start = 1, 40
     slots = ints(0, slot if room else 0, 0)
     draft_rows = DraftRows(slots, ints(0, start, 0), ints(0, room, 0))
-    size = 3, shape.num_guesses
-    guesses = Guesses(torch.zeros(size).int(), torch.zeros(size), torch.zeros(size).int())
+    size = 3, shape.num_candidates
+    candidates = Candidates(torch.zeros(size).int(), torch.zeros(size), torch.zeros(size).int())
     front: TreeFront | None = None
     book: list[list[Node]] = []  # by step
     frontier: list[Node] = [((), 0.0)] if room else []
@@ -201,7 +208,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
                     new.append(((*way, token), score + gain))
         book.append(new)
         front = KERNELS.grow_tree(
-            draft_rows, drawn, front, guesses, TreeStep(step, topk, behind), tables
+            draft_rows, drawn, front, candidates, TreeStep(step, topk, behind), tables
         )
         places = room - step * topk
         frontier = sorted(new, key=lambda node: -node[1])[: max(0, min(topk, places))]
@@ -219,7 +226,7 @@ def test_a_tree_has_the_best_of_all_guesses(steps, topk, most, room, behind, is_
             assert front.after[at] == start + 2 + step
             assert front.scores[at] == torch.tensor(score)
     parents = torch.full((2, shape.num_nodes), 55, dtype=torch.int32)
-    num = KERNELS.select(draft_rows, guesses, shape.num_nodes - 1, tables.tokens, parents)
+    num = KERNELS.select_nodes(draft_rows, candidates, shape.num_nodes - 1, tables.tokens, parents)
     every = [node for new in book for node in new]
     chosen = sorted(every, key=lambda node: -node[1])[: min(room, shape.num_nodes - 1)]
     assert num.tolist() == [0, len(chosen), 0]

@@ -1,4 +1,4 @@
-"""Run two kernel sets on the same values and require bitwise identical results."""
+"""Comparison of two kernel sets: the same inputs must give bitwise identical results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +15,10 @@ NAN = float("nan")
 
 
 def agree(device: torch.device, call: Callable[..., Any], *given: Any) -> list[Tensor]:
-    """Both sets on copies: what they return and all that they were given is the same afterwards
-    -> the copies."""
+    """Call both kernel sets on copies of the arguments, and return the copies.
+
+    Results and arguments must be the same afterwards.
+    """
     sides = []
     for kernels, where in ((ReferenceKernels(), "cpu"), (TritonKernels(), device)):
         copies = tree_map(lambda value, to=where: value.to(to, copy=True), given)
@@ -33,12 +35,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def ints(low: int, high: int, *shape: int) -> Tensor:
-    """In [low, high)"""
+    """Return random integers in [low, high)."""
     return torch.randint(low, high, shape, dtype=torch.int32)
 
 
 def slots_for(rows: int) -> Tensor:
-    """Each of 1 to rows once, in any order, but for some that are padding."""
+    """Return slots 1 to `rows` in random order, some of them replaced by padding."""
     slots = torch.randperm(rows).int() + 1
     slots[torch.rand(rows) < 0.2] = 0
     return slots if rows > 1 else torch.ones(1, dtype=torch.int32)
@@ -50,7 +52,7 @@ def table_of(values: Tensor, neutral: int = 0) -> Tensor:
 
 
 def draft_tables(like: Tensor, **tables: Tensor) -> DraftTables:
-    """Tables of which those that are not given hold zeros, one for each entry of `like`."""
+    """Return draft tables; those that are not given hold zeros, one for each entry of `like`."""
     zeros = dict.fromkeys(DraftTables._fields, torch.zeros_like(like))
     return DraftTables(**{name: tables.get(name, zero.clone()) for name, zero in zeros.items()})
 

@@ -1,4 +1,4 @@
-"""Kernel tests that run on a GPU as they are, and on a CPU through Triton's interpreter."""
+"""Fixtures of the Triton tests, which run on a GPU, or on a CPU through the interpreter."""
 
 import os
 
@@ -8,7 +8,8 @@ import torch
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
-"""The interpreter's matrix product takes the bits of a bfloat16 for an integer."""
+"""The 16-bit dtype; the interpreter's matrix product treats the bits of a bfloat16 as an
+integer."""
 
 if not INTERPRETED and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]  # tests/kernels/test_triton.py runs them in processes
@@ -32,8 +33,10 @@ def half() -> torch.dtype:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the interpreter, contexts are cut as ever, but over few of the 512 programs that a
-    card has: most would find nothing to do. Those of a card run in tests of decode and verify."""
+    """Use few programs in the interpreter, where most of a GPU's 512 would find nothing to do.
+
+    Contexts are still split. The tests of decode and verify also use the grid of a GPU.
+    """
     if INTERPRETED:
         monkeypatch.setattr("slotzero.kernels.triton.attention.decode.cut_for", lambda _: (16, 64))
         monkeypatch.setattr(

@@ -1,5 +1,7 @@
-"""A faster Triton interpreter: work that it repeats for every operation with the same result is
-cached. The cache depends on no kernel, and on no value that a kernel computes."""
+"""Faster Triton interpreter: caches work that it would repeat for every operation.
+
+The cache depends on no kernel, and on no value that a kernel computes.
+"""
 
 import dataclasses
 import functools
@@ -20,8 +22,11 @@ def make_quick() -> None:
 
 
 def patch_once_a_launch() -> None:
-    """The interpreter patches triton.language again whenever one jit function calls another, though
-    nothing is restored before the launch ends. That is half of its time."""
+    """Patch triton.language once per launch.
+
+    The interpreter patches it again whenever one jit function calls another, although nothing is
+    restored before the launch ends. That takes half of its time.
+    """
     patched: set[ModuleType] = set()
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 
@@ -31,7 +36,7 @@ def patch_once_a_launch() -> None:
 
     def patch_once(fn: Callable[..., Any]) -> Any:
         if patched >= seen_by(fn):
-            return None  # only a launch restores, and it is the first to patch
+            return None  # only a launch restores, and it patches first
         patched.update(seen_by(fn))
         return patch(fn)
 
@@ -44,7 +49,7 @@ def patch_once_a_launch() -> None:
 
 
 def call_directly() -> None:
-    """A builtin is called without the two functions that pass it the semantic and look for it."""
+    """Call a builtin without the two functions that look up and pass the semantic."""
 
     def patch_attr(owner: Any, name: str, member: Any, _: Any, scope: Any) -> None:
         builtin = getattr(member, "__wrapped__", member)
@@ -60,8 +65,8 @@ def call_directly() -> None:
 
 
 def remember_types() -> None:
-    """The parts of a type follow from its element and shape, and those of a tensor, but for its
-    value, from its type. A type equals itself."""
+    """Cache types: the parts of a type follow from its element and shape, and those of a tensor
+    from its type, except for its value. A type equals itself."""
     make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     blocks: dict[Any, dict[str, Any]] = {}
     tensors: dict[Any, dict[str, Any]] = {}
@@ -139,7 +144,8 @@ def remember_conversions() -> None:
 
 
 def compute_no_unread_overflow() -> None:
-    """Sums are computed again in 64 bits for an assert that only a debug build has."""
+    """Skip the repetition of sums in 64 bits, which serves an assert that only debug builds
+    have."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -1,5 +1,7 @@
-"""A recurrent mixer, its states and steps over them, on any kernel set: shared by the tests of
-recurrent kernels. Memory that must not be read is NaN."""
+"""Recurrent mixer with its states, run on any kernel set; shared by the recurrent kernel tests.
+
+Memory that must not be read is NaN.
+"""
 
 import math
 from dataclasses import dataclass
@@ -19,15 +21,15 @@ KINDS = [Scan("mamba", 2, 12, 1, 12, 4, (0.01, 0.5)), Scan("delta", 2, 20, 1, 12
 
 @dataclass(frozen=True)
 class Step:
-    """Tokens [start, start + count) of some slots' texts, and the padding around them."""
+    """A step over tokens [start, start + count) of several slots, with padding around them."""
 
     rows: list[tuple[int, int, int]]  # slot, start, count
-    span: int | None = 0  # None: one token a row, without rows
+    span: int | None = 0  # None: one token per row, and no row table
     pad_rows: int = 0
     pad_tokens: int = 0
 
     def places(self) -> list[tuple[int, int]]:
-        """Slot and position of each token"""
+        """Return slot and position of each token."""
         places = []
         for slot, start, count in self.rows:
             places += [(slot, start + i) for i in range(count)]
@@ -93,7 +95,7 @@ class Mixer:
     def mix(
         self, x: Tensor, tokens: Tokens, rows: Rows | None, trail: Trail | None = None
     ) -> tuple[Tensor, Tensor]:
-        """-> what is convolved, and what comes out"""
+        """Run the mixer, and return the convolution's input and the result."""
         shape, (a_log, dt_bias, d) = self.shape, self.heads
         mixed, gates, beta = x.split([shape.channels, shape.num_heads, shape.num_heads], dim=1)
         step = RecurrentStep(tokens, rows, self.states, trail)
@@ -111,7 +113,7 @@ class Mixer:
         return out.cpu()
 
     def verify(self, step: Step) -> tuple[Tensor, Trail]:
-        """-> what comes out, and the trail, stacked: of a layer that is not there, and of this"""
+        """Return the result and the trails of two layers, stacked: an unused one and this one."""
         rows = len(step.rows) + step.pad_rows, step.span, LAYERS
         stacked = Trail(
             self.nothing(*rows, *self.shape.conv_shape).to(self.dtype),
@@ -126,7 +128,7 @@ class Mixer:
         return out, stacked
 
     def commit(self, step: Step, stacked: Trail, num_right: list[int]) -> None:
-        """Rows of padding are last, and have nothing right"""
+        """Commit the accepted tokens of each row; padded rows are last and have none."""
         right = torch.tensor(num_right + [0] * step.pad_rows, dtype=torch.int32)
         slots, length = torch.zeros_like(right), torch.zeros(SLOTS + 1, dtype=torch.int32)
         for i, (slot, start, count) in enumerate(step.rows):
@@ -143,7 +145,7 @@ class Mixer:
 
 
 class Pair:
-    """The kernels of a card and the reference, over the same texts."""
+    """The Triton kernels and the reference, over the same texts."""
 
     def __init__(self, device, shape: Scan, near: float, **kind) -> None:
         self.card = Mixer(TritonKernels(), shape, device, **kind)
@@ -151,7 +153,7 @@ class Pair:
         self.near = near
 
     def keep(self, slot: int, number: int, row: int) -> None:
-        """The slot's `number`th snapshot stands, or is to stand, in that row."""
+        """Assign row `row` to the slot's snapshot `number`, stored already or not."""
         for mixer in (self.card, self.reference):
             mixer.states.rows[slot, number] = row
 
@@ -175,7 +177,7 @@ class Pair:
                 self.same(mine.cpu(), expected)
 
     def same(self, mine: Tensor, expected: Tensor) -> None:
-        assert torch.equal(mine.isnan(), expected.isnan()), "a place that is another's was touched"
+        assert torch.equal(mine.isnan(), expected.isnan()), "memory of another slot was changed"
         mine, expected = mine.nan_to_num().float(), expected.nan_to_num().float()
         assert (mine - expected).norm() <= self.near * expected.norm()
         size = float(expected.square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""Decode attention against the reference: every length in one grid, over pages with NaN."""
+"""Tests of decode attention against the reference: all lengths in one grid, over pages with NaN."""
 
 import itertools
 
@@ -18,7 +18,7 @@ LENGTHS = [1, 7, 33, 16, 17, 150]
 
 
 class Case:
-    """Rows of every length with padding between, over pages whose every other value is NaN."""
+    """Rows of many lengths with padding between, over pages in which all other values are NaN."""
 
     def __init__(
         self, shape, lengths, device, dtype=torch.float32, norm=True, value_dim=None, sinks=False,
@@ -54,7 +54,7 @@ class Case:
         self.device, self.dtype = device, dtype
 
     def expected(self):
-        """In float32, of what the kernel is given -> attention, pages"""
+        """Return attention and pages, computed in float32 from the kernel's inputs."""
         pages, joined = (t.to(self.dtype).float() for t in (self.kv, self.joined))
         constants = (*self.norms, self.sinks)
         constants = [None if c is None else c.to(self.dtype).float() for c in constants]
@@ -92,13 +92,13 @@ class Case:
 
 
 def same_pages(got, expected, atol):
-    assert torch.equal(got.isnan(), expected.isnan()), "a page that is not the row's was written"
+    assert torch.equal(got.isnan(), expected.isnan()), "a page of another row was written"
     assert torch.allclose(got.nan_to_num(), expected.nan_to_num(), atol=atol)
 
 
 @pytest.fixture
 def small_grid(monkeypatch):
-    """A grid of few programs, in which short rows have several chunks."""
+    """Use a grid of few programs, in which even short rows have several chunks."""
     monkeypatch.setattr(decode, "cut_for", lambda rows: (40, 16))
 
 
@@ -107,7 +107,7 @@ SHORT = decode_stream_k.Shape(programs=1, keys=16, warps=1, stages=3, row_cost=2
 
 @pytest.fixture
 def few_shares(monkeypatch):
-    """A stream-K plan in which rows are in several shares and shares have several rows."""
+    """Use a stream-K plan in which rows span several shares and shares have several rows."""
     monkeypatch.setattr(decode_stream_k, "num_processors", lambda: 10)
     monkeypatch.setattr(decode_stream_k, "shape_for", lambda _: SHORT)
     monkeypatch.setattr(decode_stream_k, "SMALLEST", 1)
@@ -128,7 +128,7 @@ def test_16_bits(device, half, small_grid, shape):
     case = Case(shape, LENGTHS, device, half)
     (out, pages), (expected, expected_pages) = case.run(), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
-    same_pages(pages, expected_pages, 0.1)  # two units of the last place at 8
+    same_pages(pages, expected_pages, 0.1)  # two units in the last place, at a value of 8
 
 
 @pytest.mark.parametrize("lengths", [[1], [700], [1, 900], [300, 1, 1, 1, 1, 1, 1]])
@@ -156,7 +156,7 @@ def test_a_window_in_a_small_and_a_large_batch(device, small_grid, num_others):
 
 @pytest.mark.parametrize("window", [None, 1, 90])
 def test_a_sink_takes_its_share_once(device, small_grid, window):
-    """Rows are in one chunk and in several."""
+    """Some rows are one chunk, others are several."""
     Case((6, 2, 16, 8), LENGTHS, device, sinks=True, window=window).check()
 
 
@@ -228,8 +228,9 @@ def test_the_same_bits_again(device, half, small_grid):
 
 LINES = [
     ((4, 2, 16, 16), {}),
-    ((9, 3, 24, 2), {"norm": False, "sinks": True}),  # pages of which a tile has many
-    ((4, 2, 16, 32), {"window": 40, "sinks": True, "softcap": 2.0}),  # and half of one
+    ((9, 3, 24, 2), {"norm": False, "sinks": True}),  # a tile has many such pages
+    # a tile is half of such a page
+    ((4, 2, 16, 32), {"window": 40, "sinks": True, "softcap": 2.0}),
     ((2, 1, 16, 8), {"window": 1, "value_dim": 40}),
     ((4, 2, 16, 8), {"window": 20, "norms_values": True, "stores": False}),
     ((4, 2, 48, 16), {"norms_values": True, "value_dim": 32}),
@@ -237,32 +238,32 @@ LINES = [
 
 
 @pytest.mark.parametrize(("shape", "kind"), LINES)
-def test_a_line(device, few_shares, shape, kind):
+def test_stream_k(device, few_shares, shape, kind):
     Case(shape, [1, 33, 16, 90], device, **kind).check(kind=decode_stream_k)
 
 
 @pytest.mark.parametrize("lengths", [[200], [40] + [5] * 8])
-def test_a_line_of_any_rows(device, few_shares, lengths):
+def test_stream_k_with_any_rows(device, few_shares, lengths):
     Case((2, 1, 16, 16), lengths, device).check(num_layers=2, kind=decode_stream_k)
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 256, 16), (16, 1, 64, 16)])
-def test_a_line_as_a_card_has_it(device, half, shape):
-    """In the shapes that it has, whatever the card; the others are only of the tests."""
+def test_stream_k_with_the_parameters_of_a_gpu(device, half, shape):
+    """The parameters are those used on every GPU; the other tests use smaller ones."""
     case = Case(shape, [90] + [5] * 3, device, half)
     (out, pages), (expected, expected_pages) = case.run(1, decode_stream_k), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
     same_pages(pages, expected_pages, 0.1)
 
 
-def test_a_line_of_16_bits(device, half, few_shares):
+def test_stream_k_in_16_bits(device, half, few_shares):
     case = Case((8, 2, 64, 16), [31, 90], device, half)
     (out, pages), (expected, expected_pages) = case.run(2, decode_stream_k), case.expected()
     assert (out - expected).norm() / expected.norm() < 1e-2
     same_pages(pages, expected_pages, 0.1)
 
 
-def test_the_set_takes_a_line_where_there_are_rows_for_it(device, few_shares, monkeypatch):
+def test_the_kernel_set_uses_stream_k_if_there_are_enough_rows(device, few_shares, monkeypatch):
     monkeypatch.setattr(decode_stream_k, "FEWEST_ROWS", 5)
     case, kernels = Case((4, 2, 16, 16), [3, 40], device), TritonKernels()
     for num in (2, 5):
@@ -283,12 +284,12 @@ def test_the_set_takes_a_line_where_there_are_rows_for_it(device, few_shares, mo
     ("rows", "shares"),
     [(32, 128), (64, 128), (96, 132), (128, 128), (256, 128), (200, 132), (500, 125)],
 )
-def test_rows_of_one_length_are_cut_alike(rows, shares):
+def test_rows_of_equal_length_are_split_equally(rows, shares):
     assert decode_stream_k._shares(rows, 132) == shares
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 600])
-def test_a_line_has_every_tile_once(device, few_shares, window):
+def test_stream_k_covers_every_tile_once(device, few_shares, window):
     heads = Heads(8, 4, 16, 16, 1e-6, 1.0, window=window)
     for lengths in ([1], [1000], [3, 0, 500, 77, 32, 33], [40] * 200, [8000] + [1] * 63):
         slots = torch.tensor([r + 1 if n else 0 for r, n in enumerate(lengths)], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Experts against torch_ops.py: every routing rule, and rows without experts."""
+"""Tests of expert kernels against torch_ops.py: every routing rule, and rows without experts."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ KINDS = [
 
 
 def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
-    """Where there is a choice, no token chooses expert 1, whose weights are NaN."""
+    """Return expert weights; if tokens can choose, none chooses expert 1, whose weights are NaN."""
 
     def random(*size: int) -> torch.Tensor:
         return (torch.randn(size, device=device) * size[-1] ** -0.5).to(dtype)
@@ -52,7 +52,7 @@ def made(shape: Experts, dtype, device, bias=True) -> ExpertWeights:
 
 
 def through(kernels, x: Normed, slots, weights, shape, by=None):
-    """-> the results, and where each expert's choices begin"""
+    """Return the results, and where the rows of each expert begin."""
     starts = torch.full((shape.num_all + 1,), -1, dtype=torch.int32, device=slots.device)
     routed = kernels.route(x, slots, weights, shape, by)
     return kernels.experts(routed, weights, shape, starts), starts
@@ -60,7 +60,7 @@ def through(kernels, x: Normed, slots, weights, shape, by=None):
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Whatever a product is given to fill holds NaN."""
+    """Fill the outputs of products with NaN beforehand."""
     new_empty = torch.Tensor.new_empty
 
     def poison(x: torch.Tensor, *shape: int, **kind: object) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_16_bits(device, half, rows):
     wide = tree_map_only(torch.Tensor, torch.Tensor.float, weights)
     expected, _ = through(REFERENCE, Normed(x.float()), slots, wide, shape)
     far = ((got.float() - expected).norm(dim=-1) / expected.norm(dim=-1) > 2e-2).sum()
-    assert far <= rows // 20  # two scores that are one in 16 bits
+    assert far <= rows // 20  # two scores that are equal in 16 bits
 
 
 def test_a_late_norm_is_applied(device):
@@ -108,8 +108,8 @@ def test_a_late_norm_is_applied(device):
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-def test_chosen_by_other_numbers(device):
-    """By rows that are not those that the experts are given, and each brings its factor."""
+def test_routing_by_another_input(device):
+    """The router reads other rows than the experts, and each row has its own factor."""
     shape = Experts(8, 2, INNER, "gelu_tanh", scores="softmax", is_normed=True)
     weights = made(shape, torch.float32, device, bias=False)
     weights = weights._replace(factors=torch.rand(8, device=device) + 0.5)
@@ -131,7 +131,7 @@ def test_a_broken_row_chooses_experts_that_exist(device):
         assert ((which[[0, 2]] >= 0) & (which[[0, 2]] < shape.num_all)).all()
 
 
-def test_one_broken_score_is_seen(device):
+def test_one_broken_score_is_detected(device):
     for shape in KINDS:
         weights = made(shape, torch.float32, device)
         weights.router.bias[0] = torch.nan
@@ -139,8 +139,8 @@ def test_one_broken_score_is_seen(device):
         assert TritonKernels().route(Normed(x), slots, weights, shape).weights.isnan().all()
 
 
-def test_nobody_is_chosen_twice(device):
-    """Though all that are left are shut out."""
+def test_no_expert_is_chosen_twice(device):
+    """This holds even if all remaining experts are excluded."""
     shape = Experts(8, 6, INNER, "silu", **SIGMOID)
     weights = made(shape, torch.float32, device)
     weights.correction[4:] = float("-inf")
@@ -149,7 +149,7 @@ def test_nobody_is_chosen_twice(device):
         assert len(set(row)) == 6 and {0, 1, 2, 3} <= set(row)
 
 
-def test_the_first_of_equal_ones_is_chosen(device):
+def test_the_first_of_equal_experts_is_chosen(device):
     shape = Experts(6, 3, INNER, "silu", scores="softmax")
     weights = made(shape, torch.float32, device)
     weights.router.data.zero_(), weights.router.bias.zero_()
@@ -165,7 +165,7 @@ def test_blocks_cover_every_choice_once(device, monkeypatch, tokens, num_experts
     monkeypatch.setattr(experts, "SORTED_BLOCK", 256)
     chosen = torch.rand(tokens, num_experts).topk(top_k).indices
     chosen[::3] = num_experts  # no expert
-    chosen[1::2, 0] = num_experts - 1  # one that many choose
+    chosen[1::2, 0] = num_experts - 1  # an expert that many tokens choose
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     order, blocks, tile = experts.sort(chosen.to(device), starts, torch.float32)
     which = chosen.flatten()[order.cpu()].tolist()

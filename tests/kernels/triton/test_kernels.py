@@ -1,4 +1,4 @@
-"""The kernel set as a whole: its operations against torch_ops.py, and the shapes it refuses."""
+"""Tests of the whole kernel set: its operations against torch_ops.py, and the shapes it refuses."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def test_open(device, half, is_half, with_norm, scale):
 @pytest.mark.parametrize("norms", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("is_half", [True, False])
 def test_embed_pair(device, half, is_half, norms, size):
-    """Hidden states are slices of wider rows, and they are not written to."""
+    """Hidden states are slices of wider rows, and must not be written to."""
     dtype = half if is_half else torch.float32
     slots, positions = [0, 2, 1, 0, 2], [0, 5, 131071, 0, 6]
     tokens = Tokens(*(torch.tensor(v, device=device).int() for v in (slots, positions)))
@@ -113,13 +113,13 @@ def test_norm(device, half, is_half, late, size):
     got = norm(moved, weight.to(device), 1e-6, late)
     assert (got.squares is not None) == late
     want = REFERENCE.norm(x, weight, 1e-6).x
-    near = 3 * torch.finfo(dtype).eps  # late, it is rounded once more
+    near = 3 * torch.finfo(dtype).eps  # a late norm is rounded once more
     assert torch.allclose(apply_norm(got).cpu(), want, atol=near, rtol=near)
     assert torch.equal(moved.cpu(), x)
 
 
 @pytest.mark.parametrize("is_half", [True, False])
-def test_rows_are_normed_where_there_is_a_norm_and_settled(device, half, is_half):
+def test_rows_are_normed_if_there_is_a_norm(device, half, is_half):
     dtype, kernels = half if is_half else torch.float32, TritonKernels()
     x, weight = torch.randn(7, 40).to(dtype), torch.randn(40).to(dtype)
     moved = x.to(device)
@@ -169,7 +169,7 @@ def test_products_are_added_and_normed(device, rows, with_after, with_norm):
 
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_norms_over_all_heads(device, is_decode):
-    """The qkv rows are slices of wider rows, and they are not written to."""
+    """The qkv rows are slices of wider rows, and must not be written to."""
     heads = Heads(6, 2, 16, 24, 1e-6, 0.25, norms_whole=True)
     q_size, k_size, _ = heads.sizes
     slots, positions = ([1, 0, 2], [2, 0, 0]) if is_decode else ([1, 1, 1, 0], [0, 1, 2, 0])
@@ -197,8 +197,8 @@ def test_norms_over_all_heads(device, is_decode):
 
 
 def test_a_tree_is_stored_and_each_of_its_tokens_sees_its_branch(device):
-    """Behind 3 stored tokens of slot 1: 0 and 1 are siblings, 2 and 4 are children of 0, and
-    place 3 is empty; slot 2 has a tree of one token and then padding."""
+    """After 3 stored tokens of slot 1, nodes 0 and 1 are siblings, 2 and 4 are children of 0, and
+    place 3 is empty. Slot 2 has a tree of one token, and then padding."""
     heads = Heads(6, 2, 16, 24, 1e-6, 0.25)
 
     def ints(*values: int) -> torch.Tensor:
@@ -235,7 +235,7 @@ def test_branches_are_refused_in_a_decode_step(device):
         kernels.plan(Tokens(one, one), None, Heads(2, 1, 16, 16, 1e-6, 1.0), branches)
 
 
-def test_a_head_that_no_kernel_holds_is_refused():
+def test_a_head_that_fits_no_kernel_is_refused():
     kernels = TritonKernels()
     kernels.refuse(Heads(8, 1, 256, 256, 1e-6, 1.0))
     kernels.refuse(Heads(128, 128, 192, 128, 1e-6, 1.0))
@@ -250,8 +250,8 @@ def test_a_head_that_no_kernel_holds_is_refused():
             kernels.refuse(heads)
 
 
-def test_while_compiling_ahead_what_no_kernel_writes_is_zeros(device):
-    """Other calls look it up: a place beyond a table would end the process."""
+def test_outputs_are_zeros_while_compiling_ahead(device):
+    """Other calls use them as indices: an index beyond a table would end the process."""
     like = torch.zeros(2, 300, dtype=torch.int32, device=device)
     makers = (
         lambda: like.new_empty(300),
@@ -263,12 +263,12 @@ def test_while_compiling_ahead_what_no_kernel_writes_is_zeros(device):
     with compiling_ahead():
         for make in makers:
             used = [make().fill_(1 << 30) for _ in range(8)]
-            del used  # what it had is given out again
+            del used  # its memory is allocated again
             assert not any(make().any() for _ in range(8))
 
 
 def test_compiling_ahead_imports_no_compiler_of_torch():
-    """It would be seconds of every start."""
+    """The import would add seconds to every start."""
     code = """
 import sys, torch
 from slotzero.kernels.triton.launch import compiling_ahead
@@ -280,7 +280,7 @@ sys.exit("torch._dynamo" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_what_launches_a_kernel_is_compiled_with_it(monkeypatch):
+def test_the_launcher_of_a_kernel_is_compiled_with_it(monkeypatch):
     made = []
     driver = SimpleNamespace(launcher_cls=lambda *given: made.append(given))
     kernel = SimpleNamespace(src="source", metadata="its sizes")

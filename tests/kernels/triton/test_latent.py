@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) against the reference: all kinds of rows, pages with NaN."""
+"""Tests of multi-head latent attention (MLA) kernels against the reference, over pages with NaN."""
 
 from random import Random
 
@@ -29,8 +29,8 @@ SHAPES = [  # heads, latent, rope_dim, nope_dim, v_head_dim, page size
     (4, 32, 8, 16, 16, 64),
 ]
 SMALL = SHAPES[0]
-CUTS = [(6, 16), (1, 64), (10, 48)]  # spare chunks, and the fewest keys of one
-OF_TILES = [(4, 64), (1, 256)]  # the same of 16 bits, whose tiles have more keys
+CUTS = [(6, 16), (1, 64), (10, 48)]  # spare chunks, and the minimum number of keys in a chunk
+OF_TILES = [(4, 64), (1, 256)]  # the same for 16 bits, whose tiles have more keys
 
 
 class Case:
@@ -68,7 +68,7 @@ class Case:
         self.up_v = torch.randn(num_heads, v_head_dim, size) * size**-0.5
 
     def _place(self, rows):
-        """Which token is where."""
+        """Assign slots and positions to the tokens."""
         slots, positions, parts = [], [], []
         for i, (start, count) in enumerate(rows, start=1):
             slot, taken = (0 if start is None else i), count if self.span is None else self.span
@@ -89,7 +89,7 @@ class Case:
         self.branches = Branches(bases.int(), seen.contiguous(), stands.int())
 
     def _store(self, page):
-        """Contexts, of which every key is seen by someone."""
+        """Store the contexts; every stored key is seen by some token."""
         per_slot = max((-(-(start + count) // page) for _, start, count in self.owners), default=1)
         num = max((i for i, *_ in self.owners), default=1)
         self.table = torch.zeros(num + 1, per_slot, dtype=torch.int32)
@@ -106,7 +106,7 @@ class Case:
                 self.pages[self.table[slot, at // page], at % page, 0] = row
 
     def run(self, its_kernels, device, dtype, num_layers=1):
-        """-> attention and pages after the last of some equal layers, which share one plan"""
+        """Return attention and pages after the last of `num_layers` equal layers with one plan."""
         tokens = Tokens(*(t.to(device) for t in self.tokens))
         rows = self.rows and Rows(*(t.to(device) for t in self.rows[:4]), span=self.rows.span)
         branches = Branches(*(t.to(device) for t in self.branches)) if self.trees else None
@@ -133,7 +133,9 @@ class Case:
         assert out.shape == expected.shape and out.dtype is self.dtype
         real = self.tokens.slots > 0
         assert (out[~real] == 0).all()
-        assert torch.equal(pages.isnan(), expected_pages.isnan()), "not its own place"
+        assert torch.equal(pages.isnan(), expected_pages.isnan()), (
+            "memory of another row was written"
+        )
         out, pages, expected_pages = out.float(), pages.float().nan_to_num(), expected_pages
         if self.dtype is torch.float32:
             assert torch.allclose(out, expected, atol=1e-5)
@@ -148,7 +150,7 @@ def grown(start, count, older):
     """Return base, bits and position of each token of a row whose tree began `older` places before.
     Bits past a token's own are set."""
     random, older = Random(start + count), min(older, start)
-    nodes = [(0, -1)]  # bits and depth of those that a token may follow
+    nodes = [(0, -1)]  # bits and depth of possible parents
     for i in range(older + count):
         bits, depth = random.choice(nodes)
         nodes.append((bits | 1 << i, depth + 1))
@@ -166,7 +168,7 @@ def keys(base, bits, end):
 
 @pytest.fixture(autouse=True)
 def cut(request, monkeypatch):
-    """A grid of few programs, in which short rows are in several chunks and blocks."""
+    """Use a grid of few programs, in which even short rows have several chunks and blocks."""
     chosen = getattr(request, "param", CUTS[0])
     monkeypatch.setattr(mla_plan, "cut_for", lambda *_: chosen)
     monkeypatch.setattr(prefill, "BLOCK_ROWS", 32)
@@ -205,7 +207,7 @@ def test_uniform_rows(device, cut, span):
 
 @both_cuts
 def test_ragged_rows(device, cut):
-    """Prompts, chunks behind a prefix, and decode tokens, of one block and of several."""
+    """Rows are prompts, chunks after a prefix, and decode tokens, of one block and of several."""
     Case(SMALL, RAGGED, device).check()
 
 
@@ -216,7 +218,7 @@ def test_ragged_rows_expanded(device, expanded, cut):
 
 @pytest.mark.parametrize("rows", [PROMPTS, [(33, 1), (2, 1), (None, 0)], [(None, 0)] * 2], ids=len)
 def test_steps_of_one_kind_expanded(device, expanded, rows):
-    """Prompts without context, single tokens, and only padding."""
+    """All rows are prompts without context, single tokens, or padding."""
     Case(SMALL, rows, device).check()
 
 
@@ -240,7 +242,7 @@ def test_the_sizes_of_a_real_model_expanded(device, half, monkeypatch):
     Case((2, 512, 64, 128, 128, 64), [(0, 20), (None, 0), (65, 3)], device, dtype=half).check()
 
 
-def test_where_a_row_stands_changes_no_bit(device, expanded):
+def test_a_row_has_the_same_bits_at_every_place(device, expanded):
     case = Case(SMALL, [(0, 21), (37, 5), (0, 1), (50, 1), (3, 34)], device)
     out, _ = case.run(TritonKernels(), device, torch.float32)
     counts = case.rows.counts.flip(0)
@@ -256,7 +258,7 @@ def test_where_a_row_stands_changes_no_bit(device, expanded):
     assert torch.equal(turned, out[order])
 
 
-def test_the_form_depends_on_sizes_alone():
+def test_the_form_depends_only_on_sizes():
     def pays(num_tokens, num_rows, plain=128, result=128):
         rows = Rows(*torch.zeros(4, num_rows, dtype=torch.int32))
         return mla_prefill.pays(num_tokens, rows, MlaShape(plain, 64, result))
@@ -295,12 +297,12 @@ def test_odd_shapes(device, shape, rows, kind):
     ("cut", "older"), [(CUTS[0], 0), (CUTS[0], 40), (CUTS[1], 40)], indirect=["cut"]
 )
 def test_trees(device, cut, older):
-    """Whole ones, and what grows on them; in chunks of which some tokens see nothing."""
+    """Trees are whole or new nodes; some tokens see nothing of some chunks."""
     Case(SMALL, UNIFORM, device, span=6, older=older).check()
 
 
 def test_trees_in_ragged_rows(device, expanded):
-    """Which are always seen in pages."""
+    """Trees in ragged rows always read their keys from pages."""
     Case(SMALL, [(0, 3), (40, 9), (None, 0), (18, 4)], device, older=11).check()
 
 
@@ -356,7 +358,7 @@ def test_rows_are_rounded_as_the_reference_rounds(device, half):
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_the_plan_covers_every_key_once(device, monkeypatch, span):
-    """And no two chunks that are to be merged share their place."""
+    """No two chunks that are merged share a workspace either."""
     monkeypatch.undo()
     heads = Heads(16, 1, 40, 32, 1e-6, 1.0, mla=MlaShape(8, 8, 8))
     for lengths in ([1], [9000], [3, 0, 500, 77, 32, 33], [40] * 200, [8000] + [1] * 63):
@@ -380,13 +382,13 @@ def test_the_plan_covers_every_key_once(device, monkeypatch, span):
 
 
 def test_rows_that_begin_before_the_text(device):
-    """With as many tokens of padding, of which one row has nothing else."""
+    """These rows begin with padding, and one row is only padding."""
     rows = [(-1, 3), (-3, 5), (20, 5), (-2, 2), (None, 0)]
     Case(SMALL, rows, device, span=5).check()
 
 
-def test_what_is_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
-    """Or there would be more of them than the grid holds."""
+def test_padding_before_the_text_makes_no_chunk_shorter(device, monkeypatch):
+    """Shorter chunks would be more than the grid holds."""
     monkeypatch.undo()
     heads = Heads(16, 1, 40, 32, 1e-6, 1.0, mla=MlaShape(8, 8, 8))
     spare, smallest = mla_plan.cut_for(11, 16 * heads.num_heads)
@@ -410,7 +412,7 @@ def test_every_grid_has_room_for_each_tile(monkeypatch):
             assert spare * pairs <= max(mla_plan.MAX_PARTIAL, pairs)
 
 
-def test_a_card_with_less_memory_takes_fewer_keys(monkeypatch):
+def test_a_gpu_with_less_memory_uses_fewer_keys(monkeypatch):
     assert mla.tile_for(128, 576, 2) == mla.MlaTile(pairs=32, keys=64, ahead=1, warps=4)
     assert mla.tile_for(16, 576, 2) == mla.MlaTile(pairs=16, keys=32, ahead=2, warps=4)
     monkeypatch.setattr(mla, "shared_memory", lambda: 99 << 10)
@@ -425,14 +427,14 @@ def test_a_step_of_several_blocks_of_rows(device, half):
 @pytest.mark.parametrize("cut", OF_TILES[1:], indirect=True, ids=str)
 @pytest.mark.parametrize("num_heads", [16, 24])
 def test_a_chunk_of_many_tiles(device, half, cut, num_heads):
-    """More than are on their way at a time, for both widths of tiles."""
+    """A chunk has more tiles than are in flight at a time, for both widths of tiles."""
     rows = [(255, 1), (None, 0), (200, 1)]
     Case((num_heads, *SMALL[1:]), rows, device, span=1, dtype=half).check()
 
 
 @pytest.mark.parametrize("num", [64, 65, 200, 257])
 def test_products_of_each_head(device, half, num):
-    """In one block of rows, in several, and by cuBLAS."""
+    """The rows are one block, several blocks, or a product by cuBLAS."""
     x = torch.randn(num, 3, 48, device=device).to(half)[:, :, :24]
     weight = torch.randn(3, 24, 40, device=device).to(half)
     for its in (weight, weight.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -443,7 +445,7 @@ def test_products_of_each_head(device, half, num):
         assert out[:, :, :8].isnan().all()
 
 
-def test_a_card_with_less_memory_takes_fewer_columns(monkeypatch):
+def test_a_gpu_with_less_memory_uses_fewer_columns(monkeypatch):
     assert per_head.cut_for(256, 512, 128, torch.bfloat16) == (512, 64, 64)
     monkeypatch.setattr(per_head, "shared_memory", lambda: 99 << 10)
     assert per_head.cut_for(256, 512, 128, torch.bfloat16) == (512, 32, 64)
@@ -455,7 +457,7 @@ def test_the_plan_of_latent_heads_is_its_own(device):
     assert isinstance(plan, MlaPlan)
 
 
-def test_what_no_kernel_holds_is_refused():
+def test_sizes_that_fit_no_kernel_are_refused():
     shape = MlaShape(128, 64, 128)
     TritonKernels().refuse(Heads(128, 1, 576, 512, 1e-6, 1.0, mla=shape))
     for heads, name in (

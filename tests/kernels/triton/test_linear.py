@@ -1,4 +1,4 @@
-"""Products over few rows against plain torch: every tile, with norm, gate, bias and residual."""
+"""Tests of products over few rows against plain torch: all tiles, norm, gate, bias and residual."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ from slotzero.kernels.triton.linear.tiles import (
 from slotzero.kernels.types import Normed, ResidualNorms
 from slotzero.kernels.weights import DenseWeight, LinearWeight
 
-SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two leave ragged tiles
+SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two have ragged tiles
 ROWS = [1, 3, 5, 11, 64, 70, 250]
 EPS = 1e-3
 PLAIN = [tile for tile in tiles_for(PLAIN_ROWS, 576, "linear") if tile.slices == 1]
@@ -35,8 +35,11 @@ ACTIVATIONS = ["silu", "gelu_tanh", "clamped_silu"]
 
 
 def tiles_to_try(rows, inner, kind):
-    """All of them; but the interpreter sees no stages, and of warps only a plain tile's. Nor does
-    it tell 3 rows from 5, but in a plain tile: any other has them padded to 8."""
+    """Return the tiles to test: all of them on a GPU.
+
+    In the interpreter, stages make no difference, and warps only in a plain tile. Nor do 3 rows
+    differ from 5, except in a plain tile: any other tile pads them to 8.
+    """
     tiles = tiles_for(rows, inner, kind)
     if not INTERPRETED:
         return tiles
@@ -62,7 +65,7 @@ def linear_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Lin
 
 
 def late(x: torch.Tensor, norm: torch.Tensor, parts: int) -> Normed:
-    """As a product that cut its features into parts would leave it."""
+    """Return x with a late norm, as left by a product that splits its features into parts."""
     cuts = x.float().square().tensor_split(parts, dim=-1)
     return Normed(x * norm, torch.stack([cut.sum(-1) for cut in cuts]), EPS)
 
@@ -101,7 +104,7 @@ def test_other_activations(device, half, rows, activation):
 
 
 def check_gated(device, half, rows, shape, activation, tiles) -> None:
-    """Gates and values are large enough for a clamp."""
+    """Check gated products; gates and values are large enough to be clamped."""
     x, weight, bias, norm = made(rows, *shape, device, half)
     size = shape[0] // 2
     joined = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
@@ -112,7 +115,7 @@ def check_gated(device, half, rows, shape, activation, tiles) -> None:
         assert close(out, expected), tile
 
 
-@pytest.mark.parametrize("rows", ROWS[:-2])  # of more, cuBLAS's are added
+@pytest.mark.parametrize("rows", ROWS[:-2])  # with more rows, cuBLAS adds
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     x, weight, bias, _ = made(rows, *shape, device, half)
@@ -127,10 +130,10 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
         assert close(apply_norm(after), normed(residual.float(), norm.float())), tile
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the library shares out products on a card only")
+@pytest.mark.skipif(INTERPRETED, reason="cuBLAS splits products only on a GPU")
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows", [5, 64, 65, 100, 130, 256])
-def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
+def test_add_by_cublas_or_by_our_kernel(device, half, rows, has_bias):
     x, weight, bias, _ = made(rows, 96, 256, device, half)
     before, norm = (torch.randn(n, 96, device=device).to(half) for n in (rows, 1))
     bias = bias if has_bias else None
@@ -151,8 +154,8 @@ def test_add_by_the_library_or_by_us(device, half, rows, has_bias):
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_shares_of_the_library_add_up(monkeypatch, has_bias):
-    """In float32, which torch can on a card only."""
+def test_parts_of_a_product_by_cublas_add_up(monkeypatch, has_bias):
+    """The parts are float32, which torch supports only on a GPU."""
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     x, weight, bias, _ = made(70, 96, 256, "cpu", torch.bfloat16)
     bias = bias if has_bias else None
@@ -162,7 +165,7 @@ def test_shares_of_the_library_add_up(monkeypatch, has_bias):
     assert torch.allclose(shares.sum(0), expected, atol=1e-4)
 
 
-def test_the_library_shares_out_what_is_added_and_begins_where_it_may():
+def test_added_products_by_cublas_are_split_at_valid_places():
     shared = {
         (rows, inner, kind)
         for rows, inner, kind in itertools.product((1, 64, 65, 256), (2056, 2048), KINDS)
@@ -173,7 +176,7 @@ def test_the_library_shares_out_what_is_added_and_begins_where_it_may():
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_one_feature(device, half, rows):
-    """A compiler takes the number 1 for a constant."""
+    """The compiler treats the argument 1 as a constant."""
     x, weight, bias, _ = made(rows, 1, 96, device, half)
     expected = F.linear(x.float(), weight.float(), bias.float())
     for tile in tiles_to_try(rows, 96, "linear"):
@@ -183,7 +186,7 @@ def test_one_feature(device, half, rows):
 
 
 @pytest.mark.parametrize("size", [5, 16])
-def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
+def test_a_row_does_not_depend_on_other_rows(device, half, size):
     x, weight, _, norm = made(size, 48, 256, device, half)
     bad = [3, size // 2 + 2]
     hostile = x.clone()
@@ -199,7 +202,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device, half, size):
 
 
 @pytest.mark.parametrize("shape", SHAPES[2:] if INTERPRETED else SHAPES)
-def test_a_plain_row_does_not_depend_on_their_number(device, half, shape):
+def test_a_row_of_a_plain_tile_does_not_depend_on_the_number_of_rows(device, half, shape):
     x, weight, bias, norm = made(8, *shape, device, half)
     normed = late(x, norm, 3)
     for tile in PLAIN:
@@ -247,9 +250,7 @@ def test_whole_rows_of_weights_are_covered_once():
 
 @pytest.mark.parametrize(("rows", "processors"), [(12, 1), (250, 2)])
 @pytest.mark.parametrize("out", [190, 60])
-def test_tiles_that_do_not_fill_the_card_are_split(
-    device, half, monkeypatch, rows, processors, out
-):
+def test_tiles_that_do_not_fill_the_gpu_are_split(device, half, monkeypatch, rows, processors, out):
     """The last of three tiles or the last two of six are split; with one or two tiles, all are."""
     monkeypatch.setattr(linear_tma, "num_processors", lambda: processors)  # with two programs each
     x, weight, bias, _ = made(rows, out, 328, device, half)
@@ -273,7 +274,7 @@ def test_tiles_that_do_not_fill_the_card_are_split(
     assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
 
 
-def test_what_cannot_be_copied_in_bulk(device, half):
+def test_tensors_that_cannot_be_copied_in_bulk(device, half):
     whole = torch.empty(6, 24, device=device).to(half)
     assert linear_tma.takes(whole, whole[:, 8:])
     assert not linear_tma.takes(whole, whole[:, 4:])
@@ -295,13 +296,14 @@ def test_how_many_tiles_are_split(monkeypatch):
 
 
 def test_rows_of_one_padded_size_have_the_same_tiles():
-    """A choice is made once for all of them: a tile that some lack would be chosen anew."""
+    """One choice serves all of them: a tile that some of them lack would have to be chosen
+    again."""
     for rows in range(1, 257):
         for kind in KINDS:
             assert tiles_for(rows, 576, kind) == tiles_for(padded_rows(rows), 576, kind)
 
 
-def test_what_a_tile_has_on_its_way_fits_an_h200():
+def test_the_data_in_flight_of_a_tile_fits_an_h200():
     for rows in range(2, 257):
         for kind in KINDS:
             for tile in tiles_for(rows, 576, kind):
@@ -315,7 +317,7 @@ def test_rows_are_padded_to_few_sizes():
     assert {padded_rows(rows) for rows in range(1, 257)} == {1, 8, 16, 64, 104, 128, 232, 256}
 
 
-def test_large_tiles_are_for_rows_that_all_but_fill_them():
+def test_large_tiles_are_for_rows_that_nearly_fill_them():
     for rows in range(1, 257):
         is_large = any(tile.rows == BULK_ROWS for tile in tiles_for(rows, 576, "linear"))
         assert is_large == (105 <= rows <= 128 or 233 <= rows <= 256), rows
@@ -335,7 +337,7 @@ def test_norms_beside_a_product(device, size):
 
 
 @pytest.mark.parametrize("change_norm", [True, False])
-def test_without_a_norm_the_residual_is_what_follows(device, change_norm):
+def test_without_a_norm_the_result_is_the_residual(device, change_norm):
     before, delta = torch.randn(2, 5, 72, device=device)
     after = torch.randn(72, device=device) if change_norm else None
     residual = before.clone()
@@ -354,7 +356,7 @@ def test_an_added_norm_is_rounded_where_the_model_rounds(device, half):
     if INTERPRETED:
         assert torch.equal(before, expected)
         assert torch.equal(made.x, normed)
-    else:  # the compiler drops a rounding to half that is taken back at once
+    else:  # the compiler removes a rounding to 16 bits that is undone at once
         assert close(before, expected.float())
         assert close(made.x, normed.float())
 

@@ -1,4 +1,4 @@
-"""Whole models on the Triton kernel set against transformers."""
+"""Tests of whole models on the Triton kernel set against transformers."""
 
 import pytest
 import torch
@@ -27,7 +27,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-bias"])
 def test_equals_transformers(device, monkeypatch, few_programs, tmp_path, family):
-    """Chunked prompts, contexts that decode attention cuts in two, and a padded batch."""
+    """There are chunked prompts, contexts that decode attention splits in two, and a padded
+    batch."""
     if device.type == "cpu":
         monkeypatch.setattr("slotzero.executor.build.kernels_for", lambda _: TritonKernels())
     torch.manual_seed(0)
@@ -48,7 +49,7 @@ def test_equals_transformers(device, monkeypatch, few_programs, tmp_path, family
 @pytest.mark.skipif(INTERPRETED, reason="too much for the interpreter")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_recurrent_layers_equal_transformers(tmp_path, family):
-    """Chunks that divide nothing, and prefixes that are found."""
+    """Chunks end inside pages, and prefixes are found in the cache."""
     torch.manual_seed(0)
     oracle = build(FAMILIES[family], tmp_path)
     settings = {"backend": "eager", "dtype": "float32", "kv_cache_memory": 1 << 24}
@@ -68,7 +69,7 @@ def test_recurrent_layers_equal_transformers(tmp_path, family):
 @pytest.mark.skipif(INTERPRETED, reason="too much for the interpreter")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_drafts_of_recurrent_layers_change_nothing(family, monkeypatch):
-    """Some of three drafts are wrong, in every place; snapshots are taken on the way."""
+    """Of three drafts some are wrong, at every position; snapshots are taken meanwhile."""
     settings = {"backend": "eager", "dtype": "float32", "kv_cache_memory": 1 << 24}
     settings |= {"max_num_seqs": 1, "snapshot_interval": 16, "skip_tokenizer_init": True}
     prompt = {"prompt_token_ids": [*range(20)]}
@@ -84,20 +85,21 @@ def test_drafts_of_recurrent_layers_change_nothing(family, monkeypatch):
     def write(self, slots, positions, ids):
         guessed = text.to(positions.device)[positions.long()]
         wrong = (positions % 5 == 0) | (positions % 7 == 0)
-        self.kernels.record_ngrams(slots, positions, guessed + wrong.int(), self.tables.tokens)
+        self.kernels.store_drafts(slots, positions, guessed + wrong.int(), self.tables.tokens)
 
     monkeypatch.setattr(ModelDrafter, "write", write)
     settings |= {"speculative": "draft", "speculative_model": "tiny:llama"}
     settings |= {"speculative_steps": 3, "speculative_adaptive": False, "show_progress": False}
     llm = LLM(f"tiny:{family}", **settings)
-    assert answer(llm) == right and answer(llm) == right  # by what the first left, too
+    # the second answer uses what the first left in the cache
+    assert answer(llm) == right and answer(llm) == right
     stats = llm.engine.speculation
     assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.8
     assert llm.engine.schedulers[0].ledger.cache.stats.num_hit_tokens > 0
 
 
 class Gemma4:
-    """The tiny one and its assistant, which owns no KV, over one slot's context of 28 tokens."""
+    """The tiny Gemma 4 and its assistant, which owns no KV, over a context of 28 tokens."""
 
     def __init__(self, kernels, device):
         torch.manual_seed(0)
@@ -128,7 +130,7 @@ class Gemma4:
         return self.target.forward(batch, self.kv, PlainPieces()).x[tokens.slots > 0].cpu()
 
     def guess(self, slots, length):
-        """Return the assistant's drafts after all tokens before the newest one."""
+        """Return the drafts of the assistant; the KV cache has all tokens except the newest."""
         slots, stands = self.ints(slots), self.ints(length)
         normed = self.assistant.forward_from(
             self.begin, Tokens(slots, (stands - 1).clamp_min(0)), Tokens(slots, stands),
@@ -138,7 +140,7 @@ class Gemma4:
 
 
 def test_layers_that_own_no_kv_equal_the_reference(device, monkeypatch):
-    """Gemma 4: a chunk of a prompt, a token, rows that are verified, and a guess, past a window."""
+    """For Gemma 4, this runs a prompt chunk, a token, verified rows and a draft, past a window."""
     monkeypatch.setattr(decode, "cut_for", lambda rows: (4, 16))
     monkeypatch.setattr(verify, "cut_for", lambda rows, kv_heads, pairs: (2, 16, True))
     made = []

@@ -1,4 +1,4 @@
-"""Ragged prefill against the slow reference, with NaN in all memory that it must not read."""
+"""Tests of ragged prefill against a slow reference, with NaN in all memory it must not read."""
 
 from random import Random
 
@@ -21,7 +21,9 @@ SHAPES = [*ODD, (4, 1, 256, 16), (3, 1, 32, 24)]
 # borders of pages and of tiles of 32, 64 and 128 keys
 BFLOAT16 = pytest.param(
     torch.bfloat16,
-    marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter multiplies its bits as integers"),
+    marks=pytest.mark.skipif(
+        INTERPRETED, reason="the interpreter multiplies the bits of a bfloat16 as integers"
+    ),
 )
 ROWS = [(0, 70), (31, 2), (32, 1), (0, 1), (63, 5), (17, 33), (127, 3), (0, 3), (130, 1)]
 FEW_ROWS = [(0, 40), (31, 2), (63, 5), (127, 3), (130, 1)]
@@ -29,7 +31,7 @@ FEW_ROWS = [(0, 40), (31, 2), (63, 5), (127, 3), (130, 1)]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Whatever a kernel is given to fill holds NaN, or a huge index."""
+    """Fill the outputs of kernels with NaN, or with a huge index, beforehand."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(x: Tensor) -> Tensor:
@@ -40,9 +42,9 @@ def poisoned(monkeypatch):
 
 
 class Step:
-    """Ragged rows over pages scattered in a pool whose every other value is NaN, like all padding.
+    """Ragged rows over pages scattered in a pool in which all other values, and padding, are NaN.
 
-    Kept on the CPU, in float32, of values that `dtype` holds exactly.
+    The tensors are on the CPU, in float32, with values that `dtype` represents exactly.
     """
 
     def __init__(
@@ -93,14 +95,14 @@ class Step:
         self.branches: Branches | None = None
 
     def low(self, position: int) -> int:
-        """The first key that is seen from there."""
+        """Return the first key that a token at this position sees."""
         return 0 if self.heads.window is None else max(0, position + 1 - self.heads.window)
 
     def exact(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).float()
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """-> q and the pages, by the reference in `dtype`"""
+        """Return q and the pages, computed by the reference in `dtype`."""
         joined = self.joined[: self.real].to(self.dtype)
         q, k, v = joined.split(self.heads.sizes, dim=1)
         q, k = (part.reshape(self.real, -1, self.heads.head_dim) for part in (q, k))
@@ -120,7 +122,7 @@ class Step:
         return torch.cat((rotate(q, *angles), padding)), kv
 
     def rope_store(self, device) -> tuple[Tensor, Tensor]:
-        """-> q and the pages, by the kernel; joined is a part of something wider"""
+        """Return q and the pages, computed by the kernel from a slice of wider rows."""
         wide = torch.full((self.num_tokens, self.joined.shape[1] + 16), torch.nan)
         wide[:, : self.joined.shape[1]] = self.joined
         joined = wide.to(device, self.dtype)[:, : self.joined.shape[1]]
@@ -152,7 +154,7 @@ class Step:
         return prefill.attend(q, sinks, stored, plan, self.heads)
 
     def attend_slowly(self, q: Tensor, kv: Tensor) -> Tensor:
-        """In float32, of the real tokens"""
+        """Return the attention of the real tokens, computed in float32."""
         tokens = Tokens(self.token_slots[: self.real], self.positions[: self.real])
         q, kv = q[: self.real].float(), kv.float()
         branches = self.branches and Branches(*(x[: self.real] for x in self.branches))
@@ -168,9 +170,11 @@ class Step:
         assert got[self.token_slots == 0].abs().max() == 0
 
     def grow(self) -> "Step":
-        """Turn rows into trees, of which `begun` places came in an earlier step. At empty places
-        pages hold NaN, and the token is padding with invalid branches. Keys before every window are
-        NaN too."""
+        """Turn rows into trees, of which `begun` places came in an earlier step.
+
+        At empty places pages hold NaN, and the token is padding with invalid branches. Keys before
+        every window are NaN too.
+        """
         random, page = Random(0), self.kv.shape[1]
         self.branches = bases, seen, stands = Branches(
             torch.full((self.num_tokens,), -(2**31), dtype=torch.int32),
@@ -262,7 +266,7 @@ def test_16_bits_are_rounded_where_the_model_rounds(device, shape, dtype):
 
 
 def cut(step: Step, block_tokens: int) -> list[list[int]]:
-    """The plan by hand: blocks by the last key they reach, then the padding in order."""
+    """Return the expected plan: blocks sorted by their last key, then the padding in order."""
     blocks = []
     for row, (start, count) in enumerate(step.rows):
         first = int(step.ends[row]) - count
@@ -302,7 +306,7 @@ def test_attention_of_ragged_rows(device, shape):
 @pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
 @pytest.mark.parametrize("shape", SHAPES[::3] if INTERPRETED else SHAPES)
 def test_attention_in_16_bits(device, shape, dtype):
-    noise = torch.finfo(dtype).eps  # half of it for the weights, half for the result
+    noise = torch.finfo(dtype).eps  # half for rounding the weights, half for the result
     Step(shape, [*FEW_ROWS, (250, 10)], dtype).check(device, noise)
 
 
@@ -315,7 +319,7 @@ def test_large_heads(device, dtype, kind):
 
 @pytest.mark.parametrize("window", [1, 9, 40, 70, 1000])
 def test_a_window_ends_at_each_token(device, window):
-    """Smaller and larger than a tile of keys, a page and all contexts."""
+    """Windows are smaller and larger than a tile of keys, a page and all contexts."""
     Step((3, 1, 16, 16), FEW_ROWS, window=window).check(device, 5e-6)
     Step((2, 2, 16, 24), [(100, 70)], torch.float16, window=window).check(device, 1e-3)
 
@@ -341,7 +345,7 @@ def test_values_of_another_size(device, dim, value_dim, dtype, kind):
 
 @pytest.mark.parametrize("kind", [{}, {"window": 9}, {"window": 40, "sinks": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
-def test_a_token_is_the_same_bits_however_its_prompt_is_cut(device, dtype, kind):
+def test_a_token_has_the_same_bits_however_its_prompt_is_split(device, dtype, kind):
     shape = (4, 1, 64, 16)
     whole = Step(shape, [(0, 100), (3, 40)], dtype, pad_tokens=0, pad_rows=0, **kind)
     q, kv = (x.to(device) for x in whole.expected())
@@ -354,7 +358,7 @@ def test_a_token_is_the_same_bits_however_its_prompt_is_cut(device, dtype, kind)
         assert torch.equal(part.attend(mine, kv)[:count], together[start : start + count])
 
 
-def test_what_is_stored_is_attended_to(device):
+def test_stored_keys_are_attended_to(device):
     step = Step((6, 2, 64, 16), [(0, 40), (33, 1), (15, 9)])
     got = step.attend(*step.rope_store(device)).cpu()
     assert torch.allclose(got[: step.real], step.attend_slowly(*step.expected()), atol=1e-5)
@@ -398,7 +402,7 @@ def test_a_tree_in_16_bits(device, dtype, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
 @pytest.mark.parametrize(("back", "window"), [(3, None), (62, None), (3, 4), (10, 40)])
 def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(device, dtype, back, window):
-    """Wherever it is said to begin, up to `back` places before each token."""
+    """The tree may be declared to begin up to `back` places before each token."""
     step = Step((4, 1, 64, 16), FEW_ROWS, dtype, window=window)
     q, kv = (x.to(device) for x in step.expected())
     expected = step.attend(q, kv)
@@ -407,7 +411,7 @@ def test_a_tree_of_one_branch_is_a_prompt_to_the_bit(device, dtype, back, window
     assert torch.equal(step.attend(q, kv), expected)
 
 
-def test_trees_of_nobody_are_zeros(device):
+def test_trees_of_slot_0_are_zeros(device):
     step = Step((8, 2, 64, 16), [(0, 4), (31, 2)]).grow()
     step.token_slots[:] = 0
     q = torch.full((step.num_tokens, 8, 64), torch.nan, device=device)
@@ -416,7 +420,7 @@ def test_trees_of_nobody_are_zeros(device):
 
 
 def test_rows_that_end_in_padding(device):
-    """The last tokens of a row are slot 0: NaN where they would be stored does no harm."""
+    """The last tokens of a row are slot 0: NaN where they would be stored has no effect."""
     torch.manual_seed(0)
     heads = Heads(4, 2, 32, 32, 1e-5, 32**-0.5)
     width, page, counts = 5, 16, [5, 2, 0, 1]

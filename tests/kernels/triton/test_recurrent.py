@@ -1,4 +1,4 @@
-"""Recurrent kernels against their definition in plain torch: all kinds of steps, invalid states."""
+"""Tests of recurrent kernels against plain torch: all kinds of steps, over invalid states."""
 
 from dataclasses import replace
 from random import Random
@@ -20,8 +20,8 @@ PROMPTS = Step([(1, 0, 2), (4, 0, 1), (5, 0, 17)], pad_rows=1, pad_tokens=3)
 
 
 @of_kinds
-def test_texts_go_on_from_step_to_step(device, shape):
-    """Prompts begin where others' states are, and go on among single tokens."""
+def test_texts_continue_from_step_to_step(device, shape):
+    """Prompts begin in slots that hold old states, and continue beside single tokens."""
     pair = Pair(device, shape, NEAR)
     pair.run(
         PROMPTS,
@@ -45,7 +45,7 @@ def test_half_precision(device, half, shape):
 
 @of_kinds
 @pytest.mark.parametrize("span", [1, 4])
-def test_drafts_leave_a_trail_and_what_was_right_of_it_is_kept(device, shape, span):
+def test_drafts_leave_a_trail_and_its_accepted_part_is_kept(device, shape, span):
     pair = Pair(device, shape, NEAR)
     pair.run(PROMPTS)
     step = Step([(1, 2, 1), (5, 17, span), (3, 0, 0), (4, 1, span)], span=span, pad_rows=1)
@@ -64,9 +64,9 @@ def test_a_row_of_drafts_without_a_trail_ends_with_its_last_real_token(device, s
 
 
 @of_kinds
-def test_snapshots_are_taken_and_begun_from(device, shape):
-    """Slot 1 takes its own while it is read, token by token, and among drafts; slot 3 begins from
-    those, and unused snapshots are NaN."""
+def test_snapshots_are_taken_and_restored(device, shape):
+    """Slot 1 takes snapshots in prompts, token by token, and among drafts; slot 3 starts from them,
+    and unused snapshots are NaN."""
     i, shape = 8, shape.every(8)
     assert recurrent_chunks.cut_for(shape, torch.float32)[:2] == (8, 16)
     pair = Pair(device, shape, NEAR)
@@ -89,8 +89,8 @@ def test_snapshots_are_taken_and_begun_from(device, shape):
 
 @of_kinds
 def test_a_text_may_repeat_itself(device, shape, monkeypatch):
-    """The hardest chunk of a delta rule: all keys are one, all strengths are almost 1, and nothing
-    decays; and of mamba one in which much decays at once."""
+    """The hardest chunk of a delta rule has equal keys, strengths of almost 1, and no decay; the
+    hardest one of Mamba has much decay at once."""
     monkeypatch.setattr(recurrent_chunks, "WIDE_CHUNK", 64)
     pair = Pair(device, shape, NEAR if shape.kind == "delta" else 10 * NEAR)  # exp of large sums
     for mixer in (pair.card, pair.reference):
@@ -100,7 +100,7 @@ def test_a_text_may_repeat_itself(device, shape, monkeypatch):
     pair.run(Step([(2, 0, 70)]), Step([(2, 70, 4)]))
 
 
-def test_a_convolution_that_no_kernel_reaches_over_is_refused(device):
+def test_a_convolution_wider_than_the_kernels_support_is_refused(device):
     mixer = Mixer(TritonKernels(), replace(KINDS[0], conv_width=5), device)
     with pytest.raises(UnsupportedModelError, match=r"over 5 tokens.*--backend cpu"):
         mixer.run(PROMPTS)
@@ -109,7 +109,7 @@ def test_a_convolution_that_no_kernel_reaches_over_is_refused(device):
 @pytest.mark.parametrize("kind", ["mamba", "delta"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 2), (4, 3, 2, 5, 2)])
 def test_small_mixers(device, kind, sizes):
-    """One head of one number; groups of heads"""
+    """The mixers have one head of size 1, or groups of heads."""
     pair = Pair(device, Scan(kind, *sizes), NEAR)
     pair.run(Step([(2, 0, 3)], pad_tokens=1), Step([(2, 3, 1)], span=None))
 
@@ -122,9 +122,9 @@ def copies(mixer: Mixer, shape: Scan, device, half) -> Mixer:
 
 
 @of_kinds
-def test_a_row_has_the_same_bits_wherever_it_stands(device, half, shape):
-    """In any order, beside any others, with any padding: whatever kind of step it is. One token has
-    those of a decode step in any other too."""
+def test_a_row_has_the_same_bits_in_every_step(device, half, shape):
+    """This holds in any order, beside any rows, with any padding, in every kind of step. A single
+    token has the bits of a decode step."""
     shape = replace(shape, interval=32)
     begun = Mixer(TritonKernels(), shape, device, dtype=half)
     begun.states.rows[1] = torch.arange(16) % 3
@@ -155,7 +155,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(device, half, shape):
 @pytest.mark.skipif(INTERPRETED, reason="records a CUDA graph")
 @of_kinds
 def test_a_recorded_step_takes_any_rows(device, half, shape):
-    """All grids follow from padded sizes, and no value is read on the host."""
+    """All grids follow from padded sizes, so the host reads no value."""
     first = Step([(1, 0, 20), (2, 0, 1)], pad_rows=2, pad_tokens=3)
     other = Step([(4, 0, 1), (3, 0, 2), (1, 0, 16)], pad_rows=1, pad_tokens=5)
     recorded, eager = (Mixer(TritonKernels(), shape, device, dtype=half) for _ in range(2))
@@ -163,7 +163,7 @@ def test_a_recorded_step_takes_any_rows(device, half, shape):
     x, tokens, rows = buffers
     replay = record(lambda: recorded.mix(*buffers)[1])
     for state, begun in zip(recorded.states[:2], eager.states[:2], strict=True):
-        state.copy_(begun)  # NaNs, of the same bits
+        state.copy_(begun)  # NaN included, with the same bits
     new_x, new_tokens, new_rows = recorded.given(other)
     x.copy_(new_x)
     for buffer, new in zip((*tokens, *rows[:4]), (*new_tokens, *new_rows[:4]), strict=True):
@@ -174,7 +174,7 @@ def test_a_recorded_step_takes_any_rows(device, half, shape):
 
 
 def record(call):
-    """-> what replays it and returns what came of it"""
+    """Capture a call, and return a function that replays it and returns its result."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -225,7 +225,7 @@ def test_every_grid_has_room_for_all_chunks():
             assert sum(each) <= cut.num_chunks(sum(n for _, n in rows), given)
 
 
-def test_a_card_with_less_memory_reads_one_chunk_at_a_time(monkeypatch):
+def test_a_gpu_with_less_memory_reads_one_chunk_at_a_time(monkeypatch):
     large = Scan("mamba", 48, 64, 1, 256, 4)
     assert recurrent_chunks.cut_for(large, torch.bfloat16).stages == 2
     monkeypatch.setattr(recurrent_chunks, "shared_memory", lambda: 99 << 10)

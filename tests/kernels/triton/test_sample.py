@@ -1,4 +1,4 @@
-"""Fused sampling against the reference: every parameter, over tables and outputs with garbage."""
+"""Tests of fused sampling against the reference: all parameters, over poisoned memory."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from asked import ints, tables_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling_requests import ints, tables_of
 from torch import Tensor
 
 from slotzero.kernels.triton.launch import INTERPRETED
@@ -41,7 +41,7 @@ def asks(tokens: Sequence[int] = (), prompt_len: int = 0, **choice: Any) -> Requ
 def run(
     logits: Tensor, slots: Tensor, positions: Tensor, tables: SamplingTables, device: torch.device
 ) -> Sampled:
-    """By the kernels, into poisoned outputs that are the head of larger ones."""
+    """Run the kernels into poisoned outputs, which are slices of larger tensors."""
     rows = logits.shape[0]
     out = Sampled(
         tokens=torch.full((rows + 2,), -7, dtype=torch.int32, device=device),
@@ -58,7 +58,7 @@ def run(
 
 
 def run_all(logits: Tensor, requests: Sequence[Request], device: torch.device) -> Sampled:
-    """Row i is request i; held to the reference."""
+    """Sample with row i for request i, and compare with the reference."""
     max_len = max(8, *(len(request.tokens) for request in requests))
     tables = tables_of(requests, max_len)
     slots = torch.arange(1, len(requests) + 1, dtype=torch.int32)
@@ -151,7 +151,7 @@ def test_half_precision_in_padded_rows(dtype: torch.dtype, device: torch.device)
 
 @pytest.mark.parametrize(("style", "first"), [("normal", 0), ("ties", 2)])
 def test_only_what_a_grammar_allows(style: str, first: int, device: torch.device) -> None:
-    """Beside rows that have none, and with every parameter."""
+    """Other rows have no grammar, and all parameters are used."""
     vocab = CHUNK + 70
     masks = ([5, 31, 32, CHUNK - 1, CHUNK, vocab - 1], range(0, vocab, 3), [vocab], None)
     requests = [
@@ -163,7 +163,7 @@ def test_only_what_a_grammar_allows(style: str, first: int, device: torch.device
         assert request.allowed is None or token in request.allowed or token == 0
 
 
-def test_a_mask_comes_first_and_hides_what_is_broken(device: torch.device) -> None:
+def test_a_mask_comes_first_and_hides_broken_logits(device: torch.device) -> None:
     for first in (9.0, NAN, INF):
         request = replace(asks([0, 0], 1, logit_bias={0: 90.0}, temperature=0), allowed=[1, 2])
         assert run_one([first, 1.0, 2.0], request, device).tokens.item() == 2
@@ -211,7 +211,7 @@ def test_any_parameters(requests, style, vocab, seed, device) -> None:
     run_all(logits_of(style, len(requests), vocab, seed), requests, device)
 
 
-def test_plain_sampling_is_the_reference_at_many_positions(device: torch.device) -> None:
+def test_plain_sampling_equals_the_reference_at_many_positions(device: torch.device) -> None:
     count = 12
     tables = tables_of([asks(temperature=1.0)], 1)
     slots, positions = torch.ones(count).int(), torch.arange(count).int() * 977
@@ -222,11 +222,11 @@ def test_plain_sampling_is_the_reference_at_many_positions(device: torch.device)
 
 
 def test_equal_noise_goes_to_the_lower_index(device: torch.device) -> None:
-    request = Request(SamplingParams(), seed=0, tokens=[0] * 527)  # found by search, as in
+    request = Request(SamplingParams(), seed=0, tokens=[0] * 527)  # found by search, see
     assert run_one(torch.zeros(20_000), request, device).tokens.item() == 7458  # test_sampling.py
 
 
-# ---- the highest ----
+# ---- the highest logit ----
 
 
 def test_ties_go_to_the_lowest_index(device: torch.device) -> None:
@@ -237,11 +237,12 @@ def test_ties_go_to_the_lowest_index(device: torch.device) -> None:
         assert run_one(logits, asks(temperature=0), device).tokens.item() == first
 
 
-@pytest.mark.parametrize("vocab", [6, CHUNK + 200])  # beside the highest logit, and far from it
+# broken values near the highest logit, and far from it
+@pytest.mark.parametrize("vocab", [6, CHUNK + 200])
 @pytest.mark.parametrize(
     "bad", [[NAN], [-NAN], [INF], [NAN, INF], [INF, -INF], [-INF, NAN]], ids=str
 )
-def test_a_broken_row_yields_token_zero_and_says_so(vocab, bad, device) -> None:
+def test_a_broken_row_yields_token_zero_and_is_flagged(vocab, bad, device) -> None:
     logits = torch.zeros(3, vocab)
     logits[:, vocab - len(bad) :] = torch.tensor(bad)
     choices = ({"temperature": 0}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}, {})
@@ -251,7 +252,7 @@ def test_a_broken_row_yields_token_zero_and_says_so(vocab, bad, device) -> None:
     assert result.top_logprobs[:, :2].isnan().all()
 
 
-def test_a_row_of_nothing_yields_token_zero(device: torch.device) -> None:
+def test_a_row_without_finite_logits_yields_token_zero(device: torch.device) -> None:
     for temperature in (0, 1):
         result = run_one([-INF] * 9, asks(temperature=temperature, logprobs=1), device)
         assert result.tokens.item() == 0
@@ -266,7 +267,7 @@ def test_a_row_of_nothing_yields_token_zero(device: torch.device) -> None:
 
 
 def kept_by_kernel(logits, params, device, monkeypatch) -> Tensor:
-    """Which tokens lie on or above the floor that the kernels found: [vocab]."""
+    """Return which tokens are on or above the floor that the kernels find: [vocab]."""
     made = []
     scratch_of = sample._scratch
     monkeypatch.setattr(
@@ -293,7 +294,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("style", ["flat", "ties", "masked"])
 @pytest.mark.parametrize("choice", FILTERS, ids=str)
-def test_the_floor_is_the_plain_one(choice, style, device, monkeypatch) -> None:
+def test_the_floor_equals_that_of_a_plain_loop(choice, style, device, monkeypatch) -> None:
     params = SamplingParams(temperature=0.7, **choice)
     logits = logits_of(style, 1, 200, 11)[0]
     scaled = (logits - logits.max()) / params.temperature
@@ -305,7 +306,7 @@ def test_the_floor_is_the_plain_one(choice, style, device, monkeypatch) -> None:
 @pytest.mark.parametrize("style", ["normal", "flat", "ties", "equal"])
 @pytest.mark.parametrize("choice", [{"top_k": 3}, {"top_k": 70}, {"top_p": 0.8}], ids=str)
 def test_the_floor_of_a_long_row(choice, style, device, monkeypatch) -> None:
-    """Long enough that not all groups are listed, and for the flat one that too few are."""
+    """The row is so long that not all groups are listed, and too few of them if it is flat."""
     params = SamplingParams(temperature=1.0, **choice)
     logits = logits_of(style, 1, 3 * CHUNK - 70, 12)[0]
     scaled = logits - logits.max()
@@ -314,8 +315,8 @@ def test_the_floor_of_a_long_row(choice, style, device, monkeypatch) -> None:
     assert torch.equal(kept_by_kernel(logits, params, device, monkeypatch), expected)
 
 
-def test_what_lies_just_below_the_floor_is_never_chosen(device: torch.device) -> None:
-    """The cheap bound cannot tell it from the floor; the exact value must."""
+def test_a_token_just_below_the_floor_is_never_chosen(device: torch.device) -> None:
+    """The cheap bound cannot distinguish it from the floor; the exact value must."""
     row = torch.full((40,), -1.0).nextafter(torch.tensor(-2.0))
     row[3], row[7] = 0.0, -1.0
     slots, positions = torch.ones(4).int(), torch.arange(4).int()
@@ -336,7 +337,7 @@ def test_the_smallest_temperature_does_not_overflow(device: torch.device) -> Non
 def test_a_long_history_is_counted_once_per_token(device: torch.device) -> None:
     vocab, length = CHUNK + 50, 2 * sample.HISTORY.value + 30
     tokens = torch.randint(-3, vocab + 3, (length,), generator=torch.Generator().manual_seed(1))
-    tokens[::3] = CHUNK + 7  # thousands of one, and strangers to the vocabulary
+    tokens[::3] = CHUNK + 7  # thousands of one token, and ids outside the vocabulary
     choices = (
         {"repetition_penalty": 1.3},
         {"frequency_penalty": 0.01},
@@ -350,7 +351,7 @@ def test_a_long_history_is_counted_once_per_token(device: torch.device) -> None:
     run_all(logits_of("normal", len(requests), vocab), requests, device)
 
 
-def test_adjusted_logits_are_those_of_the_reference(device: torch.device, monkeypatch) -> None:
+def test_adjusted_logits_equal_the_reference(device: torch.device, monkeypatch) -> None:
     made = []
     scratch_of = sample._scratch
     monkeypatch.setattr(
@@ -401,7 +402,7 @@ def test_log_probabilities_across_chunks(style: str, device: torch.device) -> No
     run_all(logits_of(style, len(requests), 2 * CHUNK + 3), requests, device)
 
 
-def test_log_probabilities_only_as_wanted(device: torch.device) -> None:
+def test_only_requested_log_probabilities_are_written(device: torch.device) -> None:
     logits = torch.tensor([1.0, 2.0, 0.0])
     unwanted, chosen_only, everything = (
         run_one(logits, asks(temperature=0, logprobs=n), device) for n in (None, 0, 20)
@@ -471,7 +472,7 @@ def test_a_real_vocabulary(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="records a CUDA graph")
-def test_a_recording_reads_nothing_of_its_time(device: torch.device) -> None:
+def test_a_captured_graph_keeps_no_values_of_its_capture(device: torch.device) -> None:
     logits, slots, positions, tables = (
         part.to(device) if isinstance(part, Tensor) else part for part in mixed_batch()
     )
@@ -484,7 +485,7 @@ def test_a_recording_reads_nothing_of_its_time(device: torch.device) -> None:
         top_logprobs=torch.zeros(rows, MAX_LOGPROBS, device=device),
     )
     row_slots = slots.clone().zero_()
-    sample.sample(logits, row_slots, positions, tables, out)  # compiles
+    sample.sample(logits, row_slots, positions, tables, out)  # compile the kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sample.sample(logits, row_slots, positions, tables, out)
@@ -500,7 +501,7 @@ def test_a_recording_reads_nothing_of_its_time(device: torch.device) -> None:
         logits.copy_(saved)
 
 
-# ---- closing the loop ----
+# ---- advancing the tables ----
 
 
 @pytest.mark.parametrize("rows", [1, 5, 300])

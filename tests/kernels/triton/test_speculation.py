@@ -1,4 +1,4 @@
-"""Speculation kernels: every kernel against torch_speculation.py, bit for bit.
+"""Tests that every speculation kernel is bitwise equal to torch_speculation.py.
 
 The tables have the same values for slot 0 as in an engine, and arbitrary ones for every other slot,
 used or not.
@@ -44,7 +44,7 @@ class World(NamedTuple):
         return cls(slots_for(rows), length, limit, table_of(ints(0, 3, rows + 2, MAX_LEN)))
 
 
-# Where tokens are
+# Locations of tokens
 
 
 @pytest.mark.parametrize(("rows", "width"), SIZES)
@@ -73,18 +73,18 @@ def test_new_tokens_are_located(device, rows, width):
     drafter_len = table_of(length - torch.minimum(ints(0, width + 3, rows + 2), length))
 
     def call(kernels: Kernels, slots, length, drafter_len, tokens):
-        return kernels.locate_new(slots, length, drafter_len, head(tokens, rows, width))
+        return kernels.locate_confirmed(slots, length, drafter_len, head(tokens, rows, width))
 
     agree(device, call, slots, length, drafter_len, places(rows, width))
 
 
-# Which were right, and what is kept
+# Acceptance, and the tokens that are kept
 
 
 @pytest.mark.parametrize("right", ["all", "none", "some"])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_drafts_are_right_up_to_the_first_that_is_not(device, rows, width, right):
-    """Behind it some are what was sampled, by chance."""
+def test_drafts_are_accepted_up_to_the_first_wrong_one(device, rows, width, right):
+    """After it, some drafts equal the sampled token by chance."""
     slots, length, _, tokens = World.of(rows, width)
     tried = ints(0, width + 1, rows) * (slots > 0)
     sampled = ints(0, 3, rows, width)
@@ -108,7 +108,7 @@ def test_drafts_are_right_up_to_the_first_that_is_not(device, rows, width, right
 
 @pytest.mark.parametrize("size", [0, 1, 33, 1100])
 @pytest.mark.parametrize("is_half", [True, False])
-def test_what_is_new_is_kept(device, half, is_half, size):
+def test_new_tokens_are_kept(device, half, is_half, size):
     rows, width, dtype = 7, 3, half if is_half else torch.float32
     slots, *_ = World.of(rows, width)
     counts = ints(0, width + 1, rows) * (slots > 0)
@@ -121,7 +121,7 @@ def test_what_is_new_is_kept(device, half, is_half, size):
 
 
 @pytest.mark.parametrize("size", [0, 33, 1100])
-def test_what_is_on_a_path_is_kept(device, half, size):
+def test_the_nodes_of_a_path_are_kept(device, half, size):
     rows, width = 7, 5
     slots, *_ = World.of(rows, width)
     counts = ints(0, width + 1, rows) * (slots > 0)
@@ -141,8 +141,8 @@ def test_what_is_on_a_path_is_kept(device, half, size):
 
 @pytest.mark.parametrize("size", [1, 33, 1100])
 @pytest.mark.parametrize("is_half", [True, False])
-def test_the_last_is_kept_and_fetched(device, half, is_half, size):
-    """x and the table are parts of something wider."""
+def test_the_last_token_is_kept_and_fetched(device, half, is_half, size):
+    """x and the table are slices of wider tensors."""
     rows, dtype = 7, half if is_half else torch.float32
     slots, *_ = World.of(rows, 2)
     last = torch.randperm(20)[:rows].int()
@@ -150,7 +150,7 @@ def test_the_last_is_kept_and_fetched(device, half, is_half, size):
     x[last[slots == 0]] = NAN
 
     def call(kernels: Kernels, slots, last, x, table):
-        kernels.keep_last(slots, last, x[:, :size], table[:, :size])
+        kernels.store_last(slots, last, x[:, :size], table[:, :size])
         return kernels.load_features(slots, table[:, None, :size])
 
     *_, kept = agree(device, call, slots, last, x, table)
@@ -158,15 +158,15 @@ def test_the_last_is_kept_and_fetched(device, half, is_half, size):
 
 
 @pytest.mark.parametrize("size", [0, 1, 33, 1100])
-def test_what_is_decoded_is_kept_behind_the_rest(device, half, size):
+def test_decoded_tokens_are_kept_after_the_others(device, half, size):
     rows, most = 40, 5
     slots, length, *_ = World.of(rows, most)
-    behind = ints(-1, most + 2, rows + 2)  # some have no room, and some make no sense
+    behind = ints(-1, most + 2, rows + 2)  # some have no room, and some are invalid
     positions = torch.where(slots > 0, length[slots], 0)
     x, table = torch.randn(rows, size).to(half), torch.randn(rows + 2, most, size).to(half)
 
     def call(kernels: Kernels, slots, positions, drafter_len, x, table):
-        kernels.keep_next(Tokens(slots, positions), drafter_len, x, table)
+        kernels.store_next(Tokens(slots, positions), drafter_len, x, table)
 
     *_, kept = agree(device, call, slots, positions, table_of(length - behind, -1), x, table)
     written = (kept != table).any(-1).sum(-1)
@@ -184,7 +184,7 @@ def test_a_slot_is_followed_to_the_end_of_its_row(device, rows, width):
 
     def call(kernels: Kernels, slots, counts, positions, last, drafter_len):
         places = Rows(slots, slots, counts, slots)
-        kernels.follow(places, Tokens(slots, positions), last, drafter_len)
+        kernels.set_drafter_len(places, Tokens(slots, positions), last, drafter_len)
 
     positions, before = ints(100, 199, rows * width), table_of(ints(0, 99, rows + 2), -1)
     *_, after = agree(device, call, slots, counts, positions, last, before)
@@ -206,7 +206,7 @@ def test_places_are_fetched(device, half, size):
     )
 
 
-# Who guesses what
+# Drafting
 
 
 @pytest.mark.parametrize(("rows", "width"), SIZES)
@@ -231,7 +231,7 @@ def test_drafts_are_allotted(device, rows, width):
 
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_guesses_are_aimed(device, rows, width, behind):
+def test_draft_passes_are_located(device, rows, width, behind):
     slots, length, _, _ = World.of(rows, width)
     num = ints(0, width, rows) * (slots > 0)
 
@@ -241,19 +241,19 @@ def test_guesses_are_aimed(device, rows, width, behind):
     agree(device, call, slots, length[slots], num)
 
 
-def test_one_compiled_kernel_serves_every_aim(device):
+def test_one_compiled_kernel_locates_every_draft_pass(device):
     ones = torch.ones(3, dtype=torch.int32, device=device)
     aims = TritonKernels().draft_targets(DraftRows(ones, ones, ones), 2, 0)
     assert all(aim.data_ptr() % 16 == 0 for tensor in aims for aim in tensor)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 150])
-def test_a_guess_is_noted(device, rows):
+def test_a_drafted_token_is_stored(device, rows):
     slots, length, _, tokens = World.of(rows, 3)
     positions = torch.where(slots > 0, length[slots] + 1, 2**30)
     tokens[0] = -7
     given = (slots, positions, ints(5, 99, rows), tokens)
-    *_, noted = agree(device, lambda kernels, *given: kernels.record_ngrams(*given), *given)
+    *_, noted = agree(device, lambda kernels, *given: kernels.store_drafts(*given), *given)
     assert (noted != tokens).sum() == (slots > 0).sum()
 
 
@@ -262,20 +262,20 @@ def test_a_draft_is_closed(device, rows):
     slots, length, _, _ = World.of(rows, 3)
     tables = draft_tables(length, num_drafts=spoilt(rows + 2), drafted_at=length)
     given = (DraftRows(slots, ints(0, 99, rows), ints(0, 5, rows)), tables)
-    agree(device, lambda kernels, *given: kernels.close_draft(*given), *given)
+    agree(device, lambda kernels, *given: kernels.set_num_drafts(*given), *given)
 
 
 @pytest.mark.parametrize("steps", [1, 4, 15])
-def test_what_followed_is_recalled(device, steps):
-    """Texts of few words and of none twice, some longer than is searched at once; one that repeats
-    itself is guessed from its own guesses. What lies behind a text is never matched."""
+def test_n_grams_recall_what_followed(device, steps):
+    """Some texts have few words, some repeat none, and some are longer than one search block. One
+    that repeats itself is continued from its own drafts. Tokens after a text are never matched."""
     torch.manual_seed(steps)
     longest = 2 * SEARCHED_BLOCK + 50
     lengths = [0, 9, 0, 1, 2, 3, 5, 40, SEARCHED_BLOCK, SEARCHED_BLOCK + 1, longest, 700, 700, 700]
     rows = len(lengths) - 1
     tokens = ints(0, 3, rows + 1, longest + 20)
     tokens[11, : longest + 1] = torch.arange(longest + 1).int()
-    tokens[11, 100:103] = tokens[11, 698:701]  # far back, and the only one
+    tokens[11, 100:103] = tokens[11, 698:701]  # far back, and the only match
     tokens[12, :701] = torch.arange(701).int()
     tokens[13, :701] = 7
     for slot, length in enumerate(lengths):
@@ -311,7 +311,7 @@ def test_logits_are_spread_over_the_vocabulary(device, half, is_half, drafts, vo
     agree(device, call, wide, draft_of)
 
 
-# All of them
+# All kernels together
 
 
 @pytest.mark.parametrize(("drafter", "topk"), [("eagle3", 1), ("eagle3", 3), ("ngram", 1)])
@@ -329,6 +329,6 @@ def test_no_token_changes(device, monkeypatch, few_programs, drafter, topk):
     for more in ({}, speculation):
         outputs = LLM("tiny:llama", **settings, **more).generate(prompt, params, use_tqdm=False)
         answers.append(outputs[0].outputs[0].token_ids)
-        if device.type == "cpu":  # from here on
+        if device.type == "cpu":  # interpret the kernels from here on
             monkeypatch.setattr("slotzero.executor.build.kernels_for", lambda _: TritonKernels())
     assert answers[0] == answers[1]

@@ -1,4 +1,4 @@
-"""Draft trees: every kernel against torch_speculation.py, bit for bit.
+"""Tests that every kernel for draft trees is bitwise equal to torch_speculation.py.
 
 The tables have the same values for slot 0 as in an engine, and arbitrary ones for every other slot,
 used or not. Memory that must not be read holds invalid values.
@@ -14,7 +14,7 @@ from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.speculation import trees
 from slotzero.kernels.types import PagedKv, Rows, Tokens
-from slotzero.kernels.types_speculation import DraftRows, Guesses, TreeFront, TreeStep
+from slotzero.kernels.types_speculation import Candidates, DraftRows, TreeFront, TreeStep
 from slotzero.sampling.params import MAX_LOGPROBS
 from slotzero.sampling.tables import Sampled, SamplingTables
 
@@ -24,7 +24,7 @@ WRONG = 2**30
 
 
 class Forest:
-    """A tree of each row, of which `tried` nodes are real, in tables."""
+    """Tables with a draft tree for each row, of which `tried` nodes are real."""
 
     def __init__(self, rows: int, width: int) -> None:
         torch.manual_seed(rows * 100 + width)
@@ -49,8 +49,10 @@ class Forest:
         return rows, Tokens(slots, spoilt(len(slots)))
 
     def write(self, sampled: Tensor, right: str) -> None:
-        """Drafts that are what was sampled after their parents: some, none, or as many as can be.
-        Siblings differ."""
+        """Write drafts; none, some or as many as possible equal the sample after their parent.
+
+        Siblings differ.
+        """
         for row, (slot, num) in enumerate(
             zip(self.slots.tolist(), self.tried.tolist(), strict=True)
         ):
@@ -69,29 +71,29 @@ def width_of(rows: Rows, tokens: Tokens) -> Rows:
     return rows._replace(span=len(tokens.slots) // len(rows.slots))
 
 
-# A tree that is verified
+# Verification
 
 
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_a_node_sees_what_it_follows(device, rows, width):
+def test_a_node_sees_its_ancestors(device, rows, width):
     forest = Forest(rows, width)
     its_rows, tokens = forest.rows()
 
     def call(kernels: Kernels, tokens, parents, *rows):
-        return kernels.branch(width_of(Rows(*rows), tokens), tokens, parents)
+        return kernels.tree_branches(width_of(Rows(*rows), tokens), tokens, parents)
 
     agree(device, call, tokens, forest.parents, *its_rows[:4])
 
 
 def test_a_branch_of_all_nodes(device):
-    """One after another, and then all after the root."""
+    """The nodes form a chain, and then are all children of the root."""
     ones, slots = torch.ones(2, dtype=torch.int32), torch.tensor([1, 2]).int()
     parents = torch.zeros(3, 63, dtype=torch.int32)
     parents[1, 1:] = torch.arange(62)
     tokens = Tokens(slots.repeat_interleave(63), spoilt(126))
     moved = [t.to(device) for t in (slots, ones, ones * 63, ones, parents, *tokens)]
     rows = Rows(*moved[:4], span=63)
-    bases, seen, stands = TritonKernels().branch(rows, Tokens(*moved[5:]), moved[4])
+    bases, seen, stands = TritonKernels().tree_branches(rows, Tokens(*moved[5:]), moved[4])
     assert (bases == 1).all()
     assert seen.tolist() == [(2 << i) - 1 for i in range(63)] + [1 | 1 << i for i in range(63)]
     assert stands.tolist() == [*range(1, 64), 1, *[2] * 62]
@@ -99,14 +101,14 @@ def test_a_branch_of_all_nodes(device):
 
 @pytest.mark.parametrize("right", ["all", "none", "some"])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_nodes_are_right_along_one_path(device, rows, width, right):
-    """Elsewhere some are what was sampled after their parents, which are wrong."""
+def test_nodes_are_accepted_along_one_path(device, rows, width, right):
+    """Elsewhere, some nodes equal the sample after a parent that is itself wrong."""
     forest = Forest(rows, width)
     its_rows, tokens = forest.rows()
     sampled = ints(0, VOCAB, rows, width)
     forest.write(sampled, right)
     sampled[torch.arange(width) >= forest.tried[:, None]] = -7
-    branches = ReferenceKernels().branch(width_of(its_rows, tokens), tokens, forest.parents)
+    branches = ReferenceKernels().tree_branches(width_of(its_rows, tokens), tokens, forest.parents)
 
     def call(kernels: Kernels, slots, tried, sampled, parents, branches, *rest):
         tables, verified, path = rest
@@ -130,9 +132,9 @@ def test_nodes_are_right_along_one_path(device, rows, width, right):
     ("shape", "page", "width"), [((2, 2, 24), 4, 5), ((3, 1, 8), 1, 33), ((1, 5, 250), 16, 63)]
 )
 @pytest.mark.parametrize("is_half", [True, False])
-def test_kv_moves_to_where_tokens_stand(device, half, is_half, shape, page, width):
-    """Several places of a path move by one, or over each other; pages are scattered, and whatever
-    is in no path is NaN, which moves nowhere."""
+def test_kv_moves_to_the_positions_of_the_tokens(device, half, is_half, shape, page, width):
+    """Several entries of a path move by one place, or over each other. Pages are scattered, and
+    entries outside paths are NaN, which must not move."""
     torch.manual_seed(width)
     layers, rows = shape[0], 6
     slots = slots_for(rows)
@@ -160,11 +162,11 @@ def test_kv_moves_to_where_tokens_stand(device, half, is_half, shape, page, widt
         assert not moved[:, table[slot, places // page].long(), places % page].isnan().any()
 
 
-# A tree that grows
+# Growth
 
 
 def drawn_of(num: int, topk: int) -> Sampled:
-    """Log probabilities with many ties, some of them NaN or -inf, with or without what was drawn
+    """Return log probabilities with many ties, some NaN or -inf; the drawn token may or may not be
     among the likeliest."""
     top_ids = torch.rand(num, VOCAB).argsort(1)[:, :MAX_LOGPROBS].int()
     logprobs = (torch.rand(num, MAX_LOGPROBS) * -4).round().sort(descending=True).values / 2
@@ -179,7 +181,7 @@ def drawn_of(num: int, topk: int) -> Sampled:
 
 
 def tables_of(tokens: Tensor) -> SamplingTables:
-    """Every third request has a penalty."""
+    """Return sampling tables in which every third request has a penalty."""
     num, nothing = len(tokens), torch.zeros(1)
     named = dict.fromkeys(SamplingTables._fields, nothing)
     for i, name in enumerate(("repetition", "presence", "frequency")):
@@ -190,8 +192,8 @@ def tables_of(tokens: Tensor) -> SamplingTables:
     return SamplingTables(**{**named, "tokens": tokens})
 
 
-def guesses_of(rows: int, size: int) -> Guesses:
-    return Guesses(spoilt(rows, size), torch.full((rows, size), NAN), spoilt(rows, size))
+def guesses_of(rows: int, size: int) -> Candidates:
+    return Candidates(spoilt(rows, size), torch.full((rows, size), NAN), spoilt(rows, size))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def guesses_of(rows: int, size: int) -> Guesses:
     [(1, 2, 3, 0), (7, 2, 6, 1), (12, 3, 4, 0), (7, 4, 5, 1), (3, 7, 10, 1), (4, 8, 3, 0)],
 )
 def test_a_tree_grows(device, rows, topk, steps, behind):
-    """Step by step, some of it where there is no more room; the best guesses become the draft."""
+    """It grows step by step, sometimes past the available room; the best nodes become the draft."""
     torch.manual_seed(rows + topk)
     slots, size = slots_for(rows), topk + (steps - 1) * topk**2
     length = ints(1, MAX_LEN - 70, rows)
@@ -209,16 +211,16 @@ def test_a_tree_grows(device, rows, topk, steps, behind):
     drawn = [drawn_of(rows * (topk if step else 1), topk) for step in range(steps)]
     most = min(62, size)
 
-    def call(kernels: Kernels, slots, length, room, drawn, guesses, tables, parents):
+    def call(kernels: Kernels, slots, length, room, drawn, candidates, tables, parents):
         rows = DraftRows(slots, length, room)
         fronts: list[TreeFront | None] = [None]
         for step, its in enumerate(drawn):
             fronts.append(
                 kernels.grow_tree(
-                    rows, its, fronts[-1], guesses, TreeStep(step, topk, behind), tables
+                    rows, its, fronts[-1], candidates, TreeStep(step, topk, behind), tables
                 )
             )
-        num = kernels.select(rows, guesses, most, tables.tokens, parents)
+        num = kernels.select_nodes(rows, candidates, most, tables.tokens, parents)
         return fronts, num
 
     given = (slots, length, room, drawn, guesses_of(rows, size), tables_of(tokens))
@@ -229,8 +231,8 @@ def test_a_tree_grows(device, rows, topk, steps, behind):
 @pytest.mark.parametrize(
     ("rows", "size", "most"), [(1, 2, 1), (20, 37, 9), (9, 128, 62), (5, 392, 62)]
 )
-def test_the_best_guesses_are_selected(device, rows, size, most):
-    """Wherever their parents come; some scores are NaN, which come first and do not count."""
+def test_the_best_nodes_are_selected(device, rows, size, most):
+    """Parents may come anywhere; some scores are NaN, which sort first and do not count."""
     torch.manual_seed(size)
     slots, length = slots_for(rows), ints(1, MAX_LEN - 70, rows)
     scores = (torch.rand(rows, size) * -8).round() / 4
@@ -238,18 +240,20 @@ def test_the_best_guesses_are_selected(device, rows, size, most):
     scores[torch.rand(rows, size) < 0.02] = NAN
     scores[:, :2][scores[:, :2] == 0] = -0.0
     parents = (torch.rand(rows, size) * torch.arange(size)).int() - 1
-    guesses = Guesses(ints(0, VOCAB, rows, size), scores, parents)
+    candidates = Candidates(ints(0, VOCAB, rows, size), scores, parents)
     tokens = table_of(ints(0, 3, rows + 2, MAX_LEN))
 
-    def call(kernels: Kernels, slots, length, room, guesses, tokens, parents):
-        return kernels.select(DraftRows(slots, length, room), guesses, most, tokens, parents)
+    def call(kernels: Kernels, slots, length, room, candidates, tokens, parents):
+        return kernels.select_nodes(
+            DraftRows(slots, length, room), candidates, most, tokens, parents
+        )
 
-    given = (slots, length, ints(0, most + 4, rows), guesses, tokens, spoilt(rows + 2, 64))
+    given = (slots, length, ints(0, most + 4, rows), candidates, tokens, spoilt(rows + 2, 64))
     agree(device, call, *given)
 
 
 def test_one_compiled_kernel_serves_every_tree(device):
-    """Tensors that share one allocation are each aligned."""
+    """Each of the tensors that share one allocation is aligned."""
     ones = torch.ones(3, dtype=torch.int32, device=device)
     front = trees._new_front(ones, 3)
     parts = (*front.tokens, *front.rows[:4], *front.branches, *front[3:])

@@ -1,4 +1,4 @@
-"""Tuned choices: the shipped ones are valid, and a corrupt cache file is ignored."""
+"""Tests of tuned choices: the shipped ones are valid, and a corrupt cache file is ignored."""
 
 import json
 
@@ -8,7 +8,7 @@ from slotzero.kernels.triton.linear import tune
 from slotzero.kernels.triton.linear.tiles import padded_rows, ways_for
 
 
-def test_what_ships_names_tiles_that_exist():
+def test_shipped_choices_name_existing_tiles():
     shipped = json.loads(tune.SHIPPED.read_text())
     assert shipped
     for key, name in shipped.items():
@@ -19,7 +19,7 @@ def test_what_ships_names_tiles_that_exist():
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"key": 3}', "{", "\x00"])
-def test_a_file_that_makes_no_sense_is_as_good_as_none(tmp_path, monkeypatch, content):
+def test_an_invalid_file_is_ignored(tmp_path, monkeypatch, content):
     monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
     tune.Choices()._file.write_text(content)
     assert tune.Choices().known("key", ["a"]) is None
@@ -36,7 +36,7 @@ def test_a_choice_is_remembered_and_forgotten_with_its_candidate(tmp_path, monke
     assert tune.Choices().known("key", ["slow"]) is None
 
 
-def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, monkeypatch):
+def test_a_read_only_folder_only_prevents_remembering(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("SLOTZERO_CACHE", str(blocked / "cache"))
@@ -49,7 +49,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path, monkeyp
     assert choices.known("key", ["a"]) == "a"
 
 
-def test_what_neighbours_have_chosen_is_likely(tmp_path, monkeypatch):
+def test_the_choices_of_similar_sizes_are_likely(tmp_path, monkeypatch):
     monkeypatch.setenv("SLOTZERO_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "SHIPPED", tmp_path / "shipped.json")
     candidates = ["cublas", "a", "b", "c", "d"]

@@ -1,4 +1,4 @@
-"""Attention of uniform rows against a plain loop and the prefill path, over pages with NaN."""
+"""Tests of attention over uniform rows against a plain loop and prefill, over pages with NaN."""
 
 from random import Random
 
@@ -70,7 +70,7 @@ class Case:
         for _, start, count in self.rows():
             row, levels = [], min(steps, start // self.span)
             base = start - levels * self.span
-            above = [(0, -1)]  # bits and depth of those that a token may follow
+            above = [(0, -1)]  # bits and depth of possible parents
             for level in range(levels + 1):
                 num = random.randint(1, self.span) if level < levels else count
                 new = []
@@ -84,7 +84,7 @@ class Case:
         return trees
 
     def seen(self, slot, start, j):
-        """The keys of a token of a row"""
+        """Return the keys that a token of a row sees."""
         base, bits, depth = start + j + 1, 0, -1
         if self.trees is not None:
             base, bits, depth = self.trees[slot - 1][j]
@@ -111,7 +111,8 @@ class Case:
         return None if tensor is None else tensor.to(self.dtype).float()
 
     def expected(self):
-        """Token after token, in float32, of what the kernel is given -> attention, pages"""
+        """Return attention and pages, computed token by token in float32 from the kernel's
+        inputs."""
         heads, pages = self.heads, self.rounded(self.kv)
         group = heads.num_heads // heads.num_kv_heads
         parts = self.rounded(self.joined).split([*heads.sizes], dim=-1)
@@ -141,7 +142,7 @@ class Case:
         return out.flatten(1), pages
 
     def turned(self, part, i, t):
-        """Heads of token t, normed and rotated"""
+        """Return the heads of token t, normed and rotated."""
         part, norm = part.view(-1, self.heads.head_dim), self.rounded(self.norms[i])
         if norm is not None:
             part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * norm
@@ -149,7 +150,7 @@ class Case:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
     def given(self):
-        """-> what attention takes on the device, tokens, rows"""
+        """Return the inputs of attention on the device, tokens and rows."""
         one = [None if c is None else c.to(self.device, self.dtype) for c in self.constants()]
         angles = Angles(*(t.to(self.device) for t in self.angles))
         tokens = Tokens(*(t.to(self.device) for t in self.tokens))
@@ -195,14 +196,16 @@ class Case:
 
 
 def same_pages(got, expected, atol):
-    assert torch.equal(got.isnan(), expected.isnan()), "a place that is not the row's was written"
+    assert torch.equal(got.isnan(), expected.isnan()), "memory of another row was written"
     assert torch.allclose(got.nan_to_num(), expected.nan_to_num(), atol=atol)
 
 
 @pytest.fixture(autouse=True)
 def apart(request, monkeypatch):
-    """A grid of few programs, in which short rows are in several chunks; and whether a row's own
-    keys are a chunk of their own, as they are where rows are few."""
+    """Use a grid of few programs, in which even short rows have several chunks.
+
+    The parameter is whether a row's own keys are a separate chunk, as they are if rows are few.
+    """
     is_apart = getattr(request, "param", True)
     monkeypatch.setattr(verify, "cut_for", lambda *_: (10, 16, is_apart))
     return is_apart
@@ -230,7 +233,7 @@ def test_every_count(device):
 
 @pytest.mark.parametrize("window", [1, 3, 5, 20, 130, 1000])
 def test_a_window_moves_with_the_token(device, window):
-    """The last tokens do not see all that the first sees."""
+    """The last tokens no longer see every key that the first one sees."""
     Case((4, 2, 16, 8), 5, [5, 4, 5], device, window=window).check()
 
 
@@ -250,8 +253,10 @@ def test_values_of_another_size(device, dim, value_dim, kind):
 
 
 def in_16_bits(cases):
-    """Each in short chunks and in such as are many tiles, and either way; through the interpreter
-    every pair of these, on a GPU every three."""
+    """Combine each case with short chunks and chunks of many tiles, and with `apart` on and off.
+
+    The interpreter runs every pair of these, a GPU every combination of three.
+    """
     cuts = ((10, 16), (1, 64))
     return pytest.mark.parametrize(
         ("case", "cut", "apart"),
@@ -283,7 +288,7 @@ def test_16_bits(device, half, monkeypatch, case, cut, apart):
     error = (out - expected)[is_real].norm(dim=1) / expected[is_real].norm(dim=1)
     assert error.max() < 2e-2
     assert (out[~is_real] == 0).all()
-    same_pages(pages, expected_pages, 0.1)  # two units of the last place at 8
+    same_pages(pages, expected_pages, 0.1)  # two units in the last place, at a value of 8
 
 
 @pytest.mark.parametrize(
@@ -298,7 +303,7 @@ def test_16_bits(device, half, monkeypatch, case, cut, apart):
     ],
 )
 def test_values_are_normed_or_read_from_another_layer(device, shape, kind):
-    """In one tile, and of large heads in two."""
+    """Rows are one tile, or two if heads are large."""
     Case(shape, 5, [5, 1, 3, 0], device, starts=[40, 3, 0, 9], **kind).check()
 
 
@@ -342,7 +347,7 @@ def test_equals_prefill(device, kind):
     ],
 )
 def test_a_token_of_a_tree_sees_its_branch(device, shape, span, counts, steps, kind):
-    """Whole trees, and what grows on them; in chunks of which some tokens see nothing."""
+    """Trees are whole or new nodes; some tokens see nothing of some chunks."""
     Case(shape, span, counts, device, steps=steps, **kind).check()
 
 
@@ -443,7 +448,7 @@ def test_other_rows_do_not(device):
         assert type(plan) is expected
 
 
-def test_a_card_with_less_memory_takes_fewer_pairs(monkeypatch):
+def test_a_gpu_with_less_memory_uses_fewer_pairs(monkeypatch):
     heads = Heads(8, 1, 256, 256, 1e-6, 1.0)
     assert verify.takes(64, heads) and not verify.takes(65, heads) and not verify.takes(0, heads)
     monkeypatch.setattr(verify, "shared_memory", lambda: 99 << 10)

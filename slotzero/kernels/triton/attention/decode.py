@@ -212,9 +212,9 @@ def merge_chunks(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
-    joined_stride, values_at, table_stride, eps, scale,
+    qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MERGED: tl.constexpr,
     BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
@@ -260,18 +260,18 @@ def _decode_kernel(
 
     row64 = row.to(tl.int64)
     in_half = half[None, :] < DIM // 2
-    q_at = joined + row64 * joined_stride + head[:, None] * DIM + half[None, :]
+    q_at = qkv + row64 * qkv_stride + head[:, None] * DIM + half[None, :]
     q_inside = (g < group_size)[:, None] & in_half
     qa = tl.load(q_at, mask=q_inside, other=0.0)
     qb = tl.load(q_at + DIM // 2, mask=q_inside, other=0.0)
     k_at = kv_pages + place
     if STORES:
-        k_at = joined + row64 * joined_stride + (HEADS + kv_head) * DIM
+        k_at = qkv + row64 * qkv_stride + (HEADS + kv_head) * DIM
     ka = tl.load(k_at + half[None, :], mask=in_half, other=0.0)
     kb = tl.load(k_at + DIM // 2 + half[None, :], mask=in_half, other=0.0)
     v_at = v_pages + place
     if STORES:
-        v_at = joined + row64 * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+        v_at = qkv + row64 * qkv_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
     angle = row64 * (DIM // 2) + half[None, :]
     c, s = (

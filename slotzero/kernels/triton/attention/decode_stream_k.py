@@ -160,8 +160,8 @@ def _load_tile(
 
 @triton.jit
 def _begin_row(
-    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, table, row, slot, newest,
-    from_start, kv_head, joined_stride, eps, scale,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, table, row, slot, newest,
+    from_start, kv_head, qkv_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
@@ -171,7 +171,7 @@ def _begin_row(
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     head = kv_head * group_size + g
     in_half = half[None, :] < DIM // 2
-    mine = joined + row.to(tl.int64) * joined_stride
+    mine = qkv + row.to(tl.int64) * qkv_stride
     q_at = mine + head[:, None] * DIM + half[None, :]
     q_inside = (g < group_size)[:, None] & in_half
     qa = tl.load(q_at, mask=q_inside, other=0.0)
@@ -227,10 +227,10 @@ def _store_sums(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _stream_k_kernel(
-    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
     row_of, begin_of, tile_of, slot_of, newest_of, first_of, count_of, done,
     partial, peak_of, total_of,
-    joined_stride, values_at, table_stride, eps, scale,
+    qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
     MERGED: tl.constexpr, BATCH: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
@@ -257,8 +257,8 @@ def _stream_k_kernel(
     # values_at is DIM, but not a constant for the compiler: see decode.py.
     v_pages, first_row, is_new = kv_pages + values_at, row, row >= 0
     scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
-    qa = tl.zeros([GROUP, HALF], joined.dtype.element_ty)
-    qb = tl.zeros([GROUP, HALF], joined.dtype.element_ty)
+    qa = tl.zeros([GROUP, HALF], qkv.dtype.element_ty)
+    qb = tl.zeros([GROUP, HALF], qkv.dtype.element_ty)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
@@ -285,8 +285,8 @@ def _stream_k_kernel(
         if is_new:
             wait_for_writer(PDL)  # after the first tiles, which earlier steps have written
             qa, qb, peak, total, acc = _begin_row(
-                joined, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, its_table, its_row,
-                its_slot, its_newest, from_start, kv_head, joined_stride, eps, scale,
+                qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, its_table, its_row,
+                its_slot, its_newest, from_start, kv_head, qkv_stride, eps, scale,
                 HEADS, KV_HEADS, DIM, VALUE_DIM, SOFTCAP, PAGE, GROUP, HALF, WIDTH, NORM,
                 NORM_VALUES, STORES,
             )  # fmt: skip

@@ -102,8 +102,8 @@ def block_tokens(group: int) -> int:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _rope_store_kernel(
-    joined, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
-    joined_stride, table_stride,
+    qkv, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
+    qkv_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -126,7 +126,7 @@ def _rope_store_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token)
     inside = (head < all_heads) & paired
-    source = joined + token * joined_stride + head * dim + pair
+    source = qkv + token * qkv_stride + head * dim + pair
     apart = HALF
     if dim != VALUE_DIM:
         inside = (head < all_heads) & (pair < tl.where(is_v, value_half, HALF))

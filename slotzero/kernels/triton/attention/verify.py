@@ -5,7 +5,7 @@ row's start on, the rest is padding, slot 0. This is decode.py with more queries
 all (token, head of the group) pairs of a row and KV head, so that the context is read once for all
 of them; if a tile does not hold them all, several programs share them. The plan is decode's too,
 made for each row's first token: keys before the start are cut into chunks, and the program with the
-newest chunk takes the row's own keys from `joined`, norms, rotates and stores them, and attends to
+newest chunk takes the row's own keys from `qkv`, norms, rotates and stores them, and attends to
 them without reading them back; layers that do not store read them from the pages. With a window a
 chunk may hold no key that a later token sees; it then leaves the token's softmax unchanged.
 
@@ -147,9 +147,9 @@ def _merge(
 
 @triton.jit(do_not_specialize=["table_stride", "starts"])
 def _verify_kernel(
-    joined, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out, starts, token_slots,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out, starts, token_slots,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
-    bases, bits_seen, stands, joined_stride, values_at, table_stride, eps, scale,
+    bases, bits_seen, stands, qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SPAN: tl.constexpr,
     PARTS: tl.constexpr, TOKENS: tl.constexpr, PAIRS: tl.constexpr, OWN: tl.constexpr,
@@ -219,15 +219,15 @@ def _verify_kernel(
     if num_real <= first_place:
         tl.store(out_at, tl.zeros([PAIRS, WIDTH], out.dtype.element_ty), mask=inside)
         return
-    q_at = joined + token * joined_stride + head * DIM
+    q_at = qkv + token * qkv_stride + head * DIM
     qa, qb = load_halves(q_at, DIM // 2, real, half, DIM)
     k_at = kv_pages + at
     if STORES:
-        k_at = joined + own_token * joined_stride + (HEADS + kv_head) * DIM
+        k_at = qkv + own_token * qkv_stride + (HEADS + kv_head) * DIM
     ka, kb = load_halves(k_at, DIM // 2, is_own, half, DIM)
     v_at = v_pages + at
     if STORES:
-        v_at = joined + own_token * joined_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
+        v_at = qkv + own_token * qkv_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_inside = is_own[:, None] & (dim < VALUE_DIM)[None, :]
     own_v = tl.load(v_at[:, None] + dim[None, :], mask=own_inside, other=0.0)
     c, s = load_angles(cos, sin, token, real, half, DIM)

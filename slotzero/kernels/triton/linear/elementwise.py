@@ -108,14 +108,14 @@ def _cap_kernel(x, size, stride, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def _norm_heads_kernel(
-    joined, q_norm, k_norm, out, joined_stride, eps,
+    qkv, q_norm, k_norm, out, qkv_stride, eps,
     Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm the queries or the keys of a token, or copy its values."""
     may_follow(PDL)
     row = tl.program_id(0).to(tl.int64)
-    source, target = joined + row * joined_stride, out + row * (Q_SIZE + K_SIZE + V_SIZE)
+    source, target = qkv + row * qkv_stride, out + row * (Q_SIZE + K_SIZE + V_SIZE)
     wait_for_writer(PDL)
     if tl.program_id(1) == 0:
         norm_part(source, q_norm, target, eps, Q_SIZE, Q_BLOCK)

@@ -14,7 +14,7 @@ BLOCK = 4096
 
 @triton.jit(do_not_specialize=["num_slots", "num_kept", "rows_stride"])
 def _commit_kernel(
-    trail, slots, length, num_right, table, kept, rows, num_slots, num_kept, rows_stride,
+    trail, slots, length, num_confirmed, table, kept, rows, num_slots, num_kept, rows_stride,
     LAYERS: tl.constexpr, SPAN: tl.constexpr, SIZE: tl.constexpr, INTERVAL: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +27,7 @@ def _commit_kernel(
     left = trail + (row * SPAN * LAYERS + layer) * SIZE + at
     wait_for_writer(PDL)
 
-    slot, num = tl.load(slots + row).to(tl.int64), tl.load(num_right + row)
+    slot, num = tl.load(slots + row).to(tl.int64), tl.load(num_confirmed + row)
     if (slot == 0) | (num == 0):
         return
     last = tl.load(left + (num.to(tl.int64) - 1) * (LAYERS * SIZE), mask=inside)
@@ -44,7 +44,7 @@ def _commit_kernel(
 
 
 def commit_trail(
-    trail: Trail, slots: Tensor, length: Tensor, num_right: Tensor, states: States, shape: Scan
+    trail: Trail, slots: Tensor, length: Tensor, num_confirmed: Tensor, states: States, shape: Scan
 ) -> None:
     for left, table, kept in (
         (trail.conv, states.conv, states.conv_kept),
@@ -54,7 +54,7 @@ def commit_trail(
         size = table[0, 0].numel()
         launch(
             _commit_kernel, (layers * triton.cdiv(size, BLOCK), len(slots)),
-            left, slots, length, num_right, table, kept, states.rows,
+            left, slots, length, num_confirmed, table, kept, states.rows,
             num_slots, 0 if kept is None else kept.shape[1],
             0 if states.rows is None else states.rows.stride(0),
             LAYERS=layers, SPAN=left.shape[1], SIZE=size, INTERVAL=shape.interval,

@@ -61,7 +61,6 @@ MAX_TOP = tl.constexpr(MAX_LOGPROBS)
 TOP_LANES = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
 CHOOSERS = 2112  # programs of `_choose_kernel`: 16 for each of 132 multiprocessors
 
-NAN = tl.constexpr(float("nan"))
 IN_PROMPT = tl.constexpr(1 << 30)
 
 
@@ -251,7 +250,7 @@ def _report(r, token, num_top, logits, scratch, out, vocab, chunks, CHUNKS: tl.c
         peak = value_of(tl.max(best))
         mass = tl.load(scratch.raw_mass + at, mask=chunk < chunks, other=0.0)
         total = tl.sum(mass * tl.exp((value_of(best) - peak).to(tl.float64)))
-        log_total = tl.where(is_finite(peak), tl.log(total).to(tl.float32), NAN)
+        log_total = tl.where(is_finite(peak), tl.log(total).to(tl.float32), float("nan"))
         logprob = (tl.load(logits + token).to(tl.float32) - peak) - log_total
         wanted = (lane < num_top)[None, :] & (chunk < chunks)[:, None]
         left = scratch.raw_top + (at * MAX_TOP)[:, None] + lane[None, :]

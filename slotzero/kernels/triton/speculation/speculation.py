@@ -75,7 +75,7 @@ def _locate_drafts_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
-def _locate_new_kernel(
+def _locate_confirmed_kernel(
     slots, length, drafter_len, token_slots, positions, last,
     row_slots, row_starts, row_counts, row_ends, num_tokens, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -109,13 +109,13 @@ def locate_drafts(
     return rows, after
 
 
-def locate_new(
+def locate_confirmed(
     slots: Tensor, length: Tensor, drafter_len: Tensor, tokens: Tokens
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
     last, rows = torch.empty_like(slots), new_rows(slots, width)
     launch(
-        _locate_new_kernel, (triton.cdiv(num, ITEMS),),
+        _locate_confirmed_kernel, (triton.cdiv(num, ITEMS),),
         slots, length, drafter_len, *tokens, last,
         rows.slots, rows.starts, rows.counts, rows.ends, num, width, BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def aligned(num: int, size: int, like: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows", "sampled_stride", "token_stride"])
 def _accept_kernel(
-    slots, num_tried, sampled, tokens, length, num_verified,
+    slots, num_tried, sampled, tokens, length, num_confirmed,
     num_rows, sampled_stride, token_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,11 +165,11 @@ def _accept_kernel(
     is_real = slot > 0
     tl.store(at, chosen, mask=is_real[:, None] & (place < num[:, None]))
     tl.store(length + slot, start + num, mask=is_real)
-    tl.store(num_verified + row, num, mask=row < num_rows)
+    tl.store(num_confirmed + row, num, mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["width", "path_stride"])
-def _keep_kernel(
+def _store_kernel(
     slots, counts, last, path, x, table, width, size, path_stride, x_stride, slot_stride,
     place_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +193,7 @@ def _keep_kernel(
 
 
 @triton.jit
-def _keep_next_kernel(
+def _store_next_kernel(
     slots, positions, drafter_len, x, table, most, size, x_stride, slot_stride, place_stride,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -210,7 +210,7 @@ def _keep_next_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _follow_kernel(
+def _set_drafter_len_kernel(
     slots, counts, positions, last, drafter_len, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     may_follow(PDL)
@@ -243,12 +243,12 @@ def accept(
     num_tried: Tensor,  # [R], from locate_drafts
     sampled: Tensor,  # [R, W]: the token sampled after each token
     tables: DraftTables,
-    num_verified: Tensor,  # [R]
+    num_confirmed: Tensor,  # [R]
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_kernel, (triton.cdiv(num_rows, ACCEPTED_ROWS),),
-        slots, num_tried, sampled, tables.tokens, tables.length, num_verified,
+        slots, num_tried, sampled, tables.tokens, tables.length, num_confirmed,
         num_rows, sampled.stride(0), tables.tokens.stride(0),
         ROWS=ACCEPTED_ROWS, WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip
@@ -257,14 +257,14 @@ def accept(
 def store_features(
     slots: Tensor, counts: Tensor, x: Tensor, table: Tensor, path: Tensor | None = None
 ) -> None:
-    _keep(slots, counts, None, path, x, table, len(x) // len(slots), table.stride(1))
+    _store(slots, counts, None, path, x, table, len(x) // len(slots), table.stride(1))
 
 
-def keep_last(slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
-    _keep(slots, None, last, None, x, table, 1, 0)
+def store_last(slots: Tensor, last: Tensor, x: Tensor, table: Tensor) -> None:
+    _store(slots, None, last, None, x, table, 1, 0)
 
 
-def _keep(
+def _store(
     slots: Tensor,
     counts: Tensor | None,
     last: Tensor | None,
@@ -277,27 +277,27 @@ def _keep(
     size = x.shape[1]
     if size:  # a drafter may need no features
         launch(
-            _keep_kernel, (len(slots) * width, triton.cdiv(size, COPIED_BLOCK)),
+            _store_kernel, (len(slots) * width, triton.cdiv(size, COPIED_BLOCK)),
             slots, counts, last, path, x, table, width, size,
             0 if path is None else path.stride(0), x.stride(0), table.stride(0), place_stride,
             BLOCK=COPIED_BLOCK, **overlap(),
         )  # fmt: skip
 
 
-def keep_next(tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
+def store_next(tokens: Tokens, drafter_len: Tensor, x: Tensor, table: Tensor) -> None:
     num, size = x.shape
     if size:
         launch(
-            _keep_next_kernel, (num, triton.cdiv(size, COPIED_BLOCK)),
+            _store_next_kernel, (num, triton.cdiv(size, COPIED_BLOCK)),
             *tokens, drafter_len, x, table, table.shape[1], size,
             x.stride(0), table.stride(0), table.stride(1), BLOCK=COPIED_BLOCK, **overlap(),
         )  # fmt: skip
 
 
-def follow(rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
+def set_drafter_len(rows: Rows, tokens: Tokens, last: Tensor, drafter_len: Tensor) -> None:
     num_rows = len(rows.slots)
     launch(
-        _follow_kernel, (triton.cdiv(num_rows, ITEMS),),
+        _set_drafter_len_kernel, (triton.cdiv(num_rows, ITEMS),),
         rows.slots, rows.counts, tokens.positions, last, drafter_len, num_rows,
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip
@@ -351,7 +351,7 @@ def _draft_targets_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "token_stride"])
-def _record_ngrams_kernel(
+def _store_drafts_kernel(
     slots, positions, ids, tokens, num_rows, token_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     may_follow(PDL)
@@ -397,7 +397,7 @@ def _propose_ngrams_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _close_draft_kernel(
+def _set_num_drafts_kernel(
     slots, length, num, num_drafts, drafted_at, num_rows, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     may_follow(PDL)
@@ -444,10 +444,10 @@ def draft_targets(rows: DraftRows, steps: int, behind: int) -> DraftTargets:
     return aims
 
 
-def record_ngrams(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
+def store_drafts(slots: Tensor, positions: Tensor, ids: Tensor, tokens: Tensor) -> None:
     num_rows = len(slots)
     launch(
-        _record_ngrams_kernel, (triton.cdiv(num_rows, ITEMS),),
+        _store_drafts_kernel, (triton.cdiv(num_rows, ITEMS),),
         slots, positions, ids, tokens, num_rows, tokens.stride(0),
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip
@@ -465,10 +465,10 @@ def propose_ngrams(
     return num_found
 
 
-def close_draft(rows: DraftRows, tables: DraftTables) -> None:
+def set_num_drafts(rows: DraftRows, tables: DraftTables) -> None:
     num_rows = len(rows.slots)
     launch(
-        _close_draft_kernel, (triton.cdiv(num_rows, ITEMS),),
+        _set_num_drafts_kernel, (triton.cdiv(num_rows, ITEMS),),
         *rows, tables.num_drafts, tables.drafted_at, num_rows,
         BLOCK=ITEMS, num_warps=1, **overlap(),
     )  # fmt: skip

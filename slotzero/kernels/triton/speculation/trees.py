@@ -19,9 +19,9 @@ from slotzero.kernels.triton.sampling.packed import INF, is_finite, pack
 from slotzero.kernels.triton.speculation.speculation import aligned, new_rows
 from slotzero.kernels.types import Branches, PagedKv, Rows, Tokens
 from slotzero.kernels.types_speculation import (
+    Candidates,
     DraftRows,
     DraftTables,
-    Guesses,
     TreeFront,
     TreeStep,
 )
@@ -68,7 +68,7 @@ def _branch_kernel(
     do_not_specialize=["width", "sampled_stride", "parent_stride", "token_stride", "path_stride"]
 )
 def _accept_tree_kernel(
-    slots, num_tried, sampled, parents, seen, tokens, length, num_verified, path,
+    slots, num_tried, sampled, parents, seen, tokens, length, num_confirmed, path,
     width, sampled_stride, parent_stride, token_stride, path_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _accept_tree_kernel(
     num_new_tokens = tl.where(slot > 0, num, 0)
     tl.store(its_tokens + 1 + before, follows, mask=is_good & (before < num_new_tokens))
     tl.store(length + slot, start + num, mask=slot > 0)
-    tl.store(num_verified + row, num)
+    tl.store(num_confirmed + row, num)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _stored_at(pages, at, is_moved, page_stride, place_stride, PAGE: tl.constexp
 
 @triton.jit(do_not_specialize=["path_stride", "table_stride"])
 def _move_kv_kernel(
-    slots, length, num_verified, path, kv_pages, page_table, path_stride, table_stride,
+    slots, length, num_confirmed, path, kv_pages, page_table, path_stride, table_stride,
     size, layer_stride, page_stride, place_stride,
     PAGE: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _move_kv_kernel(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     wait_for_writer(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    num = tl.load(num_verified + row)
+    num = tl.load(num_confirmed + row)
     start = tl.load(length + slot) - num
     pages, kv = page_table + slot * table_stride, kv_pages + layer * layer_stride
     for first in range(0, tl.where(slot > 0, num, 0), PLACES):
@@ -131,7 +131,7 @@ def _move_kv_kernel(
         tl.store(kv + target[:, None] + column[None, :], value, mask=inside)
 
 
-def branch(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
+def tree_branches(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
     num_tokens, width = len(tokens.slots), rows.span
     branches = _new_branches(num_tokens, rows.slots)
     launch(
@@ -149,14 +149,14 @@ def accept_tree(
     parents: Tensor,
     branches: Branches,
     tables: DraftTables,
-    num_verified: Tensor,
+    num_confirmed: Tensor,
     path: Tensor,  # [R, W]
 ) -> None:
     num_rows, width = sampled.shape
     launch(
         _accept_tree_kernel, (num_rows,),
         slots, num_tried, sampled, parents, branches.seen, tables.tokens, tables.length,
-        num_verified, path,
+        num_confirmed, path,
         width, sampled.stride(0), parents.stride(0), tables.tokens.stride(0), path.stride(0),
         WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip
@@ -165,7 +165,7 @@ def accept_tree(
 def move_kv(
     slots: Tensor,
     length: Tensor,  # after accept_tree
-    num_verified: Tensor,
+    num_confirmed: Tensor,
     path: Tensor,
     kv: PagedKv,  # stacked: [layers, pages, ...]
 ) -> None:
@@ -174,7 +174,7 @@ def move_kv(
     block = min(MOVED_BLOCK, triton.next_power_of_2(size))
     launch(
         _move_kv_kernel, (len(slots), num_layers, triton.cdiv(size, block)),
-        slots, length, num_verified, path, *kv,
+        slots, length, num_confirmed, path, *kv,
         path.stride(0), kv.page_table.stride(0), size, *kv.pages.stride()[:3],
         PAGE=page_size, PLACES=MOVED_PLACES, BLOCK=block, **overlap(),
     )  # fmt: skip
@@ -215,7 +215,7 @@ def _candidates(
 
 @triton.jit(do_not_specialize=["step", "first", "behind", "guess_stride", "token_stride"])
 def _grow_tree_kernel(
-    slots, length, room, drawn, front, guesses, out, tables,
+    slots, length, room, drawn, front, candidates, out, tables,
     step, first, behind, id_stride, score_stride, guess_stride, token_stride,
     K: tl.constexpr, FRONT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -234,9 +234,9 @@ def _grow_tree_kernel(
     if front is not None:
         score += tl.load(front.scores + token, mask=inside, other=0.0)
     guess = row * guess_stride + first + i
-    tl.store(guesses.ids + guess, ids, mask=inside)
-    tl.store(guesses.scores + guess, score, mask=inside)
-    tl.store(guesses.parents + guess, node, mask=inside)
+    tl.store(candidates.ids + guess, ids, mask=inside)
+    tl.store(candidates.scores + guess, score, mask=inside)
+    tl.store(candidates.parents + guess, node, mask=inside)
 
     worth = pack(score, i)
     rank = tl.sum((worth[None, :] > worth[:, None]).to(tl.int32), axis=1)
@@ -264,7 +264,7 @@ def _grow_tree_kernel(
 
 @triton.jit(do_not_specialize=["size", "most", "guess_stride", "token_stride", "parent_stride"])
 def _select_kernel(
-    slots, length, room, guesses, tokens, parents, num_selected,
+    slots, length, room, candidates, tokens, parents, num_selected,
     size, most, guess_stride, token_stride, parent_stride,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +273,7 @@ def _select_kernel(
     inside, at = i < size, row * guess_stride + i
     wait_for_writer(PDL)
     slot = tl.load(slots + row).to(tl.int64)
-    score = tl.load(guesses.scores + at, mask=inside, other=float("-inf"))
+    score = tl.load(candidates.scores + at, mask=inside, other=float("-inf"))
     num = tl.sum(is_finite(score).to(tl.int32), axis=0)
     num = tl.where(slot > 0, tl.minimum(num, tl.minimum(tl.load(room + row), most)), 0)
     tl.store(num_selected + row, num)
@@ -282,15 +282,15 @@ def _select_kernel(
     worth, rank = pack(score, i), tl.zeros([SIZE], tl.int32)
     for begin in range(0, size, BLOCK):
         j = begin + tl.arange(0, BLOCK)
-        others = guesses.scores + row * guess_stride + j
+        others = candidates.scores + row * guess_stride + j
         other = pack(tl.load(others, mask=j < size, other=float("-inf")), j)
         rank += tl.sum((other[None, :] > worth[:, None]).to(tl.int32), axis=1)
     is_chosen = inside & (rank < num)
     chosen = is_chosen.to(tl.int32)
     node = tl.cumsum(chosen, axis=0) * chosen
-    parent = tl.load(guesses.parents + at, mask=inside, other=-1)
+    parent = tl.load(candidates.parents + at, mask=inside, other=-1)
     above = tl.where(parent < 0, 0, tl.gather(node, tl.maximum(parent, 0), 0))
-    ids = tl.load(guesses.ids + at, mask=is_chosen, other=0)
+    ids = tl.load(candidates.ids + at, mask=is_chosen, other=0)
     its_tokens = tokens + slot * token_stride + tl.load(length + row)
     tl.store(its_tokens + node, ids, mask=is_chosen)
     tl.store(parents + slot * parent_stride + node, above, mask=is_chosen)
@@ -300,7 +300,7 @@ def grow_tree(
     rows: DraftRows,
     drawn: Sampled,  # for the newest token of each row, or for its front
     front: TreeFront | None,
-    guesses: Guesses,
+    candidates: Candidates,
     at: TreeStep,
     tables: SamplingTables,
 ) -> TreeFront:
@@ -309,22 +309,24 @@ def grow_tree(
     size = triton.next_power_of_2(num_parents * topk)
     launch(
         _grow_tree_kernel, (len(rows.slots),),
-        *rows, drawn, front, guesses, out, tables,
+        *rows, drawn, front, candidates, out, tables,
         at.step, min(at.step, 1) * topk + max(at.step - 1, 0) * topk**2, at.behind,
-        drawn.top_ids.stride(0), drawn.top_logprobs.stride(0), guesses.ids.stride(0),
+        drawn.top_ids.stride(0), drawn.top_logprobs.stride(0), candidates.ids.stride(0),
         tables.tokens.stride(0),
         K=topk, FRONT=num_parents, SIZE=size, num_warps=1 if size <= 16 else 4,
     )  # fmt: skip
     return out
 
 
-def select(rows: DraftRows, guesses: Guesses, most: int, tokens: Tensor, parents: Tensor) -> Tensor:
-    num_rows, size = guesses.scores.shape
+def select_nodes(
+    rows: DraftRows, candidates: Candidates, most: int, tokens: Tensor, parents: Tensor
+) -> Tensor:
+    num_rows, size = candidates.scores.shape
     num = torch.empty_like(rows.slots)
     launch(
         _select_kernel, (num_rows,),
-        *rows, guesses, tokens, parents, num,
-        size, most, guesses.ids.stride(0), tokens.stride(0), parents.stride(0),
+        *rows, candidates, tokens, parents, num,
+        size, most, candidates.ids.stride(0), tokens.stride(0), parents.stride(0),
         SIZE=triton.next_power_of_2(size), BLOCK=COMPARED, num_warps=8 if size > 128 else 4,
         **overlap(),
     )  # fmt: skip

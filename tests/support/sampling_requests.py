@@ -1,4 +1,4 @@
-"""What requests ask of sampling, as the tables that a step reads."""
+"""Sampling tables of a step, built from the parameters of its requests."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -12,18 +12,23 @@ from slotzero.sampling.tables import SAMPLING_TABLES, SamplingTables, encode, ma
 MAX_VOCAB = 151_936
 
 
-class Asking(Protocol):
+class SamplingRequest(Protocol):
+    """A request as the sampler sees it: parameters, seed, tokens and grammar mask."""
+
     params: SamplingParams
     seed: int
     tokens: Sequence[int]
     prompt_len: int
     stop_ids: Sequence[int]
     allowed: Collection[int] | None
-    """What a grammar leaves; None: there is none."""
+    """The tokens that a grammar allows, or None without a grammar."""
 
 
-def tables_of(requests: Sequence[Asking], max_len: int = 8) -> SamplingTables:
-    """Request i lives in slot i + 1. Past a request's tokens the table holds token 0, as poison."""
+def tables_of(requests: Sequence[SamplingRequest], max_len: int = 8) -> SamplingTables:
+    """Return the sampling tables in which request i has slot i + 1.
+
+    Past a request's tokens, the table holds token 0 as poison.
+    """
     slots = len(requests)
     columns = {
         spec.name: torch.full(spec.shape(slots), spec.neutral, dtype=getattr(torch, spec.dtype))
@@ -44,7 +49,7 @@ def tables_of(requests: Sequence[Asking], max_len: int = 8) -> SamplingTables:
 
 
 def mask_of(allowed: Collection[int]) -> Tensor:
-    """[words] int32: bit i % 32 of word i // 32 is token i."""
+    """Return a mask of int32 words in which bit i % 32 of word i // 32 is token i: [words]."""
     bits = torch.zeros(MAX_VOCAB, dtype=torch.int64)
     bits[list(allowed)] = 1
     words = (bits.view(-1, 32) << torch.arange(32)).sum(-1)

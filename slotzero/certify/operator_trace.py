@@ -44,7 +44,7 @@ class Addresses:
         return name if address < end else ""
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operator: names of registered tensors, shapes of others, and all numbers."""
 
     def __init__(self, registry: Registry) -> None:
@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return f"{name}[{tuple(value.shape)}, {value.stride()}, {value.dtype}]"
 
 
-def baked(first: Iterable[TraceLine], second: Iterable[TraceLine]) -> Iterator[Finding]:
+def first_divergence(first: Iterable[TraceLine], second: Iterable[TraceLine]) -> Iterator[Finding]:
     """Yield the first line in which two recordings differ."""
     for one, other in zip(
         [*first, TraceLine("the end")], [*second, TraceLine("the end")], strict=False
@@ -97,7 +97,7 @@ def baked(first: Iterable[TraceLine], second: Iterable[TraceLine]) -> Iterator[F
             return
 
 
-def stray(
+def stray_addresses(
     lines: Iterable[TraceLine], registry: Registry, memory: Iterable[tuple[int, int]]
 ) -> Iterator[Finding]:
     """Yield addresses that are neither registered nor a graph's own, and reads of host memory."""
