@@ -477,7 +477,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
     "longrope": (rope(rope_type="longrope"), Unsupported, ["longrope", "implemented: default"]),
     "longrope, old name": (rope(type="su"), Unsupported, ["'su'", "implemented: default"]),
     "a rope of text": (config(rope_scaling="x"), Unsupported, ["rope_scaling='x'"]),
-    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "object"]),
+    "quantised by text": (config(quantization_config="fp8"), Unsupported, ["='fp8'", "mapping"]),
     "KV heads of text": (config(num_key_value_heads="2"), Unsupported, ["num_key_value_heads='2'"]),
     "an architecture of text": (
         config(architectures="LlamaForCausalLM"),
@@ -506,15 +506,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[SlotzeroError], list[str
         ["linear", "mystery"],
     ),
     "activation": (config(hidden_act="gelu"), Unsupported, ["hidden_act='gelu'"]),
-    "quantised in a way that another family has": (
+    "quantised, but its tensors are not": (
         config(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}),
-        UnsupportedModelError,
-        ["llama quantised by fp8", "use the unquantised"],
+        CorruptCheckpointError,
+        ["weight_scale_inv is missing"],
     ),
-    "quantised": (
-        config(quantization_config={"quant_method": "gptq"}),
+    "quantised by an unknown method": (
+        config(quantization_config={"quant_method": "hqq"}),
         Unsupported,
-        ["gptq", "use the unquantised"],
+        ["quant_method='hqq'", "gptq"],
+    ),
+    "quantised to another number of bits": (
+        config(quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 128}),
+        Unsupported,
+        ["bits=3", "4 or 8"],
     ),
     "experts": (config(num_experts=8), Unsupported, ["num_experts=8"]),
     "local experts": (config(num_local_experts=8), Unsupported, ["num_local_experts=8"]),

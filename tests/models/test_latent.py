@@ -11,7 +11,6 @@ from traced import GREEDY, Traced, prompts_of
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as book
 
 from slotzero import LLM, SamplingParams
-from slotzero.checkpoint import fp8
 from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.errors import ConfigError, SlotzeroError, UnsupportedModelError
 from slotzero.models.families.family import parse_config
@@ -261,60 +260,3 @@ def test_unsupported_settings_of_mtp_are_refused_by_name(with_layers_ahead, orac
 def test_configs_that_change_results_are_refused_by_name(kind, changes, match):
     with pytest.raises(UnsupportedModelError, match=match):
         parse_config({**tiny_configs()[kind], **changes})
-
-
-def test_fp8_weights_are_dequantised(oracles, tmp_path):
-    """A model whose large matrices are stored in FP8 blocks gives the same answers as one that
-    stores the same numbers in plain form."""
-    oracle = oracles("deepseek-v3")
-    plain, packed = load_file(oracle.folder / "model.safetensors"), {}
-    for name, value in plain.items():
-        packed[name] = value
-        if value.ndim == 2 and "proj" in name:
-            rows, columns = (-(-size // fp8.BLOCK) for size in value.shape)
-            scales = torch.rand(rows, columns) * 0.01 + 0.001
-            each = scales.repeat_interleave(128, 0)[: len(value)].repeat_interleave(128, 1)
-            each = each[:, : value.shape[1]]
-            packed[name] = (value / each).clamp(-448, 448).to(torch.float8_e4m3fn)
-            packed[name + "_scale_inv"] = scales
-            plain[name] = (packed[name].float() * each).to(torch.bfloat16).float()
-    config = json.loads((oracle.folder / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    for folder, tensors, more in (
-        (tmp_path / "plain", plain, {}),
-        (tmp_path / "packed", packed, {"quantization_config": quantised}),
-    ):
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config | more))
-    prompts = prompts_of([20, 5], oracle.vocab_size)
-    answers = []
-    for name in ("plain", "packed"):
-        traced = Traced(str(tmp_path / name), backend="eager", max_num_seqs=2)
-        answers.append(traced.generate(prompts))
-        answers.append([torch.stack(rows) for rows in traced.logits.values()])
-    assert answers[0] == answers[2]
-    for one, other in zip(answers[1], answers[3], strict=True):
-        assert torch.equal(one, other)
-
-
-def test_fp8_blocks_of_another_size_are_refused(oracles, tmp_path):
-    oracle = oracles("deepseek-v3")
-    config = json.loads((oracle.folder / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "weight_block_size": [64, 64]}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
-    (tmp_path / "model.safetensors").symlink_to(oracle.folder / "model.safetensors")
-    with pytest.raises(SlotzeroError, match=r"weight_block_size=\[64, 64\]"):
-        Traced(str(tmp_path), backend="eager")
-
-
-def test_fp8_equals_values_computed_by_hand():
-    weight = torch.tensor([[2.0, -4.0], [0.5, 1.0]]).to(torch.float8_e4m3fn)
-    assert torch.equal(
-        fp8.dequantise(weight, torch.tensor([[0.5]])).float(),
-        torch.tensor([[1.0, -2.0], [0.25, 0.5]]),
-    )
-    wide = torch.ones(130, 129).to(torch.float8_e4m3fn)
-    made = fp8.dequantise(wide, torch.tensor([[1.0, 2.0], [4.0, 8.0]])).float()
-    corners = made[0, 0], made[0, 128], made[129, 0], made[129, 128]
-    assert torch.equal(torch.stack(corners), torch.tensor([1.0, 2.0, 4.0, 8.0]))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from oracle import HYBRIDS
 from safetensors.torch import load_file, save_file
-from slotzero.checkpoint.mxfp4 import dequantise
 from traced import Traced, expect_equal, prompts_of
 
 from slotzero import LLM, SamplingParams
@@ -19,8 +18,10 @@ from slotzero.checkpoint.tiny import tiny_configs
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.errors import CapacityError, UnsupportedModelError
+from slotzero.kernels.quantized import QuantizedRows, dequantise, unpack_pairs
 from slotzero.models.families.family import parse_config
 from slotzero.pools.budget import Demand, GroupShape, split
+from slotzero.quantization.mxfp4 import FORMAT
 
 pytestmark = pytest.mark.slow
 
@@ -303,7 +304,7 @@ def test_the_text_part_of_a_multimodal_model(oracles, tmp_path):
     ("model", "fields", "words"),
     [
         ("gpt-oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0"]),
-        ("gpt-oss", {"quantization_config": {"quant_method": "awq"}}, ["awq", "mxfp4"]),
+        ("gpt-oss", {"quantization_config": {"quant_method": "hqq"}}, ["hqq", "mxfp4"]),
         ("gpt-oss", {"num_local_experts": 0}, ["num_local_experts=0"]),
         ("mimo-v2", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "3 layers"]),
         ("mimo-v2", {"n_shared_experts": 2}, ["n_shared_experts=2"]),
@@ -318,6 +319,12 @@ def test_invalid_experts_are_refused(model, fields, words):
     assert all(word in str(caught.value) for word in words), caught.value
 
 
+def numbers_of(blocks, scales):
+    """MXFP4 experts as a plain checkpoint has them: input features before output features."""
+    rows = QuantizedRows(unpack_pairs(blocks, 32).flatten(2), scales)
+    return dequantise(rows, FORMAT).transpose(1, 2).contiguous()
+
+
 def test_mxfp4_is_dequantised_as_by_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -325,7 +332,7 @@ def test_mxfp4_is_dequantised_as_by_transformers():
     blocks = torch.randint(0, 256, (3, 8, 4, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 140, (3, 8, 4), generator=generator, dtype=torch.uint8)
     theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    assert torch.equal(dequantise(blocks, scales).float().transpose(1, 2), theirs)
+    assert torch.equal(numbers_of(blocks, scales), theirs)
 
 
 def test_a_quantised_folder_is_read(oracles, tmp_path):
@@ -340,22 +347,30 @@ def test_a_quantised_folder_is_read(oracles, tmp_path):
             blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
             scales = torch.randint(122, 125, shape, generator=generator, dtype=torch.uint8)
             stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
-            plain[name] = dequantise(blocks, scales).float().transpose(1, 2).contiguous()
+            plain[name] = numbers_of(blocks, scales)
         else:
             stored[name] = plain[name] = tensor
     config = json.loads((oracle.folder / "config.json").read_text())
     quantised = config | {"quantization_config": {"quant_method": "mxfp4"}}
     answers = []
-    for name, fields, tensors in (("a", quantised, stored), ("b", config, plain)):
+    two_ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    for name, fields, tensors, more in (
+        ("a", quantised, stored, {}),
+        ("b", quantised, stored, {"tensor_parallel_size": 2}),
+        ("c", quantised, stored, two_ranks),
+        ("d", config, plain, {}),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(fields))
         save_file(tensors, folder / "model.safetensors")
-        llm = LLM(str(folder), backend="eager", skip_tokenizer_init=True, show_progress=False)
+        settings = {"backend": "eager", "skip_tokenizer_init": True, "show_progress": False, **more}
+        llm = LLM(str(folder), **settings)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         (output,) = llm.generate([{"prompt_token_ids": [5, 9, 33]}], params, use_tqdm=False)
         answers.append(output.outputs[0].token_ids)
-    assert answers[0] == answers[1]
+        llm.engine.rank_group.close()
+    assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
 def test_groups_of_whole_context_get_as_many_pages_each():

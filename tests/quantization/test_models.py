@@ -1,0 +1,277 @@
+"""Whole models with quantised weights: their answers are those of the numbers that codes stand for.
+
+The oracle is the same model with its weights rounded the same way and kept plain.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from traced import GREEDY, Traced, prompts_of
+
+from slotzero import LLM
+from slotzero.checkpoint.tiny import tiny_names
+from slotzero.errors import ConfigError, UnsupportedModelError
+from slotzero.kernels.cpu.kernels import CpuKernels
+from slotzero.kernels.quantized import dequantise, quantise
+from slotzero.kernels.weights import JoinedWeight, QuantizedWeight, WeightFormat
+from slotzero.models import reading
+from slotzero.models.param import Stored
+from slotzero.quantization.method import is_layer_linear
+from slotzero.quantization.quantization import Quantization
+
+pytestmark = pytest.mark.slow
+
+SETTINGS: dict[str, Any] = {"backend": "eager", "max_num_seqs": 2, "max_num_batched_tokens": 16}
+Convert = Callable[[str, Tensor], dict[str, Tensor]]
+
+
+def answers(model: str | Path, **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
+    """Return the tokens and logits of two requests, one with its prompt in chunks."""
+    traced = Traced(str(model), **{**SETTINGS, **settings})
+    vocab = traced.engine.worker.vocab_size
+    tokens = traced.generate(prompts_of([20, 5], vocab))
+    return tokens, [torch.stack(rows) for rows in traced.logits.values()]
+
+
+def is_quantised(model: str | Path, **settings: Any) -> bool:
+    worker = Traced(str(model), **{**SETTINGS, **settings}).engine.worker
+    found = [w for layer in worker.weights.layers for block in layer if block for w in block]
+    return any(isinstance(weight, QuantizedWeight | JoinedWeight) for weight in found)
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, weights are rounded as before and kept in the compute type."""
+
+    def unpack() -> None:
+        choose, read = Quantization.format_of, reading._read_plain
+        formats: dict[str, WeightFormat | None] = {}
+
+        def keep(self: Quantization, module: str, columns: int, is_sensitive: bool) -> None:
+            formats[module] = choose(self, module, columns, is_sensitive)
+
+        def rounded(one: Stored, checkpoint: Any, quantization: Quantization) -> Tensor:
+            plain = read(one, checkpoint, quantization)
+            format = formats.get(re.sub(r"experts\.\d+", "experts.0", one.module))
+            return plain if format is None else dequantise(quantise(plain, format), format)
+
+        monkeypatch.setattr(Quantization, "format_of", keep)
+        monkeypatch.setattr(reading, "_read_plain", rounded)
+
+    return unpack
+
+
+@pytest.fixture
+def plain_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of linear layers are not rounded. (If they are, a value between two codes is rounded
+    to either of them after the least change, and two runs cannot be compared.)"""
+    monkeypatch.setattr(CpuKernels, "round_input", lambda _, x, weight: x)
+
+
+SCALED = ("tiny:falcon-h1", "tiny:granite-hybrid", "tiny:mimo-v2")
+"""Their multipliers change scales or numbers, which round differently."""
+
+
+@pytest.mark.usefixtures("plain_inputs")
+@pytest.mark.parametrize("model", tiny_names())
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_converted_weights_compute_as_the_numbers_they_stand_for(
+    model: str, quantization: str, unpacked: Callable[[], None]
+) -> None:
+    """To the bit: the C++ kernels decode a code and then use it as they use a plain weight."""
+    packed = answers(model, quantization=quantization)
+    unpacked()
+    plain = answers(model, quantization=quantization)
+    assert packed[0] == plain[0]
+    for one, other in zip(packed[1], plain[1], strict=True):
+        if model in SCALED:
+            assert (one - other).abs().max() < 1e-4
+        else:
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:gpt-oss", "tiny:deepseek-v3"])
+def test_rounded_inputs_change_results_a_little(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs in FP8 keep three bits of their fractions."""
+    rounded = answers(model, quantization="fp8")[1]
+    monkeypatch.setattr(CpuKernels, "round_input", lambda _, x, weight: x)
+    plain = answers(model, quantization="fp8")[1]
+    for one, other in zip(rounded, plain, strict=True):
+        error = (one[0] - other[0]).norm() / other[0].norm()
+        assert 1e-4 < error < 0.3
+
+
+# Checkpoints
+
+
+def packed_ints(bits: int, group: int) -> Convert:
+    """The layout of compressed-tensors, with float16 scales."""
+    format = WeightFormat(
+        "uint4" if bits == 4 else "uint8", group, 1 << (bits - 1), scale_dtype=torch.float16
+    )
+
+    def convert(module: str, weight: Tensor) -> dict[str, Tensor]:
+        rows = quantise(weight, format)
+        columns, per_word = weight.shape[1], 32 // bits
+        codes = torch.nn.functional.pad(rows.codes, (0, -columns % per_word)).long()
+        powers = torch.tensor([1 << bits * i for i in range(per_word)])
+        words = (codes.view(len(codes), -1, per_word) * powers).sum(-1)
+        words = torch.where(words >= 1 << 31, words - (1 << 32), words)
+        return {
+            f"{module}.weight_packed": words.int(),
+            f"{module}.weight_scale": rows.scales.half(),
+            f"{module}.weight_shape": torch.tensor(weight.shape),
+        }
+
+    return convert
+
+
+def fp8_blocks(module: str, weight: Tensor) -> dict[str, Tensor]:
+    height, width = (-(-size // 128) for size in weight.shape)
+    scales = torch.rand(height, width) * 0.01 + 0.001
+    each = scales.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    codes = (weight / each[:, : weight.shape[1]]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
+
+
+def compressed(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+        **more,
+    }
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+
+
+def write(
+    folder: Path,
+    oracle: Any,
+    quantization: dict[str, Any],
+    convert: Convert,
+    chosen: Callable[[str], bool] = is_layer_linear,
+) -> Path:
+    """Write the oracle's model with the chosen modules quantised."""
+    shutil.copytree(oracle.folder, folder)
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim == 2 and name.endswith(".weight") and chosen(module):
+            stored |= convert(module, tensor.float())
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "group"), [("llama", 4, 32), ("qwen3", 8, 16), ("deepseek-v3", 4, 16)]
+)
+def test_a_packed_checkpoint_stays_packed(
+    family: str, bits: int, group: int, oracles: Any, tmp_path: Path
+) -> None:
+    convert = packed_ints(bits, group)
+    folder = write(tmp_path / "model", oracles(family), compressed(bits, group), convert)
+    assert is_quantised(folder)
+    assert not is_quantised(folder, quantization="none")
+    packed, plain = answers(folder), answers(folder, quantization="none")
+    assert packed[0] == plain[0]
+    for one, other in zip(packed[1], plain[1], strict=True):
+        assert torch.equal(one, other)
+    assert answers(folder, backend="cpu")[0] == packed[0]
+
+
+@pytest.mark.usefixtures("plain_inputs")
+def test_fp8_blocks_stay_packed(oracles: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", oracles("deepseek-v3"), FP8_BLOCKS, fp8_blocks)
+    assert is_quantised(folder)
+    packed, plain = answers(folder), answers(folder, quantization="none")
+    assert packed[0] == plain[0]
+    for one, other in zip(packed[1], plain[1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", {}), ("mimo-v2", {}), ("mimo-v2", {"enable_dp_attention": True})],
+)
+def test_ranks_share_out_codes_and_scales(
+    family: str, more: dict[str, Any], oracles: Any, tmp_path: Path
+) -> None:
+    """Groups that a rank's part of the input features does not divide are cut into smaller ones."""
+    folder = write(tmp_path / "model", oracles(family), compressed(4, 32), packed_ints(4, 32))
+    assert tokens_of_ranks(str(folder), **more) == answers(folder)[0]
+
+
+def tokens_of_ranks(model: str, **settings: Any) -> list[list[int]]:
+    """Return the tokens of the requests of `answers` from two ranks."""
+    more = {"skip_tokenizer_init": True, "show_progress": False, "tensor_parallel_size": 2}
+    llm = LLM(model, **{**SETTINGS, **more, **settings})
+    try:
+        prompts = prompts_of([20, 5], llm.engine.worker.vocab_size)
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+    finally:
+        llm.engine.rank_group.close()
+
+
+def test_modules_of_one_product_may_have_different_formats(oracles: Any, tmp_path: Path) -> None:
+    """Keys are left out here: queries, keys and values are three products then."""
+
+    def chosen(module: str) -> bool:
+        return is_layer_linear(module) and not module.endswith("k_proj")
+
+    settings = compressed(4, 32, ignore=["lm_head", "re:.*k_proj"])
+    folder = write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32), chosen)
+    assert answers(folder) and answers(folder)[0] == answers(folder, quantization="none")[0]
+    assert answers(folder, backend="cpu")[0] == answers(folder)[0]
+
+
+def test_what_is_quantised_is_not_converted(oracles: Any, tmp_path: Path) -> None:
+    convert = packed_ints(4, 32)
+    folder = write(tmp_path / "model", oracles("llama"), compressed(4, 32), convert)
+    with pytest.raises(ConfigError, match="quantised already"):
+        Traced(str(folder), **SETTINGS, quantization="fp8")
+
+
+def test_an_unknown_scheme_is_refused_before_weights_are_read(tmp_path: Path, oracles: Any) -> None:
+    shutil.copytree(oracles("llama").folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    config["quantization_config"] = compressed(3, 32)
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"num_bits=3"):
+        Traced(str(tmp_path / "model"), **SETTINGS)
+
+
+def test_the_default_model_is_kept_packed() -> None:
+    """Q4_1 and Q8_0 as they are in the file, in a third of the memory, with the same logits."""
+    settings = {**SETTINGS, "max_model_len": 128, "kv_cache_memory": 64 << 20}
+    packed, plain = (
+        Traced("smollm2", **settings, quantization=choice) for choice in ("auto", "none")
+    )
+    assert packed.engine.worker.weight_bytes < plain.engine.worker.weight_bytes / 3
+    prompts = prompts_of([20, 5], 49152)
+    assert packed.generate(prompts) == plain.generate(prompts)
+    for one, other in zip(packed.logits.values(), plain.logits.values(), strict=True):
+        assert torch.equal(torch.stack(one), torch.stack(other))
+
+
+def test_the_cpu_kernels_are_the_ones_that_are_tested() -> None:
+    assert isinstance(Traced("tiny:llama", **SETTINGS).engine.worker.kernels, CpuKernels)
