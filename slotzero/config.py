@@ -66,7 +66,7 @@ class EngineConfig:
     requests of --expected-len tokens as in the other layers."""
     expected_len: int = 8192
     """Typical length of a request (prompt plus answer). It determines how the KV cache is split
-    between sliding-window and other layers."""
+    between layers with a sliding window and the others."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the GPU's memory that the engine may use in total."""
     page_size: int = 16
