@@ -266,6 +266,6 @@ def _group_scales(x: Tensor, group: int) -> Tensor:
     """Return the scale of each number: of the largest in its token's group."""
     columns = x.shape[-1]
     padded = F.pad(x.abs(), (0, -columns % group))
-    grouped = padded.view(*padded.shape[:-1], -1, group)
+    grouped = padded.view(*padded.shape[:-1], padded.shape[-1] // group, group)
     scales = (grouped.amax(-1, keepdim=True) / FLOAT8_MAX).clamp_min(SMALLEST_SCALE)
     return scales.expand_as(grouped).flatten(-2)[..., :columns]

@@ -25,7 +25,6 @@ namespace {
 constexpr int HALF = FEATURES / 2;
 
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
 
 enum Kind { UINT4, UINT8, FLOAT8, MXFP4 };  // numbered as in kernels.py
 
@@ -77,20 +76,57 @@ struct Shape {
   float zero;
 };
 
+// Widen the codes of sixteen features; of half bytes, features 0 to 7 are in the low halves.
+#if !defined(SLOTZERO_PLAIN) && (defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__)))
+template <bool half>
+inline void widen(const uint8_t* codes, Ints* to) {
+  __m128i bytes;
+  if constexpr (half) {
+    const __m128i both = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+    const __m128i low = _mm_set1_epi8(15);
+    bytes = _mm_unpacklo_epi64(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+  } else {
+    bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  }
+#if defined(__AVX512F__)
+  to[0] = reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(bytes));
+#else
+  to[0] = reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(bytes));
+  to[1] = reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
+#endif
+}
+#elif !defined(SLOTZERO_PLAIN) && defined(__ARM_NEON)
+template <bool half>
+inline void widen(const uint8_t* codes, Ints* to) {
+  uint8x16_t bytes;
+  if constexpr (half) {
+    const uint8x8_t both = vld1_u8(codes);
+    bytes = vcombine_u8(vand_u8(both, vdup_n_u8(15)), vshr_n_u8(both, 4));
+  } else {
+    bytes = vld1q_u8(codes);
+  }
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  to[0] = reinterpret_cast<Ints>(vmovl_u16(vget_low_u16(low)));
+  to[1] = reinterpret_cast<Ints>(vmovl_u16(vget_high_u16(low)));
+  to[2] = reinterpret_cast<Ints>(vmovl_u16(vget_low_u16(high)));
+  to[3] = reinterpret_cast<Ints>(vmovl_u16(vget_high_u16(high)));
+}
+#else
+template <bool half>
+inline void widen(const uint8_t* codes, Ints* to) {
+  for (int i = 0; i < FEATURES; ++i) {
+    const int code = !half ? codes[i] : i < HALF ? codes[i] & 15 : codes[i - HALF] >> 4;
+    to[i / LANES][i % LANES] = code;
+  }
+}
+#endif
+
 template <Kind kind>
 inline void decode(const uint8_t* codes, Vec zero, const Vec* scale, const Vec* offset, Vec* out) {
-  uint8_t apart[FEATURES];
-  if constexpr (is_half_byte(kind)) {
-    for (int i = 0; i < HALF; ++i) {
-      apart[i] = codes[i] & 15;
-      apart[i + HALF] = codes[i] >> 4;
-    }
-    codes = apart;
-  }
+  Ints wide[VECS];
+  widen<is_half_byte(kind)>(codes, wide);
   UNROLL for (int j = 0; j < VECS; ++j) {
-    Bytes bytes;
-    std::memcpy(&bytes, codes + j * LANES, LANES);
-    const Vec value = numbers<kind>(__builtin_convertvector(bytes, Ints), zero) * scale[j];
+    const Vec value = numbers<kind>(wide[j], zero) * scale[j];
     out[j] = offset ? value + offset[j] : value;
   }
 }

@@ -39,6 +39,7 @@ HERE = Path(__file__)
 KERNEL_TESTS = [
     HERE,
     HERE.with_name("test_kernels.py"),
+    HERE.with_name("test_quantized_kernels.py"),
     HERE.with_name("test_recurrent_kernels.py"),
 ]
 ROWS = 37

@@ -1,0 +1,168 @@
+"""C++ products of quantised weights: to the bit those of the numbers that the codes stand for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from slotzero.kernels.cpu.kernels import CpuKernels
+from slotzero.kernels.quantized import (
+    FLOAT8,
+    QuantizedRows,
+    dequantise,
+    quantise,
+    round_input,
+    select_expert,
+)
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.kernels.weights import DenseWeight, QuantizedWeight, WeightFormat
+
+REFERENCE = ReferenceKernels()
+FORMATS = {
+    "uint4": WeightFormat("uint4", 32, 8),
+    "uint4, whole rows": WeightFormat("uint4", None, 8),
+    "uint4, offsets": WeightFormat("uint4", 16, has_offsets=True),
+    "uint8": WeightFormat("uint8", 32, 128),
+    "uint8, offsets": WeightFormat("uint8", 64, has_offsets=True, scale_dtype=torch.float16),
+    "fp8": WeightFormat("float8", None, activations="float8_row"),
+    "fp8, groups": WeightFormat("float8", 128, activations="float8_group"),
+    "fp8, static": WeightFormat("float8", None, activations="float8_static"),
+    "mxfp4": WeightFormat("mxfp4", 32, scale_dtype=torch.uint8),
+    "scattered": WeightFormat("uint4", 32, 8, is_scattered=True),
+}
+ROWS = 1, 2, 3, 4, 5, 33, 70
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    return CpuKernels()
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(format: WeightFormat, *shape: int, seed: int = 0) -> QuantizedRows:
+    rows, columns = quantise(values(*shape, seed=seed), format), shape[-1]
+    if format.is_scattered:
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(seed))
+        group_of = (order // format.group).int().expand(*shape[:-2], columns).contiguous()
+        rows = rows._replace(group_of=group_of)
+    if format.activations == "float8_static":
+        rows = rows._replace(input_scale=torch.tensor([0.01]))
+    return rows
+
+
+def weight_of(
+    kernels: CpuKernels | ReferenceKernels,
+    rows: QuantizedRows,
+    format: WeightFormat,
+    bias: Tensor | None,
+) -> QuantizedWeight:
+    out_features, in_features = rows.codes.shape[-2:]
+    tensors = kernels.pack_quantized(rows, format)
+    for field, (shape, dtype) in kernels.quantized_shapes(
+        out_features, in_features, format
+    ).items():
+        assert tensors[field].shape[-len(shape) :] == shape
+        assert tensors[field].dtype is dtype or field == "offsets"
+    return QuantizedWeight(
+        **tensors,
+        bias=bias,
+        out_features=out_features,
+        in_features=in_features,
+        dtype=torch.float32,
+        format=format,
+    )
+
+
+def numbers_of(rows: QuantizedRows, format: WeightFormat) -> Tensor:
+    if rows.group_of is None or rows.codes.ndim == 2:
+        return dequantise(rows, format)
+    parts = [rows._replace(codes=c, scales=s, group_of=g)
+             for c, s, g in zip(rows.codes, rows.scales, rows.group_of, strict=True)]  # fmt: skip
+    return torch.stack([dequantise(part, format) for part in parts])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("out_features", "in_features"), [(37, 80), (16, 128), (50, 200)])
+def test_products(kernels: CpuKernels, name: str, out_features: int, in_features: int) -> None:
+    format = FORMATS[name]
+    rows, bias = rows_of(format, out_features, in_features), values(out_features, seed=1)
+    ours, plain = (weight_of(k, rows, format, bias) for k in (kernels, REFERENCE))
+    dense = DenseWeight(kernels.pack(numbers_of(rows, format)), bias, out_features)
+    for num in ROWS:
+        x = values(num, in_features, seed=num)
+        rounded = kernels.round_input(x, ours)
+        assert torch.equal(rounded, round_input(x, ours))
+        made = kernels.product(x, ours)
+        assert torch.equal(made, kernels.dense_product(rounded, dense))
+        torch.testing.assert_close(made, REFERENCE.product(x, plain), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts(kernels: CpuKernels, name: str) -> None:
+    format, (num, out_features, in_features) = FORMATS[name], (5, 37, 64)
+    rows, bias = rows_of(format, num, out_features, in_features), values(num, out_features, seed=1)
+    weights = weight_of(kernels, rows, format, bias)
+    starts = torch.tensor([0, 3, 3, 12, 50, 51], dtype=torch.int32)
+    x = values(55, in_features, seed=2)
+    made = kernels.grouped_product(x, weights, starts)
+    for expert in range(num):
+        first, last = int(starts[expert]), int(starts[expert + 1])
+        one = select_expert(weights, expert)
+        assert torch.equal(made[first:last], kernels.product(x[first:last], one))
+    assert (made[51:] == 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "scattered"])
+def test_embeddings(kernels: CpuKernels, name: str) -> None:
+    format = FORMATS[name]
+    rows = rows_of(format, 70, 96)
+    ours, plain = (weight_of(k, rows, format, None) for k in (kernels, REFERENCE))
+    ids = torch.tensor([0, 69, 15, 16, 16, 7, 8])
+    expected = dequantise(rows, format)[ids]
+    assert torch.equal(kernels.embed_ids(ids, ours), expected)
+    assert torch.equal(REFERENCE.embed_ids(ids, plain), expected)
+
+
+@pytest.mark.parametrize("codes", ["float8", "mxfp4"])
+def test_every_code(kernels: CpuKernels, codes: str) -> None:
+    """All codes that are numbers, zeros of both signs and the smallest ones included."""
+    every = torch.arange(256 if codes == "float8" else 16, dtype=torch.uint8)
+    if codes == "float8":
+        every = every[every.view(FLOAT8).float().isfinite()]
+    scales = torch.ones(len(every), 1)
+    format = WeightFormat("float8") if codes == "float8" else FORMATS["mxfp4"]
+    if codes == "mxfp4":
+        scales = torch.full((16, 1), 127, dtype=torch.uint8)
+    rows = QuantizedRows(every[:, None].expand(-1, 32).contiguous(), scales)
+    weight, x = weight_of(kernels, rows, format, None), torch.zeros(1, 32)
+    x[0, 3] = 1.0
+    assert torch.equal(kernels.product(x, weight)[0], dequantise(rows, format)[:, 3])
+
+
+def test_values_between_two_codes_are_rounded_to_even(kernels: CpuKernels) -> None:
+    steps = torch.arange(256, dtype=torch.uint8).view(FLOAT8).float()
+    numbers = steps[steps.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat((numbers, middles, torch.tensor([448.0])))[None]
+    format = WeightFormat("float8", activations="float8_row")
+    weight = weight_of(kernels, rows_of(format, 16, x.shape[1]), format, None)
+    assert torch.equal(kernels.round_input(x, weight), round_input(x, weight))
+    assert torch.equal(kernels.round_input(0 * x, weight), 0 * x)
+    x[0, 5] = torch.nan
+    assert kernels.round_input(x, weight).isnan().all()
+
+
+def test_tensors_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
+    format = FORMATS["uint4"]
+    weight = weight_of(kernels, rows_of(format, 32, 64), format, None)
+    x = values(2, 64)
+    for wrong, message in (
+        ({"codes": weight.codes[:, :32]}, "must be contiguous"),
+        ({"codes": weight.codes.int()}, "codes must be uint8"),
+        ({"scales": weight.scales[:, :1].contiguous()}, "groups do not fit"),
+        ({"out_features": 50}, "does not fit x and out"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            kernels.product(x, weight._replace(**wrong))
