@@ -88,7 +88,8 @@ def _spread(
     """Load the scale of each number of a step, [FEATURES, DEPTH], where it holds whole groups."""
     each: tl.constexpr = DEPTH // GROUP
     group = first // GROUP + tl.arange(0, each)
-    its = load_scales(scales, n[:, None] * GROUPS + group[None, :], inside & (group < GROUPS)[None, :])
+    known = inside & (group < GROUPS)[None, :]
+    its = load_scales(scales, n[:, None] * GROUPS + group[None, :], known)
     return tl.reshape(tl.broadcast_to(its[:, :, None], [FEATURES, each, GROUP]), [FEATURES, DEPTH])
 
 
@@ -171,6 +172,7 @@ def multiply(
             after = (first + DEPTH) // GROUP  # loaded a step ahead, which the compiler does not do
             more = tl.zeros([1], tl.int32) + first + DEPTH < end
             next_scale = load_scales(scales, n * GROUPS + after, inside & more)
+            # at most EXACT products, which are added to the others in float32
             part = tl.dot(w, tl.trans(value), input_precision=PRECISION)
             if X_GROUPS > 1:
                 next_x = load_scales(x_scales, after * x_scale_stride + source, known & more)
