@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +21,10 @@ FOLDER = Path(__file__).parent / "triton"
 SHORT = ("experts", "kernels", "trees", "tune")
 """Tests that share a process, since starting one for each would take longer than the tests."""
 NAMES = sorted(file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py"))
+KINDS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.uint8: "*u8", torch.int32: "*i32",
+}  # fmt: skip
 GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
 
 
@@ -92,3 +97,68 @@ def test_rows_of_latent_heads_are_prefetched(monkeypatch, pairs):
     )
     assert compiled.asm["ttgir"].count("async_copy_global_to_local") >= 3
     assert compiled.metadata.shared <= tile.num_bytes(576, 2)
+
+
+@pytest.mark.parametrize("name", ["uint4", "mxfp4", "float8", "scattered"])
+def test_decoded_weights_stay_in_registers(monkeypatch, name):
+    """Compile products with quantised weights for an H200. Its matrix units take codes in float8,
+    or what is decoded from other codes, from registers; memory is read steps ahead."""
+    triton = pytest.importorskip("triton", reason="triton has no wheel for this platform")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from slotzero.kernels.triton.linear import linear_quantized, round_float8, tiles_quantized
+    from slotzero.kernels.types import Normed
+    from slotzero.kernels.weights import QuantizedWeight, WeightFormat
+
+    compiled = []
+
+    def compile_only(kernel, grid, *args, **kwargs):
+        names = kernel.arg_names
+        given = dict(zip(names, args, strict=False)) | kwargs
+        options = {key: given.pop(key) for key in list(given) if key not in names}
+        signature, constants, aligned = {}, {}, {}
+        for i, name in enumerate(names):
+            value = given[name]
+            if isinstance(value, torch.Tensor):
+                signature[name] = KINDS[value.dtype]
+                aligned[(i,)] = [["tt.divisibility", 16]]
+            elif name in kwargs or value is None:
+                signature[name], constants[(i,)] = "constexpr", value
+            else:
+                signature[name] = "i32" if isinstance(value, int) else "fp32"
+                if value % 16 == 0 and name not in kernel.do_not_specialize:
+                    aligned[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+
+    for module in (linear_quantized, round_float8):
+        monkeypatch.setattr(module, "launch", compile_only)
+        monkeypatch.setattr(module, "overlap", lambda: {"PDL": True, "launch_pdl": True})
+    monkeypatch.setattr(tiles_quantized, "shared_memory", lambda: 227 << 10)
+    monkeypatch.setattr(tiles_quantized, "num_processors", lambda: 132)
+    monkeypatch.setattr(linear_quantized, "_is_for_library", lambda *_: False)
+    format = {
+        "uint4": WeightFormat("uint4", 128, zero=8),
+        "mxfp4": WeightFormat("mxfp4", 32, scale_dtype=torch.uint8),
+        "float8": WeightFormat("float8", 128, activations="float8_group"),
+        "scattered": WeightFormat("uint4", 128, 8, has_offsets=True, is_scattered=True, groups=32),
+    }[name]
+    tensors = {
+        field: torch.empty(shape, dtype=dtype)
+        for field, (shape, dtype) in format.shapes(4096, 4096).items()
+    }
+    weight = QuantizedWeight(
+        **tensors, bias=None, out_features=4096, in_features=4096, dtype=torch.bfloat16,
+        format=format,
+    )  # fmt: skip
+    for rows in (16, 200):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16)
+        linear_quantized.product(Normed(x), weight, torch.empty_like(x))
+    products = [one for one in compiled if "warp_group_dot" in one.asm["ttgir"]]
+    assert len(products) == 2
+    for one in products:
+        text = one.asm["ttgir"]
+        assert re.search(r"warp_group_dot .* : tensor<[^*]*dot_op[^*]* \* !ttg.memdesc", text)
+        assert text.count("async_copy_global_to_local") >= 2 * 3
+        assert one.metadata.shared <= 227 << 10

@@ -23,26 +23,29 @@ def _integers(codes, ZERO: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr
     """Return bytes minus ZERO. They become the low bits of a large number, which is faster than a
     conversion; all steps are exact."""
     if DTYPE == tl.float16:  # noqa: SIM300
-        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + ZERO)
+        return (codes | 0x6400).to(tl.float16, bitcast=True) - (1024 + ZERO)
     elif DTYPE == tl.bfloat16 and BITS == 4:  # noqa: RET505, SIM300
-        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128 + ZERO)
+        return (codes | 0x4300).to(tl.bfloat16, bitcast=True) - (128 + ZERO)
     else:
         wide = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
         return (wide - (8388608 + ZERO)).to(DTYPE)
 
 
 @triton.jit
-def _mxfp4(codes, DTYPE: tl.constexpr):
-    """Return e2m1 numbers: their bits, in the place of another type's, times a power of two."""
+def _small_floats(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, DTYPE: tl.constexpr):
+    """Return numbers with so many bits of exponent and mantissa: their bits, in the place of
+    another type's, times a power of two. It is exact, and faster than a conversion."""
+    size: tl.constexpr = EXPONENT + MANTISSA
+    sign: tl.constexpr = 1 << size
     if DTYPE == tl.float16:  # noqa: SIM300
-        bits = codes.to(tl.int16)
-        return (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 2.0**14
+        bits = ((codes & sign) << (15 - size)) | ((codes & (sign - 1)) << (10 - MANTISSA))
+        return bits.to(tl.float16, bitcast=True) * 2.0 ** (16 - (1 << (EXPONENT - 1)))
     elif DTYPE == tl.bfloat16:  # noqa: RET505, SIM300
-        bits = codes.to(tl.int16)
-        return (((bits & 8) << 12) | ((bits & 7) << 6)).to(tl.bfloat16, bitcast=True) * 2.0**126
+        bits = ((codes & sign) << (15 - size)) | ((codes & (sign - 1)) << (7 - MANTISSA))
+        return bits.to(tl.bfloat16, bitcast=True) * 2.0 ** (128 - (1 << (EXPONENT - 1)))
     else:
-        bits = codes.to(tl.int32)
-        return (((bits & 8) << 28) | ((bits & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
+        bits = ((codes & sign) << (31 - size)) | ((codes & (sign - 1)) << (23 - MANTISSA))
+        return bits.to(tl.float32, bitcast=True) * 2.0 ** (128 - (1 << (EXPONENT - 1)))
 
 
 @triton.jit
@@ -50,18 +53,20 @@ def decode(
     packed, ZERO: tl.constexpr, CODES: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers [ROWS, COLUMNS] of bytes, exactly, before their scale."""
+    """Return the numbers [ROWS, COLUMNS] of bytes, exactly, before their scale. None is NaN: a
+    checkpoint with a code for that is refused."""
+    wide = packed.to(tl.int32 if DTYPE == tl.float32 else tl.int16)  # noqa: SIM300
     if CODES == "float8":
-        return packed.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        return _small_floats(wide, 4, 3, DTYPE)
     elif CODES == "uint8":  # noqa: RET505
-        return _integers(packed, ZERO, 8, DTYPE)
+        return _integers(wide, ZERO, 8, DTYPE)
     elif CODES == "uint4":
-        low, high = _integers(packed & 15, ZERO, 4, DTYPE), _integers(packed >> 4, ZERO, 4, DTYPE)
+        low, high = _integers(wide & 15, ZERO, 4, DTYPE), _integers(wide >> 4, ZERO, 4, DTYPE)
         return tl.reshape(tl.join(low, high), [ROWS, COLUMNS])
     else:
         tl.static_assert(CODES == "mxfp4")
-        both = tl.join(_mxfp4(packed & 15, DTYPE), _mxfp4(packed >> 4, DTYPE))
-        return tl.reshape(both, [ROWS, COLUMNS])
+        low, high = _small_floats(wide & 15, 2, 1, DTYPE), _small_floats(wide >> 4, 2, 1, DTYPE)
+        return tl.reshape(tl.join(low, high), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -83,7 +88,8 @@ def _spread(
     """Load the scale of each number of a step, [FEATURES, DEPTH], where it holds whole groups."""
     each: tl.constexpr = DEPTH // GROUP
     group = first // GROUP + tl.arange(0, each)
-    its = load_scales(scales, n[:, None] * GROUPS + group[None, :], inside & (group < GROUPS)[None])
+    known = inside & (group < GROUPS)[None, :]
+    its = load_scales(scales, n[:, None] * GROUPS + group[None, :], known)
     return tl.reshape(tl.broadcast_to(its[:, :, None], [FEATURES, each, GROUP]), [FEATURES, DEPTH])
 
 
@@ -96,12 +102,12 @@ def scaled(
     if group_of is None and DEPTH % GROUP == 0:
         by = _spread(scales, n, inside, first, INNER, GROUP, GROUPS, FEATURES, DEPTH)
         if EXACT_SCALES:
-            return numbers * by.to(numbers.dtype)
-        numbers = numbers.to(tl.float32) * by
+            numbers *= by.to(numbers.dtype)
+        else:
+            numbers = numbers.to(tl.float32) * by
         if offsets is not None:
             numbers += _spread(offsets, n, inside, first, INNER, GROUP, GROUPS, FEATURES, DEPTH)
-        return numbers
-    else:  # noqa: RET505
+    else:
         k = first + tl.arange(0, DEPTH)
         group = k // GROUP
         if group_of is not None:
@@ -110,7 +116,7 @@ def scaled(
         numbers = numbers.to(tl.float32) * load_scales(scales, at, known)
         if offsets is not None:
             numbers += load_scales(offsets, at, known)
-        return numbers
+    return numbers
 
 
 @triton.jit
@@ -166,6 +172,7 @@ def multiply(
             after = (first + DEPTH) // GROUP  # loaded a step ahead, which the compiler does not do
             more = tl.zeros([1], tl.int32) + first + DEPTH < end
             next_scale = load_scales(scales, n * GROUPS + after, inside & more)
+            # at most EXACT products, which are added to the others in float32
             part = tl.dot(w, tl.trans(value), input_precision=PRECISION)
             if X_GROUPS > 1:
                 next_x = load_scales(x_scales, after * x_scale_stride + source, known & more)
