@@ -292,7 +292,7 @@ def test_the_text_part_of_a_multimodal_model(oracles, tmp_path):
     expect_equal(traced, oracle, prompts_of([30, 5], oracle.vocab_size), num_tokens=8)
     for fields, word in (
         ({"text_config": None}, "text_config=None"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
