@@ -7,6 +7,8 @@ may come one or more steps later. Until then a sampled token is in flight: it ha
 yet an id. A launched step may still touch what `commit` frees; that is safe, because the write that
 gives the slot or page to another request is applied after it.
 
+A prompt that exceeds the token budget of a step is computed over several (chunked prefill).
+
 The rules it keeps:
 
 - First come, first served: every running request arrived before every waiting one. The oldest

@@ -83,7 +83,7 @@ class Heads:
     """The shape of attention in one group of layers."""
 
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # fewer than num_heads: grouped-query attention (GQA)
     head_dim: int  # size of queries and keys; with MLA, of a stored row
     value_dim: int
     norm_eps: float

@@ -1,4 +1,4 @@
-"""Attention with a paged KV cache: multi-head, grouped-query or multi-query, full or sliding."""
+"""Attention over a paged KV cache: multi-head, grouped-query (GQA), multi-query, full, sliding."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
