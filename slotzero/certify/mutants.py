@@ -74,10 +74,12 @@ def mutate(
 
 def tensors_of(runner: Runner) -> list[Entry]:
     """Return the tensors that a runner can see. A few constants represent all, since one rule and
-    one check cover them."""
+    one check cover them; codes and scales of quantised weights are among them."""
     entries = [e for e in runner.entries() if e.tensor.numel()]
     constants = [e for e in entries if e.kind is TensorKind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
+    for field in ("codes", "scales"):
+        kept.update([e.name for e in constants if e.name.endswith(f".{field}")][:1])
     return [e for e in entries if e.kind is not TensorKind.CONSTANT or e.name in kept]
 
 
