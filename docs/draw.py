@@ -132,6 +132,7 @@ LAYERS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("speculative/", "drafters, verify passes"), ("runners/", "decode and prefill passes")),
     (("checkpoint/", "folders, GGUF, tiny, dummy"), ("models/", "blocks, families, weights")),
     (("step.py, request.py", "a step, a request"), ("pools/", "slots, pages, tables, prefixes")),
+    (("quantization/", "how checkpoints store quantised weights"),),
     (("kernels/", "contract, torch, cpu, triton"), ("grammars/", "structured outputs")),
     (("sampling/", "parameters, noise"), ("distributed/", "collectives, sockets")),
     (("graph/", "registry, runner, backends"), ("text/", "tokenizer, template")),
