@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_vs_transformers.py
 
-All engines run in one process, in turn, with the same float32 weights and prompts: greedy, with a
-fixed number of new tokens, best of `--rounds`. Then the start-up time is measured: from a new
+All engines run in one process, in turn, on the same prompts: greedy, with a fixed number of new
+tokens, best of `--rounds`. Slotzero runs the weights as they are in the file (Q4_1), which is its
+default, and unpacked to the float32 weights that transformers has. Then the start-up time is measured: from a new
 process to the first answer, with an empty and with a full cache. The last line is JSON.
 """
 
@@ -39,8 +40,14 @@ FIRST_ANSWER = [
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens generated
 
 
-def slotzero_engine() -> Generate:
-    llm = LLM(MODEL, max_num_seqs=max(BATCHES), max_model_len=2048, enable_prefix_caching=False)
+def slotzero_engine(quantization: str) -> Generate:
+    llm = LLM(
+        MODEL,
+        quantization=quantization,
+        max_num_seqs=max(BATCHES),
+        max_model_len=2048,
+        enable_prefix_caching=False,
+    )
 
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
@@ -116,7 +123,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     engines: dict[str, Generate] = {
-        "slotzero": slotzero_engine(),
+        "slotzero Q4_1": slotzero_engine("auto"),
+        "slotzero float32": slotzero_engine("none"),
         "transformers": transformers_engine(),
     }
     if find_spec("llama_cpp"):

@@ -36,17 +36,18 @@ class EngineConfig:
     load_format: str = "auto"
     """auto loads the checkpoint's weights; dummy uses random weights and needs config.json only."""
     quantization: str = "auto"
-    """Format of the weights in memory: auto keeps the checkpoint's, none unpacks quantised weights.
-    fp8 converts the linear layers of an unquantised checkpoint (or a .gguf file) while they load,
-    with one scale per output feature, and rounds their inputs to fp8 as well; int8 and int4 convert
-    them in groups of 128 and leave the inputs alone."""
+    """Format of the model's weights in memory: auto keeps the checkpoint's, none unpacks quantised
+    weights (whose inputs are then not rounded either). fp8 converts the linear layers of an
+    unquantised checkpoint or a .gguf file while they load, with one scale per output feature, and
+    rounds their inputs to fp8 as well; int8 and int4 convert them in groups of up to 128 and leave
+    the inputs alone. Draft models keep their own format."""
     generation_config: str = "auto"
     """Default temperature, top_k, top_p, min_p and repetition_penalty of requests to a server and
     of calls without parameters: auto takes them from the model's generation_config.json, none uses
     the engine's defaults. The commands chat and generate have their own defaults."""
     dtype: str = "auto"
-    """Data type of weights and KV cache: auto is the checkpoint's dtype on a GPU (float16 for a
-    large quantised checkpoint), and float32 on a CPU."""
+    """Data type of unquantised weights, activations and KV cache: auto is the checkpoint's dtype on
+    a GPU (float16 for a large GGUF file), and float32 on a CPU."""
     backend: str = "auto"
     """How steps run: cuda (CUDA graphs), cpu (compiled code), eager (nothing is recorded), or auto
     for the fastest one that this machine supports."""

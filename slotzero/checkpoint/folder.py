@@ -31,6 +31,7 @@ from slotzero.text.tokenizer import Tokenizer
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _GENERATION = "generation_config.json"
+_MODELOPT = "hf_quant_config.json"  # of older exports; newer ones have it in config.json
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -119,7 +120,11 @@ def folder_config(path: Path) -> dict[str, Any]:
         found = sorted(file.name for file in path.glob("*.gguf"))
         remedy = f"pass the file {path / found[0]}" if found else "pass a folder that has one"
         raise ModelNotFoundError(f"{path} has no config.json; {remedy}")
-    return text_config(read_json(path / "config.json"))
+    config = text_config(read_json(path / "config.json"))
+    exported = read_json_if_there(path / _MODELOPT)
+    if exported and "quantization_config" not in config:
+        config["quantization_config"] = {"quant_method": "modelopt", **exported}
+    return config
 
 
 def folder_eos_token_ids(path: Path) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""A GGUF file as a checkpoint: float32 tensors under Hugging Face names, in Hugging Face layout.
+"""A GGUF file as a checkpoint: tensors under Hugging Face names, in Hugging Face layout.
 
-It does not know how the engine stores weights: every number type is converted to float32 on read,
-and nothing is cached. Quantised tensors are unpacked by the optional package `gguf`; unquantised
-ones do not need it.
+It does not know how the engine stores weights. `read_blocks` returns a quantised weight as it is
+stored, for the types that quantization/gguf.py keeps packed; `read` converts any type to float32,
+quantised ones by the optional package `gguf`. Nothing is cached.
 
 llama.cpp rotates neighbouring pairs (0, 1), (2, 3) ... of a head, while Hugging Face rotates the
 pairs (0, d/2), (1, d/2 + 1) ...; files of architecture llama therefore store the rows of Q and K in

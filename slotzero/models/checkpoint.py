@@ -67,7 +67,7 @@ class Checkpoint(ABC):
 class CheckpointView(Checkpoint):
     """Wrapper that presents some tensors of another checkpoint differently from how it stores them.
 
-    For example, it decodes quantised tensors or renames tensors.
+    For example, it renames tensors.
     """
 
     def __init__(self, stored: Checkpoint) -> None:
