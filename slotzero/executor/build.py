@@ -25,6 +25,7 @@ from slotzero.executor.limits import (
     group_shapes,
     resolve_limits,
     state_shape,
+    unpack_if_faster,
 )
 from slotzero.executor.rank_group import RankGroup
 from slotzero.executor.table_writer import TableWriter
@@ -94,9 +95,10 @@ class _Builder:
         self._config, self._checkpoint, self._progress = config, checkpoint, progress
         self._rank_group, self._ranks = rank_group, rank_group.ranks
         self._device, self._backend = choose_backend(config)
-        self._whole = parse_config(checkpoint.config)
-        self._model = self._whole.shard(self._ranks)
         self._dtype = choose_dtype(config.dtype, self._device, checkpoint.config)
+        parsed = parse_config(checkpoint.config)
+        self._whole = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
+        self._model = self._whole.shard(self._ranks)
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device)
 

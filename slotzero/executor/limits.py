@@ -6,7 +6,7 @@ after loading its weights. This module allocates nothing.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +124,22 @@ def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -
         wanted = stored if stored in DTYPES else "bfloat16"
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def unpack_if_faster(
+    model: ModelConfig, wanted: str, device: torch.device, dtype: torch.dtype
+) -> ModelConfig:
+    """Return the model with the weights of a GGUF file unpacked, if it runs in float32 on a GPU.
+
+    No tensor core multiplies float32: the plain product of unpacked weights is cuBLAS's, and small
+    GGUF models, which alone run in float32, have room for them.
+    """
+    stored = model.quantization.stored
+    if wanted != "auto" or stored is None or stored.name != "gguf":
+        return model
+    if device.type != "cuda" or dtype is not torch.float32:
+        return model
+    return replace(model, quantization=replace(model.quantization, unpacks=True))
 
 
 def choose_widths(config: EngineConfig) -> tuple[int, ...]:
