@@ -4,8 +4,9 @@
 
 All engines run in one process, in turn, on the same prompts: greedy, with a fixed number of new
 tokens, best of `--rounds`. Slotzero runs the weights as they are in the file (Q4_1), which is its
-default, and unpacked to the float32 weights that transformers has. Then the start-up time is measured: from a new
-process to the first answer, with an empty and with a full cache. The last line is JSON.
+default, and unpacked to the float32 weights that transformers has. Then the start-up time is
+measured: from a new process to the first answer, with an empty and with a full cache. The last line
+is JSON.
 """
 
 import argparse
