@@ -8,6 +8,7 @@ import fnmatch
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -227,20 +228,41 @@ def is_layer_linear(module: str) -> bool:
     return is_linear(module) and _IN_LAYER.match(module) is not None
 
 
-def matches(module: str, patterns: Sequence[str]) -> bool:
+class _Patterns(NamedTuple):
+    names: frozenset[str]
+    others: tuple[str, ...]  # globs and regular expressions
+
+
+@cache
+def _sorted_patterns(patterns: tuple[str, ...]) -> _Patterns:
+    others = tuple(p for p in patterns if p.startswith("re:") or "*" in p)
+    plain = (p for p in patterns if p not in others)
+    return _Patterns(frozenset(in_text_model(p).strip(".") for p in plain), others)
+
+
+def matches(module: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a list of modules names this one: itself, a parent of it, the last part of its
-    name, or a pattern (re:...) or glob that fits."""
-    return any(_matches(module, pattern) for pattern in patterns)
+    name, or a pattern (re:...) or glob that fits.
+
+    Names are looked up, not tried one by one: a model may have 100,000 modules, and leave out
+    hundreds.
+    """
+    names, others = _sorted_patterns(patterns)
+    if names:
+        parts = module.split(".")
+        num = len(parts)
+        runs = (".".join(parts[i:j]) for i in range(num) for j in range(i + 1, num + 1))
+        if not names.isdisjoint(runs):
+            return True
+    return any(_matches(module, pattern) for pattern in others)
 
 
 def _matches(module: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    if "*" in pattern:
-        parts = f".{module}.".split(".")
-        starts = (".".join(parts[1:end]) for end in range(2, len(parts)))
-        return any(fnmatch.fnmatchcase(start, pattern) for start in starts)
-    return f".{in_text_model(pattern).strip('.')}." in f".{module}."
+    parts = f".{module}.".split(".")
+    starts = (".".join(parts[1:end]) for end in range(2, len(parts)))
+    return any(fnmatch.fnmatchcase(start, pattern) for start in starts)
 
 
 def in_text_model(name: str) -> str:
