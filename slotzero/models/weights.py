@@ -30,6 +30,7 @@ from slotzero.models.stacks import (
     vocabulary_weights,
 )
 from slotzero.pools.budget import refuse_beyond
+from slotzero.quantization.method import CACHE_SCALES
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
 OR_SMALLER = " or --dtype bfloat16"
@@ -200,8 +201,10 @@ def _refuse_unexpected(
 ) -> None:
     """Raise on missing tensors, and on extra ones: ignoring a tensor could change results.
 
-    Tensors of MTP layers are allowed: the drafter reads them.
+    Tensors of MTP layers are allowed: the drafter reads them. So are the scales of an 8-bit KV
+    cache beside quantised weights: a cache in 16 bits has no use for them.
     """
+    ignored = _IGNORED_SUFFIXES + (CACHE_SCALES if config.quantization.stored else ())
     expected, optional = expected_names(model_params(config, ALONE), config.quantization)
     names = set(checkpoint.names())
     missing = sorted(expected - names)
@@ -217,7 +220,7 @@ def _refuse_unexpected(
     extra = sorted(
         n
         for n in names - expected - optional - {head} - _unread(config) - read_elsewhere
-        if not n.endswith(_IGNORED_SUFFIXES) and not n.startswith(config.ignored)
+        if not n.endswith(ignored) and not n.startswith(config.ignored)
     )
     if extra:
         raise UnsupportedModelError(

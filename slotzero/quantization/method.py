@@ -23,6 +23,15 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.")
 _KEPT = ("gate", "shared_expert_gate", "router", "conv1d", "eh_proj")
 """Names of modules that checkpoints keep in the compute type, though they lie in a layer."""
 
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+"""Ends of the names of tensors that scale an 8-bit KV cache; they do not change any weight."""
+
 
 class TensorSource(Protocol):
     """The part of a checkpoint that a method needs."""
