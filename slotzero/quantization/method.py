@@ -115,6 +115,16 @@ def _check_dtype(
         )
 
 
+def check_plain(source: str, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that is not quantised; refuse one of bytes, whose scales nothing names."""
+    if tensor.itemsize == 1:
+        raise UnsupportedModelError(
+            f"{source}: tensor {name} is {tensor.dtype}, and by its config it is not quantised: "
+            "its scales are unknown"
+        )
+    return tensor
+
+
 def take_one(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Read a tensor of one number, stored with one axis or none -> [1]."""
     tensor = source.read(name)

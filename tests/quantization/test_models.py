@@ -23,6 +23,7 @@ from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.quantized import dequantise, quantise
 from slotzero.kernels.weights import JoinedWeight, QuantizedWeight, WeightFormat
 from slotzero.models import reading
+from slotzero.models.families.gemma4_assistant import TINY, parse_assistant
 from slotzero.models.param import Stored
 from slotzero.quantization.method import is_layer_linear
 from slotzero.quantization.quantization import Quantization
@@ -209,7 +210,8 @@ def test_fp8_blocks_stay_packed(oracles: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",)]
+    "names",
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",)],
 )
 def test_scales_of_a_float8_cache_are_allowed(
     names: tuple[str, ...], oracles: Any, tmp_path: Path
@@ -270,6 +272,27 @@ def test_what_is_quantised_is_not_converted(oracles: Any, tmp_path: Path) -> Non
     folder = write(tmp_path / "model", oracles("llama"), compressed(4, 32), convert)
     with pytest.raises(ConfigError, match="quantised already"):
         Traced(str(folder), **SETTINGS, quantization="fp8")
+
+
+def test_float8_weights_without_scales_are_refused(oracles: Any, tmp_path: Path) -> None:
+    """Here a vocabulary head that the config does not list as quantised."""
+    folder = write(tmp_path / "model", oracles("llama"), FP8_BLOCKS, fp8_blocks)
+    stored = load_file(file := folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is torch\.float8_e4m3fn"):
+        answers(folder)
+
+
+def test_quantised_heads_and_assistants_are_refused(tmp_path: Path) -> None:
+    settings = {"quantization_config": FP8_BLOCKS}
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64, **settings}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    save_file({"midlayer.hidden_norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="quantised EAGLE head"):
+        Traced("tiny:llama", **SETTINGS, speculative="eagle3", speculative_model=str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match="quantised assistant"):
+        parse_assistant({**TINY["gemma4-assistant"], **settings}, "name")
 
 
 def test_an_unknown_scheme_is_refused_before_weights_are_read(tmp_path: Path, oracles: Any) -> None:
