@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, CorruptCheckpointError, UnsupportedModelError
@@ -74,7 +75,7 @@ def load_weights(
     total, done = sum(t.numel() for t in tensors.values()), 0
     for target in fill(params, tensors, checkpoint, kernels, config.quantization):
         done += target.numel()
-        progress(done, total)
+        progress(min(done, total), total)  # experts share the scale of their inputs
     return _assemble(config, tensors, ranks, dtype)
 
 
@@ -135,12 +136,15 @@ def _draw_rows(stacked: StackedParam, target: Tensor, generator: torch.Generator
     shape = (*experts, param.out_features, param.columns)
     drawn = torch.empty(shape, device=target.device).normal_(0, 0.02, generator=generator)
     rows = quantise(drawn, format)
-    if format.is_scattered:
-        group_of = torch.arange(param.columns, device=target.device) * format.num_groups(
-            param.columns
+    if format.is_scattered:  # all ranks have the scales of all groups
+        assert format.group is not None
+        group_of = (torch.arange(param.columns, device=target.device) // format.group).int()
+        more = 0, format.num_groups(param.columns) - rows.scales.shape[-1]
+        rows = rows._replace(
+            scales=F.pad(rows.scales, more),
+            offsets=None if rows.offsets is None else F.pad(rows.offsets, more),
+            group_of=group_of.expand(*experts, param.columns),
         )
-        group_of = (group_of // param.columns).int().expand(*experts, param.columns)
-        rows = rows._replace(group_of=group_of)
     if format.activations == "float8_static":
         rows = rows._replace(input_scale=torch.full((1,), 0.05, device=target.device))
     return rows

@@ -19,6 +19,7 @@ from traced import GREEDY, Traced, prompts_of
 from slotzero import LLM
 from slotzero.checkpoint.tiny import tiny_names
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.executor import build
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.quantized import dequantise, quantise
 from slotzero.kernels.weights import JoinedWeight, QuantizedWeight, WeightFormat
@@ -145,6 +146,15 @@ def fp8_blocks(module: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
 
 
+def fp8_static(module: str, weight: Tensor) -> dict[str, Tensor]:
+    scale = weight.abs().max() / 448
+    return {
+        f"{module}.weight": (weight / scale).to(torch.float8_e4m3fn),
+        f"{module}.weight_scale": scale,
+        f"{module}.input_scale": torch.tensor(0.05),
+    }
+
+
 def compressed(bits: int, group: int, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
     return {
@@ -265,6 +275,35 @@ def test_modules_of_one_product_may_have_different_formats(oracles: Any, tmp_pat
     folder = write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32), chosen)
     assert answers(folder) and answers(folder)[0] == answers(folder, quantization="none")[0]
     assert answers(folder, backend="cpu")[0] == answers(folder)[0]
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_random_scattered_weights_are_split_over_ranks(
+    is_symmetric: bool, oracles: Any, tmp_path: Path
+) -> None:
+    """A rank has the scales of all groups, and some of their input features."""
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}
+    config = json.loads((oracles("llama").folder / "config.json").read_text())
+    config["quantization_config"] = settings | {"sym": is_symmetric}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert all(tokens_of_ranks(str(tmp_path), load_format="dummy"))
+
+
+def test_progress_ends_at_the_total(
+    oracles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a layer share one scale of their inputs."""
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    folder = write(tmp_path / "model", oracles("deepseek-v3"), settings, fp8_static)
+    seen, load = list[tuple[int, int]](), build.load_weights
+
+    def watched(*args: Any, **more: Any) -> Any:
+        *first, _ = args
+        return load(*first, lambda done, total: seen.append((done, total)), **more)
+
+    monkeypatch.setattr(build, "load_weights", watched)
+    assert is_quantised(folder)
+    assert max(done for done, _ in seen) == seen[-1][0] == seen[-1][1]
 
 
 def test_what_is_quantised_is_not_converted(oracles: Any, tmp_path: Path) -> None:
