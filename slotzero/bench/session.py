@@ -22,7 +22,11 @@ from slotzero.graph.runner import Counts
 from slotzero.system.progress import prompts_bar
 
 WARMUP_LEN = 16  # tokens per answer: meets every prompt's shape at little cost
-_EXPERTS = re.compile(r"weight\.moe(_\d+)?(\.moe)?\.(gate_up|down)")  # weights of routed experts
+_PART = r"(\.\d+)?(\.(codes|scales|offsets|group_of))?"  # of a weight that is quantised
+_EXPERTS = re.compile(rf"weight\.moe(_\d+)?(\.moe)?\.(gate_up|down){_PART}")  # of routed experts
+_EMBEDDING = re.compile(rf"weight\.embedding{_PART}")
+_HEAD = re.compile(rf"weight\.head{_PART}")
+_LAYER_EMBEDDING = re.compile(rf"weight\.layer_embedding\.embedding{_PART}")
 _SEEN_EVERY = 0.5  # seconds between progress updates, so that they are not measured
 
 
@@ -105,11 +109,13 @@ class BenchSession:
         sizes = {
             e.name: e.tensor.numel() * e.tensor.dtype.itemsize for e in worker.registry.entries()
         }
-        unread = sizes.get("weight.embedding", 0) if "weight.head" in sizes else 0
-        unread += sizes.get("weight.layer_embedding.embedding", 0)
+
+        def size_of(names: re.Pattern[str]) -> int:
+            return sum(size for name, size in sizes.items() if names.fullmatch(name))
+
+        unread = size_of(_LAYER_EMBEDDING) + (size_of(_EMBEDDING) if size_of(_HEAD) else 0)
         if (shape := worker.model.experts) is not None:  # though all layers may be dense
-            stored = sum(size for name, size in sizes.items() if _EXPERTS.fullmatch(name))
-            routed = stored * shape.num_experts // shape.num_all
+            routed = size_of(_EXPERTS) * shape.num_experts // shape.num_all
             unread += round(routed * (1 - shape.top_k / shape.num_experts) ** rows)
         return worker.weight_bytes - unread
 

@@ -77,6 +77,15 @@ def join_rows(parts: Sequence[QuantizedRows], names: Sequence[str]) -> Quantized
     )
 
 
+def stack_rows(experts: Sequence[QuantizedRows]) -> QuantizedRows:
+    """Stack the weights of experts, without the scale of their input."""
+    return QuantizedRows(
+        torch.stack([rows.codes for rows in experts]),
+        torch.stack([rows.scales for rows in experts]),
+        _joined([rows.offsets for rows in experts], torch.stack),
+    )
+
+
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
@@ -119,7 +128,12 @@ def dequantise(rows: QuantizedRows, format: WeightFormat) -> Tensor:
 
 def quantise(weight: Tensor, format: WeightFormat) -> QuantizedRows:
     """Round a weight [..., rows, columns] to the nearest codes, with the least scales that hold the
-    largest number of each group."""
+    largest number of each group.
+
+    Experts are rounded one after the other: in between, numbers take several times their memory.
+    """
+    if weight.ndim > 2:
+        return stack_rows([quantise(one, format) for one in weight])
     columns = weight.shape[-1]
     group = format.group or columns
     groups = -(-columns // group)

@@ -15,6 +15,7 @@ from slotzero.kernels.weights import WeightFormat
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.param import Param, Stored
 from slotzero.models.stacks import StackedParam
+from slotzero.quantization.method import check_plain
 from slotzero.quantization.quantization import Quantization
 
 INPUT_SCALE = "input_scale"
@@ -110,6 +111,7 @@ def _read_plain(one: Stored, checkpoint: Checkpoint, quantization: Quantization)
             f"{checkpoint.name}: tensor {one.name} has shape {list(whole)}, but by its config it "
             f"must have shape {list(one.shape)}"
         )
+    check_plain(checkpoint.name, one.name, part)
     return part.transpose(1, 2) if one.is_joint and one.is_transposed and one.is_matrix else part
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CapacityError, CorruptCheckpointError, UnsupportedModelError
@@ -30,6 +31,7 @@ from slotzero.models.stacks import (
     vocabulary_weights,
 )
 from slotzero.pools.budget import refuse_beyond
+from slotzero.quantization.method import CACHE_SCALES
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
 OR_SMALLER = " or --dtype bfloat16"
@@ -73,7 +75,7 @@ def load_weights(
     total, done = sum(t.numel() for t in tensors.values()), 0
     for target in fill(params, tensors, checkpoint, kernels, config.quantization):
         done += target.numel()
-        progress(done, total)
+        progress(min(done, total), total)  # experts share the scale of their inputs
     return _assemble(config, tensors, ranks, dtype)
 
 
@@ -134,12 +136,15 @@ def _draw_rows(stacked: StackedParam, target: Tensor, generator: torch.Generator
     shape = (*experts, param.out_features, param.columns)
     drawn = torch.empty(shape, device=target.device).normal_(0, 0.02, generator=generator)
     rows = quantise(drawn, format)
-    if format.is_scattered:
-        group_of = torch.arange(param.columns, device=target.device) * format.num_groups(
-            param.columns
+    if format.is_scattered:  # all ranks have the scales of all groups
+        assert format.group is not None
+        group_of = (torch.arange(param.columns, device=target.device) // format.group).int()
+        more = 0, format.num_groups(param.columns) - rows.scales.shape[-1]
+        rows = rows._replace(
+            scales=F.pad(rows.scales, more),
+            offsets=None if rows.offsets is None else F.pad(rows.offsets, more),
+            group_of=group_of.expand(*experts, param.columns),
         )
-        group_of = (group_of // param.columns).int().expand(*experts, param.columns)
-        rows = rows._replace(group_of=group_of)
     if format.activations == "float8_static":
         rows = rows._replace(input_scale=torch.full((1,), 0.05, device=target.device))
     return rows
@@ -200,8 +205,10 @@ def _refuse_unexpected(
 ) -> None:
     """Raise on missing tensors, and on extra ones: ignoring a tensor could change results.
 
-    Tensors of MTP layers are allowed: the drafter reads them.
+    Tensors of MTP layers are allowed: the drafter reads them. So are the scales of an 8-bit KV
+    cache beside quantised weights: a cache in 16 bits has no use for them.
     """
+    ignored = _IGNORED_SUFFIXES + (CACHE_SCALES if config.quantization.stored else ())
     expected, optional = expected_names(model_params(config, ALONE), config.quantization)
     names = set(checkpoint.names())
     missing = sorted(expected - names)
@@ -217,7 +224,7 @@ def _refuse_unexpected(
     extra = sorted(
         n
         for n in names - expected - optional - {head} - _unread(config) - read_elsewhere
-        if not n.endswith(_IGNORED_SUFFIXES) and not n.startswith(config.ignored)
+        if not n.endswith(ignored) and not n.startswith(config.ignored)
     )
     if extra:
         raise UnsupportedModelError(

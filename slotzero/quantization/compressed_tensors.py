@@ -7,6 +7,7 @@ fits it, and that before one for all linear layers.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 from slotzero.kernels.quantized import QuantizedRows
@@ -73,25 +74,34 @@ class CompressedTensorsMethod(Method):
         return layout.read(source, module, part)
 
     def _layout_of(self, module: str) -> Layout | None:
-        if any(_rank(module, pattern) is not None for pattern in self.ignored):
+        if _rank(module, self.ignored) is not None:
             return None
-        fits = [
-            (rank, place)
-            for place, group in enumerate(self.groups)
-            for target in group.targets
-            if (rank := _rank(module, target)) is not None
-        ]
-        return self.groups[min(fits)[1]].layout if fits else None
+        ranks = [(_rank(module, group.targets), group.layout) for group in self.groups]
+        fits = [(rank, layout) for rank, layout in ranks if rank is not None]
+        return min(fits, key=lambda fit: fit[0])[1] if fits else None
 
 
-def _rank(module: str, target: str) -> int | None:
-    """Return how closely a target fits a module: 0 by name, 1 by a pattern, 2 by its class; None:
-    not at all."""
-    if target.startswith("re:"):
-        return 1 if re.match(target.removeprefix("re:"), module) else None
-    if target == LINEAR:
-        return 2 if is_linear(module) else None
-    return 0 if in_text_model(target) == module else None
+class _Targets(NamedTuple):
+    names: frozenset[str]
+    patterns: tuple[re.Pattern[str], ...]
+    has_linear: bool
+
+
+@cache
+def _sorted_targets(targets: tuple[str, ...]) -> _Targets:
+    patterns = tuple(re.compile(t[3:]) for t in targets if t.startswith("re:"))
+    return _Targets(frozenset(map(in_text_model, targets)), patterns, LINEAR in targets)
+
+
+def _rank(module: str, targets: tuple[str, ...]) -> int | None:
+    """Return how closely the targets fit a module: 0 by name, 1 by a pattern, 2 by its class; None:
+    not at all. Names are looked up, as in `matches`."""
+    names, patterns, has_linear = _sorted_targets(targets)
+    if module in names:
+        return 0
+    if any(pattern.match(module) for pattern in patterns):
+        return 1
+    return 2 if has_linear and is_linear(module) else None
 
 
 def _refuse_unimplemented(given: Mapping[str, Any]) -> None:

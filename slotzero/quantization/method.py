@@ -8,6 +8,7 @@ import fnmatch
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,15 @@ FIELD = "config field quantization_config"
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.")
 _KEPT = ("gate", "shared_expert_gate", "router", "conv1d", "eh_proj")
 """Names of modules that checkpoints keep in the compute type, though they lie in a layer."""
+
+CACHE_SCALES = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+"""Ends of the names of tensors that scale an 8-bit KV cache; they do not change any weight."""
 
 
 class TensorSource(Protocol):
@@ -103,6 +113,16 @@ def _check_dtype(
         raise CorruptCheckpointError(
             f"{source.name}: tensor {name} is {tensor.dtype}, and {dtype} is needed"
         )
+
+
+def check_plain(source: str, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that is not quantised; refuse one of bytes, whose scales nothing names."""
+    if tensor.itemsize == 1:
+        raise UnsupportedModelError(
+            f"{source}: tensor {name} is {tensor.dtype}, and by its config it is not quantised: "
+            "its scales are unknown"
+        )
+    return tensor
 
 
 def take_one(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -227,20 +247,41 @@ def is_layer_linear(module: str) -> bool:
     return is_linear(module) and _IN_LAYER.match(module) is not None
 
 
-def matches(module: str, patterns: Sequence[str]) -> bool:
+class _Patterns(NamedTuple):
+    names: frozenset[str]
+    others: tuple[str, ...]  # globs and regular expressions
+
+
+@cache
+def _sorted_patterns(patterns: tuple[str, ...]) -> _Patterns:
+    others = tuple(p for p in patterns if p.startswith("re:") or "*" in p)
+    plain = (p for p in patterns if p not in others)
+    return _Patterns(frozenset(in_text_model(p).strip(".") for p in plain), others)
+
+
+def matches(module: str, patterns: tuple[str, ...]) -> bool:
     """Return whether a list of modules names this one: itself, a parent of it, the last part of its
-    name, or a pattern (re:...) or glob that fits."""
-    return any(_matches(module, pattern) for pattern in patterns)
+    name, or a pattern (re:...) or glob that fits.
+
+    Names are looked up, not tried one by one: a model may have 100,000 modules, and leave out
+    hundreds.
+    """
+    names, others = _sorted_patterns(patterns)
+    if names:
+        parts = module.split(".")
+        num = len(parts)
+        runs = (".".join(parts[i:j]) for i in range(num) for j in range(i + 1, num + 1))
+        if not names.isdisjoint(runs):
+            return True
+    return any(_matches(module, pattern) for pattern in others)
 
 
 def _matches(module: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    if "*" in pattern:
-        parts = f".{module}.".split(".")
-        starts = (".".join(parts[1:end]) for end in range(2, len(parts)))
-        return any(fnmatch.fnmatchcase(start, pattern) for start in starts)
-    return f".{in_text_model(pattern).strip('.')}." in f".{module}."
+    parts = f".{module}.".split(".")
+    starts = (".".join(parts[1:end]) for end in range(2, len(parts)))
+    return any(fnmatch.fnmatchcase(start, pattern) for start in starts)
 
 
 def in_text_model(name: str) -> str:

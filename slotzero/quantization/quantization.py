@@ -135,6 +135,15 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization:
     return Quantization(stored, online=ONLINE[choice])
 
 
+def refuse_quantized(config: Mapping[str, Any], name: str, kind: str) -> None:
+    """Raise if a checkpoint of this kind is quantised, for loaders that read plain tensors only."""
+    if config.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{name}: a quantised {kind} (config field quantization_config) is not implemented; "
+            "use the unquantised one"
+        )
+
+
 def _parse_method(config: Mapping[str, Any]) -> Method:
     given = config["quantization_config"]
     if not isinstance(given, Mapping):

@@ -13,6 +13,7 @@ from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig
 from slotzero.models.rope import parse_rope
+from slotzero.quantization.quantization import refuse_quantized
 
 GROUP = "draft"
 ARCHITECTURES = (
@@ -48,6 +49,7 @@ def parse_eagle(checkpoint: Checkpoint, target: ModelConfig, wanted: str) -> Eag
         raise UnsupportedModelError(
             f"{name}: {architecture!r} is not an EAGLE head; supported: {', '.join(ARCHITECTURES)}"
         )
+    refuse_quantized(config, name, "EAGLE head")
     is_third = "midlayer.hidden_norm.weight" in names
     if is_third != (wanted == "eagle3"):
         other = "eagle3" if is_third else "eagle"

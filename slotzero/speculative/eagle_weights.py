@@ -18,6 +18,7 @@ from slotzero.models.blocks.dense_mlp import DenseMlpWeights
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.layer import LayerWeights, NormWeights
 from slotzero.models.vocabulary import Vocabulary
+from slotzero.quantization.method import check_plain
 from slotzero.speculative.eagle_config import GROUP, EagleConfig, plain_names
 
 
@@ -182,7 +183,7 @@ class _Reader:
                 f"{self._checkpoint.name}: tensor {source} has shape {list(tensor.shape)}, "
                 f"its config asks for {list(shape)}"
             )
-        return tensor.to(device).to(self._dtype)
+        return check_plain(self._checkpoint.name, source, tensor).to(device).to(self._dtype)
 
     def _take(self, source: str) -> str:
         assert self._checkpoint is not None

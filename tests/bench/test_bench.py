@@ -418,12 +418,16 @@ def test_of_embeddings_for_each_layer_a_few_rows_are_read() -> None:
     assert session.least_seconds([]) * session.read_bandwidth == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
 @pytest.mark.parametrize("model", ["tiny:gpt-oss", "tiny:deepseek-v3"])
-def test_only_chosen_experts_are_read(model: str) -> None:
-    session = BenchSession(model, {"backend": "eager", "show_progress": False})
+def test_only_chosen_experts_are_read(model: str, quantization: str) -> None:
+    settings = {"backend": "eager", "show_progress": False, "quantization": quantization}
+    session = BenchSession(model, settings)
     worker, shape = session.engine.worker, session.engine.worker.model.experts
     assert shape is not None
-    one = sum(worker.registry[f"weight.moe.{name}"][:, 0].nbytes for name in ("gate_up", "down"))
+    fields = [""] if quantization == "auto" else [".codes", ".scales"]
+    names = [f"weight.moe.{name}{field}" for name in ("gate_up", "down") for field in fields]
+    one = sum(worker.registry[name][:, 0].nbytes for name in names)
 
     def experts_read(rows: int) -> float:
         unread = session.least_seconds([0] * rows) - session.least_seconds([0] * 10_000)

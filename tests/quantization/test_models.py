@@ -18,11 +18,13 @@ from traced import GREEDY, Traced, prompts_of
 
 from slotzero import LLM
 from slotzero.checkpoint.tiny import tiny_names
-from slotzero.errors import ConfigError, UnsupportedModelError
+from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
+from slotzero.executor import build
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.quantized import dequantise, quantise
 from slotzero.kernels.weights import JoinedWeight, QuantizedWeight, WeightFormat
 from slotzero.models import reading
+from slotzero.models.families.gemma4_assistant import TINY, parse_assistant
 from slotzero.models.param import Stored
 from slotzero.quantization.method import is_layer_linear
 from slotzero.quantization.quantization import Quantization
@@ -144,6 +146,15 @@ def fp8_blocks(module: str, weight: Tensor) -> dict[str, Tensor]:
     return {f"{module}.weight": codes, f"{module}.weight_scale_inv": scales}
 
 
+def fp8_static(module: str, weight: Tensor) -> dict[str, Tensor]:
+    scale = weight.abs().max() / 448
+    return {
+        f"{module}.weight": (weight / scale).to(torch.float8_e4m3fn),
+        f"{module}.weight_scale": scale,
+        f"{module}.input_scale": torch.tensor(0.05),
+    }
+
+
 def compressed(bits: int, group: int, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
     return {
@@ -209,6 +220,28 @@ def test_fp8_blocks_stay_packed(oracles: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "names",
+    [("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"), ("k_proj.output_scale",)],
+)
+def test_scales_of_a_float8_cache_are_allowed(
+    names: tuple[str, ...], oracles: Any, tmp_path: Path
+) -> None:
+    """The cache is kept in 16 bits, with the same results as without them."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    settings = compressed(4, 32, kv_cache_scheme=scheme)
+    folder = write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32))
+    without, file = answers(folder)[0], folder / "model.safetensors"
+    scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in (0, 1) for name in names}
+    save_file(load_file(file) | scales, file, {"format": "pt"})
+    assert answers(folder)[0] == without
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        answers(folder)
+
+
+@pytest.mark.parametrize(
     ("family", "more"),
     [("llama", {}), ("mimo-v2", {}), ("mimo-v2", {"enable_dp_attention": True})],
 )
@@ -244,11 +277,61 @@ def test_modules_of_one_product_may_have_different_formats(oracles: Any, tmp_pat
     assert answers(folder, backend="cpu")[0] == answers(folder)[0]
 
 
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_random_scattered_weights_are_split_over_ranks(
+    is_symmetric: bool, oracles: Any, tmp_path: Path
+) -> None:
+    """A rank has the scales of all groups, and some of their input features."""
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}
+    config = json.loads((oracles("llama").folder / "config.json").read_text())
+    config["quantization_config"] = settings | {"sym": is_symmetric}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert all(tokens_of_ranks(str(tmp_path), load_format="dummy"))
+
+
+def test_progress_ends_at_the_total(
+    oracles: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The experts of a layer share one scale of their inputs."""
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    folder = write(tmp_path / "model", oracles("deepseek-v3"), settings, fp8_static)
+    seen, load = list[tuple[int, int]](), build.load_weights
+
+    def watched(*args: Any, **more: Any) -> Any:
+        *first, _ = args
+        return load(*first, lambda done, total: seen.append((done, total)), **more)
+
+    monkeypatch.setattr(build, "load_weights", watched)
+    assert is_quantised(folder)
+    assert max(done for done, _ in seen) == seen[-1][0] == seen[-1][1]
+
+
 def test_what_is_quantised_is_not_converted(oracles: Any, tmp_path: Path) -> None:
     convert = packed_ints(4, 32)
     folder = write(tmp_path / "model", oracles("llama"), compressed(4, 32), convert)
     with pytest.raises(ConfigError, match="quantised already"):
         Traced(str(folder), **SETTINGS, quantization="fp8")
+
+
+def test_float8_weights_without_scales_are_refused(oracles: Any, tmp_path: Path) -> None:
+    """Here a vocabulary head that the config does not list as quantised."""
+    folder = write(tmp_path / "model", oracles("llama"), FP8_BLOCKS, fp8_blocks)
+    stored = load_file(file := folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is torch\.float8_e4m3fn"):
+        answers(folder)
+
+
+def test_quantised_heads_and_assistants_are_refused(tmp_path: Path) -> None:
+    settings = {"quantization_config": FP8_BLOCKS}
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64, **settings}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    save_file({"midlayer.hidden_norm.weight": torch.ones(64)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="quantised EAGLE head"):
+        Traced("tiny:llama", **SETTINGS, speculative="eagle3", speculative_model=str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match="quantised assistant"):
+        parse_assistant({**TINY["gemma4-assistant"], **settings}, "name")
 
 
 def test_an_unknown_scheme_is_refused_before_weights_are_read(tmp_path: Path, oracles: Any) -> None:

@@ -14,6 +14,7 @@ from slotzero.models.families import gemma4
 from slotzero.models.families.family import parse_config
 from slotzero.models.families.tiny import COMMON, layer_types
 from slotzero.models.layer import DecoderLayer
+from slotzero.quantization.quantization import refuse_quantized
 
 MODEL_TYPE, ARCHITECTURE = "gemma4_assistant", "Gemma4AssistantForCausalLM"
 JOIN, BACK = "pre_projection.weight", "post_projection.weight"
@@ -46,6 +47,7 @@ def parse_assistant(config: Mapping[str, Any], name: str) -> AssistantConfig:
             f"{ARCHITECTURE}; pass an assistant with --speculative-model, or use "
             "--speculative draft"
         )
+    refuse_quantized(config, name, "assistant")
     text = {**dict(config.get("text_config") or {}), "num_kv_shared_layers": 0}
     text |= {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
     model = parse_config({**text, "tie_word_embeddings": True})

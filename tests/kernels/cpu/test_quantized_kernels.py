@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotzero.kernels.cpu.kernels import CpuKernels
 from slotzero.kernels.quantized import (
@@ -166,3 +167,29 @@ def test_tensors_that_do_not_fit_are_refused(kernels: CpuKernels) -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             kernels.product(x, weight._replace(**wrong))
+
+
+class LargestFloats(TorchDispatchMode):
+    """Records the size of the largest tensor of floats that is computed."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and not out._is_view():
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "scattered"])
+def test_experts_are_rounded_one_after_the_other(name: str) -> None:
+    """All at once, the numbers in between would take ten times the memory of the weights."""
+    experts = values(6, 48, 256)
+    with LargestFloats() as seen:
+        rows = quantise(experts, FORMATS[name])
+    assert seen.numel <= experts[0].numel()
+    for i, expert in enumerate(experts):
+        one = quantise(expert, FORMATS[name])
+        for field in ("codes", "scales", "offsets"):
+            whole, part = getattr(rows, field), getattr(one, field)
+            assert part is whole is None or torch.equal(whole[i], part)
