@@ -8,6 +8,7 @@
 All tensors that CUDA graphs read are registered in this process, never after the first capture.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ from slotzero.runners.results import ResultRing
 from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
 from slotzero.speculative.drafter import Drafter
 from slotzero.speculative.speculation import SpeculativeRunners, speculation_tables
+
+_log = logging.getLogger("slotzero")
 
 
 def build_worker(
@@ -99,6 +102,13 @@ class _Builder:
         parsed = parse_config(checkpoint.config)
         self._whole = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
         self._model = self._whole.shard(self._ranks)
+        stored = parsed.quantization.stored
+        if stored is not None and stored.kv_cache_scheme:
+            _log.warning(
+                "%s asks for an FP8 KV cache, which is not implemented: its KV cache is %s",
+                checkpoint.name,
+                str(self._dtype).removeprefix("torch."),
+            )
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device)
 

@@ -156,19 +156,21 @@ def source_formats(weight: Param, prefix: str, quantization: Quantization) -> Fo
     assert weight.columns is not None
     found: list[WeightFormat | None] = []
     for source in weight.sources:
-        names = [source.name.format(expert=0)]
+        num_routed = max((weight.experts or 1) - weight.num_shared, 1)
+        names = [source.name.format(expert=expert) for expert in range(num_routed)]
         if source.shared is not None and weight.num_shared:
             names.append(source.shared.name)
-        of_names = {
+        of_names = [
             quantization.format_of(module_of(prefix + name), weight.columns, weight.is_sensitive)
-            for name in names
-        }
-        if len(of_names) > 1:
-            raise UnsupportedModelError(
-                f"{prefix}{names[0]} and {prefix}{names[1]} are quantised in different formats, "
-                "and experts of one layer need the same"
-            )
-        found += of_names
+            for name in dict.fromkeys(names)
+        ]
+        for name, format in zip(names, of_names, strict=False):
+            if format != of_names[0]:
+                raise UnsupportedModelError(
+                    f"{prefix}{names[0]} and {prefix}{name} are quantised in different formats, "
+                    "and experts of one layer need the same"
+                )
+        found.append(of_names[0])
     return tuple(found) if any(format is not None for format in found) else ()
 
 

@@ -226,11 +226,19 @@ def _refuse_unexpected(
         for n in names - expected - optional - {head} - _unread(config) - read_elsewhere
         if not n.endswith(ignored) and not n.startswith(config.ignored)
     )
+    extra = [n for n in extra if not _is_zero_bias(n, config.quantization, checkpoint)]
     if extra:
         raise UnsupportedModelError(
             f"{checkpoint.name}: tensor {extra[0]} is unknown for this architecture "
             f"({len(extra)} in total): this variant of it is not implemented"
         )
+
+
+def _is_zero_bias(name: str, quantization: Quantization, checkpoint: Checkpoint) -> bool:
+    """Whether a tensor is a bias of zeros, which AutoGPTQ stores for every quantised layer."""
+    module, _, field = name.rpartition(".")
+    is_bias = field == "bias" and quantization.tensors(module) is not None
+    return is_bias and not checkpoint.read(name).any()
 
 
 def _unread(config: ModelConfig) -> set[str]:

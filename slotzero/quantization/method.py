@@ -57,6 +57,8 @@ class Method(ABC):
 
     name: str
     """The quant_method of config.json."""
+    kv_cache_scheme: bool = False
+    """Whether the checkpoint asks for a KV cache in float8."""
 
     @abstractmethod
     def format_of(self, module: str) -> WeightFormat | None:

@@ -306,6 +306,42 @@ def test_progress_ends_at_the_total(
     assert max(done for done, _ in seen) == seen[-1][0] == seen[-1][1]
 
 
+def test_experts_of_a_layer_have_one_format(oracles: Any, tmp_path: Path) -> None:
+    def chosen(module: str) -> bool:
+        return is_layer_linear(module) and "experts.1." not in module
+
+    settings = compressed(4, 16, ignore=["lm_head", "re:.*experts[.]1[.].*"])
+    folder = tmp_path / "model"
+    write(folder, oracles("deepseek-v3"), settings, packed_ints(4, 16), chosen)
+    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.gate_proj.*different formats"):
+        answers(folder)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_of_zeros_may_be_stored(value: float, oracles: Any, tmp_path: Path) -> None:
+    """AutoGPTQ stores one for every layer; any other bias is refused."""
+    folder = write(tmp_path / "model", oracles("llama"), compressed(4, 32), packed_ints(4, 32))
+    expected = answers(folder)[0]
+    tensors = load_file(folder / "model.safetensors")
+    rows = len(tensors["model.layers.0.self_attn.o_proj.weight_scale"])
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.full((rows,), value)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if value == 0:
+        assert answers(folder)[0] == expected
+    else:
+        with pytest.raises(UnsupportedModelError, match=r"o_proj\.bias is unknown"):
+            answers(folder)
+
+
+def test_an_fp8_cache_that_is_asked_for_is_reported(
+    oracles: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    settings = compressed(4, 32, kv_cache_scheme=cache)
+    answers(write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32)))
+    assert "FP8 KV cache, which is not implemented" in caplog.text
+
+
 def test_what_is_quantised_is_not_converted(oracles: Any, tmp_path: Path) -> None:
     convert = packed_ints(4, 32)
     folder = write(tmp_path / "model", oracles("llama"), compressed(4, 32), convert)
