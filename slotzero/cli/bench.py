@@ -18,16 +18,18 @@ Measure one of:
   graphs      every captured graph by itself
   cost        a decode step, by batch size and context length
   serve       a running server, with requests that arrive at random times
+  accuracy    how much quantised weights change the predictions of a text
 
-Prompts are random token ids, sampling is greedy, answers have a fixed length, and prefix caching is
-off. Prints a table, and then one line of JSON.
+Except for accuracy, prompts are random token ids, sampling is greedy and answers have a fixed
+length. Prefix caching is off. Prints a table, and then one line of JSON.
 
   slotzero bench throughput --workload b8
   slotzero bench throughput path/to/model --load-format dummy --num-prompts 32
   slotzero bench latency --input-len 512 --output-len 64
   slotzero bench graphs --sizes 1,8 --context 1024
   slotzero bench cost --plot cost.svg
-  slotzero bench serve --url http://127.0.0.1:8000 --rate 2,8 --num-prompts 200"""
+  slotzero bench serve --url http://127.0.0.1:8000 --rate 2,8 --num-prompts 200
+  slotzero bench accuracy --quantization int4"""
 WORKLOAD_NAMES = ("b1", "b8", "b64", "b256", "mixed")  # a test holds them to bench/workloads.py
 THROUGHPUT_SHAPE = (8, 128, 512)  # requests, input and output length
 LATENCY_SHAPE = (1, 128, 128)
@@ -40,6 +42,7 @@ FLAGS = {
     "graphs": ("sizes", "all_sizes", "context", "repeats"),
     "cost": ("context", "plot", "repeats"),
     "serve": ("url", "api_key", "rate", "goal", "num_prompts", "input_len", "output_len"),
+    "accuracy": ("text", "context", "max_tokens", "reference_quantization"),
 }
 URL = "http://127.0.0.1:8000"
 GOAL = (0.5, 0.05)  # seconds to the first token, and per further token
@@ -103,7 +106,8 @@ def parser() -> argparse.ArgumentParser:
         "--context",
         type=_positive,
         metavar="N",
-        help=f"graphs and cost: tokens in the KV cache of each row (default: {CONTEXT})",
+        help=f"graphs and cost: tokens in the KV cache of each row (default: {CONTEXT}); accuracy: "
+        "tokens per window of text (default: 512, or the model's limit)",
     )
     group.add_argument("--plot", metavar="FILE.svg", help="cost: write a plot to this file")
     group.add_argument("--url", help=f"serve: address of the server (default: {URL})")
@@ -121,6 +125,22 @@ def parser() -> argparse.ArgumentParser:
         help="serve: limits in ms, to the first token and per further token, that a good request "
         "meets (default: 500,50)",
     )
+    group.add_argument(
+        "--text",
+        metavar="FILE",
+        help="accuracy: text to predict (default: prose from Python's own documentation)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=_positive,
+        metavar="N",
+        help="accuracy: maximum number of tokens to predict (default: 4096)",
+    )
+    group.add_argument(
+        "--reference-quantization",
+        choices=("none", "auto"),
+        help="accuracy: --quantization of the same model that is compared with (default: none)",
+    )
     flags.add_engine_flags(made, enable_prefix_caching=False)
     return made
 
@@ -137,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
         "graphs": _graphs,
         "cost": _cost,
         "serve": _serve,
+        "accuracy": _accuracy,
     }[args.what]
     measure(args, model, settings)
     return 0
@@ -212,6 +233,20 @@ def _serve(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> No
     site = Site.at(args.url or URL, args.api_key)
     with load_bar(settings.get("show_progress", True), num * len(rates)) as seen:
         report = asyncio.run(run_loads(site, make, Goal(*(args.goal or GOAL)), seen))
+    print_sheets(report, sheets(report))
+
+
+def _accuracy(args: argparse.Namespace, model: str, settings: dict[str, Any]) -> None:
+    from slotzero.bench.accuracy import MAX_TOKENS, AccuracySpec, run_accuracy, sheets
+    from slotzero.bench.sheets import print_sheets
+
+    spec = AccuracySpec(
+        reference=args.reference_quantization or "none",
+        text=Path(args.text) if args.text else None,
+        context=args.context,
+        max_tokens=args.max_tokens or MAX_TOKENS,
+    )
+    report = run_accuracy(model, settings, spec)
     print_sheets(report, sheets(report))
 
 

@@ -112,6 +112,14 @@ def load_bar(shown: bool, num_requests: int) -> Iterator[Callable[[int], None]]:
         yield lambda more: bar.update(task, advance=more)
 
 
+@contextmanager
+def scoring_bar(shown: bool, num_windows: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar; call it with the number of windows of text scored since the last call."""
+    with _bar(shown) as bar:
+        task = bar.add_task("windows scored", total=num_windows)
+        yield lambda more: bar.update(task, advance=more)
+
+
 class Lines:
     """Progress as log lines, with the methods of rich's Progress that are used here.
 
