@@ -39,8 +39,8 @@ class EngineConfig:
     """Format of the model's weights in memory: auto keeps the checkpoint's, none unpacks quantised
     weights (whose inputs are then not rounded either). fp8 converts the linear layers of an
     unquantised checkpoint or a .gguf file while they load, with one scale per output feature, and
-    rounds their inputs to fp8 as well; int8 and int4 convert them in groups of up to 128 and leave
-    the inputs alone. Draft models and heads are kept as stored."""
+    rounds their inputs to fp8 as well; int8 (in groups of 128) and int4 (in groups of 32) leave the
+    inputs alone. Draft models and heads are kept as stored."""
     generation_config: str = "auto"
     """Default temperature, top_k, top_p, min_p and repetition_penalty of requests to a server and
     of calls without parameters: auto takes them from the model's generation_config.json, none uses

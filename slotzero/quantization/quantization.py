@@ -37,7 +37,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Method]] = {
 ONLINE: Mapping[str, WeightFormat] = {
     "fp8": WeightFormat("float8", activations="float8_row"),
     "int8": WeightFormat("uint8", 128, zero=128),
-    "int4": WeightFormat("uint4", 128, zero=8),
+    "int4": WeightFormat("uint4", 32, zero=8),
 }
 GROUPS = 128, 64, 32
 
@@ -116,7 +116,9 @@ def _fit_online(format: WeightFormat, in_features: int) -> WeightFormat:
     """Return the format with the largest groups that divide the input features."""
     if format.group is None:
         return format
-    return replace(format, group=next((g for g in GROUPS if in_features % g == 0), None))
+    return replace(
+        format, group=next((g for g in GROUPS if g <= format.group and in_features % g == 0), None)
+    )
 
 
 def parse_quantization(config: Mapping[str, Any]) -> Quantization:
