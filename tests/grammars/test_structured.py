@@ -527,13 +527,17 @@ def test_neighbours_are_not_affected(alone: Mapping[int, list[int]]) -> None:
 
 @pytest.mark.parametrize("page_size", [2, 4])
 def test_chunks_and_preemption_change_no_answer(
-    alone: Mapping[int, list[int]], page_size: int
+    alone: Mapping[int, list[int]], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Grammars are compiled first and masks never late, or who is preempted depends on the time."""
+    monkeypatch.setattr("slotzero.engine.admission.MASK_GRACE", 60.0)
     engine = make(
         max_num_seqs=8, max_num_batched_tokens=16, max_model_len=128, page_size=page_size,
         kv_cache_memory=10 * PAGE,
     )  # fmt: skip
-    answers = answers_to(engine, mixed_asks(16))
+    asks = mixed_asks(16)
+    engine.validate_batch([(f"{i}", prompt, params) for i, (_, prompt, params) in enumerate(asks)])
+    answers = answers_to(engine, asks)
     assert {i: answer.token_ids for i, answer in enumerate(answers)} == alone
     assert any(a.request.num_preemptions and a.request.grammar is not None for a in answers)
 
