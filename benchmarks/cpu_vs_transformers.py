@@ -161,7 +161,7 @@ def main() -> None:
             for name, rates in best.items()
         },
         "speedup_over_transformers": {
-            f"b{b}": round(best["slotzero"][b] / best["transformers"][b], 2) for b in BATCHES
+            f"b{b}": round(best["slotzero Q4_1"][b] / best["transformers"][b], 2) for b in BATCHES
         },
         "seconds_to_first_answer": {state: round(s, 1) for state, s in startup.items()},
         "threads": torch.get_num_threads(),
