@@ -51,7 +51,8 @@ class BenchSession:
         if workload.longest > limit:
             raise ConfigError(
                 f"workload {spec.name} needs a context of {workload.longest} tokens, and the "
-                f"engine's is {limit}: choose shorter --input-len and --output-len"
+                f"engine's is {limit}: choose another --workload, or shorter --input-len and "
+                "--output-len"
             )
         return workload
 

@@ -23,7 +23,7 @@ class DraftWidths:
         self._ahead = limits.ahead
         self.policy: Widths = FixedWidth(limits.max_width)
         if config.speculative is not None and config.speculative_adaptive:
-            self.policy = WidthPolicy(limits.widths, steps, worker.seconds)
+            self.policy = WidthPolicy(limits.widths, steps, worker.measure_seconds)
 
     def choose(self, num_running: int) -> int:
         return self.policy.choose(num_running) if num_running else 1

@@ -60,17 +60,17 @@ def follow(rank: int, connection: "Connection[Any, Any]") -> None:
     worker = build_worker(config, checkpoint, lambda done, total: None, rank_group)
     if not config.lazy_recording:
         worker.record(lambda record: None)
-    obey(worker, connection)
+    run_messages(worker, connection)
 
 
-def obey(worker: "Worker", connection: "Connection[Any, Any]") -> None:
+def run_messages(worker: "Worker", connection: "Connection[Any, Any]") -> None:
     """Run the messages of rank 0 until the connection ends or a message is None."""
     outbox: queue.SimpleQueue[Arriving | None] = queue.SimpleQueue()
     # In another thread, so that waiting for the samples of a step does not delay the next launch.
     sender = threading.Thread(target=_send, args=(outbox, connection), daemon=True)
     sender.start()
     while (message := connection.recv()) is not None:
-        results = worker.obey(message)
+        results = worker.run_message(message)
         if results is not None:
             outbox.put(results)
     outbox.put(None)

@@ -40,7 +40,7 @@ class TableWriter:
         prompt_len = len(request.prompt_token_ids)
         row = encode(request.params, request.seed, prompt_len, request.stop_ids)
         for spec in SAMPLING_TABLES:
-            stage(spec.name, slot, _without_tail(row[spec.name], spec.neutral))
+            stage(spec.name, slot, _without_neutral_tail(row[spec.name], spec.neutral))
         if self._has_drafter:
             stage(LIMIT, slot, [request.max_len])
             stage(SPECULATES, slot, [int(request.speculates)])
@@ -76,7 +76,9 @@ class TableWriter:
         self.staging.stage(PAGED, request.slot, [num_pages * self._page_size])
 
 
-def _without_tail(values: Sequence[int | float], neutral: int | float) -> Sequence[int | float]:
+def _without_neutral_tail(
+    values: Sequence[int | float], neutral: int | float
+) -> Sequence[int | float]:
     """Return the row without the columns at its end that have the neutral value."""
     n = len(values)
     while n and values[n - 1] == neutral:

@@ -159,7 +159,7 @@ class Worker:
         names = self._ring(step.width).names
         return [Results(download, names, step.width) for download in downloads]
 
-    def obey(self, message: Message) -> Arriving | None:
+    def run_message(self, message: Message) -> Arriving | None:
         """Run a message of rank 0; return this rank's samples for its own requests, if any."""
         with torch.inference_mode():
             if isinstance(message, Timing):
@@ -192,7 +192,7 @@ class Worker:
     def _runner(self, key: GraphKey) -> Runner:
         return next(runner for runner in self.runners if runner.spec.name == key.runner)
 
-    def seconds(self, width: int, num_rows: int) -> float:
+    def measure_seconds(self, width: int, num_rows: int) -> float:
         """Return the duration of a decode step over empty rows, measured on the first call."""
         runners = self.cycles[width] if width > 1 else (self.decode,)
         return sum(self._seconds_of(runner, num_rows) for runner in runners)

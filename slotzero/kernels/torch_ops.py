@@ -304,7 +304,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         wanted = scores if correction is None else scores + correction
         if shape.num_groups > 1:
             groups = wanted.view(len(wanted), shape.num_groups, -1)
-            judged = ordered_sum(groups.topk(shape.judged_by, dim=-1).values, 2)
+            judged = ordered_sum(groups.topk(shape.scores_per_group, dim=-1).values, 2)
             best = judged.topk(shape.top_groups, dim=-1).indices
             outside = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
             wanted = groups.masked_fill(outside[:, :, None], float("-inf")).flatten(1)

@@ -192,9 +192,9 @@ class Experts:
     factor: float = 1.0
     num_groups: int = 1
     """Number of expert groups. Experts are selected from the best `top_groups` groups only; a group
-    is judged by the sum of its `judged_by` best scores."""
+    is judged by the sum of its `scores_per_group` best scores."""
     top_groups: int = 1
-    judged_by: int = 2
+    scores_per_group: int = 2
     num_shared: int = 0
     """Number of shared experts, after the routed ones: every token uses them with weight 1."""
     num_ranks: int = 1

@@ -24,7 +24,7 @@ from slotzero.checkpoint.source import open_checkpoint
 from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.executor.build import build_worker
-from slotzero.executor.follower import obey
+from slotzero.executor.follower import run_messages
 from slotzero.executor.rank_group import RankGroup, RemoteRanks, Rendezvous
 from slotzero.sampling.params import MAX_LOGPROBS
 
@@ -71,7 +71,7 @@ def wires_of(rank: int, size: int, listener: Listener | str) -> dict[int, Connec
 def follow(job: dict, rank_group: RankGroup, wire: Connection) -> None:
     torch.manual_seed(0)
     config = EngineConfig(model=job["model"], **QUIET, **job["settings"])
-    obey(build_worker(config, open_checkpoint(config.model), lambda *_: None, rank_group), wire)
+    run_messages(build_worker(config, open_checkpoint(config.model), lambda *_: None, rank_group), wire)
 
 
 def run(job: dict) -> dict:

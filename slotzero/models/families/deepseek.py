@@ -100,7 +100,9 @@ def _softmax_experts(config: Config) -> Experts:
         scores="softmax",
         factor=float(config.get("routed_scaling_factor") or 1.0),
         num_shared=config.get("n_shared_experts") or 0,
-        **expert_groups(config if method != "greedy" else {**config, "n_group": 1}, judged_by=1),
+        **expert_groups(
+            config if method != "greedy" else {**config, "n_group": 1}, scores_per_group=1
+        ),
     )
 
 

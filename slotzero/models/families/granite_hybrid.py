@@ -18,7 +18,7 @@ from slotzero.models.families.standard import (
     kv_group,
     model,
     pre_norms,
-    rope_if_asked,
+    rope_if_configured,
     sparse_layers,
 )
 from slotzero.models.families.tiny import layer_types, tiny
@@ -62,7 +62,7 @@ def _attention(config: Config, kinds: list[str]) -> Attention:
     layers = [layer for layer, kind in enumerate(kinds) if kind == ATTENTION]
     bias = bool(config.get("attention_bias", False))
     return Attention(
-        kv_group(config, FULL, layers, heads, rope_if_asked(config)),
+        kv_group(config, FULL, layers, heads, rope_if_configured(config)),
         positive(config, "hidden_size"),
         qkv_bias=bias,
         out_bias=bias,

@@ -25,7 +25,7 @@ from slotzero.models.families.standard import (
     kv_group,
     model,
     pre_norms,
-    rope_if_asked,
+    rope_if_configured,
     sigmoid_experts,
 )
 from slotzero.models.families.tiny import tiny
@@ -97,7 +97,7 @@ def _standard_fields(config: Config) -> Config:
 
 def _attention(config: Config, kinds: list[str]) -> Attention:
     layers = [layer for layer, kind in enumerate(kinds) if kind == ATTENTION]
-    rope = rope_if_asked(config)
+    rope = rope_if_configured(config)
     group = kv_group(config, FULL, layers, attention_heads(config), rope)
     return Attention(group, positive(config, "hidden_size"), prefix="mixer")
 

@@ -197,7 +197,7 @@ def partial_rope(config: Config, theta: float, default: float) -> Config:
     return {**config, "rope_theta": theta, "rope_parameters": parameters}
 
 
-def rope_if_asked(config: Config) -> Config:
+def rope_if_configured(config: Config) -> Config:
     """Return the RoPE config of heads that are rotated only if position_embedding_type=rope."""
     if config.get("position_embedding_type") == "rope":
         return rope_of(config, FULL)
@@ -243,11 +243,11 @@ def sigmoid_experts(config: Config, num_shared: int = 0, **overrides: Any) -> Ex
         is_normed=bool(config.get("norm_topk_prob", True)),
         factor=float(config.get("routed_scaling_factor") or 1.0),
         num_shared=num_shared,
-        **expert_groups(config, judged_by=2),
+        **expert_groups(config, scores_per_group=2),
     )
 
 
-def expert_groups(config: Config, judged_by: int) -> dict[str, Any]:
+def expert_groups(config: Config, scores_per_group: int) -> dict[str, Any]:
     """Return the fields of Experts for expert groups; see Experts.num_groups."""
     num = config.get("n_group") or 1
     top = (config.get("topk_group") or 1) if num > 1 else 1
@@ -256,12 +256,12 @@ def expert_groups(config: Config, judged_by: int) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"config field n_routed_experts={routed} is not a multiple of n_group={num}"
         )
-    if top > num or top_k > routed // num * top or judged_by > routed // num:
+    if top > num or top_k > routed // num * top or scores_per_group > routed // num:
         raise UnsupportedModelError(
             f"config fields n_group={num}, topk_group={top}, num_experts_per_tok={top_k}: "
             f"{routed} experts are too few for that selection"
         )
-    return {"num_groups": num, "top_groups": top, "judged_by": judged_by}
+    return {"num_groups": num, "top_groups": top, "scores_per_group": scores_per_group}
 
 
 def sparse_layers(config: Config, num_dense: int = 0) -> list[bool]:

@@ -488,8 +488,8 @@ EXPERTS = {
     ),
     "shared": Experts(8, 2, 32, "silu", scores="sigmoid", num_shared=1),
     "softmax of all, groups, shared": Experts(
-        12, 3, 16, "silu", scores="softmax", factor=2.0, num_groups=4, top_groups=2, judged_by=1,
-        num_shared=2,
+        12, 3, 16, "silu", scores="softmax", factor=2.0, num_groups=4, top_groups=2,
+        scores_per_group=1, num_shared=2,
     ),
 }  # fmt: skip
 
@@ -537,7 +537,7 @@ def choose(scores: list[float], correction: list[float], shape: Experts) -> dict
     wanted = [a + b for a, b in zip(likings, correction, strict=True)]
     size = len(scores) // shape.num_groups
     groups = [range(i, i + size) for i in range(0, len(scores), size)]
-    groups.sort(key=lambda group: -sum(sorted(wanted[i] for i in group)[-shape.judged_by :]))
+    groups.sort(key=lambda group: -sum(sorted(wanted[i] for i in group)[-shape.scores_per_group :]))
     open_to = [i for group in groups[: shape.top_groups] for i in group]
     best = sorted(open_to, key=lambda i: -wanted[i])[: shape.top_k]
     total = sum(likings[i] for i in best) if shape.is_normed else 1

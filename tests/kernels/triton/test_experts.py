@@ -21,7 +21,7 @@ KINDS = [
     Experts(6, 1, INNER, "silu", **SIGMOID),
     Experts(3, 3, INNER, "silu", scores="softmax_of_chosen"),
     Experts(6, 2, INNER, "silu", scores="softmax", factor=2.0, num_groups=3, top_groups=2,
-            judged_by=1, num_shared=2),
+            scores_per_group=1, num_shared=2),
     Experts(8, 2, INNER, "silu", **SIGMOID, num_groups=2, num_shared=1),
 ]  # fmt: skip
 
