@@ -71,7 +71,9 @@ def wires_of(rank: int, size: int, listener: Listener | str) -> dict[int, Connec
 def follow(job: dict, rank_group: RankGroup, wire: Connection) -> None:
     torch.manual_seed(0)
     config = EngineConfig(model=job["model"], **QUIET, **job["settings"])
-    run_messages(build_worker(config, open_checkpoint(config.model), lambda *_: None, rank_group), wire)
+    run_messages(
+        build_worker(config, open_checkpoint(config.model), lambda *_: None, rank_group), wire
+    )
 
 
 def run(job: dict) -> dict:
