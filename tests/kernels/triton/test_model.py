@@ -69,7 +69,7 @@ def test_recurrent_layers_equal_transformers(tmp_path, family):
 @pytest.mark.skipif(INTERPRETED, reason="too much for the interpreter")
 @pytest.mark.parametrize("family", RECURRENT)
 def test_drafts_of_recurrent_layers_change_nothing(family, monkeypatch):
-    """Of three drafts some are wrong, at every position; snapshots are taken meanwhile."""
+    """Some of three drafts are wrong, at every position, while snapshots are taken."""
     settings = {"backend": "eager", "dtype": "float32", "kv_cache_memory": 1 << 24}
     settings |= {"max_num_seqs": 1, "snapshot_interval": 16, "skip_tokenizer_init": True}
     prompt = {"prompt_token_ids": [*range(20)]}
