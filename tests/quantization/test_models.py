@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from traced import GREEDY, Traced, prompts_of
+from traced import Traced, prompts_of
 
-from slotzero import LLM
+from slotzero import LLM, SamplingParams
 from slotzero.checkpoint.tiny import tiny_names
 from slotzero.errors import ConfigError, CorruptCheckpointError, UnsupportedModelError
 from slotzero.executor import build
@@ -31,6 +31,7 @@ from slotzero.quantization.quantization import Quantization
 
 pytestmark = pytest.mark.slow
 
+FEW = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"backend": "eager", "max_num_seqs": 2, "max_num_batched_tokens": 16}
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
@@ -39,7 +40,7 @@ def answers(model: str | Path, **settings: Any) -> tuple[list[list[int]], list[T
     """Return the tokens and logits of two requests, one with its prompt in chunks."""
     traced = Traced(str(model), **{**SETTINGS, **settings})
     vocab = traced.engine.worker.vocab_size
-    tokens = traced.generate(prompts_of([20, 5], vocab))
+    tokens = traced.generate(prompts_of([20, 5], vocab), FEW)
     return tokens, [torch.stack(rows) for rows in traced.logits.values()]
 
 
@@ -259,7 +260,7 @@ def tokens_of_ranks(model: str, **settings: Any) -> list[list[int]]:
     llm = LLM(model, **{**SETTINGS, **more, **settings})
     try:
         prompts = prompts_of([20, 5], llm.engine.worker.vocab_size)
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        outputs = llm.generate(prompts, FEW, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
     finally:
         llm.engine.rank_group.close()
@@ -387,7 +388,7 @@ def test_the_default_model_is_kept_packed() -> None:
     )
     assert packed.engine.worker.weight_bytes < plain.engine.worker.weight_bytes / 3
     prompts = prompts_of([20, 5], 49152)
-    assert packed.generate(prompts) == plain.generate(prompts)
+    assert packed.generate(prompts, FEW) == plain.generate(prompts, FEW)
     for one, other in zip(packed.logits.values(), plain.logits.values(), strict=True):
         assert torch.equal(torch.stack(one), torch.stack(other))
 
