@@ -5,6 +5,7 @@ distributed test by test. xdist_group marks would do the same, but with pytest 9
 xdist 3.8 does not see them and distributes single tests.
 """
 
+import contextlib
 from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
@@ -38,6 +39,11 @@ class ByFile(LoadScopeScheduling):
         return crashed
 
     def _reschedule(self, node: Any) -> None:
-        """Skip a worker that replaces a crashed one until it has collected the tests."""
+        """Skip a worker that replaces a crashed one until it has collected the tests.
+
+        A worker may have crashed without the scheduler knowing yet: then it cannot be sent work, and
+        `remove_node`, which is called next, gives that work to others.
+        """
         if node in self.registered_collections:
-            super()._reschedule(node)
+            with contextlib.suppress(OSError):
+                super()._reschedule(node)
