@@ -41,8 +41,8 @@ class ByFile(LoadScopeScheduling):
     def _reschedule(self, node: Any) -> None:
         """Skip a worker that replaces a crashed one until it has collected the tests.
 
-        A worker may have crashed without the scheduler knowing yet: then it cannot be sent work, and
-        `remove_node`, which is called next, gives that work to others.
+        A worker may have crashed without the scheduler knowing yet: then no work can be sent to
+        it, and `remove_node`, which is called next, gives that work to others.
         """
         if node in self.registered_collections:
             with contextlib.suppress(OSError):
