@@ -137,7 +137,7 @@ def test_decoded_weights_stay_in_registers(monkeypatch, name):
         monkeypatch.setattr(module, "overlap", lambda: {"PDL": True, "launch_pdl": True})
     monkeypatch.setattr(tiles_quantized, "shared_memory", lambda: 227 << 10)
     monkeypatch.setattr(tiles_quantized, "num_processors", lambda: 132)
-    monkeypatch.setattr(linear_quantized, "_is_for_library", lambda *_: False)
+    monkeypatch.setattr(linear_quantized, "_is_unpacked", lambda *_: False)
     format = {
         "uint4": WeightFormat("uint4", 128, zero=8),
         "mxfp4": WeightFormat("mxfp4", 32, scale_dtype=torch.uint8),

@@ -3,7 +3,6 @@
 Nothing here reads device memory from the host, so a whole step can be captured.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -28,20 +27,10 @@ from slotzero.kernels.triton.attention import (
     prefill,
     verify,
 )
-from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
-from slotzero.kernels.triton.linear import elementwise, library, linear_quantized, linear_tma
+from slotzero.kernels.triton.launch import compiling_ahead
+from slotzero.kernels.triton.linear import elementwise, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
-from slotzero.kernels.triton.linear.linear import linear, linear_add
-from slotzero.kernels.triton.linear.tiles import (
-    LIBRARY,
-    MAX_ROWS,
-    STAGED_ROWS,
-    Cublas,
-    Tile,
-    Way,
-    padded_rows,
-    ways_for,
-)
+from slotzero.kernels.triton.linear.products import Products, is_late
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.recurrent import convolution, scan, trail
@@ -110,7 +99,12 @@ class TritonKernels(Kernels):
     select_nodes = staticmethod(trees.select_nodes)
 
     def __init__(self) -> None:
-        self.choices = Choices()
+        self._products = Products()
+
+    @property
+    def choices(self) -> Choices:
+        """Return the tuned choices of matrix products."""
+        return self._products.choices
 
     def refuse(self, heads: Heads) -> None:
         is_large = max(heads.head_dim, heads.value_dim) > 256
@@ -179,7 +173,7 @@ class TritonKernels(Kernels):
         eps: float,
     ) -> tuple[Tensor, Normed]:
         if isinstance(embedding, DenseWeight):
-            late = _is_late(len(tokens.slots), embedding.data.dtype)
+            late = is_late(len(tokens.slots), embedding.data.dtype)
             return embed.embed(tokens, table, embedding.data, scale, norm, eps, late)
         residual = self.embed_ids(table[tokens.slots, tokens.positions], embedding)
         if scale != 1:
@@ -209,62 +203,35 @@ class TritonKernels(Kernels):
     def norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Normed:
         if weight is None:
             return Normed(x)
-        return elementwise.norm(x, weight, eps, late=_is_late(len(x), x.dtype))
+        return elementwise.norm(x, weight, eps, late=is_late(len(x), x.dtype))
 
     def linear(self, x: Normed, weight: LinearWeight) -> Tensor:
         out = x.x.new_empty(len(x.x), weight.out_features)
-        self._product(x, weight, out)
+        self._products.product(x, weight, out)
         return out
 
     def logits(
         self, x: Normed, weight: LinearWeight, slots: Tensor, softcap: float | None, out: Tensor
     ) -> None:
-        self._product(x, weight, out, slots)
+        self._products.product(x, weight, out, slots)
         if softcap is not None:
             elementwise.cap(out, softcap)
 
     def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
-        if isinstance(weight, QuantizedWeight):
-            return linear_quantized.product_gated(x, weight, activation)
-        if isinstance(weight, JoinedWeight):
-            gates, values = self.linear(x, weight).chunk(2, -1)
-            return elementwise.gate(gates, values, activation)
-
-        def run(way: Way, weight: DenseWeight) -> Tensor:
-            if isinstance(way, Cublas):
-                joined = x.x.new_empty(len(x.x), weight.out_features)
-                gates, values = library.product(apply_norm(x), weight, joined).chunk(2, -1)
-                return elementwise.gate(gates, values, activation)
-            out = x.x.new_empty(len(x.x), weight.out_features // 2)
-            return linear(x, weight, out, way, activation=activation)
-
-        return self._run("gated", x.x, weight, run)
+        return self._products.gated(x, weight, activation)
 
     def linear_add_norm(
         self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
         # no program of a product sees a whole row, so the norm of the sum is deferred
         is_fused = norms.post is None and norms.next is not None
-        if isinstance(weight, QuantizedWeight) and is_fused and _is_late(len(x), x.dtype):
-            return residual, linear_quantized.product_add(x, weight, residual, norms)
-        if not is_fused or not isinstance(weight, DenseWeight):
+        is_fused &= isinstance(weight, DenseWeight) or is_late(len(x), x.dtype)
+        if not is_fused or isinstance(weight, JoinedWeight):
             return self.add_norm(self.linear(Normed(x), weight), residual, norms)
-
-        def run(way: Way, weight: DenseWeight) -> Normed:
-            if isinstance(way, Tile):
-                return linear_add(x, weight, residual, norms, way)
-            if way.shares > 1:
-                delta = library.in_shares(x, weight, way.shares)
-            elif weight.bias is None:
-                return self.norm(residual.addmm_(x, weight.data.t()), norms.next, norms.eps)
-            else:
-                delta = library.product(x, weight, torch.empty_like(residual))
-            return elementwise.add_norm(residual, delta, norms, _is_late(len(x), x.dtype))
-
-        return residual, self._run("add", x, weight, run, changes=residual)
+        return residual, self._products.add(x, weight, residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
-        late = _is_late(len(x), x.dtype)
+        late = is_late(len(x), x.dtype)
         return residual, elementwise.add_norm(residual, x, norms, late)
 
     def route(
@@ -309,87 +276,3 @@ class TritonKernels(Kernels):
         assert isinstance(plan, PrefillPlan)
         q = prefill.rope_store(qkv, norms, angles, kv, plan.tokens, heads)
         return prefill.attend(q, sinks, kv, plan, heads).flatten(1)
-
-    def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
-        """Return the key of a tuned choice: everything that may change which tile is fastest."""
-        return f"{card_name()}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
-
-    def _product(
-        self, x: Normed, weight: LinearWeight, out: Tensor, slots: Tensor | None = None
-    ) -> None:
-        """Write x times weight into out; with slots, these are logits: zeros for rows of slot 0."""
-        if isinstance(weight, QuantizedWeight):
-            linear_quantized.product(x, weight, out, slots)
-            return
-        if isinstance(weight, JoinedWeight):
-            first = 0
-            for part in weight.parts:
-                self._product(x, part, out[:, first : first + part.out_features], slots)
-                first += part.out_features
-            return
-
-        def run(way: Way, weight: DenseWeight) -> Tensor:
-            if isinstance(way, Tile):
-                return linear(x, weight, out, way, slots=slots)
-            rows = apply_norm(x)
-            if slots is not None:
-                rows = rows.masked_fill((slots == 0)[:, None], 0)
-            return library.product(rows, weight, out)
-
-        self._run("linear" if slots is None else "logits", x.x, weight, run)
-
-    def _run(
-        self,
-        kind: str,
-        x: Tensor,
-        weight: DenseWeight,
-        run: Callable[[Way, DenseWeight], T],
-        changes: Tensor | None = None,
-    ) -> T:
-        """Run the product in the fastest way: by one of our kernels, or by cuBLAS.
-
-        `changes` is a tensor that a run reads and writes; it is restored after timing.
-        """
-        rows, (out_features, in_features) = len(x), weight.data.shape
-        if not _uses_own_kernels(rows, x.dtype):
-            return run(LIBRARY, weight)
-        ways = _named_ways(rows, in_features, kind, linear_tma.takes(x, weight.data))
-        if INTERPRETED:  # without cuBLAS
-            return run(next((w for w in ways.values() if isinstance(w, Tile)), LIBRARY), weight)
-        key = self.key(kind, out_features, in_features, rows)
-        name = self.choices.known(key, tuple(ways))
-        likely = self.choices.likely(key, tuple(ways)) if name is None else [name]
-        if is_compiling():
-            return [run(ways[each], weight) for each in likely][-1]
-        name = likely[0]
-        if len(likely) > 1:
-            before = None if changes is None else changes.clone()
-            name = self.choices.find(
-                key, likely, weight.data, lambda name, w: run(ways[name], weight._replace(data=w))
-            )
-            if changes is not None and before is not None:
-                changes.copy_(before)
-        return run(ways[name], weight)
-
-
-@functools.cache
-def _named_ways(rows: int, inner: int, kind: str, in_bulk: bool) -> dict[str, Way]:
-    ways = ways_for(rows, inner, kind)
-    return {str(way): way for way in ways if in_bulk or isinstance(way, Cublas) or not way.rows}
-
-
-def _uses_own_kernels(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether our kernels may multiply these rows.
-
-    Rows with a deferred norm scale are multiplied before they are scaled: bfloat16 can represent
-    them, float16 may overflow.
-    """
-    return rows <= MAX_ROWS and dtype is torch.bfloat16
-
-
-def _is_late(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether a norm defers its scale to the product that follows.
-
-    More rows may be multiplied by cuBLAS, which does not apply it.
-    """
-    return rows <= STAGED_ROWS and dtype is torch.bfloat16

@@ -51,10 +51,10 @@ def prefetch_weights(
     weight, n, num_out, begin, INNER: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Prefetch WHOLE weights of each feature n, from `begin` on, into the L2 cache, so that the
-    memory is busy during the wait for the writer. The weight is bfloat16, [features, INNER]."""
+    memory is busy during the wait for the writer. The weight is [features, INNER]."""
     if PDL:
         whole: tl.constexpr = min(WHOLE, INNER)
-        step: tl.constexpr = PREFETCH_BYTES // 2
+        step: tl.constexpr = PREFETCH_BYTES * 8 // weight.dtype.element_ty.primitive_bitwidth
         k = tl.arange(0, triton.next_power_of_2(triton.cdiv(whole, step))) * step
         k = tl.minimum(begin, INNER - whole) + tl.minimum(k, whole - 1)
         at = weight + tl.minimum(n, num_out - 1)[:, None].to(tl.int64) * INNER + k[None, :]

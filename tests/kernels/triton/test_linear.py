@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from slotzero.kernels.reference import ReferenceKernels
-from slotzero.kernels.triton import kernels
-from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
 from slotzero.kernels.triton.linear import library, linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm, apply_norm, cap, gate
 from slotzero.kernels.triton.linear.linear import linear, linear_add
+from slotzero.kernels.triton.linear.operands import operands
+from slotzero.kernels.triton.linear.products import Products, ways_of
 from slotzero.kernels.triton.linear.tiles import (
     BULK_ROWS,
     PLAIN_ROWS,
@@ -23,7 +23,7 @@ from slotzero.kernels.triton.linear.tiles import (
     ways_for,
 )
 from slotzero.kernels.types import Normed, ResidualNorms
-from slotzero.kernels.weights import DenseWeight, LinearWeight
+from slotzero.kernels.weights import DenseWeight
 
 SHAPES = [(32, 256), (26, 72), (16, 1104)]  # features, inner; the last two have ragged tiles
 ROWS = [1, 3, 5, 11, 64, 70, 250]
@@ -60,7 +60,7 @@ def made(rows, out, inner, device, half):
     return [torch.randn(shape, device=device).to(half) for shape in shapes.values()]
 
 
-def linear_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+def linear_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> DenseWeight:
     return DenseWeight(weight, bias, len(weight))
 
 
@@ -86,7 +86,7 @@ def test_linear_after_a_late_norm(device, half, rows, shape):
     expected = F.linear(normed(x.float(), norm.float()), weight.float(), bias.float())
     for tile in tiles_to_try(rows, shape[1], "linear"):
         out = torch.full((rows, shape[0]), torch.nan, device=device).to(half)
-        linear(late(x, norm, 5), linear_weight(weight, bias), out, tile)
+        linear(operands(late(x, norm, 5), linear_weight(weight, bias)), out, tile)
         assert close(out, expected), tile
 
 
@@ -111,7 +111,8 @@ def check_gated(device, half, rows, shape, activation, tiles) -> None:
     expected = REFERENCE.gate(*joined.chunk(2, -1), activation)
     for tile in tiles:
         out = torch.full((rows, size), torch.nan, device=device).to(half)
-        linear(late(x, norm, 1), linear_weight(weight, bias), out, tile, activation=activation)
+        given = operands(late(x, norm, 1), linear_weight(weight, bias))
+        linear(given, out, tile, activation=activation)
         assert close(out, expected), tile
 
 
@@ -124,7 +125,10 @@ def test_add_leaves_what_the_next_norm_needs(device, half, rows, shape):
     for tile in tiles_to_try(rows, shape[1], "add"):
         residual = before.clone()
         after = linear_add(
-            x, linear_weight(weight, bias), residual, ResidualNorms(None, norm[0], EPS), tile
+            operands(Normed(x), linear_weight(weight, bias)),
+            residual,
+            ResidualNorms(None, norm[0], EPS),
+            tile,
         )
         assert close(residual, expected), tile
         assert close(apply_norm(after), normed(residual.float(), norm.float())), tile
@@ -138,19 +142,18 @@ def test_add_by_cublas_or_by_our_kernel(device, half, rows, has_bias):
     before, norm = (torch.randn(n, 96, device=device).to(half) for n in (rows, 1))
     bias = bias if has_bias else None
     expected = before.float() + F.linear(x, weight, bias).float()
-    ours, ways = TritonKernels(), ways_for(rows, 256, "add")
+    products, ways = Products(), ways_for(rows, 256, "add")
     assert len(ways) > 1
-    assert set(kernels._named_ways(rows, 256, "add", linear_tma.takes(x, weight)).values()) == set(
-        ways
-    )
+    given = operands(Normed(x), linear_weight(weight, bias))
+    assert set(ways_of("add", given, before).values()) == set(ways)
     for way in ways:
-        ours.choices.choose({ours.key("add", 96, 256, rows): str(way)})
+        products.choices.choose({products.key("add", 96, 256, rows): str(way)})
         residual = before.clone()
-        _, after = ours.linear_add_norm(
+        after = products.add(
             x, linear_weight(weight, bias), residual, ResidualNorms(None, norm[0], EPS)
         )
         assert close(residual, expected), way
-        assert close(ours.apply_norm(after), normed(residual.float(), norm.float())), way
+        assert close(apply_norm(after), normed(residual.float(), norm.float())), way
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -159,7 +162,7 @@ def test_parts_of_a_product_by_cublas_add_up(monkeypatch, has_bias):
     monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     x, weight, bias, _ = made(70, 96, 256, "cpu", torch.bfloat16)
     bias = bias if has_bias else None
-    shares = library.in_shares(x, linear_weight(weight, bias), 2)
+    shares = library.in_shares(operands(Normed(x), linear_weight(weight, bias)), 2)
     assert shares.dtype is torch.float32 and not torch.equal(shares[0], shares[1])
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     assert torch.allclose(shares.sum(0), expected, atol=1e-4)
@@ -181,7 +184,7 @@ def test_one_feature(device, half, rows):
     expected = F.linear(x.float(), weight.float(), bias.float())
     for tile in tiles_to_try(rows, 96, "linear"):
         out = torch.empty(rows, 1, device=device).to(half)
-        linear(Normed(x), linear_weight(weight, bias), out, tile)
+        linear(operands(Normed(x), linear_weight(weight, bias)), out, tile)
         assert close(out, expected), tile
 
 
@@ -196,7 +199,7 @@ def test_a_row_does_not_depend_on_other_rows(device, half, size):
         outs = []
         for rows in (x, hostile):
             out = torch.empty(size, 48, device=device).to(half)
-            linear(late(rows, norm, 3), linear_weight(weight, None), out, tile)
+            linear(operands(late(rows, norm, 3), linear_weight(weight)), out, tile)
             outs.append(out[others])
         assert torch.equal(*outs), tile
 
@@ -210,7 +213,7 @@ def test_a_row_of_a_plain_tile_does_not_depend_on_the_number_of_rows(device, hal
         for rows in (8, 5, 4, 2):
             out = torch.empty(rows, shape[0], device=device).to(half)
             few = Normed(normed.x[:rows], normed.squares[:, :rows].contiguous(), EPS)
-            linear(few, linear_weight(weight, bias), out, tile)
+            linear(operands(few, linear_weight(weight, bias)), out, tile)
             outs.append(out[:2])
         assert all(torch.equal(out, outs[0]) for out in outs), tile
 
@@ -223,7 +226,7 @@ def test_rows_of_slot_0_get_zeros(device, half, rows):
     expected[slots == 0] = 0
     for tile in tiles_to_try(rows, SHAPES[2][1], "linear"):
         out = torch.full((rows, SHAPES[2][0]), torch.nan, device=device)
-        linear(Normed(x), linear_weight(weight, bias), out, tile, slots=slots)
+        linear(operands(Normed(x), linear_weight(weight, bias)), out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile
         assert torch.allclose(out, expected, atol=1e-2), tile
 
@@ -261,12 +264,11 @@ def test_tiles_that_do_not_fill_the_gpu_are_split(device, half, monkeypatch, row
     runs = []
     for least in (64, 64, 512):
         monkeypatch.setattr(linear_tma, "LEAST_SHARE", least)
-        result = linear(Normed(x), linear_weight(weight, bias), torch.empty_like(before), tile)
+        given = operands(Normed(x), linear_weight(weight, bias))
+        result = linear(given, torch.empty_like(before), tile)
         assert close(result, expected)
         residual = before.clone()
-        after = linear_add(
-            x, linear_weight(weight, bias), residual, ResidualNorms(None, norm, EPS), tile
-        )
+        after = linear_add(given, residual, ResidualNorms(None, norm, EPS), tile)
         assert close(residual, before.float() + expected)
         assert close(apply_norm(after), normed(residual.float(), norm.float()))
         assert not linear_tma.arrivals().any(), "a product leaves its counts to the next"
@@ -285,14 +287,14 @@ def test_how_many_tiles_are_split(monkeypatch):
     monkeypatch.setattr(linear_tma, "num_processors", lambda: 132)
     monkeypatch.setattr(linear_tma, "shared_memory", lambda: 227 << 10)
     alone, in_pairs = Tile(256, 64, 0, 4, 8, rows=128), Tile(64, 64, 0, 4, 4, rows=128)
-    assert linear_tma._split(448, 4096, alone) == (52, 2)
-    assert linear_tma._split(64, 14336, alone) == (64, 2)
-    assert linear_tma._split(16, 14336, alone) == (16, 8)
-    assert linear_tma._split(32, 1024, alone) == (32, 2)
-    assert linear_tma._split(264, 4096, alone) == (0, 1)
-    assert linear_tma._split(224, 4096, alone) == (92, 1)
-    assert linear_tma._split(96, 4096, in_pairs) == (96, 2)
-    assert linear_tma._split(300, 4096, in_pairs) == (36, 7)
+    assert linear_tma._split(448, 4096, alone, 2) == (52, 2)
+    assert linear_tma._split(64, 14336, alone, 2) == (64, 2)
+    assert linear_tma._split(16, 14336, alone, 2) == (16, 8)
+    assert linear_tma._split(32, 1024, alone, 2) == (32, 2)
+    assert linear_tma._split(264, 4096, alone, 2) == (0, 1)
+    assert linear_tma._split(224, 4096, alone, 2) == (92, 1)
+    assert linear_tma._split(96, 4096, in_pairs, 2) == (96, 2)
+    assert linear_tma._split(300, 4096, in_pairs, 2) == (36, 7)
 
 
 def test_rows_of_one_padded_size_have_the_same_tiles():

@@ -12,10 +12,18 @@ from slotzero.kernels.quantized import FLOAT8, QuantizedRows, dequantise, pack_r
 from slotzero.kernels.reference import ReferenceKernels
 from slotzero.kernels.triton.kernels import TritonKernels
 from slotzero.kernels.triton.launch import INTERPRETED
-from slotzero.kernels.triton.linear import library, linear_quantized, tiles_quantized
+from slotzero.kernels.triton.linear import (
+    library,
+    linear_quantized,
+    linear_tma,
+    tiles_quantized,
+)
 from slotzero.kernels.triton.linear.elementwise import apply_norm
+from slotzero.kernels.triton.linear.linear import linear, linear_add
+from slotzero.kernels.triton.linear.operands import multiplies_float8, operands
 from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
-from slotzero.kernels.triton.linear.tiles_quantized import multiplies_float8, tile_for
+from slotzero.kernels.triton.linear.tiles import float8_tiles_for
+from slotzero.kernels.triton.linear.tiles_quantized import tile_for
 from slotzero.kernels.types import (
     Experts,
     ExpertWeights,
@@ -384,7 +392,7 @@ def test_tiles_cover_a_weight_once(format):
             assert tile.shares == 1 or tile.share % tile.depth == 0
             if tile.by_sums and format.num_groups(inner) > 1:
                 assert format.group % tile.depth == 0
-            if multiplies_float8(format, inner):
+            if tiles_quantized.multiplies_float8(format, inner):
                 assert tile.by_sums and tile.depth >= tiles_quantized.LEAST_FLOAT8
             if dtype is torch.bfloat16:
                 step = tile.rows * 2 + tile.features * format.bits // 8
@@ -396,12 +404,43 @@ def test_tiles_cover_a_weight_once(format):
 @pytest.mark.parametrize("shape", [(96, 256), (72, 250)])
 def test_float8_products_of_the_library(device, name, shape):
     weight = weight_of(FORMATS[name], *shape, device=device, dtype=torch.bfloat16)
-    assert library.takes_float8(weight.codes, torch.empty(3, 4, dtype=torch.bfloat16)) == (
-        shape == (96, 256)
-    )
     for rows in (65, 300):
         x = Normed(rows_of(rows, shape[1], torch.bfloat16, device))
+        if is_aligned := shape == (96, 256):
+            assert library.takes_float8(operands(x, weight), x.x.new_empty(rows, 96))
+        assert multiplies_float8(weight) == is_aligned
         assert close(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40, 70, 130])
+@pytest.mark.parametrize(
+    "name", ["fp8 by row", "fp8 by group", "fp8 by group of 32", "fp8, static"]
+)
+def test_every_tile_of_float8_products(device, half, rows, name):
+    """With every epilogue; features that no tile divides; and the last tiles split."""
+    inner = 1104
+    weight = weight_of(FORMATS[name], 208, inner, device=device, dtype=half)
+    assert multiplies_float8(weight)
+    x = late(rows_of(rows, inner, half, device))
+    normed = Normed(apply_norm(x))
+    wanted = REFERENCE.linear(normed, weight)
+    slots = (torch.arange(rows, device=device).int() + 1) % 3
+    given = operands(x, weight)
+    before = torch.randn(rows, 208, device=device).to(half)
+    norms = ResidualNorms(None, torch.randn(208, device=device).to(half), EPS)
+    sums, sums_normed = REFERENCE.linear_add_norm(normed.x, weight, before, norms)
+    for tile in float8_tiles_for(rows, "linear", given.group):
+        out = torch.full((rows, 208), torch.nan, device=device).to(half)
+        linear(given, out, tile, slots=slots)
+        assert (out[slots == 0] == 0).all(), tile
+        assert close(out, wanted * (slots > 0)[:, None]), tile
+        residual = before.clone()
+        made = linear_add(given, residual, norms, tile)
+        assert close(residual, sums) and close(apply_norm(made), sums_normed.x), tile
+    for tile in float8_tiles_for(rows, "gated", given.group):
+        got = linear(given, before.new_full((rows, 104), torch.nan), tile, activation="silu")
+        assert close(got, REFERENCE.linear_gated(normed, weight, "silu")), tile
+    assert not linear_tma.arrivals().any()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a graph is captured on a card only")

@@ -34,13 +34,23 @@ def load_early(
 
 @triton.jit
 def finish(
-    result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out, part,
-    m, n, rows, num_out, out_stride, eps, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
+    result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+    squares_out, part, m, n, rows, num_out, out_stride, eps,
+    INNER: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to result and second, which are part `part` of [rows, features]. With a
-    norm, out is the residual, and the result is added to it."""
+    """Apply the epilogue to result and second, which are part `part` of [rows, features]. With
+    scales, both sides of the product were codes in float8. With a norm, out is the residual, and
+    the result is added to it."""
     row, feature = m[:, None], n[None, :]
     inside = (row < rows) & (feature < num_out)
+    if scales is not None:
+        x_scale = tl.load(x_scales + row, mask=row < rows, other=0.0)
+        scale = tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        result *= x_scale * scale
+        if ACTIVATION is not None:
+            at = scales + num_out + feature
+            scale = tl.load(at, mask=feature < num_out, other=0.0).to(tl.float32)
+            second *= x_scale * scale
     if squares is not None:
         scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
         result *= scale

@@ -5,7 +5,8 @@ Norm, bias, activation and residual are fused (`epilogue.py`). The first weights
 the wait for the rows: into registers if they fit, else into the L2 cache. From 2 rows on a tile may
 be copied by the tensor memory accelerator (`linear_tma.py`).
 
-Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
+Weights are 16-bit numbers, or codes in float8 with one scale per feature, which the epilogue
+applies. Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -24,9 +25,9 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
+from slotzero.kernels.triton.linear.operands import Operands, dot
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
-from slotzero.kernels.weights import DenseWeight
 
 VARYING = ["rows", "num_parts"]  # arguments that kernels are not specialized for
 
@@ -40,7 +41,7 @@ def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _one_row_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -81,8 +82,8 @@ def _one_row_kernel(
     if ACTIVATION is not None:
         second = tl.sum(acc2, axis=1)[None, :]
     finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def _load_tiles(
 
 @triton.jit(do_not_specialize=VARYING)
 def _scalar_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -154,8 +155,8 @@ def _scalar_kernel(
     if ACTIVATION is not None:
         second = _sum_lanes(acc2, FEATURES, ROWS)
     finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -170,9 +171,9 @@ def _dot_slices(w, value, acc, WIDE: tl.constexpr):
     """Add the product of w [slices, features, depth] and value [slices, depth, rows] to acc, which
     is transposed if not WIDE."""
     if WIDE:
-        return tl.dot(w, value, acc)
+        return dot(w, value, acc)
     else:  # noqa: RET505  the compiler does not see that the rest is unreachable
-        return tl.dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
+        return dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
 
 
 @triton.jit
@@ -186,7 +187,7 @@ def _sum_slices(acc, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _sliced_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
@@ -236,14 +237,14 @@ def _sliced_kernel(
     if ACTIVATION is not None:
         second = _sum_slices(acc2, wide)
     finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _staged_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -269,23 +270,23 @@ def _staged_kernel(
             known = known & (first + k < INNER)[None, :]
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = tl.dot(value, w, acc)
+        acc = dot(value, w, acc)
         if ACTIVATION is not None:
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-            acc2 = tl.dot(value, w2, acc2)
+            acc2 = dot(value, w2, acc2)
     parts, before = load_early(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
     finish(
-        acc, acc2, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        acc, acc2, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING[:1])
 def _split_k_kernel(
-    x, weight, bias, out, rows, num_out, x_stride,
+    x, weight, x_scales, scales, bias, out, rows, num_out, x_stride,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -309,8 +310,11 @@ def _split_k_kernel(
             known = known & (first + k < INNER)[None, :]
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = tl.dot(value, w, acc)
+        acc = dot(value, w, acc)
     row, feature = m[:, None], n[None, :]
+    if scales is not None:
+        scale = tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        acc *= tl.load(x_scales + row, mask=row < rows, other=0.0) * scale
     if bias is not None:
         added = tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
         acc += tl.where(share == 0, added, 0.0)
@@ -319,8 +323,7 @@ def _split_k_kernel(
 
 
 def linear(
-    x: Normed,
-    weight: DenseWeight,
+    given: Operands,
     out: Tensor,
     tile: Tile,
     *,
@@ -331,32 +334,31 @@ def linear(
 
     With an activation the weight has gates and then values; with slots, rows of slot 0 get zeros.
     """
-    _launch(x, weight, out, tile, activation=activation, slots=slots)
+    _launch(given, out, tile, activation=activation, slots=slots)
     return out
 
 
-def linear_add(
-    x: Tensor, weight: DenseWeight, residual: Tensor, norms: ResidualNorms, tile: Tile
-) -> Normed:
-    """Add x times weight to the residual, in place, and norm the sum with a deferred scale."""
+def linear_add(given: Operands, residual: Tensor, norms: ResidualNorms, tile: Tile) -> Normed:
+    """Add the product to the residual, in place, and norm the sum with a deferred scale."""
     if tile.shares > 1:
-        return add_norm(residual, _in_shares(x, weight, tile), norms, late=True)
-    parts = triton.cdiv(len(weight.data), tile.features)
-    squares = torch.empty(parts, len(x), dtype=torch.float32, device=x.device)
+        return add_norm(residual, _in_shares(given, tile), norms, late=True)
+    parts = triton.cdiv(len(given.weight), tile.features)
+    squares = torch.empty(parts, len(residual), dtype=torch.float32, device=residual.device)
     made = Normed(torch.empty_like(residual), squares, norms.eps)
-    _launch(Normed(x), weight, residual, tile, norm=norms.next, made=made)
+    _launch(given, residual, tile, norm=norms.next, made=made)
     return made
 
 
-def _in_shares(x: Tensor, weight: DenseWeight, tile: Tile) -> Tensor:
+def _in_shares(given: Operands, tile: Tile) -> Tensor:
     """Return [shares, rows, features] in float32, to be added up."""
-    rows, inner = x.shape
-    num_out = len(weight.data)
-    out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=x.device)
+    rows, inner = given.x.shape
+    num_out = len(given.weight)
+    out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=given.x.device)
     tiles = triton.cdiv(inner, tile.depth)
     launch(
         _split_k_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
-        x, weight.data, weight.bias, out, rows, num_out, x.stride(0),
+        given.x, given.weight, given.x_scales, given.scales, given.bias, out, rows, num_out,
+        given.x.stride(0),
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
         SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
@@ -366,8 +368,7 @@ def _in_shares(x: Tensor, weight: DenseWeight, tile: Tile) -> Tensor:
 
 
 def _launch(
-    x: Normed,
-    weight: DenseWeight,
+    given: Operands,
     out: Tensor,
     tile: Tile,
     *,
@@ -377,11 +378,10 @@ def _launch(
     made: Normed | None = None,
 ) -> None:
     if tile.rows:
-        linear_tma.product(x, weight, out, tile, activation, slots, norm, made)
+        linear_tma.product(given, out, tile, activation, slots, norm, made)
         return
-    rows, inner = x.x.shape
+    rows, inner = given.x.shape
     num_out = out.shape[1]
-    num_parts = 0 if x.squares is None else len(x.squares)
     kernel, block, parts, sizes = _one_row_kernel, tile.depth, 1024, {}
     if tile.stages:
         kernel, parts = _staged_kernel, 64
@@ -398,8 +398,9 @@ def _launch(
     weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
         kernel, (triton.cdiv(num_out, tile.features),),
-        x.x, weight.data, weight.bias, x.squares, slots, norm, out, weighted, squares_out,
-        rows, num_out, num_parts, x.x.stride(0), out.stride(0), x.eps,
+        given.x, given.weight, given.x_scales, given.scales, given.bias, given.squares, slots,
+        norm, out, weighted, squares_out,
+        rows, num_out, given.num_parts, given.x.stride(0), out.stride(0), given.eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
         PARTS=parts, ACTIVATION=activation,

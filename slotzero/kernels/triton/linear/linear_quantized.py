@@ -2,7 +2,7 @@
 
 Norm, bias, activation and residual are fused as in `linear.py`. Rows may be codes too: float8
 products, of rows that `round_float8.py` has rounded. For many rows a weight is unpacked once, and
-cuBLAS multiplies; cuBLAS also multiplies float8 codes whose scales are of whole rows.
+cuBLAS multiplies.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -25,11 +25,12 @@ from slotzero.kernels.triton.linear import library
 from slotzero.kernels.triton.linear.codes import decode, multiply, scaled
 from slotzero.kernels.triton.linear.elementwise import apply_norm, gate
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
+from slotzero.kernels.triton.linear.operands import Operands
 from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
-from slotzero.kernels.triton.linear.tiles import MAX_ROWS, STAGED_ROWS
+from slotzero.kernels.triton.linear.tiles import MAX_ROWS
 from slotzero.kernels.triton.linear.tiles_quantized import CodesTile, multiplies_float8, tile_for
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
-from slotzero.kernels.weights import DenseWeight, QuantizedWeight
+from slotzero.kernels.weights import QuantizedWeight
 
 VARYING = ["rows", "num_parts"]
 PARTS = 32  # partial sums of squares that are read at a time
@@ -89,8 +90,8 @@ def _product_kernel(
             squares, norm, out, m, its, rows, num_out, num_parts, out_stride, PARTS, ROWS
         )
         finish(
-            result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-            part, m, its, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+            result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
+            squares_out, part, m, its, rows, num_out, out_stride, eps, INNER, ACTIVATION,
         )  # fmt: skip
 
 
@@ -119,8 +120,8 @@ def _add_shares_kernel(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
     finish(
-        result, second, squares, parts, before, bias, slots, norm, out, weighted, squares_out,
-        tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -155,22 +156,19 @@ def _unpack_kernel(
 
 def product(x: Normed, weight: QuantizedWeight, out: Tensor, slots: Tensor | None = None) -> Tensor:
     """Multiply rows by the weight -> out; with slots, rows of slot 0 get zeros."""
-    if not _is_for_library(x.x, weight, out):
+    if not _is_unpacked(x.x, weight):
         _launch(x, weight, out, slots=slots)
         return out
     if slots is not None:
         x = Normed(apply_norm(x).masked_fill((slots == 0)[:, None], 0))
-    rows, x_scales = operands(x, weight)
-    if x_scales is not None:
-        codes, scales = weight.codes, weight.scales
-        return library.float8_product(rows.x, x_scales, codes, scales, weight.bias, out)
-    unpacked = DenseWeight(unpack(weight, rows.x.dtype), weight.bias, weight.out_features)
-    return library.product(apply_norm(rows), unpacked, out)
+    given, _ = inputs(x, weight)
+    unpacked = unpack(weight, x.x.dtype)
+    return library.product(Operands(apply_norm(given), unpacked, weight.bias), out)
 
 
 def product_gated(x: Normed, weight: QuantizedWeight, activation: Activation) -> Tensor:
     """Multiply by gates and values, and gate -> [rows, features / 2]."""
-    if _is_for_library(x.x, weight, x.x):
+    if _is_unpacked(x.x, weight):
         joined = product(x, weight, x.x.new_empty(len(x.x), weight.out_features))
         gates, values = joined.chunk(2, -1)
         return gate(gates, values, activation)
@@ -186,7 +184,7 @@ def product_add(
     return _launch(Normed(x), weight, residual, norms=norms)
 
 
-def operands(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:
+def inputs(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:
     """Return the rows of a product: unchanged, rounded, or codes in float8 and their scales."""
     if weight.format.activations == "plain":
         return x, None
@@ -231,14 +229,9 @@ def _sizes(weight: QuantizedWeight) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_for_library(x: Tensor, weight: QuantizedWeight, out: Tensor) -> bool:
-    """Return whether cuBLAS multiplies these rows: more than a tile has of float8 codes, more than
-    a few tiles have of anything that has to be unpacked first."""
-    format = weight.format
-    if not multiplies_float8(format, weight.in_features):
-        return len(x) > MAX_ROWS
-    one_scale = format.activations != "float8_group" and weight.scales.shape[-1] == 1
-    return len(x) > STAGED_ROWS and one_scale and library.takes_float8(weight.codes, out)
+def _is_unpacked(x: Tensor, weight: QuantizedWeight) -> bool:
+    """Return whether cuBLAS multiplies these rows by the unpacked weight."""
+    return len(x) > MAX_ROWS and not multiplies_float8(weight.format, weight.in_features)
 
 
 def _launch(
@@ -253,7 +246,7 @@ def _launch(
     """Multiply, and apply an epilogue. With norms, out is the residual; return it under the next
     norm, with a deferred scale."""
     (rows, num_out), inner = out.shape, weight.in_features
-    operand, x_scales = operands(x, weight)
+    operand, x_scales = inputs(x, weight)
     num_parts = 0 if operand.squares is None else len(operand.squares)
     tile = tile_for(rows, weight.out_features, weight.format, inner, operand.x.dtype)
     each = tile.features if activation is None else tile.features // 2

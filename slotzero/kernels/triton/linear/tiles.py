@@ -10,6 +10,7 @@ STAGED_ROWS = 64  # up to here a tile has all the rows
 BULK_ROWS = 128  # rows of a large TMA tile
 PADDED_ROWS = (1, 8, 16, 64, 104, 128, 232, MAX_ROWS)
 SHARES, WHOLE = 2, 8  # of a cuBLAS product; values that are read at once
+MOST_FLOAT8 = 256  # depth of a tile of codes in float8
 WHOLE_RUN = 384  # weights of a feature that one warp loads at once, at most
 
 
@@ -119,6 +120,41 @@ def tiles_for(rows: int, inner: int, kind: str) -> tuple[Tile, ...]:
         *(Tile(f, depth, 0, n, warps, shares) for f, depth, n, warps, shares in shared if adds),
         *bulk,
     )
+
+
+def float8_step(group: int | None) -> int:
+    """Return the most inputs of a float8 product that have one scale, and whose sum matrix units
+    compute exactly enough: a power of two."""
+    return MOST_FLOAT8 if group is None else min(group & -group, MOST_FLOAT8)
+
+
+@functools.cache
+def float8_tiles_for(rows: int, kind: str, group: int | None) -> tuple[Tile, ...]:
+    """Return the tiles worth timing for codes in float8, of which a feature or a group of its
+    inputs shares a scale.
+
+    With groups only TMA tiles are possible, see linear_tma.py. Matrix units take at least 64
+    features of few rows: 64 gates and 64 values.
+    """
+    if rows <= SLICED_ROWS:
+        size, cuts = 16, [(64, 256, 4, 4), (64, 256, 6, 4), (128, 128, 6, 4), (128, 256, 4, 4)]
+        if kind == "gated":
+            cuts = [(128, 128, 4, 4), (128, 128, 6, 4), (128, 256, 3, 4), (256, 128, 5, 8)]
+    elif rows <= STAGED_ROWS:
+        size, cuts = 64, [(64, 128, 6, 4), (64, 256, 3, 4), (128, 128, 4, 4), (128, 128, 5, 8)]
+    elif rows <= MAX_ROWS and padded_rows(rows) % BULK_ROWS:
+        size, cuts = 64, [(128, 128, 4, 4)]
+    else:
+        size, cuts = BULK_ROWS, [(128, 128, 4, 8), (256, 128, 3, 8)]
+    depth_of_scale = float8_step(group)
+    bulk = dict.fromkeys(
+        Tile(features, min(depth, depth_of_scale), 0, stages, warps, rows=size)
+        for features, depth, stages, warps in cuts
+    )
+    plain: list[tuple[int, int, int]] = []
+    if rows == 1 and group is None:
+        plain = [(8, 1024, 4), (8, 2048, 8), (4, 2048, 4), (16, 1024, 8), (4, 4096, 8)]
+    return *bulk, *(Tile(features, depth, 1, 0, warps) for features, depth, warps in plain)
 
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:

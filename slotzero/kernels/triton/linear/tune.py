@@ -28,9 +28,18 @@ SHIPPED = HERE / "tuned.json"
 SOURCES = (  # files whose change invalidates earlier timings
     *(
         HERE / f"{name}.py"
-        for name in ("linear", "linear_tma", "library", "epilogue", "tiles", "elementwise")
+        for name in (
+            "linear",
+            "linear_tma",
+            "library",
+            "epilogue",
+            "operands",
+            "products",
+            "tiles",
+            "elementwise",
+        )
     ),
-    *(HERE.parent / f"{name}.py" for name in ("launch", "kernels")),
+    HERE.parent / "launch.py",
 )
 COLD_BYTES = 256 << 20  # several times the L2 cache of a card
 LEAST_CALLS, MOST_COPIES = 8, 64

@@ -9,7 +9,7 @@ from torch import Tensor
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import activate
 from slotzero.kernels.triton.linear.codes import multiply
-from slotzero.kernels.triton.linear.linear_quantized import constants, operands
+from slotzero.kernels.triton.linear.linear_quantized import constants, inputs
 from slotzero.kernels.triton.linear.tiles_quantized import cut
 from slotzero.kernels.types import Activation, Normed
 from slotzero.kernels.weights import QuantizedWeight
@@ -85,7 +85,7 @@ def product(
 ) -> None:
     """Multiply rows by their experts' weights -> out. With `shared`, x has one row per token, which
     that many choices share; otherwise it is sorted by expert, see `_product_kernel`."""
-    rows, x_scales = operands(Normed(x), weights)
+    rows, x_scales = inputs(Normed(x), weights)
     num_out, bias = out.shape[1], weights.bias
     features = 64 if block_rows <= FEW_ROWS else 128
     tile = cut(block_rows, features, weights.format, weights.in_features, rows.x.dtype)

@@ -1,0 +1,178 @@
+"""Which kernel multiplies: one of our tiles, or cuBLAS, whatever is fastest for a shape.
+
+Dense weights and codes in float8 share kernels and choices. Other codes have their own kernels
+(`linear_quantized.py`), and weights of several formats are several products.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeGuard, TypeVar
+
+import torch
+from torch import Tensor
+
+from slotzero.kernels.triton.launch import INTERPRETED, card_name, is_compiling
+from slotzero.kernels.triton.linear import elementwise, library, linear_quantized, linear_tma
+from slotzero.kernels.triton.linear.linear import linear, linear_add
+from slotzero.kernels.triton.linear.operands import (
+    Operands,
+    multiplies_float8,
+    operands,
+)
+from slotzero.kernels.triton.linear.tiles import (
+    LIBRARY,
+    MAX_ROWS,
+    STAGED_ROWS,
+    Cublas,
+    Tile,
+    Way,
+    float8_tiles_for,
+    padded_rows,
+    ways_for,
+)
+from slotzero.kernels.triton.linear.tune import Choices
+from slotzero.kernels.types import Activation, Normed, ResidualNorms
+from slotzero.kernels.weights import DenseWeight, JoinedWeight, LinearWeight, QuantizedWeight
+
+T = TypeVar("T")
+
+
+class Products:
+    def __init__(self) -> None:
+        self.choices = Choices()
+
+    def product(
+        self, x: Normed, weight: LinearWeight, out: Tensor, slots: Tensor | None = None
+    ) -> None:
+        """Write x times weight into out; with slots, these are logits: zeros for rows of slot 0."""
+        if isinstance(weight, JoinedWeight):
+            first = 0
+            for part in weight.parts:
+                self.product(x, part, out[:, first : first + part.out_features], slots)
+                first += part.out_features
+            return
+        if _is_decoded(weight):
+            linear_quantized.product(x, weight, out, slots)
+            return
+
+        def run(way: Way, given: Operands) -> Tensor:
+            if isinstance(way, Tile):
+                return linear(given, out, way, slots=slots)
+            return library.product(given.without(slots), out)
+
+        given = operands(x, weight)
+        self._run("linear" if slots is None else "logits", given, out, run)
+
+    def gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+        """Multiply by gates and values, and gate -> [rows, features / 2]."""
+        if isinstance(weight, JoinedWeight):
+            joined = x.x.new_empty(len(x.x), weight.out_features)
+            self.product(x, weight, joined)
+            gates, values = joined.chunk(2, -1)
+            return elementwise.gate(gates, values, activation)
+        if _is_decoded(weight):
+            return linear_quantized.product_gated(x, weight, activation)
+        out = x.x.new_empty(len(x.x), weight.out_features // 2)
+
+        def run(way: Way, given: Operands) -> Tensor:
+            if isinstance(way, Tile):
+                return linear(given, out, way, activation=activation)
+            joined = out.new_empty(len(out), weight.out_features)
+            gates, values = library.product(given.with_norm(), joined).chunk(2, -1)
+            return elementwise.gate(gates, values, activation)
+
+        return self._run("gated", operands(x, weight), out, run)
+
+    def add(
+        self, x: Tensor, weight: DenseWeight | QuantizedWeight, residual: Tensor,
+        norms: ResidualNorms,
+    ) -> Normed:  # fmt: skip
+        """Add x times weight to the residual, in place, and norm the sum."""
+        late = is_late(len(x), x.dtype)
+        if _is_decoded(weight):
+            return linear_quantized.product_add(x, weight, residual, norms)
+
+        def run(way: Way, given: Operands) -> Normed:
+            if isinstance(way, Tile):
+                return linear_add(given, residual, norms, way)
+            if way.shares > 1:
+                delta = library.in_shares(given, way.shares)
+            elif given.bias is None and given.scales is None:
+                residual.addmm_(given.x, given.weight.t())
+                return elementwise.add_norm(residual, None, norms, late)
+            else:
+                delta = library.product(given, torch.empty_like(residual))
+            return elementwise.add_norm(residual, delta, norms, late)
+
+        return self._run("add", operands(Normed(x), weight), residual, run, changes=residual)
+
+    def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
+        """Return the key of a tuned choice: everything that may change which tile is fastest."""
+        return f"{card_name()}/{kind}/{out_features}x{in_features}/{padded_rows(rows)}"
+
+    def _run(
+        self,
+        kind: str,
+        given: Operands,
+        out: Tensor,
+        run: Callable[[Way, Operands], T],
+        changes: Tensor | None = None,
+    ) -> T:
+        """Run the product in the fastest way: by one of our kernels, or by cuBLAS.
+
+        `changes` is a tensor that a run reads and writes; it is restored after timing.
+        """
+        ways = ways_of(kind, given, out)
+        if INTERPRETED:  # without cuBLAS
+            return run(next((w for w in ways.values() if isinstance(w, Tile)), LIBRARY), given)
+        if len(ways) == 1 or len(given.x) > MAX_ROWS:
+            return run(next(iter(ways.values())), given)
+        key = self.key(_kind_of(kind, given), len(given.weight), given.x.shape[1], len(given.x))
+        name = self.choices.known(key, tuple(ways))
+        likely = self.choices.likely(key, tuple(ways)) if name is None else [name]
+        if is_compiling():
+            return [run(ways[each], given) for each in likely][-1]
+        name = likely[0]
+        if len(likely) > 1:
+            before = None if changes is None else changes.clone()
+            name = self.choices.find(
+                key, likely, given.weight,
+                lambda name, weight: run(ways[name], given._replace(weight=weight)),
+            )  # fmt: skip
+            if changes is not None and before is not None:
+                changes.copy_(before)
+        return run(ways[name], given)
+
+
+def ways_of(kind: str, given: Operands, out: Tensor) -> Mapping[str, Way]:
+    """Return the ways to multiply that are worth timing, by name, the likely fastest for many rows
+    first."""
+    (rows, inner), ways = given.x.shape, tuple[Way, ...]()
+    if given.scales is not None:
+        library_ways = (LIBRARY,) if library.takes_float8(given, out) else ()
+        ways = *library_ways, *float8_tiles_for(rows, kind, given.group)
+    elif rows <= MAX_ROWS and given.x.dtype is torch.bfloat16:
+        ways = ways_for(rows, inner, kind)
+    else:
+        ways = (LIBRARY,)
+    in_bulk = linear_tma.takes(given.x, given.weight)
+    return {str(way): way for way in ways if in_bulk or isinstance(way, Cublas) or not way.rows}
+
+
+def is_late(rows: int, dtype: torch.dtype) -> bool:
+    """Return whether a norm defers its scale to the product that follows.
+
+    More rows may be multiplied by cuBLAS, which does not apply it. Rows with a deferred scale are
+    multiplied before they are scaled: bfloat16 can represent them, float16 may overflow.
+    """
+    return rows <= STAGED_ROWS and dtype is torch.bfloat16
+
+
+def _is_decoded(weight: DenseWeight | QuantizedWeight) -> TypeGuard[QuantizedWeight]:
+    """Return whether kernels decode the weight's codes, instead of multiplying these."""
+    return isinstance(weight, QuantizedWeight) and not multiplies_float8(weight)
+
+
+def _kind_of(kind: str, given: Operands) -> str:
+    if given.scales is None:
+        return kind
+    return f"float8 {kind}" if given.group is None else f"float8 of {given.group} {kind}"
