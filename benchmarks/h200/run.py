@@ -9,7 +9,9 @@ script prints a table, then one line of JSON.
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from stack import apart
 
@@ -28,15 +30,20 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, float] = {}
     for model in args.models:
-        results |= apart(measure, model, args.workloads)
+        name = NAMES.get(model.name, model.name)
+        results |= apart(measure, model, args.workloads, name, {})
         if args.out:
             args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results))
 
 
-def measure(model: Path, workloads: list[str]) -> dict[str, float]:
-    settings = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
-    session, name = BenchSession(str(model), settings), NAMES.get(model.name, model.name)
+def measure(
+    model: Path, workloads: list[str], name: str, settings: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return output tokens per second by workload; of prefill, which has one output token for each
+    request, requests per second."""
+    common = {"load_format": "dummy", "enable_prefix_caching": False, "show_progress": False}
+    session = BenchSession(str(model), common | settings)
     results: dict[str, float] = {}
     num_sizes = len(session.engine.worker.recorded_keys)
     print(

@@ -87,5 +87,6 @@ WORKLOADS: Mapping[str, WorkloadSpec] = {
     for spec in (
         *(fixed_spec(n, 128, 512, name=f"b{n}") for n in (1, 8, 64, 256)),
         WorkloadSpec("mixed", 256, partial(_clip, mixed)),
+        WorkloadSpec("prefill", 64, partial(_clip, partial(fixed, 64, 2048, 1, seed=7))),
     )
 }

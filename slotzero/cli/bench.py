@@ -30,7 +30,14 @@ length. Prefix caching is off. Prints a table, and then one line of JSON.
   slotzero bench cost --plot cost.svg
   slotzero bench serve --url http://127.0.0.1:8000 --rate 2,8 --num-prompts 200
   slotzero bench accuracy --quantization int4"""
-WORKLOAD_NAMES = ("b1", "b8", "b64", "b256", "mixed")  # a test holds them to bench/workloads.py
+WORKLOAD_NAMES = (
+    "b1",
+    "b8",
+    "b64",
+    "b256",
+    "mixed",
+    "prefill",
+)  # a test holds them to bench/workloads.py
 THROUGHPUT_SHAPE = (8, 128, 512)  # requests, input and output length
 LATENCY_SHAPE = (1, 128, 128)
 NUM_REPEATS = 10
@@ -57,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--workload",
         choices=WORKLOAD_NAMES,
         help="throughput: bN is N requests with 128 prompt and 512 output tokens, mixed is 256 "
-        "requests with 100 to 1024 each (default: b8)",
+        "requests with 100 to 1024 each, prefill is 64 requests with 2048 and 1 (default: b8)",
     )
     group.add_argument(
         "--num-prompts",

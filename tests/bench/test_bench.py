@@ -93,11 +93,12 @@ def test_the_mixed_workload_is_frozen() -> None:
 
 def test_workloads_by_name() -> None:
     assert tuple(WORKLOADS) == command.WORKLOAD_NAMES
-    assert [spec.num_requests for spec in WORKLOADS.values()] == [1, 8, 64, 256, 256]
+    assert [spec.num_requests for spec in WORKLOADS.values()] == [1, 8, 64, 256, 256, 64]
     assert WORKLOADS["b8"].draw(49152) == fixed(8, 128, 512)  # a larger vocabulary changes nothing
     assert WORKLOADS["mixed"].draw(32000) == mixed()
     assert max(map(max, WORKLOADS["mixed"].draw(259).prompts)) == 258
     assert WORKLOADS["b1"].draw(259).longest == 640
+    assert WORKLOADS["prefill"].draw(32000) == fixed(64, 2048, 1, seed=7)
 
 
 def test_clipping_shortens_answers_only() -> None:
