@@ -5,13 +5,14 @@
 At start-up, an engine times an unknown shape in isolation, in a chain of equal products. This
 script instead tries each candidate in the captured step of a model with random weights, one product
 after another, while the other products use the best tile so far. The rows are those of decode
-steps. With --speculative and a drafter, the drafter's products are timed in the draft and
+steps. With --quantization fp8, products of codes in float8 are tuned. With --speculative and a drafter, the drafter's products are timed in the draft and
 draft-extend passes. Entries of the file for other shapes are kept.
 """
 
 import argparse
 import gc
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +24,8 @@ from slotzero.config import EngineConfig
 from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Runner
 from slotzero.kernels.triton.kernels import TritonKernels
-from slotzero.kernels.triton.linear.tiles import LIBRARY, PADDED_ROWS, ways_for
+from slotzero.kernels.triton.linear.tiles import PADDED_ROWS
 
-CUBLAS = str(LIBRARY)
 CONTEXT = 384
 REPEATS = 5
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--rows", nargs="+", type=int, default=PADDED_ROWS)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--speculative")
     parser.add_argument("--speculative-model")
     parser.add_argument("--out", type=Path)
@@ -48,6 +49,7 @@ def main() -> None:
                 model=str(model), load_format="dummy", skip_tokenizer_init=True,
                 show_progress=False, lazy_recording=True, max_model_len=1024,
                 kv_cache_memory=30 << 30, enable_prefix_caching=False,
+                quantization=args.quantization,
                 speculative=args.speculative, speculative_model=args.speculative_model,
             )
         )  # fmt: skip
@@ -57,11 +59,11 @@ def main() -> None:
         for rows in args.rows:
             for _ in range(args.rounds):
                 best |= tune(engine, decode, rows, best, timed)
-            timed |= set(requested_keys(engine, decode, decode.pick(rows, rows)))
+            timed |= set(requested(engine, decode, decode.pick(rows, rows)))
         for runner in drafting:
             for rows in args.rows:
                 best |= tune(engine, runner, rows, best, timed)
-                timed |= set(requested_keys(engine, runner, runner.pick(rows, rows)))
+                timed |= set(requested(engine, runner, runner.pick(rows, rows)))
         if args.out:
             args.out.write_text(json.dumps(best, indent=1, sort_keys=True) + "\n")
         del engine, decode, others, drafting
@@ -75,13 +77,10 @@ def tune(
 ) -> dict[str, str]:
     """Return the best choice for each product of one size of a runner, except those in `done`."""
     size = runner.pick(rows, rows)
-    keys = [key for key in requested_keys(engine, runner, size) if key not in done]
-    chosen = {key: known.get(key, CUBLAS) for key in keys}
-    compile_all(engine, runner, size, keys)
-    for key in keys:
-        kind, shape, padded = key.split("/")[1:]
-        inner = int(shape.partition("x")[2])
-        candidates = [str(way) for way in ways_for(int(padded), inner, kind)]
+    products = {k: names for k, names in requested(engine, runner, size).items() if k not in done}
+    chosen = {key: known.get(key, names[0]) for key, names in products.items()}
+    compile_all(engine, runner, size, list(products))
+    for key, candidates in products.items():
         seconds = {
             name: step_seconds(engine, runner, size, {**chosen, key: name}) for name in candidates
         }
@@ -95,14 +94,14 @@ def tune(
     return chosen
 
 
-def requested_keys(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
-    """Return the keys of the choices that a step of this size looks up."""
+def requested(engine: Engine, runner: Runner, size: GraphKey) -> dict[str, Sequence[str]]:
+    """Return the choices that a step of this size looks up, with their candidates."""
     choices = engine.worker.kernels.choices
-    keys: dict[str, None] = {}
+    products: dict[str, Sequence[str]] = {}
 
-    def note(key: str, candidates: object) -> str:
-        keys[key] = None
-        return CUBLAS
+    def note(key: str, candidates: Sequence[str]) -> str:
+        products[key] = candidates
+        return candidates[0]
 
     choices.known, known = note, choices.known
     try:
@@ -110,7 +109,7 @@ def requested_keys(engine: Engine, runner: Runner, size: GraphKey) -> list[str]:
             runner.rehearse(size)
     finally:
         choices.known = known
-    return list(keys)
+    return products
 
 
 def compile_all(engine: Engine, runner: Runner, size: GraphKey, keys: list[str]) -> None:

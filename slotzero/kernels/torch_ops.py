@@ -202,14 +202,14 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
         scores = self.product(x.x.masked_fill((slots == 0)[:, None], 0), weight)
         out.copy_(scores if softcap is None else self.softcap(scores, softcap))
 
-    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Normed:
         gates, values = self.product(x.x, weight).chunk(2, -1)
-        return self.gate(gates, values, activation)
+        return Normed(self.gate(gates, values, activation))
 
     def linear_add_norm(
-        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
+        self, x: Normed, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
-        return self.add_norm(self.product(x, weight), residual, norms)
+        return self.add_norm(self.product(x.x, weight), residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
         post, eps = norms.post, norms.eps

@@ -27,14 +27,27 @@ class Rows(NamedTuple):
     span: int = 0  # tokens of every row, padding included; 0: rows are ragged and packed
 
 
+class Float8Rows(NamedTuple):
+    """Rows rounded to float8, each with one scale."""
+
+    codes: Tensor  # [rows, size] float8
+    scales: Tensor  # [1, rows] float32
+
+
 class Normed(NamedTuple):
-    """Rows under RMSNorm: the weight is applied, and the scale too unless it is deferred."""
+    """The input of a linear layer. If it was under RMSNorm, the weight is applied, and the scale
+    too unless it is deferred."""
 
     x: Tensor  # [rows, size]
     squares: Tensor | None = None
     """None: the scale is applied. Otherwise it is deferred: [parts, rows] sums of squares, and each
     row is still to be divided by sqrt(sum of its parts / size + eps)."""
     eps: float = 0.0
+    peaks: Tensor | None = None
+    """[parts, rows]: the largest |x| of each part of a row, if the kernel before found it."""
+    float8: Float8Rows | None = None
+    """The same rows in float8, if the kernel before rounded them. A linear layer whose format
+    rounds its input by row may use either of these two; others ignore both."""
 
     def select(self, rows: Tensor) -> "Normed":
         squares = None if self.squares is None else self.squares[:, rows]

@@ -70,9 +70,9 @@ class LinearKernels(ABC):
         """Multiply x [rows, in_features] by the weight -> [rows, out_features]."""
 
     @abstractmethod
-    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
-        """Return `gate` of the result of `linear`; the weight has the features of the gates first,
-        then those of the values."""
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Normed:
+        """Return `gate` of the result of `linear`, not normed; the weight has the features of the
+        gates first, then those of the values."""
 
     @abstractmethod
     def gate(self, gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
@@ -80,7 +80,7 @@ class LinearKernels(ABC):
 
     @abstractmethod
     def linear_add_norm(
-        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
+        self, x: Normed, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
         """Return `add_norm` of the result of `linear`."""
 

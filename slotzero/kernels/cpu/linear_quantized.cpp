@@ -359,7 +359,10 @@ void round_float8(Tensor x, std::optional<Tensor> given, int64_t group, Tensor o
         }
         scale = std::isnan(scale) ? scale : std::max(scale / 448.0f, 1e-12f);
       }
-      for (int64_t k = first; k < end; ++k) yp[m * K + k] = nearest_float8(row[k] / scale) * scale;
+      const float inverse = 1.0f / scale;
+      for (int64_t k = first; k < end; ++k) {
+        yp[m * K + k] = nearest_float8(row[k] * inverse) * scale;
+      }
     }
   }
 }

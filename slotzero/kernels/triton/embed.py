@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
-from slotzero.kernels.triton.linear.elementwise import norm_part, num_warps
+from slotzero.kernels.triton.launch import launch, may_follow, num_warps, overlap, wait_for_writer
+from slotzero.kernels.triton.linear.elementwise import norm_part
 from slotzero.kernels.types import Angles, Normed, PairNorms, Tokens
 from slotzero.kernels.weights import DenseWeight
 

@@ -30,7 +30,7 @@ from slotzero.kernels.triton.attention import (
 from slotzero.kernels.triton.launch import compiling_ahead
 from slotzero.kernels.triton.linear import elementwise, linear_quantized, linear_tma
 from slotzero.kernels.triton.linear.elementwise import apply_norm
-from slotzero.kernels.triton.linear.products import Products, is_late
+from slotzero.kernels.triton.linear.products import Products, adds, is_late
 from slotzero.kernels.triton.linear.tune import Choices
 from slotzero.kernels.triton.moe import experts, routing
 from slotzero.kernels.triton.recurrent import convolution, scan, trail
@@ -53,7 +53,7 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.weights import DenseWeight, JoinedWeight, LinearWeight, QuantizedWeight
+from slotzero.kernels.weights import DenseWeight, LinearWeight, QuantizedWeight
 
 MAX_DIM = 512  # largest head that the attention tiles hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads per KV head; for head sizes above 256
@@ -217,18 +217,17 @@ class TritonKernels(Kernels):
         if softcap is not None:
             elementwise.cap(out, softcap)
 
-    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+    def linear_gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Normed:
         return self._products.gated(x, weight, activation)
 
     def linear_add_norm(
-        self, x: Tensor, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
+        self, x: Normed, weight: LinearWeight, residual: Tensor, norms: ResidualNorms
     ) -> tuple[Tensor, Normed]:
         # no program of a product sees a whole row, so the norm of the sum is deferred
         is_fused = norms.post is None and norms.next is not None
-        is_fused &= isinstance(weight, DenseWeight) or is_late(len(x), x.dtype)
-        if not is_fused or isinstance(weight, JoinedWeight):
-            return self.add_norm(self.linear(Normed(x), weight), residual, norms)
-        return residual, self._products.add(x, weight, residual, norms)
+        if is_fused and adds(weight, x.x):
+            return residual, self._products.add(x, weight, residual, norms)
+        return self.add_norm(self.linear(x, weight), residual, norms)
 
     def add_norm(self, x: Tensor, residual: Tensor, norms: ResidualNorms) -> tuple[Tensor, Normed]:
         late = is_late(len(x), x.dtype)

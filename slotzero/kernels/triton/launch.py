@@ -80,6 +80,11 @@ def shared_memory() -> int:
     return int(device.utils.get_device_properties(device.get_current_device())["max_shared_mem"])
 
 
+def num_warps(block: int, most: int = 8) -> int:
+    """Return the warps of an elementwise kernel whose programs have so many values."""
+    return min(most, max(1, block // 512))
+
+
 @functools.cache
 def card_name() -> str:
     return torch.cuda.get_device_name()

@@ -197,7 +197,8 @@ class Attention(Block):
         attended = kernels.attention(qkv, qk_norms, weights.sinks, angles, kv, plan, heads)
         if weights.gate is not None:
             attended = kernels.gate(kernels.linear(x, weights.gate), attended, "sigmoid")
-        return context.linear_add_norm(ranks.attention, attended, weights.out, residual, norms)
+        x = Normed(attended)
+        return context.linear_add_norm(ranks.attention, x, weights.out, residual, norms)
 
 
 def by_head(order: Sequence[int] | None, num_heads: int) -> list[int] | None:

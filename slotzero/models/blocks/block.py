@@ -52,7 +52,7 @@ class BlockContext:
     def linear_add_norm(
         self,
         ranks: Ranks,  # the ranks over which the input features of `weight` and `x` are split
-        x: Tensor,
+        x: Normed,
         weight: LinearWeight,
         residual: Tensor,
         norms: ResidualNorms,
@@ -60,7 +60,7 @@ class BlockContext:
         """Add the product of `x` and a row-parallel weight to the residual."""
         if not ranks.is_distributed:
             return self.kernels.linear_add_norm(x, weight, residual, norms)
-        part = self.kernels.linear(Normed(x), weight)
+        part = self.kernels.linear(x, weight)
         return self.kernels.add_norm(sum_over(ranks, part), residual, norms)
 
     def gather_rows(self, x: Normed) -> Normed:

@@ -85,11 +85,11 @@ class DenseMlp(Block):
     def apply(self, context: BlockContext, x: Normed, weights: DenseMlpWeights) -> Tensor:
         """Return the MLP's result, [T, hidden], without adding it to the residual."""
         inner = self._inner(context, context.gather_rows(x), weights.gate_up)
-        return sum_over(context.ranks, context.kernels.linear(Normed(inner), weights.down))
+        return sum_over(context.ranks, context.kernels.linear(inner, weights.down))
 
-    def _inner(self, context: BlockContext, x: Normed, gate_up: LinearWeight) -> Tensor:
+    def _inner(self, context: BlockContext, x: Normed, gate_up: LinearWeight) -> Normed:
         kernels = context.kernels
         if self.is_gated:
             return kernels.linear_gated(x, gate_up, self.activation)
         up = kernels.linear(x, gate_up)
-        return kernels.gate(up, up, self.activation)
+        return Normed(kernels.gate(up, up, self.activation))

@@ -55,7 +55,7 @@ class LayerInputMixer(Block):
         kernels = context.kernels
         mixed = kernels.gate(kernels.linear(x, weights.gate), layer_input, self.activation)
         norms = ResidualNorms(weights.norm, None, self.norm_eps)
-        residual, _ = kernels.linear_add_norm(mixed, weights.out, residual, norms)
+        residual, _ = kernels.linear_add_norm(Normed(mixed), weights.out, residual, norms)
         return residual
 
 

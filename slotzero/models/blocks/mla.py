@@ -100,4 +100,5 @@ class MlaAttention(Block):
         shape = heads.num_heads, -1, heads.value_dim
         up = MlaWeights(weights.k_norm, weights.up_k.view(shape), weights.up_v.view(shape))
         attended = kernels.mla_attention(q, row, up, inputs.angles, inputs.kv, inputs.plan, heads)
-        return context.linear_add_norm(ranks.attention, attended, weights.out, residual, norms)
+        x = Normed(attended)
+        return context.linear_add_norm(ranks.attention, x, weights.out, residual, norms)

@@ -149,7 +149,7 @@ class RecurrentMixer(Block):
         scanned = kernels.scan(mixed, steps[0], beta, weights.scan, inputs, scan)
         gated = self._gate(context, scanned, gates, weights.gate_norm)
         ranks = context.ranks.attention
-        return context.linear_add_norm(ranks, gated, weights.out, residual, norms)
+        return context.linear_add_norm(ranks, Normed(gated), weights.out, residual, norms)
 
     def _gate(
         self, context: BlockContext, x: Tensor, gates: Tensor, weight: Tensor | None

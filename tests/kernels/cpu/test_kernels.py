@@ -654,7 +654,7 @@ def test_gates(kernels, activation):
     x, weight, bias = torch.randn(5, 24), torch.randn(34, 24), torch.randn(34)
     packed = DenseWeight(kernels.pack(weight), bias, 34)
     expected = activate(F.linear(x, weight, bias).double(), activation)
-    got = kernels.linear_gated(Normed(x), packed, activation).double()
+    got = kernels.linear_gated(Normed(x), packed, activation).x.double()
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
@@ -677,7 +677,7 @@ def test_add_norm_with_and_without_each_norm(kernels, has_after, has_norm):
     packed = DenseWeight(kernels.pack(weight), bias, 20)
     for got in (
         kernels.add_norm(change, residual.clone(), norms),
-        kernels.linear_add_norm(x, packed, residual.clone(), norms),
+        kernels.linear_add_norm(Normed(x), packed, residual.clone(), norms),
     ):
         torch.testing.assert_close(got[0].double(), total.double(), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got[1].x.double(), normed.double(), atol=1e-5, rtol=1e-5)

@@ -157,7 +157,7 @@ def test_products_are_added_and_normed(device, rows, with_after, with_norm):
         (
             TritonKernels().linear_add_norm,
             REFERENCE.linear_add_norm,
-            (x, DenseWeight(weight, bias, 24)),
+            (Normed(x), DenseWeight(weight, bias, 24)),
         ),
         (TritonKernels().add_norm, REFERENCE.add_norm, (x[:, :24].contiguous(),)),
     ):

@@ -18,7 +18,12 @@ from slotzero.kernels.triton.linear import (
     linear_tma,
     tiles_quantized,
 )
-from slotzero.kernels.triton.linear.elementwise import apply_norm
+from slotzero.kernels.triton.linear.elementwise import (
+    add_norm,
+    apply_norm,
+    gate,
+    gate_float8,
+)
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.operands import multiplies_float8, operands
 from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
@@ -151,7 +156,7 @@ def test_shares_of_the_inner_dimension(device, half, rows, name):
     wanted = REFERENCE.linear(normed, weight) * (slots > 0)[:, None]
     assert (out[slots == 0] == 0).all() and close(out, wanted)
     got = linear_quantized.product_gated(x, weight, "silu")
-    assert close(got, REFERENCE.linear_gated(normed, weight, "silu"))
+    assert close(got, REFERENCE.linear_gated(normed, weight, "silu").x)
     check_add(rows_of(rows, inner, dtype, device), weight)
 
 
@@ -163,7 +168,7 @@ def test_epilogues(device, half, rows, name):
     x = late(rows_of(rows, size, half, device))
     normed = Normed(apply_norm(x))
     got = linear_quantized.product_gated(x, weight, "clamped_silu")
-    assert close(got, REFERENCE.linear_gated(normed, weight, "clamped_silu"))
+    assert close(got, REFERENCE.linear_gated(normed, weight, "clamped_silu").x)
     check_add(rows_of(rows, size, half, device), weight)
 
 
@@ -171,13 +176,13 @@ def check_add(x: torch.Tensor, weight: QuantizedWeight) -> None:
     before = torch.randn(len(x), weight.out_features, device=x.device).to(x.dtype)
     norm = torch.randn(weight.out_features, device=x.device).to(x.dtype)
     norms = ResidualNorms(None, norm, EPS)
-    wanted, wanted_normed = REFERENCE.linear_add_norm(x, weight, before, norms)
+    wanted, wanted_normed = REFERENCE.linear_add_norm(Normed(x), weight, before, norms)
     residual = before.clone()
-    made = linear_quantized.product_add(x, weight, residual, norms)
+    made = linear_quantized.product_add(Normed(x), weight, residual, norms)
     assert close(residual, wanted) and close(apply_norm(made), wanted_normed.x)
     for others in (norms, ResidualNorms(norm, None, EPS)):
-        wanted, wanted_normed = REFERENCE.linear_add_norm(x, weight, before, others)
-        residual, made = TRITON.linear_add_norm(x, weight, before.clone(), others)
+        wanted, wanted_normed = REFERENCE.linear_add_norm(Normed(x), weight, before, others)
+        residual, made = TRITON.linear_add_norm(Normed(x), weight, before.clone(), others)
         assert close(residual, wanted) and close(apply_norm(made), wanted_normed.x)
 
 
@@ -188,7 +193,7 @@ def test_many_rows(device, name):
     x = Normed(rows_of(260, 130, torch.float32, device))
     assert close(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
     gated = TRITON.linear_gated(x, weight, "silu")
-    assert close(gated, REFERENCE.linear_gated(x, weight, "silu"))
+    assert close(gated.x, REFERENCE.linear_gated(x, weight, "silu").x)
 
 
 @pytest.mark.parametrize("rows", [3, 260])
@@ -297,11 +302,11 @@ def test_weights_side_by_side(device):
         x = Normed(rows_of(rows, 100, torch.float32, device))
         assert close(TRITON.linear(x, joined), REFERENCE.linear(x, joined))
     gated, wanted = (k.linear_gated(x, joined, "silu") for k in (TRITON, REFERENCE))
-    assert close(gated, wanted)
+    assert close(gated.x, wanted.x)
     before = torch.randn(260, 64, device=device)
     norms = ResidualNorms(None, torch.randn(64, device=device), EPS)
-    got = TRITON.linear_add_norm(x.x, joined, before.clone(), norms)
-    wanted, wanted_normed = REFERENCE.linear_add_norm(x.x, joined, before, norms)
+    got = TRITON.linear_add_norm(x, joined, before.clone(), norms)
+    wanted, wanted_normed = REFERENCE.linear_add_norm(x, joined, before, norms)
     assert close(got[0], wanted) and close(apply_norm(got[1]), wanted_normed.x)
     bare = JoinedWeight(tuple(part._replace(bias=None) for part in joined.parts), 64)
     slots = torch.arange(260, device=device).int() % 3
@@ -428,8 +433,8 @@ def test_every_tile_of_float8_products(device, half, rows, name):
     given = operands(x, weight)
     before = torch.randn(rows, 208, device=device).to(half)
     norms = ResidualNorms(None, torch.randn(208, device=device).to(half), EPS)
-    sums, sums_normed = REFERENCE.linear_add_norm(normed.x, weight, before, norms)
-    for tile in float8_tiles_for(rows, "linear", given.group):
+    sums, sums_normed = REFERENCE.linear_add_norm(normed, weight, before, norms)
+    for tile in float8_tiles_for(rows, inner, "linear", given.group):
         out = torch.full((rows, 208), torch.nan, device=device).to(half)
         linear(given, out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile
@@ -437,10 +442,48 @@ def test_every_tile_of_float8_products(device, half, rows, name):
         residual = before.clone()
         made = linear_add(given, residual, norms, tile)
         assert close(residual, sums) and close(apply_norm(made), sums_normed.x), tile
-    for tile in float8_tiles_for(rows, "gated", given.group):
+    for tile in float8_tiles_for(rows, inner, "gated", given.group):
         got = linear(given, before.new_full((rows, 104), torch.nan), tile, activation="silu")
-        assert close(got, REFERENCE.linear_gated(normed, weight, "silu")), tile
+        assert close(got.x, REFERENCE.linear_gated(normed, weight, "silu").x), tile
     assert not linear_tma.arrivals().any()
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize("rows", [2, 16])
+def test_rows_rounded_while_they_are_multiplied(device, half, rows, is_late):
+    """By the peaks that the kernel before found: as if they had been rounded before, to the bit."""
+    weight = weight_of(FORMATS["fp8 by row"], 208, 352, device=device, dtype=half)
+    x = rows_of(rows, 352, half, device)
+    given = late(x) if is_late else Normed(x)
+    peaks = torch.stack([part.abs().amax(-1).float() for part in x.tensor_split(3, dim=-1)])
+    known = operands(given._replace(peaks=peaks), weight)
+    rounded_before = operands(given, weight)
+    assert known.x_scales is None and rounded_before.x_scales is not None
+    norms = ResidualNorms(None, torch.randn(208, device=device).to(half), EPS)
+    for tile in float8_tiles_for(rows, 352, "add"):
+        wanted, got = (torch.ones(rows, 208, device=device, dtype=half) for _ in range(2))
+        linear_add(rounded_before, wanted, norms, tile)
+        made = linear_add(known, got, norms, tile)
+        assert torch.equal(got, wanted), tile
+        assert torch.equal(made.peaks.amax(0), made.x.abs().amax(-1).float()), tile
+    for tile in float8_tiles_for(rows, 352, "gated"):
+        made = linear(known, x.new_full((rows, 104), torch.nan), tile, activation="silu")
+        assert torch.equal(made.peaks.amax(0), made.x.abs().amax(-1).float()), tile
+
+
+@pytest.mark.parametrize("size", [104, 1030])
+def test_rows_rounded_by_the_kernel_before(device, half, size):
+    weight = weight_of(FORMATS["fp8 by row"], 16, size, device=device, dtype=half)
+    gates, values = rows_of(7, 2 * size, half, device).chunk(2, -1)
+    norms = ResidualNorms(None, torch.randn(size, device=device).to(half), EPS)
+    for made in (
+        gate_float8(gates, values, "silu"),
+        add_norm(gates.clone(), values.contiguous(), norms, late=False, rounds=True),
+    ):
+        codes, scales = round_input(Normed(made.x), weight)
+        assert torch.equal(made.float8.codes.view(torch.uint8), codes)
+        assert torch.equal(made.float8.scales, scales)
+    assert torch.equal(gate_float8(gates, values, "silu").x, gate(gates, values, "silu"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a graph is captured on a card only")

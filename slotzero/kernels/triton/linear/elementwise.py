@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
+from slotzero.kernels.triton.launch import launch, may_follow, num_warps, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import activate, tanh
-from slotzero.kernels.types import Activation, Heads, Normed, QkNorms, ResidualNorms
+from slotzero.kernels.triton.linear.float8 import scale_of, to_float8
+from slotzero.kernels.types import Activation, Float8Rows, Heads, Normed, QkNorms, ResidualNorms
 
 GATED_BLOCK, CAPPED_BLOCK = 1024, 4096
 
@@ -23,9 +24,18 @@ def _scaled(wide, size, eps, dtype: tl.constexpr):
     return (wide / tl.sqrt_rn(total / size + eps)).to(dtype).to(tl.float32)
 
 
+@triton.jit
+def store_float8(codes, scale_at, value, inside):
+    """Store a row as codes in float8 with one scale."""
+    wide = value.to(tl.float32)
+    scale = scale_of(tl.max(tl.where(inside, tl.abs(wide), 0.0), axis=0))
+    tl.store(codes, to_float8(wide * (1.0 / scale)), mask=inside)
+    tl.store(scale_at, scale)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm_kernel(
-    residual, delta, after, weight, out, squares, rows, size, residual_stride, eps,
+    residual, delta, after, weight, out, squares, codes, scales, rows, size, residual_stride, eps,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     may_follow(PDL)
@@ -58,7 +68,10 @@ def _add_norm_kernel(
             tl.store(squares + row, tl.sum(value * value, axis=0))
         else:
             value = _scaled(value, size, eps, dtype)
-        tl.store(out + at, (value * by).to(dtype), mask=inside)
+        value = (value * by).to(dtype)
+        tl.store(out + at, value, mask=inside)
+        if codes is not None:
+            store_float8(codes + at, scales + row, value, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts"])
@@ -92,6 +105,25 @@ def _gated_kernel(
     active, wide = activate(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
     active = active.to(gate.dtype).to(tl.float32)
     tl.store(out + row * size + column, (active * wide).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _gated_float8_kernel(
+    gates, values, out, codes, scales, size, gates_stride, values_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gate a whole row, and round it to float8."""
+    may_follow(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < size
+    wait_for_writer(PDL)
+    gate = tl.load(gates + row * gates_stride + column, mask=inside, other=0.0)
+    value = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
+    active, wide = activate(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
+    result = (active.to(gate.dtype).to(tl.float32) * wide).to(gate.dtype)
+    at = row * size + column
+    tl.store(out + at, result, mask=inside)
+    store_float8(codes + at, scales + row, result, inside)
 
 
 @triton.jit
@@ -143,21 +175,28 @@ def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:
     return add_norm(x, None, ResidualNorms(None, weight, eps), late)
 
 
-def add_norm(residual: Tensor, delta: Tensor | None, norms: ResidualNorms, late: bool) -> Normed:
+def add_norm(
+    residual: Tensor,
+    delta: Tensor | None,
+    norms: ResidualNorms,
+    late: bool,
+    rounds: bool = False,
+) -> Normed:
     """Add delta to the residual, in place, and norm the sum.
 
     delta is [rows, size], or several of those to be added up, or None. If late, the scale of the
-    norm is deferred, see Normed.
+    norm is deferred, see Normed. If the kernel `rounds`, there are also codes in float8.
     """
     rows, size = residual.shape
     block = triton.next_power_of_2(size)
     made = Normed(residual)
     if norms.next is not None:
         squares = torch.empty(1, rows, device=residual.device) if late else None
-        made = Normed(torch.empty_like(residual), squares, norms.eps)
+        float8 = _new_float8(residual) if rounds else None
+        made = Normed(torch.empty_like(residual), squares, norms.eps, float8=float8)
     launch(
         _add_norm_kernel, (rows,), residual, delta, norms.post, norms.next, made.x, made.squares,
-        rows, size, residual.stride(0), norms.eps,
+        *(made.float8 or (None, None)), rows, size, residual.stride(0), norms.eps,
         BLOCK=block, PARTS=0 if delta is None else delta.numel() // residual.numel(),
         num_warps=num_warps(block), **overlap(),
     )  # fmt: skip
@@ -166,7 +205,7 @@ def add_norm(residual: Tensor, delta: Tensor | None, norms: ResidualNorms, late:
 
 def apply_norm(x: Normed) -> Tensor:
     """Return the normed rows, with the deferred scale applied."""
-    values, squares, eps = x
+    values, squares, eps = x[:3]
     if squares is None:
         return values
     rows, size = values.shape
@@ -193,6 +232,25 @@ def gate(gates: Tensor, values: Tensor, activation: Activation) -> Tensor:
     return out
 
 
+def gate_float8(gates: Tensor, values: Tensor, activation: Activation) -> Normed:
+    """Return activation(gates) * values, also as codes in float8; both may be slices of rows."""
+    rows, size = values.shape
+    block = triton.next_power_of_2(size)
+    made = Normed(values.new_empty(rows, size))
+    float8 = _new_float8(made.x)
+    launch(
+        _gated_float8_kernel, (rows,),
+        gates, values, made.x, *float8, size, gates.stride(0), values.stride(0),
+        ACTIVATION=activation, BLOCK=block, num_warps=num_warps(block, 32), **overlap(),
+    )  # fmt: skip
+    return made._replace(float8=float8)
+
+
+def _new_float8(x: Tensor) -> Float8Rows:
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return Float8Rows(codes, torch.empty(1, len(x), device=x.device))
+
+
 def cap(x: Tensor, softcap: float) -> None:
     """Replace x by softcap * tanh(x / softcap), in place."""
     rows, size = x.shape
@@ -213,7 +271,3 @@ def norm_heads(qkv: Tensor, norms: QkNorms, heads: Heads) -> Tensor:
         num_warps=num_warps(q_block), **overlap(),
     )  # fmt: skip
     return out
-
-
-def num_warps(block: int) -> int:
-    return min(8, max(1, block // 512))

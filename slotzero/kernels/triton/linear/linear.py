@@ -5,8 +5,7 @@ Norm, bias, activation and residual are fused (`epilogue.py`). The first weights
 the wait for the rows: into registers if they fit, else into the L2 cache. From 2 rows on a tile may
 be copied by the tensor memory accelerator (`linear_tma.py`).
 
-Weights are 16-bit numbers, or codes in float8 with one scale per feature, which the epilogue
-applies. Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
+Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -22,10 +21,10 @@ from slotzero.kernels.triton.launch import (
     prefetch_weights,
     wait_for_writer,
 )
-from slotzero.kernels.triton.linear import linear_tma
+from slotzero.kernels.triton.linear import linear_float8, linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
-from slotzero.kernels.triton.linear.operands import Operands, dot
+from slotzero.kernels.triton.linear.operands import Operands, num_parts
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
 
@@ -41,7 +40,7 @@ def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _one_row_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -82,8 +81,9 @@ def _one_row_kernel(
     if ACTIVATION is not None:
         second = tl.sum(acc2, axis=1)[None, :]
     finish(
-        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        ACTIVATION,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def _load_tiles(
 
 @triton.jit(do_not_specialize=VARYING)
 def _scalar_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -155,8 +155,9 @@ def _scalar_kernel(
     if ACTIVATION is not None:
         second = _sum_lanes(acc2, FEATURES, ROWS)
     finish(
-        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        ACTIVATION,
     )  # fmt: skip
 
 
@@ -171,9 +172,9 @@ def _dot_slices(w, value, acc, WIDE: tl.constexpr):
     """Add the product of w [slices, features, depth] and value [slices, depth, rows] to acc, which
     is transposed if not WIDE."""
     if WIDE:
-        return dot(w, value, acc)
+        return tl.dot(w, value, acc)
     else:  # noqa: RET505  the compiler does not see that the rest is unreachable
-        return dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
+        return tl.dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
 
 
 @triton.jit
@@ -187,7 +188,7 @@ def _sum_slices(acc, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _sliced_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
@@ -237,14 +238,15 @@ def _sliced_kernel(
     if ACTIVATION is not None:
         second = _sum_slices(acc2, wide)
     finish(
-        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _staged_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -270,23 +272,24 @@ def _staged_kernel(
             known = known & (first + k < INNER)[None, :]
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = dot(value, w, acc)
+        acc = tl.dot(value, w, acc)
         if ACTIVATION is not None:
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-            acc2 = dot(value, w2, acc2)
+            acc2 = tl.dot(value, w2, acc2)
     parts, before = load_early(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
     finish(
-        acc, acc2, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        acc, acc2, None, None, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING[:1])
 def _split_k_kernel(
-    x, weight, x_scales, scales, bias, out, rows, num_out, x_stride,
+    x, weight, bias, out, rows, num_out, x_stride,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -310,11 +313,8 @@ def _split_k_kernel(
             known = known & (first + k < INNER)[None, :]
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = dot(value, w, acc)
+        acc = tl.dot(value, w, acc)
     row, feature = m[:, None], n[None, :]
-    if scales is not None:
-        scale = tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-        acc *= tl.load(x_scales + row, mask=row < rows, other=0.0) * scale
     if bias is not None:
         added = tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
         acc += tl.where(share == 0, added, 0.0)
@@ -329,13 +329,15 @@ def linear(
     *,
     activation: Activation | None = None,
     slots: Tensor | None = None,
-) -> Tensor:
+) -> Normed:
     """Multiply rows, with a deferred norm scale or without, by weight [features, inner] -> out.
 
     With an activation the weight has gates and then values; with slots, rows of slot 0 get zeros.
     """
-    _launch(given, out, tile, activation=activation, slots=slots)
-    return out
+    parts = triton.cdiv(2 * out.shape[1], tile.features)
+    made = Normed(out, peaks=None if activation is None else given.new_peaks(parts))
+    _launch(given, out, tile, made, activation=activation, slots=slots)
+    return made
 
 
 def linear_add(given: Operands, residual: Tensor, norms: ResidualNorms, tile: Tile) -> Normed:
@@ -344,8 +346,8 @@ def linear_add(given: Operands, residual: Tensor, norms: ResidualNorms, tile: Ti
         return add_norm(residual, _in_shares(given, tile), norms, late=True)
     parts = triton.cdiv(len(given.weight), tile.features)
     squares = torch.empty(parts, len(residual), dtype=torch.float32, device=residual.device)
-    made = Normed(torch.empty_like(residual), squares, norms.eps)
-    _launch(given, residual, tile, norm=norms.next, made=made)
+    made = Normed(torch.empty_like(residual), squares, norms.eps, given.new_peaks(parts))
+    _launch(given, residual, tile, made, norm=norms.next)
     return made
 
 
@@ -357,8 +359,7 @@ def _in_shares(given: Operands, tile: Tile) -> Tensor:
     tiles = triton.cdiv(inner, tile.depth)
     launch(
         _split_k_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
-        given.x, given.weight, given.x_scales, given.scales, given.bias, out, rows, num_out,
-        given.x.stride(0),
+        given.x, given.weight, given.bias, out, rows, num_out, given.x.stride(0),
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
         SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
@@ -371,14 +372,18 @@ def _launch(
     given: Operands,
     out: Tensor,
     tile: Tile,
+    made: Normed,
     *,
     activation: Activation | None = None,
     slots: Tensor | None = None,
     norm: Tensor | None = None,
-    made: Normed | None = None,
 ) -> None:
+    """Multiply. With a norm, out is the residual, and what is made is the normed sum."""
     if tile.rows:
-        linear_tma.product(given, out, tile, activation, slots, norm, made)
+        linear_tma.product(given, out, tile, made, activation, slots, norm)
+        return
+    if given.scales is not None:
+        linear_float8.product(given, out, tile, made, activation, slots, norm)
         return
     rows, inner = given.x.shape
     num_out = out.shape[1]
@@ -395,12 +400,10 @@ def _launch(
         side, size = min(tile.features, tile.num_warps), 4 if rows <= 4 else PLAIN_ROWS
         kernel, parts = _scalar_kernel, 2048 // size
         sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
-    weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
         kernel, (triton.cdiv(num_out, tile.features),),
-        given.x, given.weight, given.x_scales, given.scales, given.bias, given.squares, slots,
-        norm, out, weighted, squares_out,
-        rows, num_out, given.num_parts, given.x.stride(0), out.stride(0), given.eps,
+        given.x, given.weight, given.bias, given.squares, slots, norm, out, made.x, made.squares,
+        rows, num_out, num_parts(given.squares), given.x.stride(0), out.stride(0), given.eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
         PARTS=parts, ACTIVATION=activation,

@@ -91,7 +91,7 @@ def _product_kernel(
         )
         finish(
             result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-            squares_out, part, m, its, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+            squares_out, None, part, m, its, rows, num_out, out_stride, eps, INNER, ACTIVATION,
         )  # fmt: skip
 
 
@@ -121,7 +121,8 @@ def _add_shares_kernel(
     )
     finish(
         result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        ACTIVATION,
     )  # fmt: skip
 
 
@@ -178,10 +179,10 @@ def product_gated(x: Normed, weight: QuantizedWeight, activation: Activation) ->
 
 
 def product_add(
-    x: Tensor, weight: QuantizedWeight, residual: Tensor, norms: ResidualNorms
+    x: Normed, weight: QuantizedWeight, residual: Tensor, norms: ResidualNorms
 ) -> Normed:
     """Add x times weight to the residual, in place, and norm the sum with a deferred scale."""
-    return _launch(Normed(x), weight, residual, norms=norms)
+    return _launch(x, weight, residual, norms=norms)
 
 
 def inputs(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:

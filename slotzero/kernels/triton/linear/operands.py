@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.round_float8 import round_input
-from slotzero.kernels.triton.linear.tiles import float8_step
+from slotzero.kernels.triton.linear.tiles import LONGEST_ROW, SLICED_ROWS, float8_step
 from slotzero.kernels.types import Normed
 from slotzero.kernels.weights import DenseWeight, QuantizedWeight
 
@@ -21,21 +21,25 @@ EXACT = tl.constexpr(128)  # float8 products that matrix units may add up in few
 
 
 class Operands(NamedTuple):
-    """Rows and a weight. Codes in float8 have scales: one per row and per output feature, or one
-    for each of these and each `group` of input features."""
+    """Rows and a weight. Codes in float8 have scales: one per output feature, or one for each of
+    these and each `group` of input features. The rows are then codes too, with x_scales; or they
+    are 16-bit numbers that the kernel rounds while it multiplies."""
 
     x: Tensor  # [rows, inner]
     weight: Tensor  # [features, inner]
     bias: Tensor | None
     squares: Tensor | None = None  # of a deferred norm, see Normed
     eps: float = 0.0
-    x_scales: Tensor | None = None  # [groups, rows]
     scales: Tensor | None = None  # [features, groups]
     group: int | None = None
+    x_scales: Tensor | None = None  # [groups, rows]
+    peaks: Tensor | None = None  # of rows that are rounded while they are multiplied, see Normed
+    input_scale: Tensor | None = None  # [1], of all rows, instead of one for each
 
     @property
-    def num_parts(self) -> int:
-        return 0 if self.squares is None else len(self.squares)
+    def has_row_scales(self) -> bool:
+        """Return whether each row is rounded by its largest number."""
+        return self.scales is not None and self.group is None and self.input_scale is None
 
     def with_norm(self) -> "Operands":
         """Apply a deferred norm."""
@@ -48,6 +52,22 @@ class Operands(NamedTuple):
         if slots is None:
             return made
         return made._replace(x=made.x.masked_fill((slots == 0)[:, None], 0))
+
+    def new_peaks(self, parts: int) -> Tensor | None:
+        """Return memory for the peaks of the result, if the next product may use them."""
+        if not self.has_row_scales or not takes_peaks(len(self.x)):
+            return None
+        return torch.empty(parts, len(self.x), dtype=torch.float32, device=self.x.device)
+
+
+def num_parts(parts: Tensor | None) -> int:
+    return 0 if parts is None else len(parts)
+
+
+def takes_peaks(rows: int) -> bool:
+    """Return whether kernels round so many rows while they multiply, by peaks found before. One
+    row is in registers whole; more rows are rounded once, by a kernel of its own."""
+    return 1 < rows <= SLICED_ROWS
 
 
 def multiplies_float8(weight: QuantizedWeight) -> bool:
@@ -68,15 +88,30 @@ def multiplies_float8(weight: QuantizedWeight) -> bool:
 
 
 def operands(x: Normed, weight: DenseWeight | QuantizedWeight) -> Operands:
-    """Return what is multiplied; rows are rounded if the weight is codes in float8."""
+    """Return what is multiplied; if the weight is codes in float8, rows are rounded, unless the
+    kernel that multiplies does so."""
     if isinstance(weight, DenseWeight):
         return Operands(x.x, weight.data, weight.bias, x.squares, x.eps)
-    codes, x_scales = round_input(x, weight)
     group = weight.format.group if weight.scales.shape[-1] > 1 else None
-    return Operands(
-        codes.view(FLOAT8), weight.codes.view(FLOAT8), weight.bias, x_scales=x_scales,
-        scales=weight.scales, group=group,
-    )  # fmt: skip
+    made = Operands(
+        x.x, weight.codes.view(FLOAT8), weight.bias, x.squares, x.eps, weight.scales, group
+    )
+    if group is None and _rounds_while_multiplying(x, weight):
+        input_scale = weight.input_scale if weight.format.activations == "float8_static" else None
+        return made._replace(peaks=x.peaks, input_scale=input_scale)
+    if group is None and weight.format.activations == "float8_row" and x.float8 is not None:
+        codes, x_scales = x.float8
+    else:
+        codes, x_scales = round_input(x, weight)
+    return made._replace(x=codes.view(FLOAT8), x_scales=x_scales, squares=None)
+
+
+def _rounds_while_multiplying(x: Normed, weight: QuantizedWeight) -> bool:
+    rows, size = x.x.shape
+    if rows == 1:
+        return size <= LONGEST_ROW
+    is_known = x.peaks is not None or weight.format.activations == "float8_static"
+    return is_known and takes_peaks(rows) and x.x.is_contiguous()
 
 
 @triton.jit

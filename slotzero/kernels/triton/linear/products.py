@@ -20,6 +20,7 @@ from slotzero.kernels.triton.linear.operands import (
 )
 from slotzero.kernels.triton.linear.tiles import (
     LIBRARY,
+    LONGEST_ROW,
     MAX_ROWS,
     STAGED_ROWS,
     Cublas,
@@ -56,44 +57,47 @@ class Products:
 
         def run(way: Way, given: Operands) -> Tensor:
             if isinstance(way, Tile):
-                return linear(given, out, way, slots=slots)
+                return linear(given, out, way, slots=slots).x
             return library.product(given.without(slots), out)
 
         given = operands(x, weight)
         self._run("linear" if slots is None else "logits", given, out, run)
 
-    def gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Tensor:
+    def gated(self, x: Normed, weight: LinearWeight, activation: Activation) -> Normed:
         """Multiply by gates and values, and gate -> [rows, features / 2]."""
         if isinstance(weight, JoinedWeight):
             joined = x.x.new_empty(len(x.x), weight.out_features)
             self.product(x, weight, joined)
             gates, values = joined.chunk(2, -1)
-            return elementwise.gate(gates, values, activation)
+            return Normed(elementwise.gate(gates, values, activation))
         if _is_decoded(weight):
-            return linear_quantized.product_gated(x, weight, activation)
+            return Normed(linear_quantized.product_gated(x, weight, activation))
         out = x.x.new_empty(len(x.x), weight.out_features // 2)
 
-        def run(way: Way, given: Operands) -> Tensor:
+        def run(way: Way, given: Operands) -> Normed:
             if isinstance(way, Tile):
                 return linear(given, out, way, activation=activation)
             joined = out.new_empty(len(out), weight.out_features)
             gates, values = library.product(given.with_norm(), joined).chunk(2, -1)
-            return elementwise.gate(gates, values, activation)
+            if given.has_row_scales and out.shape[1] <= LONGEST_ROW:
+                return elementwise.gate_float8(gates, values, activation)
+            return Normed(elementwise.gate(gates, values, activation))
 
         return self._run("gated", operands(x, weight), out, run)
 
     def add(
-        self, x: Tensor, weight: DenseWeight | QuantizedWeight, residual: Tensor,
+        self, x: Normed, weight: DenseWeight | QuantizedWeight, residual: Tensor,
         norms: ResidualNorms,
     ) -> Normed:  # fmt: skip
         """Add x times weight to the residual, in place, and norm the sum."""
-        late = is_late(len(x), x.dtype)
         if _is_decoded(weight):
             return linear_quantized.product_add(x, weight, residual, norms)
 
         def run(way: Way, given: Operands) -> Normed:
             if isinstance(way, Tile):
                 return linear_add(given, residual, norms, way)
+            rounds = given.has_row_scales and norms.next is not None
+            late = is_late(len(residual), residual.dtype) and not rounds
             if way.shares > 1:
                 delta = library.in_shares(given, way.shares)
             elif given.bias is None and given.scales is None:
@@ -101,9 +105,9 @@ class Products:
                 return elementwise.add_norm(residual, None, norms, late)
             else:
                 delta = library.product(given, torch.empty_like(residual))
-            return elementwise.add_norm(residual, delta, norms, late)
+            return elementwise.add_norm(residual, delta, norms, late, rounds)
 
-        return self._run("add", operands(Normed(x), weight), residual, run, changes=residual)
+        return self._run("add", operands(x, weight), residual, run, changes=residual)
 
     def key(self, kind: str, out_features: int, in_features: int, rows: int) -> str:
         """Return the key of a tuned choice: everything that may change which tile is fastest."""
@@ -149,13 +153,22 @@ def ways_of(kind: str, given: Operands, out: Tensor) -> Mapping[str, Way]:
     (rows, inner), ways = given.x.shape, tuple[Way, ...]()
     if given.scales is not None:
         library_ways = (LIBRARY,) if library.takes_float8(given, out) else ()
-        ways = *library_ways, *float8_tiles_for(rows, kind, given.group)
+        ways = *library_ways, *float8_tiles_for(rows, inner, kind, given.group)
     elif rows <= MAX_ROWS and given.x.dtype is torch.bfloat16:
         ways = ways_for(rows, inner, kind)
     else:
         ways = (LIBRARY,)
     in_bulk = linear_tma.takes(given.x, given.weight)
     return {str(way): way for way in ways if in_bulk or isinstance(way, Cublas) or not way.rows}
+
+
+def adds(weight: LinearWeight, x: Tensor) -> TypeGuard[DenseWeight | QuantizedWeight]:
+    """Return whether `Products.add` takes this weight with these rows."""
+    if isinstance(weight, JoinedWeight):
+        return False
+    if isinstance(weight, DenseWeight) or is_late(len(x), x.dtype):
+        return True
+    return multiplies_float8(weight) and x.dtype is torch.bfloat16
 
 
 def is_late(rows: int, dtype: torch.dtype) -> bool:

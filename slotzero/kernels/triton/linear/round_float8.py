@@ -6,31 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels import quantized
-from slotzero.kernels.triton.launch import (
-    INTERPRETED,
-    launch,
-    may_follow,
-    overlap,
-    wait_for_writer,
-)
-from slotzero.kernels.triton.linear.elementwise import num_warps
+from slotzero.kernels.triton.launch import launch, may_follow, num_warps, overlap, wait_for_writer
+from slotzero.kernels.triton.linear.float8 import scale_of, to_float8
 from slotzero.kernels.types import Normed
 from slotzero.kernels.weights import QuantizedWeight
 
-MAX, SMALLEST = tl.constexpr(quantized.FLOAT8_MAX), tl.constexpr(quantized.SMALLEST_SCALE)
-ROUNDS_UP = tl.constexpr(INTERPRETED)  # the interpreter rounds halves up, a card to even
-
-
-@triton.jit
-def to_float8(x):
-    """Round to e4m3, to the nearest even number; NaN stays NaN."""
-    x = tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))
-    if ROUNDS_UP:  # make it a number of float8, which no conversion changes
-        exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 121)
-        large = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
-        x = (x + large) - large
-    return x.to(tl.float8e4nv)
+MOST_WARPS = 32  # of a row: the fewer rows, the more each thread would have to wait for
 
 
 @triton.jit(do_not_specialize=["rows", "num_parts"])
@@ -56,10 +37,10 @@ def _round_kernel(
     if input_scale is not None:
         scale = tl.zeros([GROUPS], tl.float32) + tl.load(input_scale)
     else:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), axis=1), MAX), SMALLEST)
+        scale = scale_of(tl.max(tl.abs(wide), axis=1))
         is_broken = tl.max((wide != wide).to(tl.int32), axis=1) > 0
         scale = tl.where(is_broken, float("nan"), scale)
-    codes = to_float8(tl.div_rn(wide, tl.broadcast_to(scale[:, None], [GROUPS, BLOCK])))
+    codes = to_float8(wide * (1.0 / scale)[:, None])
     at = out + row * SIZE + column
     if scales is not None:
         tl.store(at, codes.to(tl.uint8, bitcast=True), mask=inside)
@@ -103,5 +84,5 @@ def _round(x: Normed, weight: QuantizedWeight, out: Tensor, scales: Tensor | Non
         x.x.stride(0), x.eps,
         SIZE=size, GROUP=group, GROUPS=groups, BLOCK=block,
         PARTS=triton.next_power_of_2(max(1, num_parts)),
-        num_warps=num_warps(groups * block), **overlap(),
+        num_warps=num_warps(groups * block, MOST_WARPS), **overlap(),
     )  # fmt: skip

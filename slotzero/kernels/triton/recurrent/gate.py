@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
-from slotzero.kernels.triton.linear.elementwise import num_warps
+from slotzero.kernels.triton.launch import launch, may_follow, num_warps, overlap, wait_for_writer
 
 TILE = 1024  # values of small groups per program
 
