@@ -5,8 +5,9 @@
 At start-up, an engine times an unknown shape in isolation, in a chain of equal products. This
 script instead tries each candidate in the captured step of a model with random weights, one product
 after another, while the other products use the best tile so far. The rows are those of decode
-steps. With --quantization fp8, products of codes in float8 are tuned. With --speculative and a drafter, the drafter's products are timed in the draft and
-draft-extend passes. Entries of the file for other shapes are kept.
+steps. With --quantization fp8, products of codes in float8 are tuned. With --speculative and a
+drafter, the drafter's products are timed in the draft and draft-extend passes. Entries of the file
+for other shapes are kept.
 """
 
 import argparse
