@@ -26,7 +26,7 @@ from slotzero.kernels.triton.linear.elementwise import (
 )
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.operands import multiplies_float8, operands
-from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
+from slotzero.kernels.triton.linear.round_float8 import input_groups, round_input, rounded
 from slotzero.kernels.triton.linear.tiles import float8_tiles_for
 from slotzero.kernels.triton.linear.tiles_quantized import tile_for
 from slotzero.kernels.types import (
@@ -252,7 +252,7 @@ def test_rounding_equals_the_definition(device, half, format, size):
     for dtype in (torch.float32, half, torch.bfloat16):
         moved = surrounded(x.to(dtype), device)
         wanted = quantized.round_input(moved, weight)
-        codes, scales = round_input(Normed(moved), weight)
+        codes, scales = round_input(Normed(moved), *input_groups(weight))
         assert codes.dtype is torch.uint8 and scales.shape[1] == 6
         each = scales.t().repeat_interleave(-(-size // len(scales)), dim=1)
         if len(scales) > 1:
@@ -261,7 +261,7 @@ def test_rounding_equals_the_definition(device, half, format, size):
         assert torch.equal(got[:5], wanted[:5])
         if not (INTERPRETED and format.activations == "float8_static"):  # it has no code for NaN
             assert got[5].isnan().equal(wanted[5].isnan())
-        got, near = rounded(Normed(moved), weight)[:5], wanted[:5].to(dtype)
+        got, near = rounded(Normed(moved), *input_groups(weight))[:5], wanted[:5].to(dtype)
         if INTERPRETED and dtype is torch.bfloat16:  # to which it does not round, it cuts
             assert torch.allclose(got, near, rtol=2**-7)
         else:
@@ -270,11 +270,11 @@ def test_rounding_equals_the_definition(device, half, format, size):
 
 @pytest.mark.parametrize("name", ["fp8 by row", "fp8 by group"])
 def test_a_late_norm_is_applied_before_rounding(device, half, name):
-    weight = weight_of(FORMATS[name], 4, 261, device=device)
+    groups = input_groups(weight_of(FORMATS[name], 4, 261, device=device))
     for dtype in (torch.float32, half):
         x = late(torch.randn(5, 261, device=device).to(dtype))
         for got, wanted in zip(
-            round_input(x, weight), round_input(Normed(apply_norm(x)), weight), strict=True
+            round_input(x, *groups), round_input(Normed(apply_norm(x)), *groups), strict=True
         ):
             assert torch.equal(got, wanted)
 
@@ -457,8 +457,8 @@ def test_rows_rounded_while_they_are_multiplied(device, half, rows, is_late):
     given = late(x) if is_late else Normed(x)
     peaks = torch.stack([part.abs().amax(-1).float() for part in x.tensor_split(3, dim=-1)])
     known = operands(given._replace(peaks=peaks), weight)
-    rounded_before = operands(given, weight)
-    assert known.x_scales is None and rounded_before.x_scales is not None
+    rounded_before = known.rounded()
+    assert known.rounds_while_multiplying and not rounded_before.rounds_while_multiplying
     norms = ResidualNorms(None, torch.randn(208, device=device).to(half), EPS)
     for tile in float8_tiles_for(rows, 352, "add"):
         wanted, got = (torch.ones(rows, 208, device=device, dtype=half) for _ in range(2))
@@ -480,7 +480,7 @@ def test_rows_rounded_by_the_kernel_before(device, half, size):
         gate_float8(gates, values, "silu"),
         add_norm(gates.clone(), values.contiguous(), norms, late=False, rounds=True),
     ):
-        codes, scales = round_input(Normed(made.x), weight)
+        codes, scales = round_input(Normed(made.x), *input_groups(weight))
         assert torch.equal(made.float8.codes.view(torch.uint8), codes)
         assert torch.equal(made.float8.scales, scales)
     assert torch.equal(gate_float8(gates, values, "silu").x, gate(gates, values, "silu"))

@@ -46,7 +46,6 @@ def takes_float8(given: Operands, out: Tensor) -> bool:
     return (
         _has_float8()
         and given.group is None
-        and given.x_scales is not None
         and out.dtype is torch.bfloat16
         and out.is_contiguous()
         and not any(size % ALIGNED for size in given.weight.shape)

@@ -5,7 +5,8 @@ Norm, bias, activation and residual are fused (`epilogue.py`). The first weights
 the wait for the rows: into registers if they fit, else into the L2 cache. From 2 rows on a tile may
 be copied by the tensor memory accelerator (`linear_tma.py`).
 
-Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
+Weights are 16-bit numbers, or codes in float8 with one scale per feature, which the epilogue
+applies. Sums run in one fixed order per tile: results do not depend on neighbours or on the run.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -24,7 +25,7 @@ from slotzero.kernels.triton.launch import (
 from slotzero.kernels.triton.linear import linear_float8, linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
-from slotzero.kernels.triton.linear.operands import Operands, num_parts
+from slotzero.kernels.triton.linear.operands import Operands, dot, num_parts
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
 
@@ -40,7 +41,7 @@ def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _one_row_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -81,8 +82,8 @@ def _one_row_kernel(
     if ACTIVATION is not None:
         second = tl.sum(acc2, axis=1)[None, :]
     finish(
-        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
         ACTIVATION,
     )  # fmt: skip
 
@@ -102,7 +103,7 @@ def _load_tiles(
 
 @triton.jit(do_not_specialize=VARYING)
 def _scalar_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -155,8 +156,8 @@ def _scalar_kernel(
     if ACTIVATION is not None:
         second = _sum_lanes(acc2, FEATURES, ROWS)
     finish(
-        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
         ACTIVATION,
     )  # fmt: skip
 
@@ -172,9 +173,9 @@ def _dot_slices(w, value, acc, WIDE: tl.constexpr):
     """Add the product of w [slices, features, depth] and value [slices, depth, rows] to acc, which
     is transposed if not WIDE."""
     if WIDE:
-        return tl.dot(w, value, acc)
+        return dot(w, value, acc)
     else:  # noqa: RET505  the compiler does not see that the rest is unreachable
-        return tl.dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
+        return dot(tl.permute(value, (0, 2, 1)), tl.permute(w, (0, 2, 1)), acc)
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def _sum_slices(acc, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _sliced_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
@@ -238,15 +239,15 @@ def _sliced_kernel(
     if ACTIVATION is not None:
         second = _sum_slices(acc2, wide)
     finish(
-        result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
         ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _staged_kernel(
-    x, weight, bias, squares, slots, norm, out, weighted, squares_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -272,24 +273,24 @@ def _staged_kernel(
             known = known & (first + k < INNER)[None, :]
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = tl.dot(value, w, acc)
+        acc = dot(value, w, acc)
         if ACTIVATION is not None:
             w2_at = at + apart + first
             w2 = _load_weight(w2_at, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-            acc2 = tl.dot(value, w2, acc2)
+            acc2 = dot(value, w2, acc2)
     parts, before = load_early(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
     finish(
-        acc, acc2, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        acc, acc2, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
+        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
         ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING[:1])
 def _split_k_kernel(
-    x, weight, bias, out, rows, num_out, x_stride,
+    x, weight, x_scales, scales, bias, out, rows, num_out, x_stride,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     SHARE: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -313,8 +314,11 @@ def _split_k_kernel(
             known = known & (first + k < INNER)[None, :]
         value = tl.load(x_at + first, mask=known, other=0.0)
         w = _load_weight(at + first, first + k[:, None], n[None, :], num_out, INNER, EVEN)
-        acc = tl.dot(value, w, acc)
+        acc = dot(value, w, acc)
     row, feature = m[:, None], n[None, :]
+    if scales is not None:
+        scale = tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        acc *= tl.load(x_scales + row, mask=row < rows, other=0.0) * scale
     if bias is not None:
         added = tl.load(bias + feature, mask=feature < num_out, other=0.0).to(tl.float32)
         acc += tl.where(share == 0, added, 0.0)
@@ -334,8 +338,10 @@ def linear(
 
     With an activation the weight has gates and then values; with slots, rows of slot 0 get zeros.
     """
-    parts = triton.cdiv(2 * out.shape[1], tile.features)
-    made = Normed(out, peaks=None if activation is None else given.new_peaks(parts))
+    made = Normed(out)
+    if activation is not None:
+        each = tile.features // 2 if tile.rows else tile.features  # a bulk tile counts gates too
+        made = Normed(out, peaks=given.new_peaks(triton.cdiv(out.shape[1], each)))
     _launch(given, out, tile, made, activation=activation, slots=slots)
     return made
 
@@ -355,11 +361,13 @@ def _in_shares(given: Operands, tile: Tile) -> Tensor:
     """Return [shares, rows, features] in float32, to be added up."""
     rows, inner = given.x.shape
     num_out = len(given.weight)
+    given = given.rounded()
     out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=given.x.device)
     tiles = triton.cdiv(inner, tile.depth)
     launch(
         _split_k_kernel, (triton.cdiv(num_out, tile.features), tile.shares),
-        given.x, given.weight, given.bias, out, rows, num_out, given.x.stride(0),
+        given.x, given.weight, given.x_scales, given.scales, given.bias, out, rows, num_out,
+        given.x.stride(0),
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % tile.depth == 0 and num_out % tile.features == 0,
         SHARE=triton.cdiv(tiles, tile.shares) * tile.depth,
@@ -379,11 +387,13 @@ def _launch(
     norm: Tensor | None = None,
 ) -> None:
     """Multiply. With a norm, out is the residual, and what is made is the normed sum."""
+    if len(given.x) == 1 and tile.depth >= given.x.shape[1] and given.rounds_while_multiplying:
+        linear_float8.product(given, out, tile, made, activation, slots, norm)
+        return
+    if given.peaks is None or not tile.rows:
+        given = given.rounded()
     if tile.rows:
         linear_tma.product(given, out, tile, made, activation, slots, norm)
-        return
-    if given.scales is not None:
-        linear_float8.product(given, out, tile, made, activation, slots, norm)
         return
     rows, inner = given.x.shape
     num_out = out.shape[1]
@@ -402,7 +412,8 @@ def _launch(
         sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
     launch(
         kernel, (triton.cdiv(num_out, tile.features),),
-        given.x, given.weight, given.bias, given.squares, slots, norm, out, made.x, made.squares,
+        given.x, given.weight, given.x_scales, given.scales, given.bias, given.squares, slots,
+        norm, out, made.x, made.squares, made.peaks,
         rows, num_out, num_parts(given.squares), given.x.stride(0), out.stride(0), given.eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,

@@ -221,7 +221,7 @@ def product(
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
     inner, size = given.weight.shape[1], given.weight.itemsize
     split, shares = _split(tiles, inner, tile, size)
-    rounds = given.scales is not None and given.x_scales is None
+    parts = ROUNDED_PARTS if given.rounds_while_multiplying else PARTS
     partial = arrived = None
     if shares > 1:
         num_sums = split * shares * tile.rows * tile.features
@@ -236,8 +236,7 @@ def product(
         rows, num_out, num_parts(given.squares), num_parts(given.peaks), tiles - split,
         out.stride(0), given.eps,
         INNER=inner, GROUP=given.group, FEATURES=tile.features, DEPTH=tile.depth,
-        STAGES=tile.stages, ROWS=tile.rows, PARTS=ROUNDED_PARTS if rounds else PARTS,
-        ACTIVATION=activation, SHARES=shares,
+        STAGES=tile.stages, ROWS=tile.rows, PARTS=parts, ACTIVATION=activation, SHARES=shares,
         num_warps=tile.num_warps, **overlap(),
     )  # fmt: skip
 

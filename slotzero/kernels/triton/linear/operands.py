@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.round_float8 import round_input
-from slotzero.kernels.triton.linear.tiles import LONGEST_ROW, SLICED_ROWS, float8_step
+from slotzero.kernels.triton.linear.tiles import SLICED_ROWS, STAGED_ROWS, float8_step
 from slotzero.kernels.types import Normed
 from slotzero.kernels.weights import DenseWeight, QuantizedWeight
 
@@ -41,17 +41,25 @@ class Operands(NamedTuple):
         """Return whether each row is rounded by its largest number."""
         return self.scales is not None and self.group is None and self.input_scale is None
 
+    @property
+    def rounds_while_multiplying(self) -> bool:
+        """Return whether the kernel that multiplies is to round the rows to float8."""
+        return self.scales is not None and self.x_scales is None
+
+    def rounded(self) -> "Operands":
+        """Round the rows to float8, unless they are not to be or are codes already."""
+        if not self.rounds_while_multiplying:
+            return self
+        x = Normed(self.x, self.squares, self.eps)
+        codes, x_scales = round_input(x, self.group or self.x.shape[1], self.input_scale)
+        return self._replace(x=codes.view(FLOAT8), x_scales=x_scales, squares=None)
+
     def with_norm(self) -> "Operands":
-        """Apply a deferred norm."""
+        """Apply a deferred norm; round the rows if they are to be."""
+        if self.scales is not None:
+            return self.rounded()
         x = apply_norm(Normed(self.x, self.squares, self.eps))
         return self._replace(x=x, squares=None)
-
-    def without(self, slots: Tensor | None) -> "Operands":
-        """Apply a deferred norm, and replace rows of slot 0 by zeros."""
-        made = self.with_norm()
-        if slots is None:
-            return made
-        return made._replace(x=made.x.masked_fill((slots == 0)[:, None], 0))
 
     def new_peaks(self, parts: int) -> Tensor | None:
         """Return memory for the peaks of the result, if the next product may use them."""
@@ -65,8 +73,7 @@ def num_parts(parts: Tensor | None) -> int:
 
 
 def takes_peaks(rows: int) -> bool:
-    """Return whether kernels round so many rows while they multiply, by peaks found before. One
-    row is in registers whole; more rows are rounded once, by a kernel of its own."""
+    """Return whether kernels may round so many rows while they multiply, by peaks found before."""
     return 1 < rows <= SLICED_ROWS
 
 
@@ -88,30 +95,20 @@ def multiplies_float8(weight: QuantizedWeight) -> bool:
 
 
 def operands(x: Normed, weight: DenseWeight | QuantizedWeight) -> Operands:
-    """Return what is multiplied; if the weight is codes in float8, rows are rounded, unless the
-    kernel that multiplies does so."""
+    """Return what is multiplied. If the weight is codes in float8, rows are rounded; few rows with
+    one scale each are not yet, because some kernels round them while they multiply."""
     if isinstance(weight, DenseWeight):
         return Operands(x.x, weight.data, weight.bias, x.squares, x.eps)
-    group = weight.format.group if weight.scales.shape[-1] > 1 else None
+    format = weight.format
     made = Operands(
-        x.x, weight.codes.view(FLOAT8), weight.bias, x.squares, x.eps, weight.scales, group
-    )
-    if group is None and _rounds_while_multiplying(x, weight):
-        input_scale = weight.input_scale if weight.format.activations == "float8_static" else None
-        return made._replace(peaks=x.peaks, input_scale=input_scale)
-    if group is None and weight.format.activations == "float8_row" and x.float8 is not None:
+        x.x, weight.codes.view(FLOAT8), weight.bias, x.squares, x.eps, weight.scales,
+        group=format.group if weight.scales.shape[-1] > 1 else None, peaks=x.peaks,
+        input_scale=weight.input_scale if format.activations == "float8_static" else None,
+    )  # fmt: skip
+    if made.has_row_scales and x.float8 is not None:
         codes, x_scales = x.float8
-    else:
-        codes, x_scales = round_input(x, weight)
-    return made._replace(x=codes.view(FLOAT8), x_scales=x_scales, squares=None)
-
-
-def _rounds_while_multiplying(x: Normed, weight: QuantizedWeight) -> bool:
-    rows, size = x.x.shape
-    if rows == 1:
-        return size <= LONGEST_ROW
-    is_known = x.peaks is not None or weight.format.activations == "float8_static"
-    return is_known and takes_peaks(rows) and x.x.is_contiguous()
+        return made._replace(x=codes, x_scales=x_scales, squares=None)
+    return made if made.has_row_scales and len(x.x) <= STAGED_ROWS else made.rounded()
 
 
 @triton.jit

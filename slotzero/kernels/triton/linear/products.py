@@ -58,7 +58,13 @@ class Products:
         def run(way: Way, given: Operands) -> Tensor:
             if isinstance(way, Tile):
                 return linear(given, out, way, slots=slots).x
-            return library.product(given.without(slots), out)
+            given = given.with_norm()
+            if slots is None:
+                return library.product(given, out)
+            is_padding = (slots == 0)[:, None]
+            if given.scales is not None:
+                return library.product(given, out).masked_fill_(is_padding, 0)
+            return library.product(given._replace(x=given.x.masked_fill(is_padding, 0)), out)
 
         given = operands(x, weight)
         self._run("linear" if slots is None else "logits", given, out, run)
@@ -98,6 +104,7 @@ class Products:
                 return linear_add(given, residual, norms, way)
             rounds = given.has_row_scales and norms.next is not None
             late = is_late(len(residual), residual.dtype) and not rounds
+            given = given.with_norm()
             if way.shares > 1:
                 delta = library.in_shares(given, way.shares)
             elif given.bias is None and given.scales is None:

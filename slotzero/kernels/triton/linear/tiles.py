@@ -139,13 +139,17 @@ def float8_tiles_for(
     One row is multiplied without matrix units, by whole rows of weights (linear_float8.py), unless
     there are groups. Of few rows, matrix units take at least 64 features: 64 gates and 64 values.
     """
+    plain: list[Tile] = []
+    if rows <= SLICED_ROWS and group is None:
+        shapes = [(16, 128, 8, 8, 4), (16, 128, 8, 8, 2), (16, 128, 4, 4, 4), (8, 128, 8, 8, 4)]
+        plain += [Tile(f, depth, slices, 0, w, ahead=a) for f, depth, slices, w, a in shapes]
     if rows == 1 and group is None and inner <= LONGEST_ROW:
         depth = 1 << (inner - 1).bit_length()
         warps = max(1, depth // 2048)
-        shapes = [(4, 2 * warps), (8, 2 * warps), (2, 2 * warps), (4, warps), (2, warps)]
+        wide = [(4, 2 * warps), (8, 2 * warps), (2, 2 * warps), (2, warps)]
         if kind == "gated":
-            shapes = [(4, 2 * warps), (2, 2 * warps), (2, warps), (1, warps)]
-        return tuple(Tile(features, depth, 1, 0, warps) for features, warps in shapes)
+            wide = [(4, 2 * warps), (2, 2 * warps), (2, warps)]
+        plain += [Tile(features, depth, 1, 0, warps) for features, warps in wide]
     if rows <= SLICED_ROWS:
         size, cuts = 16, [(64, 256, 5, 4), (64, 256, 4, 4), (128, 128, 5, 4), (64, 128, 8, 4)]
         if kind == "gated":
@@ -159,12 +163,11 @@ def float8_tiles_for(
     else:
         size, cuts = BULK_ROWS, [(128, 128, 5, 8), (128, 128, 3, 8)]
     depth_of_scale = float8_step(group)
-    return tuple(
-        dict.fromkeys(
-            Tile(features, min(depth, depth_of_scale), 0, stages, warps, rows=size)
-            for features, depth, stages, warps in cuts
-        )
+    bulk = dict.fromkeys(
+        Tile(features, min(depth, depth_of_scale), 0, stages, warps, rows=size)
+        for features, depth, stages, warps in cuts
     )
+    return *bulk, *plain
 
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
