@@ -43,11 +43,9 @@ class Normed(NamedTuple):
     """None: the scale is applied. Otherwise it is deferred: [parts, rows] sums of squares, and each
     row is still to be divided by sqrt(sum of its parts / size + eps)."""
     eps: float = 0.0
-    peaks: Tensor | None = None
-    """[parts, rows]: the largest |x| of each part of a row, if the kernel before found it."""
     float8: Float8Rows | None = None
     """The same rows in float8, if the kernel before rounded them. A linear layer whose format
-    rounds its input by row may use either of these two; others ignore both."""
+    rounds its input by row may use them; others take x."""
 
     def select(self, rows: Tensor) -> "Normed":
         squares = None if self.squares is None else self.squares[:, rows]

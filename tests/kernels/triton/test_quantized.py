@@ -26,7 +26,7 @@ from slotzero.kernels.triton.linear.elementwise import (
 )
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.operands import multiplies_float8, operands
-from slotzero.kernels.triton.linear.round_float8 import input_groups, round_input, rounded
+from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
 from slotzero.kernels.triton.linear.tiles import float8_tiles_for
 from slotzero.kernels.triton.linear.tiles_quantized import tile_for
 from slotzero.kernels.types import (
@@ -121,6 +121,13 @@ def close(got: torch.Tensor, wanted: torch.Tensor, unlike: float | None = None) 
     return bool(got.dtype is wanted.dtype and far < unlike)
 
 
+def unlike(format: WeightFormat, dtype: torch.dtype) -> float | None:
+    """How far from the reference a product may be; None: as far as any. The matrix units of a card
+    add products of float8 up in fewer bits than float32 has."""
+    multiplies = format.activations != "plain" and not INTERPRETED
+    return 2e-3 if multiplies and dtype is torch.float32 else None
+
+
 @pytest.mark.parametrize(("rows", "shape"), [(1, (70, 201)), (17, (64, 257)), (70, (33, 224))])
 @each_format
 def test_linear(device, half, format, rows, shape):
@@ -129,7 +136,8 @@ def test_linear(device, half, format, rows, shape):
     for dtype in (torch.float32, half):
         weight = weight_of(format, *shape, device=device, dtype=dtype)
         x = Normed(rows_of(rows, shape[1], dtype, device))
-        assert close(TRITON.linear(x, weight), REFERENCE.linear(x, weight)), dtype
+        got, wanted = TRITON.linear(x, weight), REFERENCE.linear(x, weight)
+        assert close(got, wanted, unlike(format, dtype)), dtype
 
 
 @pytest.mark.parametrize("name", ["int4 of 128", "int4 of 24", "fp8 by group", "fp8, static"])
@@ -191,9 +199,10 @@ def test_many_rows(device, name):
     """More than tiles are for, unless rows and weight are both codes in float8."""
     weight = weight_of(FORMATS[name], 48, 130, device=device)
     x = Normed(rows_of(260, 130, torch.float32, device))
-    assert close(TRITON.linear(x, weight), REFERENCE.linear(x, weight))
+    far = unlike(FORMATS[name], torch.float32)
+    assert close(TRITON.linear(x, weight), REFERENCE.linear(x, weight), far)
     gated = TRITON.linear_gated(x, weight, "silu")
-    assert close(gated.x, REFERENCE.linear_gated(x, weight, "silu").x)
+    assert close(gated.x, REFERENCE.linear_gated(x, weight, "silu").x, far)
 
 
 @pytest.mark.parametrize("rows", [3, 260])
@@ -206,7 +215,8 @@ def test_logits(device, rows, name):
     got, wanted = (torch.full((rows, 50), torch.nan, device=device) for _ in range(2))
     TRITON.logits(Normed(x), weight, slots, 5.0, got)
     REFERENCE.logits(Normed(x), weight, slots, 5.0, wanted)
-    assert (got[slots == 0] == 0).all() and close(got, wanted)
+    assert (got[slots == 0] == 0).all()
+    assert close(got, wanted, unlike(FORMATS[name], torch.float32))
 
 
 @pytest.mark.parametrize("code", ["uint4", "uint8", "mxfp4", "float8"])
@@ -252,7 +262,7 @@ def test_rounding_equals_the_definition(device, half, format, size):
     for dtype in (torch.float32, half, torch.bfloat16):
         moved = surrounded(x.to(dtype), device)
         wanted = quantized.round_input(moved, weight)
-        codes, scales = round_input(Normed(moved), *input_groups(weight))
+        codes, scales = round_input(Normed(moved), weight)
         assert codes.dtype is torch.uint8 and scales.shape[1] == 6
         each = scales.t().repeat_interleave(-(-size // len(scales)), dim=1)
         if len(scales) > 1:
@@ -261,7 +271,7 @@ def test_rounding_equals_the_definition(device, half, format, size):
         assert torch.equal(got[:5], wanted[:5])
         if not (INTERPRETED and format.activations == "float8_static"):  # it has no code for NaN
             assert got[5].isnan().equal(wanted[5].isnan())
-        got, near = rounded(Normed(moved), *input_groups(weight))[:5], wanted[:5].to(dtype)
+        got, near = rounded(Normed(moved), weight)[:5], wanted[:5].to(dtype)
         if INTERPRETED and dtype is torch.bfloat16:  # to which it does not round, it cuts
             assert torch.allclose(got, near, rtol=2**-7)
         else:
@@ -270,13 +280,16 @@ def test_rounding_equals_the_definition(device, half, format, size):
 
 @pytest.mark.parametrize("name", ["fp8 by row", "fp8 by group"])
 def test_a_late_norm_is_applied_before_rounding(device, half, name):
-    groups = input_groups(weight_of(FORMATS[name], 4, 261, device=device))
+    weight = weight_of(FORMATS[name], 4, 261, device=device)
     for dtype in (torch.float32, half):
         x = late(torch.randn(5, 261, device=device).to(dtype))
-        for got, wanted in zip(
-            round_input(x, *groups), round_input(Normed(apply_norm(x)), *groups), strict=True
-        ):
-            assert torch.equal(got, wanted)
+        codes, scales = round_input(x, weight)
+        wanted, wanted_scales = round_input(Normed(apply_norm(x)), weight)
+        if INTERPRETED:
+            assert torch.equal(codes, wanted) and torch.equal(scales, wanted_scales)
+        else:  # a norm differs in its last bit, which moves some numbers to the next code
+            assert (codes != wanted).float().mean() < 0.02
+            assert torch.allclose(scales, wanted_scales, rtol=1e-2 if dtype is half else 1e-6)
 
 
 def test_a_broken_row_does_not_change_others(device, half):
@@ -298,22 +311,24 @@ def test_weights_side_by_side(device):
         (weight_of(FORMATS["int4 of 32"], 30, 100, **of), dense,
          weight_of(FORMATS["fp8 by row"], 20, 100, **of)), 64,
     )  # fmt: skip
+    far = unlike(FORMATS["fp8 by row"], torch.float32)
     for rows in (3, 260):
         x = Normed(rows_of(rows, 100, torch.float32, device))
-        assert close(TRITON.linear(x, joined), REFERENCE.linear(x, joined))
+        assert close(TRITON.linear(x, joined), REFERENCE.linear(x, joined), far)
     gated, wanted = (k.linear_gated(x, joined, "silu") for k in (TRITON, REFERENCE))
-    assert close(gated.x, wanted.x)
+    assert close(gated.x, wanted.x, far)
     before = torch.randn(260, 64, device=device)
     norms = ResidualNorms(None, torch.randn(64, device=device), EPS)
     got = TRITON.linear_add_norm(x, joined, before.clone(), norms)
     wanted, wanted_normed = REFERENCE.linear_add_norm(x, joined, before, norms)
-    assert close(got[0], wanted) and close(apply_norm(got[1]), wanted_normed.x)
+    assert close(got[0], wanted, far)
+    assert close(apply_norm(got[1]), wanted_normed.x, far)
     bare = JoinedWeight(tuple(part._replace(bias=None) for part in joined.parts), 64)
     slots = torch.arange(260, device=device).int() % 3
     outs = [torch.full((260, 64), torch.nan, device=device) for _ in range(2)]
     for kernels, out in zip((TRITON, REFERENCE), outs, strict=True):
         kernels.logits(x, bare, slots, None, out)
-    assert close(*outs)
+    assert close(*outs, far)
 
 
 @pytest.mark.parametrize("name", ["int4 of 64, offsets", "mxfp4", "fp8 of rows"])
@@ -434,7 +449,7 @@ def test_every_tile_of_float8_products(device, half, rows, name):
     before = torch.randn(rows, 208, device=device).to(half)
     norms = ResidualNorms(None, torch.randn(208, device=device).to(half), EPS)
     sums, sums_normed = REFERENCE.linear_add_norm(normed, weight, before, norms)
-    for tile in float8_tiles_for(rows, inner, "linear", given.group):
+    for tile in float8_tiles_for(rows, "linear", given.group):
         out = torch.full((rows, 208), torch.nan, device=device).to(half)
         linear(given, out, tile, slots=slots)
         assert (out[slots == 0] == 0).all(), tile
@@ -442,33 +457,10 @@ def test_every_tile_of_float8_products(device, half, rows, name):
         residual = before.clone()
         made = linear_add(given, residual, norms, tile)
         assert close(residual, sums) and close(apply_norm(made), sums_normed.x), tile
-    for tile in float8_tiles_for(rows, inner, "gated", given.group):
+    for tile in float8_tiles_for(rows, "gated", given.group):
         got = linear(given, before.new_full((rows, 104), torch.nan), tile, activation="silu")
-        assert close(got.x, REFERENCE.linear_gated(normed, weight, "silu").x), tile
+        assert close(got, REFERENCE.linear_gated(normed, weight, "silu").x), tile
     assert not linear_tma.arrivals().any()
-
-
-@pytest.mark.parametrize("is_late", [True, False])
-@pytest.mark.parametrize("rows", [2, 16])
-def test_rows_rounded_while_they_are_multiplied(device, half, rows, is_late):
-    """By the peaks that the kernel before found: as if they had been rounded before, to the bit."""
-    weight = weight_of(FORMATS["fp8 by row"], 208, 352, device=device, dtype=half)
-    x = rows_of(rows, 352, half, device)
-    given = late(x) if is_late else Normed(x)
-    peaks = torch.stack([part.abs().amax(-1).float() for part in x.tensor_split(3, dim=-1)])
-    known = operands(given._replace(peaks=peaks), weight)
-    rounded_before = known.rounded()
-    assert known.rounds_while_multiplying and not rounded_before.rounds_while_multiplying
-    norms = ResidualNorms(None, torch.randn(208, device=device).to(half), EPS)
-    for tile in float8_tiles_for(rows, 352, "add"):
-        wanted, got = (torch.ones(rows, 208, device=device, dtype=half) for _ in range(2))
-        linear_add(rounded_before, wanted, norms, tile)
-        made = linear_add(known, got, norms, tile)
-        assert torch.equal(got, wanted), tile
-        assert torch.equal(made.peaks.amax(0), made.x.abs().amax(-1).float()), tile
-    for tile in float8_tiles_for(rows, 352, "gated"):
-        made = linear(known, x.new_full((rows, 104), torch.nan), tile, activation="silu")
-        assert torch.equal(made.peaks.amax(0), made.x.abs().amax(-1).float()), tile
 
 
 @pytest.mark.parametrize("size", [104, 1030])
@@ -480,7 +472,7 @@ def test_rows_rounded_by_the_kernel_before(device, half, size):
         gate_float8(gates, values, "silu"),
         add_norm(gates.clone(), values.contiguous(), norms, late=False, rounds=True),
     ):
-        codes, scales = round_input(Normed(made.x), *input_groups(weight))
+        codes, scales = round_input(Normed(made.x), weight)
         assert torch.equal(made.float8.codes.view(torch.uint8), codes)
         assert torch.equal(made.float8.scales, scales)
     assert torch.equal(gate_float8(gates, values, "silu").x, gate(gates, values, "silu"))

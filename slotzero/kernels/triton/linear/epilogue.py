@@ -2,8 +2,7 @@
 
 The program that adds to the residual multiplies by the next norm's weight and stores the sum of its
 squares; the following product adds these up and scales its result, so that no kernel waits for a
-norm. In the same way it may store the largest number, by which the following product rounds its
-rows to float8.
+norm.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -36,23 +35,22 @@ def load_early(
 @triton.jit
 def finish(
     result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-    squares_out, peaks_out, part, m, n, rows, num_out, out_stride, eps,
+    squares_out, part, m, n, rows, num_out, out_stride, eps,
     INNER: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to result and second, which are part `part` of [rows, features]. The
-    scales are those of codes in float8, if they are still to be applied. With a norm, out is the
-    residual, and the result is added to it."""
+    """Apply the epilogue to result and second, which are part `part` of [rows, features]. With
+    scales, which only codes in float8 have, these come first. With a norm, out is the residual, and
+    the result is added to it."""
     row, feature = m[:, None], n[None, :]
     inside = (row < rows) & (feature < num_out)
-    if x_scales is not None:
-        x_scale = tl.load(x_scales + row, mask=row < rows, other=0.0)
-        result *= x_scale
-        second *= x_scale
     if scales is not None:
-        result *= tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        x_scale = tl.load(x_scales + row, mask=row < rows, other=0.0)
+        scale = tl.load(scales + feature, mask=feature < num_out, other=0.0).to(tl.float32)
+        result *= x_scale * scale
         if ACTIVATION is not None:
             at = scales + num_out + feature
-            second *= tl.load(at, mask=feature < num_out, other=0.0).to(tl.float32)
+            scale = tl.load(at, mask=feature < num_out, other=0.0).to(tl.float32)
+            second *= x_scale * scale
     if squares is not None:
         scale = (1.0 / tl.sqrt_rn(tl.sum(parts, axis=0) / INNER + eps))[:, None]
         result *= scale
@@ -75,9 +73,5 @@ def finish(
     if norm is not None:
         wide = tl.where(inside, rounded.to(tl.float32), 0.0)
         by = tl.load(norm + feature, mask=feature < num_out, other=0.0).to(tl.float32)
-        rounded = (wide * by).to(out.dtype.element_ty)
-        tl.store(weighted + at, rounded, mask=inside)
+        tl.store(weighted + at, (wide * by).to(out.dtype.element_ty), mask=inside)
         tl.store(squares_out + part * rows + m, tl.sum(wide * wide, axis=1), mask=m < rows)
-    if peaks_out is not None:
-        size = tl.where(inside, tl.abs(rounded.to(tl.float32)), 0.0)
-        tl.store(peaks_out + part * rows + m, tl.max(size, axis=1), mask=m < rows)

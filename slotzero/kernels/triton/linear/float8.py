@@ -1,4 +1,4 @@
-"""Numbers in float8 (e4m3): rounding, and the scales of rows that are rounded."""
+"""Numbers in float8 (e4m3): how they are rounded, and their scale."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 import triton
@@ -26,41 +26,3 @@ def to_float8(x):
 def scale_of(peak):
     """Return the scale of numbers up to this size."""
     return tl.maximum(tl.div_rn(peak, MAX), SMALLEST)
-
-
-@triton.jit
-def load_row_scales(
-    squares, peaks, input_scale, m, rows, num_parts, num_peaks, eps,
-    INNER: tl.constexpr, DTYPE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the deferred norm scale of each row, and the scale of its codes."""
-    part = tl.arange(0, PARTS)[:, None]
-    by = tl.full([ROWS], 1.0, tl.float32)
-    if squares is not None:
-        total = tl.zeros([PARTS, ROWS], tl.float32)
-        for first in range(0, num_parts, PARTS):
-            known = (first + part < num_parts) & (m[None, :] < rows)
-            total += tl.load(squares + (first + part) * rows + m[None, :], mask=known, other=0.0)
-        by = 1.0 / tl.sqrt_rn(tl.sum(total, axis=0) / INNER + eps)
-    if input_scale is not None:
-        scale = tl.zeros([ROWS], tl.float32) + tl.load(input_scale)
-    else:
-        largest = tl.zeros([PARTS, ROWS], tl.float32)
-        for first in range(0, num_peaks, PARTS):
-            known = (first + part < num_peaks) & (m[None, :] < rows)
-            its = tl.load(peaks + (first + part) * rows + m[None, :], mask=known, other=0.0)
-            largest = tl.maximum(largest, its)
-        peak = tl.max(largest, axis=0)
-        if squares is not None:
-            peak = (peak * by).to(DTYPE).to(tl.float32)
-        scale = scale_of(peak)
-    return by, scale
-
-
-@triton.jit
-def round_rows(value, by, scale, IS_LATE: tl.constexpr):
-    """Round rows to float8; a deferred norm scale `by` is applied first, and rounded."""
-    wide = value.to(tl.float32)
-    if IS_LATE:
-        wide = (wide * by[:, None]).to(value.dtype).to(tl.float32)
-    return to_float8(wide * (1.0 / scale)[:, None])

@@ -22,10 +22,10 @@ from slotzero.kernels.triton.launch import (
     prefetch_weights,
     wait_for_writer,
 )
-from slotzero.kernels.triton.linear import linear_float8, linear_tma
+from slotzero.kernels.triton.linear import linear_tma
 from slotzero.kernels.triton.linear.elementwise import add_norm
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
-from slotzero.kernels.triton.linear.operands import Operands, dot, num_parts
+from slotzero.kernels.triton.linear.operands import Operands, dot
 from slotzero.kernels.triton.linear.tiles import PLAIN_ROWS, Tile, padded_rows
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
 
@@ -41,7 +41,7 @@ def _load_weight(at, k, n, num_out, INNER: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _one_row_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -83,8 +83,7 @@ def _one_row_kernel(
         second = tl.sum(acc2, axis=1)[None, :]
     finish(
         result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
-        ACTIVATION,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -103,7 +102,7 @@ def _load_tiles(
 
 @triton.jit(do_not_specialize=VARYING)
 def _scalar_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -157,8 +156,7 @@ def _scalar_kernel(
         second = _sum_lanes(acc2, FEATURES, ROWS)
     finish(
         result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
-        ACTIVATION,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -189,7 +187,7 @@ def _sum_slices(acc, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=VARYING)
 def _sliced_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr, SLICES: tl.constexpr,
@@ -240,14 +238,13 @@ def _sliced_kernel(
         second = _sum_slices(acc2, wide)
     finish(
         result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
-        ACTIVATION,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _staged_kernel(
-    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out, peaks_out,
+    x, weight, x_scales, scales, bias, squares, slots, norm, out, weighted, squares_out,
     rows, num_out, num_parts, x_stride, out_stride, eps,
     INNER: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -283,8 +280,7 @@ def _staged_kernel(
     )
     finish(
         acc, acc2, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, peaks_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
-        ACTIVATION,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -333,17 +329,13 @@ def linear(
     *,
     activation: Activation | None = None,
     slots: Tensor | None = None,
-) -> Normed:
+) -> Tensor:
     """Multiply rows, with a deferred norm scale or without, by weight [features, inner] -> out.
 
     With an activation the weight has gates and then values; with slots, rows of slot 0 get zeros.
     """
-    made = Normed(out)
-    if activation is not None:
-        each = tile.features // 2 if tile.rows else tile.features  # a bulk tile counts gates too
-        made = Normed(out, peaks=given.new_peaks(triton.cdiv(out.shape[1], each)))
-    _launch(given, out, tile, made, activation=activation, slots=slots)
-    return made
+    _launch(given, out, tile, activation=activation, slots=slots)
+    return out
 
 
 def linear_add(given: Operands, residual: Tensor, norms: ResidualNorms, tile: Tile) -> Normed:
@@ -352,8 +344,8 @@ def linear_add(given: Operands, residual: Tensor, norms: ResidualNorms, tile: Ti
         return add_norm(residual, _in_shares(given, tile), norms, late=True)
     parts = triton.cdiv(len(given.weight), tile.features)
     squares = torch.empty(parts, len(residual), dtype=torch.float32, device=residual.device)
-    made = Normed(torch.empty_like(residual), squares, norms.eps, given.new_peaks(parts))
-    _launch(given, residual, tile, made, norm=norms.next)
+    made = Normed(torch.empty_like(residual), squares, norms.eps)
+    _launch(given, residual, tile, norm=norms.next, made=made)
     return made
 
 
@@ -361,7 +353,6 @@ def _in_shares(given: Operands, tile: Tile) -> Tensor:
     """Return [shares, rows, features] in float32, to be added up."""
     rows, inner = given.x.shape
     num_out = len(given.weight)
-    given = given.rounded()
     out = torch.empty(tile.shares, rows, num_out, dtype=torch.float32, device=given.x.device)
     tiles = triton.cdiv(inner, tile.depth)
     launch(
@@ -380,20 +371,15 @@ def _launch(
     given: Operands,
     out: Tensor,
     tile: Tile,
-    made: Normed,
     *,
     activation: Activation | None = None,
     slots: Tensor | None = None,
     norm: Tensor | None = None,
+    made: Normed | None = None,
 ) -> None:
     """Multiply. With a norm, out is the residual, and what is made is the normed sum."""
-    if len(given.x) == 1 and tile.depth >= given.x.shape[1] and given.rounds_while_multiplying:
-        linear_float8.product(given, out, tile, made, activation, slots, norm)
-        return
-    if given.peaks is None or not tile.rows:
-        given = given.rounded()
     if tile.rows:
-        linear_tma.product(given, out, tile, made, activation, slots, norm)
+        linear_tma.product(given, out, tile, activation, slots, norm, made)
         return
     rows, inner = given.x.shape
     num_out = out.shape[1]
@@ -410,11 +396,12 @@ def _launch(
         side, size = min(tile.features, tile.num_warps), 4 if rows <= 4 else PLAIN_ROWS
         kernel, parts = _scalar_kernel, 2048 // size
         sizes = {"ROWS": size, "SIDE": side, "LANES": 32 * tile.num_warps // side}
+    weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
         kernel, (triton.cdiv(num_out, tile.features),),
         given.x, given.weight, given.x_scales, given.scales, given.bias, given.squares, slots,
-        norm, out, made.x, made.squares, made.peaks,
-        rows, num_out, num_parts(given.squares), given.x.stride(0), out.stride(0), given.eps,
+        norm, out, weighted, squares_out,
+        rows, num_out, given.num_parts, given.x.stride(0), out.stride(0), given.eps,
         INNER=inner, FEATURES=tile.features, DEPTH=tile.depth,
         EVEN=inner % block == 0 and num_out % tile.features == 0,
         PARTS=parts, ACTIVATION=activation,

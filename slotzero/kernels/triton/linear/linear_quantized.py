@@ -26,7 +26,7 @@ from slotzero.kernels.triton.linear.codes import decode, multiply, scaled
 from slotzero.kernels.triton.linear.elementwise import apply_norm, gate
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
 from slotzero.kernels.triton.linear.operands import Operands
-from slotzero.kernels.triton.linear.round_float8 import input_groups, round_input, rounded
+from slotzero.kernels.triton.linear.round_float8 import round_input, rounded
 from slotzero.kernels.triton.linear.tiles import MAX_ROWS
 from slotzero.kernels.triton.linear.tiles_quantized import CodesTile, multiplies_float8, tile_for
 from slotzero.kernels.types import Activation, Normed, ResidualNorms
@@ -91,7 +91,7 @@ def _product_kernel(
         )
         finish(
             result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-            squares_out, None, part, m, its, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+            squares_out, part, m, its, rows, num_out, out_stride, eps, INNER, ACTIVATION,
         )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _add_shares_kernel(
     )
     finish(
         result, second, None, None, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, None, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
+        squares_out, tl.program_id(0), m, n, rows, num_out, out_stride, eps, INNER,
         ACTIVATION,
     )  # fmt: skip
 
@@ -190,9 +190,9 @@ def inputs(x: Normed, weight: QuantizedWeight) -> tuple[Normed, Tensor | None]:
     if weight.format.activations == "plain":
         return x, None
     if multiplies_float8(weight.format, weight.in_features):
-        codes, scales = round_input(x, *input_groups(weight))
+        codes, scales = round_input(x, weight)
         return Normed(codes), scales
-    return Normed(rounded(x, *input_groups(weight))), None
+    return Normed(rounded(x, weight)), None
 
 
 def unpack(weight: QuantizedWeight, dtype: torch.dtype, chosen: Tensor | None = None) -> Tensor:

@@ -9,8 +9,7 @@ rows, features or depth a copy yields zeros. The dimension of size 64, rows or f
 first, as matrix units require.
 
 Codes in float8 with scales per group of input features are multiplied group by group; a sum of one
-group is scaled, and added to the others in float32. Few rows that are not codes yet are rounded
-here, tile by tile, if the largest number of each row is known.
+group is scaled, and added to the others in float32.
 
 The last tiles, which would not fill the card once more, are split along the inner dimension
 (split-K), so that all multiprocessors have work. The program that finishes such a tile last adds up
@@ -37,24 +36,22 @@ from slotzero.kernels.triton.launch import (
     wait_for_writer,
 )
 from slotzero.kernels.triton.linear.epilogue import finish, load_early
-from slotzero.kernels.triton.linear.float8 import load_row_scales, round_rows
-from slotzero.kernels.triton.linear.operands import Operands, dot, num_parts
+from slotzero.kernels.triton.linear.operands import Operands, dot
 from slotzero.kernels.triton.linear.tiles import Tile
 from slotzero.kernels.types import Activation, Normed
 
 ALIGNED = 16  # bytes
 PARTS = 32  # partial sums of squares that are read at a time
-ROUNDED_PARTS = 256  # and where the first tile waits for them
 MOST_SHARES, LEAST_SHARE = 8, 512  # per tile; values of the inner dimension
 MOST_SPLIT = 1024  # split tiles: more than programs run at once on any card
 SPARE_BYTES = 2048  # shared memory of a program besides its stages
 
 
-@triton.jit(do_not_specialize=["rows", "num_parts", "num_peaks", "whole"])
+@triton.jit(do_not_specialize=["rows", "num_parts", "whole"])
 def _tma_kernel(
-    x_box, weight_box, x, weight, x_scales, scales, peaks, input_scale, bias, squares, slots, norm,
-    out, weighted, squares_out, peaks_out, partial, arrived,
-    rows, num_out, num_parts, num_peaks, whole, out_stride, eps,
+    x_box, weight_box, weight, x_scales, scales, bias, squares, slots, norm, out, weighted,
+    squares_out, partial, arrived,
+    rows, num_out, num_parts, whole, out_stride, eps,
     INNER: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, DEPTH: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr,
     SHARES: tl.constexpr, PDL: tl.constexpr,
@@ -88,21 +85,12 @@ def _tma_kernel(
     acc = tl.zeros([lead, follow], tl.float32)
     acc2 = acc
     all_m = first_m + tl.arange(0, ROWS)
-    rounds: tl.constexpr = scales is not None and x_scales is None
-    if rounds:
-        dtype: tl.constexpr = x.dtype.element_ty
-        by, row_scale = load_row_scales(
-            squares, peaks, input_scale, all_m, rows, num_parts, num_peaks, eps,
-            INNER, dtype, PARTS, ROWS,
-        )  # fmt: skip
     if GROUP is not None:  # scales are loaded a step ahead, which the compiler does not do
         scale, scale2, x_scale = _group_scales(
             scales, x_scales, n, all_m, begin, end, rows, num_out, INNER, GROUP, apart
         )
     for k in tl.range(begin, end, DEPTH, num_stages=STAGES):
         value = x_box.load([first_m, k])
-        if rounds:
-            value = round_rows(value, by, row_scale, squares is not None)
         if gated and not apart:
             w = weight_box.load([0, part * each, k]).reshape(FEATURES, DEPTH)
         else:
@@ -158,15 +146,11 @@ def _tma_kernel(
     parts, before = load_early(
         squares, norm, out, m, n, rows, num_out, num_parts, out_stride, PARTS, ROWS
     )
-    if rounds:
-        result *= row_scale[:, None]
-        second *= row_scale[:, None]
-        squares = None
-    if GROUP is not None:
-        x_scales, scales = None, None
+    if GROUP is not None:  # applied
+        scales = None
     finish(
         result, second, x_scales, scales, squares, parts, before, bias, slots, norm, out, weighted,
-        squares_out, peaks_out, part, m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
+        squares_out, part, m, n, rows, num_out, out_stride, eps, INNER, ACTIVATION,
     )  # fmt: skip
 
 
@@ -210,10 +194,10 @@ def product(
     given: Operands,
     out: Tensor,
     tile: Tile,
-    made: Normed,
     activation: Activation | None,
     slots: Tensor | None,
     norm: Tensor | None,
+    made: Normed | None,
 ) -> None:
     """Launch a TMA tile, with the same arguments as the other kernels of linear.py."""
     rows, num_out = out.shape
@@ -221,22 +205,20 @@ def product(
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(num_out, each)
     inner, size = given.weight.shape[1], given.weight.itemsize
     split, shares = _split(tiles, inner, tile, size)
-    parts = ROUNDED_PARTS if given.rounds_while_multiplying else PARTS
     partial = arrived = None
     if shares > 1:
         num_sums = split * shares * tile.rows * tile.features
         partial = torch.empty(num_sums, dtype=torch.float32, device=out.device)
         arrived = arrivals()
+    weighted, squares_out = (None, None) if made is None else made[:2]
     launch(
         _tma_kernel, (tiles - split + split * shares,),
         _rows(given.x, tile), _weights(given, tile, activation is not None),
-        given.x, given.weight, given.x_scales, given.scales, given.peaks, given.input_scale,
-        given.bias, given.squares, slots, norm, out, made.x, made.squares, made.peaks, partial,
-        arrived,
-        rows, num_out, num_parts(given.squares), num_parts(given.peaks), tiles - split,
-        out.stride(0), given.eps,
+        given.weight, given.x_scales, given.scales, given.bias, given.squares, slots, norm, out,
+        weighted, squares_out, partial, arrived,
+        rows, num_out, given.num_parts, tiles - split, out.stride(0), given.eps,
         INNER=inner, GROUP=given.group, FEATURES=tile.features, DEPTH=tile.depth,
-        STAGES=tile.stages, ROWS=tile.rows, PARTS=parts, ACTIVATION=activation, SHARES=shares,
+        STAGES=tile.stages, ROWS=tile.rows, PARTS=PARTS, ACTIVATION=activation, SHARES=shares,
         num_warps=tile.num_warps, **overlap(),
     )  # fmt: skip
 

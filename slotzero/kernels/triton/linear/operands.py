@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.round_float8 import round_input
-from slotzero.kernels.triton.linear.tiles import SLICED_ROWS, STAGED_ROWS, float8_step
+from slotzero.kernels.triton.linear.tiles import float8_step
 from slotzero.kernels.types import Normed
 from slotzero.kernels.weights import DenseWeight, QuantizedWeight
 
@@ -21,60 +21,39 @@ EXACT = tl.constexpr(128)  # float8 products that matrix units may add up in few
 
 
 class Operands(NamedTuple):
-    """Rows and a weight. Codes in float8 have scales: one per output feature, or one for each of
-    these and each `group` of input features. The rows are then codes too, with x_scales; or they
-    are 16-bit numbers that the kernel rounds while it multiplies."""
+    """Rows and a weight. If both are codes in float8, they have scales: one per row and per output
+    feature, or one for each of these and each `group` of input features."""
 
     x: Tensor  # [rows, inner]
     weight: Tensor  # [features, inner]
     bias: Tensor | None
     squares: Tensor | None = None  # of a deferred norm, see Normed
     eps: float = 0.0
+    x_scales: Tensor | None = None  # [groups, rows]
     scales: Tensor | None = None  # [features, groups]
     group: int | None = None
-    x_scales: Tensor | None = None  # [groups, rows]
-    peaks: Tensor | None = None  # of rows that are rounded while they are multiplied, see Normed
-    input_scale: Tensor | None = None  # [1], of all rows, instead of one for each
+    rounds_rows: bool = False
+    """Each row was rounded by its largest number, as the input of the next layer will be."""
 
     @property
-    def has_row_scales(self) -> bool:
-        """Return whether each row is rounded by its largest number."""
-        return self.scales is not None and self.group is None and self.input_scale is None
-
-    @property
-    def rounds_while_multiplying(self) -> bool:
-        """Return whether the kernel that multiplies is to round the rows to float8."""
-        return self.scales is not None and self.x_scales is None
-
-    def rounded(self) -> "Operands":
-        """Round the rows to float8, unless they are not to be or are codes already."""
-        if not self.rounds_while_multiplying:
-            return self
-        x = Normed(self.x, self.squares, self.eps)
-        codes, x_scales = round_input(x, self.group or self.x.shape[1], self.input_scale)
-        return self._replace(x=codes.view(FLOAT8), x_scales=x_scales, squares=None)
+    def num_parts(self) -> int:
+        return 0 if self.squares is None else len(self.squares)
 
     def with_norm(self) -> "Operands":
-        """Apply a deferred norm; round the rows if they are to be."""
-        if self.scales is not None:
-            return self.rounded()
+        """Apply a deferred norm."""
         x = apply_norm(Normed(self.x, self.squares, self.eps))
         return self._replace(x=x, squares=None)
 
-    def new_peaks(self, parts: int) -> Tensor | None:
-        """Return memory for the peaks of the result, if the next product may use them."""
-        if not self.has_row_scales or not takes_peaks(len(self.x)):
-            return None
-        return torch.empty(parts, len(self.x), dtype=torch.float32, device=self.x.device)
-
-
-def num_parts(parts: Tensor | None) -> int:
-    return 0 if parts is None else len(parts)
-
-
-def takes_peaks(rows: int) -> bool:
-    """Return whether kernels may round so many rows while they multiply, by peaks found before."""
-    return 1 < rows <= SLICED_ROWS
+    def without(self, slots: Tensor | None) -> "Operands":
+        """Apply a deferred norm, and replace rows of slot 0 by zeros."""
+        made = self.with_norm()
+        if slots is None:
+            return made
+        is_padding = (slots == 0)[:, None]
+        if made.x_scales is None:
+            return made._replace(x=made.x.masked_fill(is_padding, 0))
+        codes = made.x.view(torch.uint8).masked_fill(is_padding, 0).view(FLOAT8)
+        return made._replace(x=codes, x_scales=made.x_scales.masked_fill(is_padding.t(), 0))
 
 
 def multiplies_float8(weight: QuantizedWeight) -> bool:
@@ -95,20 +74,20 @@ def multiplies_float8(weight: QuantizedWeight) -> bool:
 
 
 def operands(x: Normed, weight: DenseWeight | QuantizedWeight) -> Operands:
-    """Return what is multiplied. If the weight is codes in float8, rows are rounded; few rows with
-    one scale each are not yet, because some kernels round them while they multiply."""
+    """Return what is multiplied. If the weight is codes in float8, the rows are rounded."""
     if isinstance(weight, DenseWeight):
         return Operands(x.x, weight.data, weight.bias, x.squares, x.eps)
     format = weight.format
-    made = Operands(
-        x.x, weight.codes.view(FLOAT8), weight.bias, x.squares, x.eps, weight.scales,
-        group=format.group if weight.scales.shape[-1] > 1 else None, peaks=x.peaks,
-        input_scale=weight.input_scale if format.activations == "float8_static" else None,
-    )  # fmt: skip
-    if made.has_row_scales and x.float8 is not None:
+    group = format.group if weight.scales.shape[-1] > 1 else None
+    rounds_rows = format.activations == "float8_row" and group is None
+    if rounds_rows and x.float8 is not None:
         codes, x_scales = x.float8
-        return made._replace(x=codes, x_scales=x_scales, squares=None)
-    return made if made.has_row_scales and len(x.x) <= STAGED_ROWS else made.rounded()
+    else:
+        codes, x_scales = round_input(x, weight)
+    return Operands(
+        codes.view(FLOAT8), weight.codes.view(FLOAT8), weight.bias, x_scales=x_scales,
+        scales=weight.scales, group=group, rounds_rows=rounds_rows,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -57,14 +57,8 @@ class Products:
 
         def run(way: Way, given: Operands) -> Tensor:
             if isinstance(way, Tile):
-                return linear(given, out, way, slots=slots).x
-            given = given.with_norm()
-            if slots is None:
-                return library.product(given, out)
-            is_padding = (slots == 0)[:, None]
-            if given.scales is not None:
-                return library.product(given, out).masked_fill_(is_padding, 0)
-            return library.product(given._replace(x=given.x.masked_fill(is_padding, 0)), out)
+                return linear(given, out, way, slots=slots)
+            return library.product(given.without(slots), out)
 
         given = operands(x, weight)
         self._run("linear" if slots is None else "logits", given, out, run)
@@ -82,10 +76,10 @@ class Products:
 
         def run(way: Way, given: Operands) -> Normed:
             if isinstance(way, Tile):
-                return linear(given, out, way, activation=activation)
+                return Normed(linear(given, out, way, activation=activation))
             joined = out.new_empty(len(out), weight.out_features)
             gates, values = library.product(given.with_norm(), joined).chunk(2, -1)
-            if given.has_row_scales and out.shape[1] <= LONGEST_ROW:
+            if given.rounds_rows and out.shape[1] <= LONGEST_ROW:
                 return elementwise.gate_float8(gates, values, activation)
             return Normed(elementwise.gate(gates, values, activation))
 
@@ -102,9 +96,8 @@ class Products:
         def run(way: Way, given: Operands) -> Normed:
             if isinstance(way, Tile):
                 return linear_add(given, residual, norms, way)
-            rounds = given.has_row_scales and norms.next is not None
+            rounds = given.rounds_rows and norms.next is not None
             late = is_late(len(residual), residual.dtype) and not rounds
-            given = given.with_norm()
             if way.shares > 1:
                 delta = library.in_shares(given, way.shares)
             elif given.bias is None and given.scales is None:
@@ -160,7 +153,7 @@ def ways_of(kind: str, given: Operands, out: Tensor) -> Mapping[str, Way]:
     (rows, inner), ways = given.x.shape, tuple[Way, ...]()
     if given.scales is not None:
         library_ways = (LIBRARY,) if library.takes_float8(given, out) else ()
-        ways = *library_ways, *float8_tiles_for(rows, inner, kind, given.group)
+        ways = *library_ways, *float8_tiles_for(rows, kind, given.group)
     elif rows <= MAX_ROWS and given.x.dtype is torch.bfloat16:
         ways = ways_for(rows, inner, kind)
     else:

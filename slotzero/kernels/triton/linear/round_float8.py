@@ -49,41 +49,39 @@ def _round_kernel(
         tl.store(at, (codes.to(tl.float32) * scale[:, None]).to(value.dtype), mask=inside)
 
 
-def round_input(x: Normed, group: int, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes of the normed rows, as bytes, and the scales [groups, rows] of their groups;
-    with an input scale, that of all rows."""
+def round_input(x: Normed, weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Return the codes of the normed rows, as bytes, and their scales [groups, rows]."""
     size = x.x.shape[1]
     codes = torch.empty(x.x.shape, dtype=torch.uint8, device=x.x.device)
-    scales = torch.empty(triton.cdiv(size, group), len(x.x), device=x.x.device)
-    _round(x, group, input_scale, codes, scales)
+    scales = torch.empty(triton.cdiv(size, _group(weight)), len(x.x), device=x.x.device)
+    _round(x, weight, codes, scales)
     return codes, scales
 
 
-def rounded(x: Normed, group: int, input_scale: Tensor | None) -> Tensor:
+def rounded(x: Normed, weight: QuantizedWeight) -> Tensor:
     """Return the normed rows, rounded to float8 and back to their type."""
     out = torch.empty(x.x.shape, dtype=x.x.dtype, device=x.x.device)
-    _round(x, group, input_scale, out, None)
+    _round(x, weight, out, None)
     return out
 
 
-def input_groups(weight: QuantizedWeight) -> tuple[int, Tensor | None]:
-    """Return the number of input features that share a scale, and the scale if it is fixed."""
+def _group(weight: QuantizedWeight) -> int:
+    """Return the number of input features that share a scale."""
     format = weight.format
-    input_scale = weight.input_scale if format.activations == "float8_static" else None
     if format.activations == "float8_group" and format.group is not None:
-        return format.group, input_scale
-    return weight.in_features, input_scale
+        return format.group
+    return weight.in_features
 
 
-def _round(
-    x: Normed, group: int, input_scale: Tensor | None, out: Tensor, scales: Tensor | None
-) -> None:
+def _round(x: Normed, weight: QuantizedWeight, out: Tensor, scales: Tensor | None) -> None:
     rows, size = x.x.shape
-    num_parts = 0 if x.squares is None else len(x.squares)
+    group, num_parts = _group(weight), 0 if x.squares is None else len(x.squares)
     groups, block = triton.next_power_of_2(triton.cdiv(size, group)), triton.next_power_of_2(group)
+    is_static = weight.format.activations == "float8_static"
     launch(
         _round_kernel, (rows,),
-        x.x, x.squares, input_scale, out, scales, rows, num_parts, x.x.stride(0), x.eps,
+        x.x, x.squares, weight.input_scale if is_static else None, out, scales, rows, num_parts,
+        x.x.stride(0), x.eps,
         SIZE=size, GROUP=group, GROUPS=groups, BLOCK=block,
         PARTS=triton.next_power_of_2(max(1, num_parts)),
         num_warps=num_warps(groups * block, MOST_WARPS), **overlap(),

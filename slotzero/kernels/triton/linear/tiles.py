@@ -10,7 +10,7 @@ STAGED_ROWS = 64  # up to here a tile has all the rows
 BULK_ROWS = 128  # rows of a large TMA tile
 PADDED_ROWS = (1, 8, 16, 64, 104, 128, 232, MAX_ROWS)
 SHARES, WHOLE = 2, 8  # of a cuBLAS product; values that are read at once
-LONGEST_ROW = 32768  # of codes in float8 that registers hold
+LONGEST_ROW = 32768  # that a program gates and rounds to float8
 MOST_FLOAT8 = 256  # depth of a tile of codes in float8
 WHOLE_RUN = 384  # weights of a feature that one warp loads at once, at most
 
@@ -130,32 +130,19 @@ def float8_step(group: int | None) -> int:
 
 
 @functools.cache
-def float8_tiles_for(
-    rows: int, inner: int, kind: str, group: int | None = None
-) -> tuple[Tile, ...]:
+def float8_tiles_for(rows: int, kind: str, group: int | None = None) -> tuple[Tile, ...]:
     """Return the tiles worth timing for codes in float8, of which a feature or a group of its
     inputs shares a scale.
 
-    One row is multiplied without matrix units, by whole rows of weights (linear_float8.py), unless
-    there are groups. Of few rows, matrix units take at least 64 features: 64 gates and 64 values.
+    With groups only TMA tiles are possible, see linear_tma.py. Of few rows, matrix units take at
+    least 64 features: 64 gates and 64 values.
     """
-    plain: list[Tile] = []
-    if rows <= SLICED_ROWS and group is None:
-        shapes = [(16, 128, 8, 8, 4), (16, 128, 8, 8, 2), (16, 128, 4, 4, 4), (8, 128, 8, 8, 4)]
-        plain += [Tile(f, depth, slices, 0, w, ahead=a) for f, depth, slices, w, a in shapes]
-    if rows == 1 and group is None and inner <= LONGEST_ROW:
-        depth = 1 << (inner - 1).bit_length()
-        warps = max(1, depth // 2048)
-        wide = [(4, 2 * warps), (8, 2 * warps), (2, 2 * warps), (2, warps)]
-        if kind == "gated":
-            wide = [(4, 2 * warps), (2, 2 * warps), (2, warps)]
-        plain += [Tile(features, depth, 1, 0, warps) for features, warps in wide]
     if rows <= SLICED_ROWS:
-        size, cuts = 16, [(64, 256, 5, 4), (64, 256, 4, 4), (128, 128, 5, 4), (64, 128, 8, 4)]
+        size, cuts = 16, [(64, 256, 4, 4), (64, 256, 5, 4), (64, 128, 8, 4)]
         if kind == "gated":
-            cuts = [(128, 128, 4, 4), (128, 128, 5, 4), (128, 256, 3, 4), (256, 128, 3, 8)]
+            cuts = [(128, 128, 4, 4), (128, 128, 5, 4), (256, 128, 3, 8)]
     elif rows <= STAGED_ROWS:
-        size, cuts = 64, [(64, 128, 8, 4), (64, 256, 4, 4), (128, 128, 5, 8), (128, 128, 4, 4)]
+        size, cuts = 64, [(64, 128, 8, 4), (64, 256, 4, 4), (128, 128, 4, 4), (128, 128, 5, 8)]
         if kind == "gated":
             cuts += [(256, 128, 4, 8)]
     elif rows <= MAX_ROWS and padded_rows(rows) % BULK_ROWS:
@@ -167,7 +154,13 @@ def float8_tiles_for(
         Tile(features, min(depth, depth_of_scale), 0, stages, warps, rows=size)
         for features, depth, stages, warps in cuts
     )
-    return *bulk, *plain
+    plain = [(2, 4096, 4), (8, 4096, 8), (4, 2048, 4), (8, 1024, 4), (8, 512, 4)]
+    sliced = [Tile(16, 128, 8, 0, 8, ahead=4)]
+    if group is not None or rows > SLICED_ROWS:
+        return tuple(bulk)
+    if rows > 1:
+        return *bulk, *sliced
+    return *bulk, *sliced, *(Tile(f, depth, 1, 0, warps) for f, depth, warps in plain)
 
 
 def _bulk(rows: int, adds: bool) -> tuple[Tile, ...]:
