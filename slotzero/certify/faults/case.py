@@ -174,6 +174,19 @@ class Case:
         return index, rows[index.flip(0)].clone()
 
     @cached_property
+    def of_next_rank(self) -> Tensor | None:
+        """The values of this tensor on the next rank; None if all ranks have the same values. All
+        ranks must ask for it at the same time."""
+        ranks, held = self.engine.worker.ranks, self.entry.tensor
+        if not ranks.is_distributed:
+            return None
+        own = held.flatten().view(torch.uint8)
+        other = ranks.gather(own).view(ranks.size, -1)[(ranks.rank + 1) % ranks.size]
+        if not ranks.any(not torch.equal(own, other)):
+            return None
+        return other.view(held.dtype).view(held.shape)
+
+    @cached_property
     def row_unlike_padding(self) -> int | None:
         """The first real row whose value differs from that of an empty step."""
         rows = self.plain.tensors[self.entry.name][: self.num_real]
