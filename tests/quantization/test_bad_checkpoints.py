@@ -4,20 +4,16 @@ A whole model is loaded, of which one weight is damaged. Its input features are 
 the group size.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from memory_source import PackedCheckpoint, load
 from torch import Tensor
 
 from slotzero.checkpoint.tiny import tiny_checkpoint
 from slotzero.errors import CorruptCheckpointError, UnsupportedModelError
-from slotzero.graph import Registry
-from slotzero.kernels.reference import ReferenceKernels
-from slotzero.models.checkpoint import CheckpointView
-from slotzero.models.families.family import parse_config
-from slotzero.models.weights import load_weights
 from slotzero.quantization.method import is_layer_linear
 from slotzero.quantization.mxfp4 import EXPERTS
 
@@ -200,39 +196,14 @@ FORMATS = {
 }  # fmt: skip
 
 
-class Packed(CheckpointView):
-    """A tiny model whose linear layers, or whose experts, are quantised."""
-
-    def __init__(self, format: Format) -> None:
-        super().__init__(tiny_checkpoint(format.model))
-        self.config = {**self.config, "quantization_config": format.settings}
-        self.tensors: dict[str, Tensor] = {}
-        for name in self._stored.names():
-            module, tensor = name.removesuffix(".weight"), self._stored.read(name)
-            experts = format.pack is mxfp4
-            if module.endswith(EXPERTS) if experts else is_layer_linear(module):
-                made = format.pack(tuple(tensor.shape))
-                self.tensors |= {module + end: value for end, value in made.items()}
-            else:
-                self.tensors[name] = tensor
-
-    def names(self) -> Collection[str]:
-        return self.tensors.keys()
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
+def packed_as(format: Format) -> PackedCheckpoint:
+    """Return a tiny model whose linear layers, or whose experts, are quantised."""
+    chosen = are_experts if format.pack is mxfp4 else is_layer_linear
+    return PackedCheckpoint(tiny_checkpoint(format.model), format.settings, chosen, format.pack)
 
 
-def load(checkpoint: Packed) -> None:
-    registry = Registry(torch.device("cpu"))
-    load_weights(
-        parse_config(checkpoint.config),
-        checkpoint,
-        registry,
-        ReferenceKernels(),
-        torch.float32,
-        lambda done, total: None,
-    )
+def are_experts(module: str) -> bool:
+    return module.endswith(EXPERTS)
 
 
 @pytest.fixture(params=FORMATS)
@@ -241,11 +212,11 @@ def format(request: pytest.FixtureRequest) -> Format:
 
 
 @pytest.fixture
-def checkpoint(format: Format) -> Packed:
-    return Packed(format)
+def checkpoint(format: Format) -> PackedCheckpoint:
+    return packed_as(format)
 
 
-def refused(checkpoint: Packed, name: str, wrong: Tensor | None) -> None:
+def refused(checkpoint: PackedCheckpoint, name: str, wrong: Tensor | None) -> None:
     """Check that a checkpoint with another tensor, or without it, is refused by its name."""
     right = checkpoint.tensors.pop(name)
     if wrong is not None:
@@ -255,23 +226,23 @@ def refused(checkpoint: Packed, name: str, wrong: Tensor | None) -> None:
     checkpoint.tensors[name] = right
 
 
-def damaged(checkpoint: Packed, format: Format) -> Iterator[tuple[str, Tensor]]:
+def damaged(checkpoint: PackedCheckpoint, format: Format) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the weight that is damaged."""
     for end in format.pack((1, 8, 8) if format.pack is mxfp4 else (8, 8)):
         name = format.module + end
         yield name, checkpoint.tensors[name]
 
 
-def test_sound_checkpoints_are_loaded(checkpoint: Packed) -> None:
+def test_sound_checkpoints_are_loaded(checkpoint: PackedCheckpoint) -> None:
     load(checkpoint)
 
 
-def test_missing_tensors(format: Format, checkpoint: Packed) -> None:
+def test_missing_tensors(format: Format, checkpoint: PackedCheckpoint) -> None:
     for name, _ in damaged(checkpoint, format):
         refused(checkpoint, name, None)
 
 
-def test_tensors_of_another_shape(format: Format, checkpoint: Packed) -> None:
+def test_tensors_of_another_shape(format: Format, checkpoint: PackedCheckpoint) -> None:
     """Among them are tensors for groups that divide the input features, which leave out a rest."""
     for name, tensor in damaged(checkpoint, format):
         if tensor.ndim == 0:
@@ -283,7 +254,7 @@ def test_tensors_of_another_shape(format: Format, checkpoint: Packed) -> None:
         refused(checkpoint, name, tensor[None, None])
 
 
-def test_numbers_that_are_not_finite(format: Format, checkpoint: Packed) -> None:
+def test_numbers_that_are_not_finite(format: Format, checkpoint: PackedCheckpoint) -> None:
     tried = 0
     for name, tensor in damaged(checkpoint, format):
         if tensor.is_floating_point() or name.endswith("_scales"):
@@ -295,14 +266,14 @@ def test_numbers_that_are_not_finite(format: Format, checkpoint: Packed) -> None
     assert tried
 
 
-def test_tensors_of_another_type(format: Format, checkpoint: Packed) -> None:
+def test_tensors_of_another_type(format: Format, checkpoint: PackedCheckpoint) -> None:
     for name, tensor in damaged(checkpoint, format):
         is_number = tensor.is_floating_point() and tensor.dtype is not FLOAT8
         if not name.endswith(".weight_shape"):
             refused(checkpoint, name, tensor.to(torch.int64 if is_number else torch.bfloat16))
 
 
-def with_group(format: Format, value: object) -> Packed:
+def with_group(format: Format, value: object) -> PackedCheckpoint:
     """Return the checkpoint with another group size in its config."""
 
     def replaced(settings: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -310,7 +281,7 @@ def with_group(format: Format, value: object) -> Packed:
         inner = replaced(settings[first], tuple(rest)) if rest else value
         return {**settings, first: inner}
 
-    return Packed(format._replace(settings=replaced(format.settings, format.group)))
+    return packed_as(format._replace(settings=replaced(format.settings, format.group)))
 
 
 WITH_GROUPS = [name for name, format in FORMATS.items() if format.group]
@@ -344,16 +315,18 @@ def test_a_group_size_that_is_no_size(name: str) -> None:
 def test_an_unknown_method(format: Format, method: object) -> None:
     settings = {**format.settings, "quant_method": method}
     with pytest.raises(UnsupportedModelError, match=r"quant_method=.*: implemented are fp8, "):
-        load(Packed(format._replace(settings=settings)))
+        load(packed_as(format._replace(settings=settings)))
 
 
 @pytest.mark.parametrize("settings", ["fp8", ["fp8"], 8])
 def test_a_config_that_is_no_mapping(settings: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=r"quantization_config=.*must be a mapping"):
-        load(Packed(FORMATS["fp8 tensor"]._replace(settings=settings)))
+        load(packed_as(FORMATS["fp8 tensor"]._replace(settings=settings)))
 
 
-def test_a_tensor_that_the_format_does_not_have(format: Format, checkpoint: Packed) -> None:
+def test_a_tensor_that_the_format_does_not_have(
+    format: Format, checkpoint: PackedCheckpoint
+) -> None:
     """For example the second scale of NVFP4."""
     name = f"{format.module}.weight_scale_2"
     checkpoint.tensors[name] = torch.tensor(1.0)
