@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -455,6 +456,35 @@ def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> Non
         for _ in chunks:
             pass
     assert "Traceback" not in server.log.read_text()
+
+
+def press_ctrl_c_twice(server: Server) -> None:
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # a signal that arrives before an equal one was handled is lost
+    server.process.send_signal(signal.SIGINT)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_requests(tmp_path: Path) -> None:
+    words = ["tiny:llama", "--backend", "eager", "--grace", "1000"]
+    server = Server(words, tmp_path / "log")
+    stream = server.client().completions.create(
+        model="tiny:llama", prompt="x", stream=True, max_tokens=2000, n=8,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    next(chunks)
+    press_ctrl_c_twice(server)
+    with pytest.raises(openai.APIError, match="stopping"):
+        for _ in chunks:
+            pass
+    assert server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_two_ctrl_c_end_an_idle_server_as_one_does(own_server: Server) -> None:
+    press_ctrl_c_twice(own_server)
+    assert own_server.process.wait(PATIENCE) == 0
+    assert own_server.log.read_text().count("\n") <= 1, "it says that the engine is ready"
 
 
 def test_ctrl_c_ends_a_loading_server(tmp_path: Path) -> None:
