@@ -19,9 +19,9 @@ from slotzero.engine.engine import Engine
 from slotzero.graph import Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 from slotzero.speculative.drafter import NUM_DRAFTS
-from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED
+from slotzero.speculative.passes import NUM_CONFIRMED, VERIFY_LEN
 
-COUNTS = ("new_length", NUM_DRAFTS, NUM_CONFIRMED, NUM_TRIED)
+COUNTS = ("new_length", NUM_DRAFTS, NUM_CONFIRMED, VERIFY_LEN)
 K = TypeVar("K")
 V = TypeVar("V")
 
