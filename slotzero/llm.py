@@ -84,7 +84,7 @@ class _Job:
 
     text: str | None
     tokens: list[int]
-    siblings: list[SamplingParams]
+    params: list[SamplingParams]
 
 
 class _Changes:
@@ -228,8 +228,8 @@ class LLM:
             self._add(jobs, answers, changes)
             places = {
                 answer.request.id: (i, j)
-                for i, siblings in enumerate(answers)
-                for j, answer in enumerate(siblings)
+                for i, of_prompt in enumerate(answers)
+                for j, answer in enumerate(of_prompt)
             }
             while places:
                 self.engine.step()  # other threads' steps advance these answers too
@@ -275,8 +275,8 @@ class LLM:
         for i, request in enumerate(self.engine.validate_batch(asks)):
             if isinstance(request, RequestError):
                 raise RequestError(f"prompt {i}: {request}")
-            siblings = [_sibling(params[i], j) for j in range(params[i].n)]
-            jobs.append(_Job(parts[i][0], request.prompt_token_ids, siblings))
+            of_answers = [_params_of_answer(params[i], j) for j in range(params[i].n)]
+            jobs.append(_Job(parts[i][0], request.prompt_token_ids, of_answers))
         return jobs
 
     def _encoded(self, index: int, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
@@ -296,7 +296,7 @@ class LLM:
         """
         for job in jobs:
             answers.append([])
-            for params in job.siblings:
+            for params in job.params:
                 request_id = f"{next(self._ids)}"
                 text = self._new_text(params)
                 # Ctrl-C between these lines would leave a queued request that is not in `answers`.
@@ -321,10 +321,10 @@ class LLM:
     def _run(self, jobs: list[_Job], show_progress: bool) -> list[RequestOutput]:
         answers: list[list[RequestHandle]] = []
         changes = _Changes()
-        num_answers = sum(len(job.siblings) for job in jobs)
+        num_answers = sum(len(job.params) for job in jobs)
         try:
             self._add(jobs, answers, changes)
-            num_tokens = {answer.request.id: 0 for siblings in answers for answer in siblings}
+            num_tokens = {answer.request.id: 0 for of_prompt in answers for answer in of_prompt}
             with prompts_bar(show_progress and num_answers > 1, num_answers) as progress:
                 while num_tokens:  # contains the answers that are not finished
                     self.engine.step()  # other threads' steps advance these answers too
@@ -339,16 +339,16 @@ class LLM:
                         del num_tokens[request_id]
         finally:
             self._cancel(answers)
-        return [self._output(job, siblings) for job, siblings in zip(jobs, answers, strict=True)]
+        return [self._output(job, its) for job, its in zip(jobs, answers, strict=True)]
 
-    def _output(self, job: _Job, siblings: list[RequestHandle]) -> RequestOutput:
+    def _output(self, job: _Job, answers: list[RequestHandle]) -> RequestOutput:
         return RequestOutput(
-            request_id=siblings[0].request.id,
+            request_id=answers[0].request.id,
             prompt=job.text,
             prompt_token_ids=job.tokens,
-            outputs=[self._completion(i, answer) for i, answer in enumerate(siblings)],
-            finished=all(answer.finished for answer in siblings),
-            num_cached_tokens=siblings[0].request.num_found,
+            outputs=[self._completion(i, answer) for i, answer in enumerate(answers)],
+            finished=all(answer.finished for answer in answers),
+            num_cached_tokens=answers[0].request.num_found,
         )
 
     def _completion(self, index: int, answer: RequestHandle) -> CompletionOutput:
@@ -397,7 +397,7 @@ def _raise_if_lost(answers: Sequence[RequestHandle]) -> None:
             ) from error
 
 
-def _sibling(params: SamplingParams, i: int) -> SamplingParams:
+def _params_of_answer(params: SamplingParams, i: int) -> SamplingParams:
     """Return the parameters of answer i: if there is a seed, it is seed + i, in 64 bits."""
     if params.seed is None:
         return params

@@ -76,7 +76,7 @@ class Request:
     target: int = 0
     num_in_flight: int = 0
     """Number of launched steps that will each produce at least one token."""
-    most_in_flight: int = 0
+    max_tokens_in_flight: int = 0
     """Maximum number of tokens that these steps will produce."""
     num_cached: int = 0
     num_found: int = 0
@@ -115,4 +115,4 @@ class Request:
 
     @property
     def most_known(self) -> int:
-        return self.num_tokens + self.most_in_flight
+        return self.num_tokens + self.max_tokens_in_flight

@@ -74,12 +74,14 @@ def mutate(
 
 def tensors_of(runner: Runner) -> list[Entry]:
     """Return the tensors that a runner can see. A few constants represent all, since one rule and
-    one check cover them; codes and scales of quantised weights are among them."""
+    one check cover them. Among them are codes of a quantised weight, and the scales of one weight
+    for each name of a linear layer: some are column-parallel and some row-parallel."""
     entries = [e for e in runner.entries() if e.tensor.numel()]
     constants = [e for e in entries if e.kind is TensorKind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
-    for field in ("codes", "scales"):
-        kept.update([e.name for e in constants if e.name.endswith(f".{field}")][:1])
+    kept.update([e.name for e in constants if e.name.endswith(".codes")][:1])
+    scales = [e.name for e in reversed(constants) if e.name.endswith(".scales")]
+    kept.update({tuple(name.split(".")[2:]): name for name in scales}.values())
     return [e for e in entries if e.kind is not TensorKind.CONSTANT or e.name in kept]
 
 

@@ -26,7 +26,7 @@ from slotzero.graph import GraphKey, Pieces
 from slotzero.request import Request
 from slotzero.runners.passes import SLOTS
 from slotzero.sampling.params import SamplingParams
-from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED, VERIFIED
+from slotzero.speculative.passes import NUM_CONFIRMED, VERIFIED, VERIFY_LEN
 from slotzero.speculative.widths import FixedWidth
 
 LETTERS = (3, 5, 6, 7)  # token ids that every vocabulary has
@@ -101,7 +101,7 @@ def _accepting_one_more(
         slots = registry[SLOTS][: key.rows].long()
         start, guesses = length[slots], tokens[slots]
         function(key, pieces)
-        tried, num = (registry[name][: key.rows] for name in (NUM_TRIED, NUM_CONFIRMED))
+        tried, num = (registry[name][: key.rows] for name in (VERIFY_LEN, NUM_CONFIRMED))
         sampled = registry[VERIFIED][: key.tokens].view(key.rows, -1)
         is_more = (num > 0) & (num < tried)
         place = torch.where(is_more, num, 1).long()  # of the wrong draft, after the newest token

@@ -5,8 +5,8 @@ model are reported before anything is loaded.
 
 The rule: SIGTERM and Ctrl-C do the same. Running requests have `--grace` seconds to finish, while
 new ones are answered with 503; then the remaining requests end with an error, the port is closed,
-and the exit code is 0. A second Ctrl-C does not wait. When all engines have failed for good, the
-server exits with the first one's exit code, since refusing everything would hide the failure.
+and the exit code is 0. A second Ctrl-C ends the grace time. When all engines have failed for good,
+the server exits with the first one's exit code, since refusing everything would hide the failure.
 """
 
 import argparse
@@ -287,12 +287,12 @@ async def _watch(
 ) -> None:
     """Announce the first engine that is ready. On shutdown, let running requests finish while the
     port still answers; when all engines have failed, do not wait."""
+    stop_signals = _StopSignals()
     while not server.started:
         await asyncio.sleep(POLL_SECONDS)
     listener.listen(BACKLOG)  # uvicorn's backlog is also how many asyncio accepts at once
-    is_asked_to_end = _on_signals(server)
     began, is_announced = time.monotonic(), False
-    while not (is_asked_to_end.is_set() or fleet.state == "failed"):
+    while not (stop_signals.is_asked or fleet.state == "failed"):
         if fleet.state == "ready" and not is_announced:
             seconds = f"{time.monotonic() - began:.1f} s{_how_many(fleet)}"
             print(f"ready in {seconds}. Try:\n{_curl(settings, address)}")
@@ -300,22 +300,29 @@ async def _watch(
             is_announced = True
         await asyncio.sleep(POLL_SECONDS)
     app.state.slotzero.is_closing = True
-    await fleet.drain(settings.grace)
+    draining = asyncio.create_task(fleet.drain(settings.grace))
+    while not (draining.done() or stop_signals.is_urgent):
+        await asyncio.wait({draining}, timeout=POLL_SECONDS)
+    if not draining.done():
+        draining.cancel()
+        await fleet.drain(0)
     server.should_exit = True
 
 
-def _on_signals(server: "uvicorn.Server") -> asyncio.Event:
-    """Replace uvicorn's signal handlers, which would close the port at once."""
-    asked = asyncio.Event()
+class _StopSignals:
+    """Replaces uvicorn's signal handlers, which would close the port at once.
 
-    def end(number: int, frame: Any) -> None:
-        if asked.is_set() and number == signal.SIGINT:
-            server.should_exit = server.force_exit = True
-        asked.set()
+    SIGINT and SIGTERM ask the server to end; a SIGINT after that does not let requests finish.
+    """
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
-    return asked
+    def __init__(self) -> None:
+        self.is_asked = self.is_urgent = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self.is_urgent |= self.is_asked and number == signal.SIGINT
+        self.is_asked = True
 
 
 def _how_many(fleet: "Fleet") -> str:

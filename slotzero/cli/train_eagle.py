@@ -239,8 +239,8 @@ def _usable(llm: "LLM", text: "Text", source: str) -> "Text":
 def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
     from slotzero.training import data
 
-    num_tried = min(HELD_OUT, max(1, args.num_sequences // 8))
-    num_prompts = args.num_sequences + num_tried
+    num_held_out = min(HELD_OUT, max(1, args.num_sequences // 8))
+    num_prompts = args.num_sequences + num_held_out
     seed = args.seed if "seed" in args else 0
     prompts = data.self_prompts(llm, num_prompts, seed, top_p=0.95, show_progress=shown)
 
@@ -249,7 +249,7 @@ def _write(llm: "LLM", args: argparse.Namespace, shown: bool) -> "Text":
             llm, prompts, temperatures, args.max_tokens, seed=seed, show_progress=shown
         )
 
-    return answers(prompts[num_tried:], TEMPERATURES), answers(prompts[:num_tried], (0.0,))
+    return answers(prompts[num_held_out:], TEMPERATURES), answers(prompts[:num_held_out], (0.0,))
 
 
 def _head_config(engine: "Engine", layers: tuple[int, int, int], args: argparse.Namespace) -> Any:

@@ -193,7 +193,7 @@ class Scheduler:
                 continue
             request = row.request
             request.num_in_flight -= 1
-            request.most_in_flight -= row.most_new
+            request.max_tokens_in_flight -= row.most_new
             if request.status is RequestStatus.FINISHED:
                 continue
             if (
@@ -444,5 +444,5 @@ def _advance(request: Request, count: int, *, samples: bool, most_new: int = 1) 
     request.num_computed = start + count
     if samples:
         request.num_in_flight += 1
-        request.most_in_flight += most_new
+        request.max_tokens_in_flight += most_new
     return Row(request, request.slot, start, count, samples, most_new)

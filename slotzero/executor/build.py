@@ -171,7 +171,7 @@ class _Builder:
         for group in self._model.groups:
             for heads in group.shapes:
                 kernels.refuse(heads)
-        for name, tensor in kernels.held().items():
+        for name, tensor in kernels.workspace().items():
             registry.constant(name, tensor)
         weights = self._weights()
         turns = {

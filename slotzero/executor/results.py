@@ -7,7 +7,7 @@ from typing import Any
 
 from slotzero.graph.transfer import Arriving
 from slotzero.runners.passes import SAMPLED
-from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED, PATH, VERIFIED
+from slotzero.speculative.passes import NUM_CONFIRMED, PATH, VERIFIED, VERIFY_LEN
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Results:
 
     def drafts(self) -> list[tuple[int, int]]:
         """Return for each row how many drafts were verified, and how many were accepted."""
-        pairs = zip(self._part(NUM_TRIED), self._part(NUM_CONFIRMED), strict=True)
+        pairs = zip(self._part(VERIFY_LEN), self._part(NUM_CONFIRMED), strict=True)
         return [(max(n - 1, 0), max(right - 1, 0)) for n, right in pairs]
 
     def logprobs(self, row: int) -> list[RowLogprobs]:

@@ -137,7 +137,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def refuse(self, heads: Heads) -> None:
         """Do nothing: every shape is supported."""
 
-    def held(self) -> Mapping[str, Tensor]:
+    def workspace(self) -> Mapping[str, Tensor]:
         return {}
 
     def decode_positions(

@@ -22,14 +22,14 @@ class TorchSpeculation(SpeculationKernels):
         slots: Tensor,
         tables: DraftTables,
         tokens: Tokens,
-        num_tried: Tensor,  # [R]
+        verify_len: Tensor,  # [R]
     ) -> tuple[Rows, Tensor]:
         width, start = len(tokens.slots) // len(slots), tables.length[slots]
         room = tables.limit[slots] - start - 1  # tokens that may still be added
         num_good = tables.num_drafts[slots] * (tables.drafted_at[slots] == start)
         num_good = torch.minimum(num_good, room - 1)
-        num_tried.copy_(torch.where(room > 0, num_good.clamp(0, width - 1) + 1, 0))
-        rows = lay_out(slots, start, num_tried, tokens)
+        verify_len.copy_(torch.where(room > 0, num_good.clamp(0, width - 1) + 1, 0))
+        rows = lay_out(slots, start, verify_len, tokens)
         return rows, tokens.positions + (tokens.slots > 0)
 
     def locate_confirmed(
@@ -44,18 +44,18 @@ class TorchSpeculation(SpeculationKernels):
     def accept(
         self,
         slots: Tensor,
-        num_tried: Tensor,  # [R], from locate_drafts
+        verify_len: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: what follows each token
         tables: DraftTables,
         num_confirmed: Tensor,  # [R]
     ) -> None:
         tokens, length = tables.tokens, tables.length
         start, place = length[slots], up_to(sampled.shape[1], slots)
-        at = (start[:, None] + 1 + place) * (place < num_tried[:, None])  # where each would go
-        is_draft = place < num_tried[:, None] - 1
+        at = (start[:, None] + 1 + place) * (place < verify_len[:, None])  # where each would go
+        is_draft = place < verify_len[:, None] - 1
         is_right = (tokens[slots[:, None], at] == sampled) & is_draft
         num = is_right.int().cumprod(1).sum(1, dtype=torch.int32) + 1
-        num_confirmed.copy_(torch.where(num_tried > 0, num, 0))
+        num_confirmed.copy_(torch.where(verify_len > 0, num, 0))
         is_new = place < num_confirmed[:, None]
         owners = torch.where(is_new, slots[:, None], 0)
         put(tokens, (owners, at * is_new), sampled, is_new)
@@ -150,7 +150,7 @@ class TorchSpeculation(SpeculationKernels):
     def accept_tree(
         self,
         slots: Tensor,
-        num_tried: Tensor,
+        verify_len: Tensor,
         sampled: Tensor,  # [R, W]: what follows each node
         parents: Tensor,
         branches: Branches,
@@ -160,7 +160,7 @@ class TorchSpeculation(SpeculationKernels):
     ) -> None:
         width, tokens, length = sampled.shape[1], tables.tokens, tables.length
         start, place = length[slots], up_to(width, slots)
-        is_tried = place < num_tried[:, None]
+        is_tried = place < verify_len[:, None]
         drafts = tokens[slots[:, None], (start[:, None] + place) * is_tried]
         is_draft = is_tried & (place > 0)
         wanted = sampled.gather(1, parents[slots][:, :width].long() * is_draft)

@@ -81,6 +81,12 @@ class Param:
     def out_features(self) -> int:
         return sum(source.num_taken for source in self.sources)
 
+    @property
+    def of_all_ranks(self) -> "Param":
+        """The parameter with the experts of all ranks."""
+        experts = self.whole_experts or self.experts
+        return replace(self, experts=experts, whole_experts=None, first_expert=0)
+
     def stored(self, prefix: str) -> Iterator["Stored"]:
         """Yield the checkpoint's tensors for this parameter in one layer."""
         for expert in range(self.experts or 1) if not self.is_joint else (None,):

@@ -15,7 +15,7 @@ from slotzero.kernels.weights import WeightFormat
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.param import Param, Stored
 from slotzero.models.stacks import StackedParam
-from slotzero.quantization.method import check_plain
+from slotzero.quantization.method import check_plain, read_input_scale
 from slotzero.quantization.quantization import Quantization
 
 INPUT_SCALE = "input_scale"
@@ -40,6 +40,20 @@ def fill(
                 rows = _read_rows(stored, checkpoint, quantization, stacked.format, device)
                 store(kernels.pack_quantized(rows, stacked.format), targets)
             yield from targets.values()
+        if stacked.param.whole_experts is not None and stacked.has_input_scale:
+            _share_input_scales(stacked, tensors, checkpoint)
+
+
+def _share_input_scales(
+    stacked: StackedParam, tensors: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> None:
+    """Give the experts of each layer the largest scale of their inputs, including those of experts
+    on other ranks. So results do not depend on the number of ranks."""
+    scales = tensors[f"{stacked.name}.{INPUT_SCALE}"]
+    for i, prefix in enumerate(stacked.prefixes or ("",)):
+        modules = [one.module for one in stacked.param.of_all_ranks.stored(prefix)]
+        largest = torch.stack([read_input_scale(checkpoint, module) for module in modules]).amax(0)
+        (scales if stacked.prefixes is None else scales[i]).copy_(largest)
 
 
 def targets_of(
@@ -68,7 +82,8 @@ def targets_of(
 
 
 def store(packed: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Copy a quantised weight to its place. Experts share the largest scale of their inputs."""
+    """Copy a quantised weight to its place. The experts of a layer share the largest scale of their
+    inputs."""
     for field, target in targets.items():
         given = packed[field].to(target.device)
         target.copy_(torch.maximum(target, given) if field == INPUT_SCALE else given)

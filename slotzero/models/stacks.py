@@ -49,6 +49,11 @@ class StackedParam(NamedTuple):
     prefixes: tuple[str, ...] | None  # of the layers in the checkpoint; None: outside the layers
     format: WeightFormat | None = None
 
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether the checkpoint has a static scale for the weight's input."""
+        return self.format is not None and self.format.activations == "float8_static"
+
     def stored(self) -> Iterator[Stored]:
         """Yield every tensor of a checkpoint that the parameter is read from."""
         for prefix in self.prefixes or ("",):

@@ -4,7 +4,7 @@ This module knows the kernels' packed layout; it does not know where or how a ch
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from slotzero.models.stacks import (
     vocabulary_weights,
 )
 from slotzero.pools.budget import refuse_beyond
-from slotzero.quantization.method import CACHE_SCALES
+from slotzero.quantization.method import CACHE_SCALES, WeightPart, take
 from slotzero.quantization.quantization import NOT_QUANTIZED, Quantization
 
 OR_SMALLER = " or --dtype bfloat16"
@@ -217,13 +217,12 @@ def _refuse_unexpected(
             f"{checkpoint.name}: tensor {missing[0]} is missing ({len(missing)} in total): "
             "the checkpoint is incomplete, download it again"
         )
-    head = f"{config.names.head}.weight"
-    is_packed = config.quantization.tensors(config.names.embedding) is not None
-    if config.tied_embeddings and head in names and not is_packed:
-        _refuse_untied_head(config, checkpoint, head)
+    heads = _tensors_of(config.names.head, config.quantization, names)
+    if config.tied_embeddings and not heads.isdisjoint(names):
+        _refuse_untied_head(config, checkpoint)
     extra = sorted(
         n
-        for n in names - expected - optional - {head} - _unread(config) - read_elsewhere
+        for n in names - expected - optional - heads - _unread(config) - read_elsewhere
         if not n.endswith(ignored) and not n.startswith(config.ignored)
     )
     extra = [n for n in extra if not _is_zero_bias(n, config.quantization, checkpoint)]
@@ -251,20 +250,45 @@ def _unread(config: ModelConfig) -> set[str]:
     }
 
 
-def _refuse_untied_head(config: ModelConfig, checkpoint: Checkpoint, head: str) -> None:
+def _tensors_of(module: str, quantization: Quantization, names: Collection[str]) -> set[str]:
+    """Return the tensors of a module's weight."""
+    if _is_packed(module, quantization, names):
+        return set(quantization.tensors(module) or ())
+    return {f"{module}.weight"}
+
+
+def _is_packed(module: str, quantization: Quantization, names: Collection[str]) -> bool:
+    """Return whether all tensors are stored that a quantised weight of this module needs."""
+    packed = quantization.tensors(module)
+    return packed is not None and all(name in names for name, needed in packed.items() if needed)
+
+
+def _refuse_untied_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise if the stored head differs from the embedding although the config ties them.
 
     Some exporters store a tied embedding twice, which is fine; a head with other values is not.
     """
-    embedding = f"{config.names.embedding}.weight"
     for begin in range(0, config.vocab_size, _ROWS_PER_COMPARISON):
-        rows = slice(begin, begin + _ROWS_PER_COMPARISON), slice(None)
-        one, other = (checkpoint.read_part(name, *rows) for name in (embedding, head))
-        if one.whole != other.whole or not torch.equal(one.tensor, other.tensor):
+        rows = slice(begin, begin + _ROWS_PER_COMPARISON)
+        embedding, head = (
+            _vocabulary_rows(config, checkpoint, module, rows)
+            for module in (config.names.embedding, config.names.head)
+        )
+        if not torch.equal(embedding, head):
             raise UnsupportedModelError(
-                f"{checkpoint.name}: tensor {head} differs from the embedding, although "
-                "tie_word_embeddings is true: set it to false in config.json"
+                f"{checkpoint.name}: tensor {config.names.head}.weight differs from the "
+                "embedding, although tie_word_embeddings is true: set it to false in config.json"
             )
+
+
+def _vocabulary_rows(
+    config: ModelConfig, checkpoint: Checkpoint, module: str, rows: slice
+) -> Tensor:
+    """Read rows of the embedding or of the head in float32; unpack them if they are quantised."""
+    quantization, shape = config.quantization, (config.vocab_size, config.hidden_size)
+    if _is_packed(module, quantization, checkpoint.names()):
+        return quantization.read_dense(checkpoint, module, WeightPart(rows, shape), slice(None))
+    return take(checkpoint, f"{module}.weight", shape, rows, slice(None)).float()
 
 
 def expected_names(

@@ -42,7 +42,7 @@ from slotzero.speculative.drafter import (
 from slotzero.speculative.tree import Trees
 from slotzero.tree_shape import places_ahead
 
-VERIFIED, NUM_CONFIRMED, NUM_TRIED = "verified", "num_confirmed", "num_tried"
+VERIFIED, NUM_CONFIRMED, VERIFY_LEN = "verified", "num_confirmed", "verify_len"
 PATH = "verified_path"
 VERIFIED_LOGPROBS, VERIFIED_TOP_IDS = "verified_logprobs", "verified_top_ids"
 VERIFIED_TOP_LOGPROBS, VERIFY_LOGITS = "verified_top_logprobs", "verify_logits"
@@ -83,16 +83,16 @@ class SpeculativePasses:
             )
 
         self._token_slots, self._positions = map(derived, PLACES)
-        self._num_verified = registry.output(
+        self._num_confirmed = registry.output(
             NUM_CONFIRMED, (max_rows,), torch.int32, chosen_from=VERIFY_LOGITS
         )
-        self._num_tried = registry.output(NUM_TRIED, (max_rows,), torch.int32)
+        self._verify_len = registry.output(VERIFY_LEN, (max_rows,), torch.int32)
         self._path: Tensor | None = None
         if trees is not None:
             shape = max_rows, max_width
             self._path = registry.output(PATH, shape, torch.int32, chosen_from=VERIFY_LOGITS)
         path = () if trees is None else (PATH,)
-        self.results = (NUM_CONFIRMED, NUM_TRIED, *path, *RESULTS)
+        self.results = (NUM_CONFIRMED, VERIFY_LEN, *path, *RESULTS)
         """Outputs that are sent to the host: for each row the number of confirmed and of verified
         tokens, and the confirmed nodes of a tree; then the results of each token."""
         self._sampled = Sampled(
@@ -129,10 +129,10 @@ class SpeculativePasses:
 
     def _verify(self, key: GraphKey, pieces: Pieces) -> None:
         tables, kernels = self._tables, self._kernels
-        mine = self._slots, self._num_tried, self._num_verified
-        slots, num_tried, num_confirmed = (tensor[: key.rows] for tensor in mine)
+        mine = self._slots, self._verify_len, self._num_confirmed
+        slots, verify_len, num_confirmed = (tensor[: key.rows] for tensor in mine)
         tokens, length = self._tokens(key), tables.length
-        rows, after = kernels.locate_drafts(slots, self._draft_tables, tokens, num_tried)
+        rows, after = kernels.locate_drafts(slots, self._draft_tables, tokens, verify_len)
         branches = None
         if self._trees is not None:
             branches = kernels.tree_branches(rows, tokens, self._trees.parents)
@@ -148,12 +148,12 @@ class SpeculativePasses:
         kernels.sample(logits, tokens.slots, after, tables.sampling, out)
         sampled, path = out.tokens.view(key.rows, key.width), None
         if self._trees is None:
-            kernels.accept(slots, num_tried, sampled, self._draft_tables, num_confirmed)
+            kernels.accept(slots, verify_len, sampled, self._draft_tables, num_confirmed)
         else:
             assert self._path is not None and branches is not None
             path = self._path[: key.rows]
             kernels.accept_tree(
-                slots, num_tried, sampled, self._trees.parents, branches,
+                slots, verify_len, sampled, self._trees.parents, branches,
                 self._draft_tables, num_confirmed, path,
             )  # fmt: skip
             for name in self._groups:

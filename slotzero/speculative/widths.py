@@ -25,8 +25,8 @@ PRIOR_WEIGHT = 4  # weight, in drafts, of a prior or of an old rate
 MARGIN = 0.05  # relative gain needed to switch to a wider width
 MARGIN_BACK = 0.02  # and to a narrower one, whose rates are all up to date
 PATIENCE = 8  # consecutive choices for which the gain must last
-NUM_FIRST = 32  # steps of the first trial, when nothing is known
-NUM_TRIED = 8  # steps of any other trial
+FIRST_TRIAL_STEPS = 32  # steps of the first trial, when nothing is known
+TRIAL_STEPS = 8  # steps of any other trial
 SHARE = 0.01  # fraction of the time for trials
 
 Cost = Callable[[int, int], float]
@@ -103,7 +103,7 @@ class WidthPolicy:
         self._cost = cost
         self._num_beaten = PATIENCE - 1  # the first choice need not wait
         self._purse = 0.0  # seconds, for trials
-        self._tried, self._num_left = self.widths[-1], NUM_FIRST  # the trial that runs
+        self._tried, self._num_left = self.widths[-1], FIRST_TRIAL_STEPS  # the trial that runs
 
     def learn(self, num_drafts: int, num_accepted: int) -> None:
         self.acceptance.learn(num_drafts, num_accepted)
@@ -140,10 +140,10 @@ class WidthPolicy:
         if hopes[best] <= (1 + MARGIN) * hopes[self.width]:
             return
         # a trial emits at least as many tokens, so it loses at most the difference in time
-        price = NUM_TRIED * (costs[best] - costs[self.width])
+        price = TRIAL_STEPS * (costs[best] - costs[self.width])
         self._purse = min(self._purse + SHARE * costs[self.width], price)
         if self._purse == price:
-            self._purse, self._tried, self._num_left = 0.0, best, NUM_TRIED
+            self._purse, self._tried, self._num_left = 0.0, best, TRIAL_STEPS
             self.acceptance.doubt(num_known)
 
 

@@ -359,7 +359,7 @@ def test_scenarios_of_drafts_have_rows_of_every_kind() -> None:
         runner.prepare(key)
         with scenario_for(engine, runner, key) as scenario:
             outcomes[runner] = Trial(runner, scenario).replay()
-    tried, right = (outcomes[verify].tensors[name] for name in ("num_tried", "num_confirmed"))
+    tried, right = (outcomes[verify].tensors[name] for name in ("verify_len", "num_confirmed"))
     pairs = set(zip(tried.tolist(), right.tolist(), strict=True))
     assert {(5, 5), (5, 3), (5, 1), (2, 2), (1, 1), (0, 0)} <= pairs
     drafted = outcomes[draft].tensors["num_drafts"][list(outcomes[draft].slots)]

@@ -17,6 +17,7 @@ from slotzero.certify.certify import certify, checksums
 from slotzero.certify.checks import CHECK_FUNCTIONS
 from slotzero.certify.faults import FAULTS
 from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
+from slotzero.certify.faults.ranks import RANKS
 from slotzero.certify.faults.recurrent import RECURRENT
 from slotzero.certify.mutants import Mutant, mutate, padded_size, tensors_of
 from slotzero.certify.report import ORDER, Certificate
@@ -59,7 +60,7 @@ LACKED = {  # runners in which a fault would break nothing
     "draft that writes KV": ("decode", "prefill", VERIFY),
     "expert routing that counts padded rows": KINDS,  # the models have no experts
     "frozen-KV position advanced by one": KINDS,  # except for an assistant
-    "global count of real tokens instead of the rank's": KINDS,  # there is one rank
+    **dict.fromkeys((fault.name for fault in RANKS), KINDS),  # there is one rank
 }
 PROMPT = [7 * i % 250 for i in range(60)]  # long enough for the prefix cache
 
@@ -309,6 +310,12 @@ def test_exchanged_rows_of_a_weight_are_named(monkeypatch):
     assert any(mutant.tensor.startswith("weight.") for mutant in mutants)
 
 
+def test_the_scales_of_every_linear_layer_are_in_the_matrix():
+    runner = engine_of("tiny:gpt-oss", "eager", quantization="int8").worker.decode
+    scales = [e.name for e in tensors_of(runner) if e.name.endswith(".scales")]
+    assert [name.split(".")[-2] for name in scales] == ["qkv", "out", "gate_up", "down"]
+
+
 class _NoValues(TorchFunctionMode):
     """Mode that raises, as a capture does, if a tensor method waits for a value of the device."""
 
@@ -362,8 +369,7 @@ def test_faults_of_layers_can_be_captured(monkeypatch, assisted, ahead):
     with_faults(monkeypatch, "draft that writes KV", *(fault.name for fault in LAYERS))
     tried = captured(monkeypatch, assisted, [*assisted.worker.cycles[3]])
     tried |= captured(monkeypatch, ahead, [ahead.worker.decode])
-    of_ranks = {"global count of real tokens instead of the rank's"}
-    assert tried == {"draft that writes KV", *(fault.name for fault in LAYERS)} - of_ranks
+    assert tried == {"draft that writes KV", *(fault.name for fault in LAYERS)}
 
 
 def test_a_fault_that_cannot_be_captured_is_named(monkeypatch):
@@ -388,7 +394,8 @@ def test_a_parameter_that_no_request_uses_is_not_broken(monkeypatch, max_num_seq
 
 
 def test_a_check_that_is_switched_off_lets_mutants_through():
-    mutants = mutate(engine_of("tiny:llama", "eager"), checks=("S6", "S0", "S2"))
+    engine = engine_of("tiny:llama", "eager")
+    mutants = mutate(engine, checks=("S6", "S0", "S2"), runners=[engine.worker.decode])
     missed = {(m.tensor, m.fault) for m in mutants if not m.caught}
     assert ("slots", "skip the pad") in missed  # only S1 catches it
     assert ("kv_full", "kernel writes slot 0") in missed  # only S4 catches it

@@ -77,6 +77,7 @@ OF_RANKS = [
     "global count of real tokens instead of the rank's",
     "expert routing that counts padded rows",
 ]
+OF_SCALES = "scale of another rank"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,13 @@ def ran(tmp_path_factory, oracles):
         **jobs["faults"],
         "ranks": {"expert_parallel": True, "dp_attention": True},
     }
+    for quantization in ("int8", "fp8"):
+        jobs[f"faults-{quantization}"] = {
+            "model": "tiny:llama",
+            "settings": {**jobs["faults"]["settings"], "quantization": quantization},
+            "ranks": {},
+            "faults": [OF_SCALES],
+        }
     return run_ranks(SIZE, jobs, tmp_path_factory.mktemp("ranked"))
 
 
@@ -224,6 +232,17 @@ def test_faults_of_ranks_are_caught(ran, job):
     kept = torch.load(ran / f"{job}.0.pt")
     assert kept.get("made") == set(OF_RANKS), kept.get("failure")
     assert kept["missed"] == []
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("job", ["faults-int8", "faults-fp8"])
+def test_scales_of_another_rank_are_named(ran, job, rank):
+    """Some of the weights are column-parallel, and some row-parallel."""
+    kept = torch.load(ran / f"{job}.{rank}.pt")
+    linears = "attention_full.qkv", "attention_full.out", "mlp.gate_up", "mlp.down"
+    scales = [f"weight.{name}.scales" for name in linears]
+    said = [f"decode: {name}: {OF_SCALES}: S0 named {name}" for name in scales]
+    assert kept.get("found") == said, kept.get("failure")
 
 
 def test_ranks_that_pick_different_sizes_end(capfd):

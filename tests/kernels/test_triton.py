@@ -18,14 +18,17 @@ import torch
 pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parent / "triton"
-SHORT = ("experts", "kernels", "trees", "tune")
-"""Tests that share a process, since starting one for each would take longer than the tests."""
-NAMES = sorted(file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py"))
+GROUPS = (
+    ("linear", "latent"),
+    ("verify", "decode"),
+    ("quantized", "prefill", "recurrent"),
+    ("model", "sample", "speculation", "experts", "kernels", "trees", "tune"),
+)
+"""Tests that share a process, because starting one takes seconds; all groups take equally long."""
 KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.uint8: "*u8", torch.int32: "*i32",
 }  # fmt: skip
-GROUPS = [*((name,) for name in NAMES if name not in SHORT), SHORT]
 
 
 @pytest.mark.parametrize("names", GROUPS, ids="-".join)
@@ -43,6 +46,11 @@ def test_through_the_interpreter(names):
     assert done.returncode == 0, done.stdout + done.stderr
     passed = set(re.findall(r"^PASSED \S+/test_(\w+)\.py::", done.stdout, re.MULTILINE))
     assert passed == set(names), done.stdout
+
+
+def test_every_file_is_in_one_group():
+    names = [file.stem.removeprefix("test_") for file in FOLDER.glob("test_*.py")]
+    assert sorted(name for group in GROUPS for name in group) == sorted(names)
 
 
 def test_globals_of_kernels_equal_themselves():

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 FEW = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"backend": "eager", "max_num_seqs": 2, "max_num_batched_tokens": 16}
+INT4 = WeightFormat("uint4", 32, 8, scale_dtype=torch.float16)
 Convert = Callable[[str, Tensor], dict[str, Tensor]]
 
 
@@ -358,6 +359,37 @@ def test_float8_weights_without_scales_are_refused(oracles: Any, tmp_path: Path)
     save_file(stored, file, {"format": "pt"})
     with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight is torch\.float8_e4m3fn"):
         answers(folder)
+
+
+def test_a_head_beside_a_packed_tied_embedding_must_equal_it(oracles: Any, tmp_path: Path) -> None:
+    """The head may be packed as well, or stored as numbers."""
+    embedding, head = "model.embed_tokens", "lm_head"
+
+    def chosen(module: str) -> bool:
+        return module == embedding or is_layer_linear(module)
+
+    settings = compressed(4, 32, ignore=[])
+    settings["config_groups"]["group_0"]["targets"] = [embedding, head, "re:.*layers.*"]
+    folder = write(tmp_path / "model", oracles("llama"), settings, packed_ints(4, 32), chosen)
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(file := folder / "model.safetensors")
+    del tensors[f"{head}.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    expected = answers(folder)[0]
+    packed = {n.replace(embedding, head): t for n, t in tensors.items() if embedding in n}
+    rows = quantise(load_file(oracles("llama").folder / file.name)[f"{embedding}.weight"], INT4)
+    numbers = dequantise(rows._replace(scales=rows.scales.half().float()), INT4)
+    for same in (packed, {f"{head}.weight": numbers}):
+        save_file(tensors | {name: t.clone() for name, t in same.items()}, file, {"format": "pt"})
+        assert answers(folder)[0] == expected
+    for other in (
+        packed | {f"{head}.weight_scale": packed[f"{head}.weight_scale"] * 2},
+        {f"{head}.weight": numbers + 1},
+    ):
+        save_file(tensors | {name: t.clone() for name, t in other.items()}, file, {"format": "pt"})
+        with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from"):
+            answers(folder)
 
 
 def test_quantised_heads_and_assistants_are_refused(tmp_path: Path) -> None:

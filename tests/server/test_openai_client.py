@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -428,6 +429,12 @@ def test_a_terminated_server_finishes_running_requests(own_server: Server) -> No
     assert not any(os.path.exists(f"/proc/{pid}") for pid in engine)
 
 
+def press_ctrl_c_twice(server: Server) -> None:
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # a signal that arrives before an equal one was handled is lost
+    server.process.send_signal(signal.SIGINT)
+
+
 def test_an_engine_that_dies_is_replaced_and_the_reason_is_logged(own_server: Server) -> None:
     def told() -> tuple[str, str | None]:
         info = httpx.get(f"{own_server.url}/server_info").json()
@@ -438,7 +445,9 @@ def test_an_engine_that_dies_is_replaced_and_the_reason_is_logged(own_server: Se
     os.kill(engine, signal.SIGKILL)
     wait_until(lambda: told() == ("restarting", "signal 9"))
     wait_until(lambda: told() == ("ready", None))
-    assert own_server.end() == 0
+    press_ctrl_c_twice(own_server)
+    assert own_server.process.wait(PATIENCE) == 0
+    assert "Traceback" not in own_server.log.read_text()
 
 
 def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> None:
@@ -454,6 +463,23 @@ def test_requests_that_do_not_finish_in_time_get_an_error(tmp_path: Path) -> Non
     with pytest.raises(openai.APIError, match="stopping"):
         for _ in chunks:
             pass
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_requests(tmp_path: Path) -> None:
+    words = ["tiny:llama", "--backend", "eager", "--grace", "1000"]
+    server = Server(words, tmp_path / "log")
+    stream = server.client().completions.create(
+        model="tiny:llama", prompt="x", stream=True, max_tokens=2000, n=8,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    next(chunks)
+    press_ctrl_c_twice(server)
+    with pytest.raises(openai.APIError, match="stopping"):
+        for _ in chunks:
+            pass
+    assert server.process.wait(PATIENCE) == 0
     assert "Traceback" not in server.log.read_text()
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from slotzero.errors import ConfigError
 from slotzero.speculative.widths import (
+    FIRST_TRIAL_STEPS,
     MEMORY,
-    NUM_FIRST,
-    NUM_TRIED,
     PATIENCE,
     SHARE,
+    TRIAL_STEPS,
     Acceptance,
     FixedWidth,
     SpeculationStats,
@@ -155,7 +155,7 @@ def test_new_results_soon_outweigh_doubtful_ones(rate: float, num_old: int) -> N
     for _ in range(num_old):
         acceptance.learn(2, 0)
     acceptance.doubt(0)
-    for _ in range(NUM_TRIED):
+    for _ in range(TRIAL_STEPS):
         acceptance.learn(2, 2)
     assert acceptance.expected(2) > 1.6
 
@@ -212,7 +212,7 @@ def test_trials_are_paid_in_advance(world: World, seed: int) -> None:
     assume(world.cost(3, 1) > 1.1)  # otherwise no width settles
     ran = run(world, 3000, seed)
     price = world.cost(5, world.num_rows) - world.cost(1, world.num_rows)
-    assert ran.lost <= (NUM_FIRST + NUM_TRIED) * price + SHARE * ran.seconds
+    assert ran.lost <= (FIRST_TRIAL_STEPS + TRIAL_STEPS) * price + SHARE * ran.seconds
 
 
 def crowded(width: int, num_rows: int) -> float:
@@ -224,8 +224,8 @@ def crowded(width: int, num_rows: int) -> float:
 def test_a_width_that_cannot_pay_is_not_tried(num_rows: int) -> None:
     """On a busy device three tokens take three times as long as one, and drafting adds to that."""
     policy = WidthPolicy(WIDTHS, WIDTHS[-1] - 1, crowded)
-    chosen = [policy.choose(num_rows) for _ in range(NUM_FIRST + 200)]
-    assert set(chosen[NUM_FIRST:]) == {1}
+    chosen = [policy.choose(num_rows) for _ in range(FIRST_TRIAL_STEPS + 200)]
+    assert set(chosen[FIRST_TRIAL_STEPS:]) == {1}
 
 
 @settings(deadline=None, max_examples=10)

@@ -13,7 +13,8 @@ from served import PATIENCE, Server
 
 NUM_CLIENTS = 50
 NUM_SLOTS = 2  # of each engine, so that most clients wait
-PAUSE = 1.0  # seconds between a client's requests: leaves the CPU to the engine that restarts
+NUM_STEADY = 4  # clients that continue while an engine restarts: more would slow it down
+PAUSE = 1.0  # seconds between a client's requests
 LETTERS = {str(ord(letter)): 100 for letter in "abcdefghijklmnopqrstuvwxyz"}  # one token, one byte
 BODY: dict[str, Any] = {
     "model": "tiny:llama",
@@ -55,10 +56,15 @@ async def ask(http: httpx.AsyncClient, prompt: str, seen: Seen) -> None:
         seen.odd.append(f"{code} {text!r}")
 
 
-async def load(http: httpx.AsyncClient, i: int, seen: Seen, is_over: asyncio.Event) -> None:
+async def load(
+    http: httpx.AsyncClient, i: int, seen: Seen, is_full: asyncio.Event, is_over: asyncio.Event
+) -> None:
+    """Send requests until it is over; most clients do so only while the load is full."""
     while not is_over.is_set():
         await ask(http, f"client {i} of many", seen)
         await asyncio.sleep(PAUSE)
+        if i >= NUM_STEADY:
+            await is_full.wait()
 
 
 def engines(url: str) -> list[str]:
@@ -99,7 +105,8 @@ async def _abuse(url: str, victim: int, seen: Seen) -> tuple[float, float]:
     Both before the kill and after the restart, the load continues until every client has an answer
     and both engines have a queue. Returns when the engine was killed and when it was ready again.
     """
-    is_over = asyncio.Event()
+    is_full, is_over = asyncio.Event(), asyncio.Event()
+    is_full.set()
     # no idle connections: the server may close one just when the client uses it again
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
@@ -108,15 +115,17 @@ async def _abuse(url: str, victim: int, seen: Seen) -> tuple[float, float]:
         asyncio.TaskGroup() as tasks,
     ):
         for i in range(NUM_CLIENTS):
-            tasks.create_task(load(http, i, seen, is_over))
+            tasks.create_task(load(http, i, seen, is_full, is_over))
         await _until_busy(http, seen)
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         while "restarting" not in await _states(http):
             await asyncio.sleep(0.02)
+        is_full.clear()
         while await _states(http) != ["ready", "ready"]:
             await asyncio.sleep(0.1)
         back = time.monotonic()
+        is_full.set()
         await _until_busy(http, seen)
         is_over.set()
     return killed, back

@@ -1,13 +1,20 @@
-"""A checkpoint in memory, for tests of quantisation methods."""
+"""Checkpoints in memory, for tests of quantisation methods and of loading."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from slotzero.distributed.ranks import ALONE, Ranks
 from slotzero.errors import CorruptCheckpointError
+from slotzero.graph import Registry
 from slotzero.kernels.quantized import QuantizedRows, dequantise
+from slotzero.kernels.reference import ReferenceKernels
+from slotzero.models.checkpoint import Checkpoint, CheckpointView
+from slotzero.models.families.family import parse_config
+from slotzero.models.weights import load_weights
 from slotzero.quantization.method import Method, WeightPart
 
 MODULE = "model.layers.0.mlp.up_proj"
@@ -70,3 +77,49 @@ def read_numbers(method: Method, source: MemorySource, shape: tuple[int, int]) -
         part = dequantise(read_rows(method, source, shape, rows), format)
         assert torch.equal(part, numbers[rows])
     return numbers
+
+
+class PackedCheckpoint(CheckpointView):
+    """A checkpoint in which the chosen modules are quantised.
+
+    `pack` returns the tensors of a weight by the ends of their names.
+    """
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        settings: Mapping[str, Any],
+        chosen: Callable[[str], bool],
+        pack: Callable[[tuple[int, ...]], Mapping[str, Tensor]],
+    ) -> None:
+        super().__init__(stored)
+        self.config = {**stored.config, "quantization_config": settings}
+        self.tensors: dict[str, Tensor] = {}
+        for name in stored.names():
+            module, tensor = name.removesuffix(".weight"), stored.read(name)
+            if chosen(module):
+                made = pack(tuple(tensor.shape))
+                self.tensors |= {module + end: value for end, value in made.items()}
+            else:
+                self.tensors[name] = tensor
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def load(checkpoint: Checkpoint, ranks: Ranks = ALONE) -> Registry:
+    """Load the weights of one rank."""
+    registry = Registry(torch.device("cpu"))
+    load_weights(
+        parse_config(checkpoint.config),
+        checkpoint,
+        registry,
+        ReferenceKernels(),
+        torch.float32,
+        lambda done, total: None,
+        ranks=ranks,
+    )
+    return registry

@@ -119,12 +119,16 @@ JOBS = {False: run, True: run_apart}
 
 
 def mutate(job: dict, rank_group: RankGroup) -> dict:
-    """Inject the faults of the job on every rank at once, and return which ones were missed."""
+    """Inject the faults of the job on every rank at once, and return what became of them."""
     config = EngineConfig(model=job["model"], show_progress=False, **job["settings"])
     engine = Engine(config, rank_group)
     mutants.FAULTS = tuple(fault for fault in FAULTS if fault.name in job["faults"])
     found = mutants.mutate(engine, runners=[engine.worker.decode])
-    return {"missed": [str(m) for m in found if not m.caught], "made": {m.fault for m in found}}
+    return {
+        "found": [str(mutant) for mutant in found],
+        "missed": [str(mutant) for mutant in found if not mutant.caught],
+        "made": {mutant.fault for mutant in found},
+    }
 
 
 if __name__ == "__main__":

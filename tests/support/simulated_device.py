@@ -198,12 +198,12 @@ class Device:
         if width == 1:
             return self._compute(row, own, row.count)
         room = row.request.max_len - own.length - 1
-        num_tried = min(width, room) if row.request.grammar is None else min(1, room)
+        verify_len = min(width, room) if row.request.grammar is None else min(1, room)
         sampled: list[int] = []
-        for i in range(num_tried):
+        for i in range(verify_len):
             for group in range(len(self.windows)):  # wrong drafts are stored too
-                self.kv[self._place(row.slot, group, own.length + num_tried - 1 - i)] = -1
-        while len(sampled) < num_tried:
+                self.kv[self._place(row.slot, group, own.length + verify_len - 1 - i)] = -1
+        while len(sampled) < verify_len:
             sampled += self._compute(row, own, 1)
             if hash((own.length, sampled[-1])) % 3 == 0:
                 break

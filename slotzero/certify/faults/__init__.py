@@ -6,6 +6,7 @@ The rule: every index that a fault lets through is in range, so a mutant is wron
 from slotzero.certify.faults.case import Case, Fault, swapped
 from slotzero.certify.faults.device import KERNELS, LAYERS, RECORDINGS
 from slotzero.certify.faults.host import ALLOCATIONS, DOWNLOADS, PUBLICATIONS, STAGINGS
+from slotzero.certify.faults.ranks import RANKS
 from slotzero.certify.faults.recurrent import RECURRENT
 
 FAULTS: tuple[Fault, ...] = (
@@ -13,6 +14,7 @@ FAULTS: tuple[Fault, ...] = (
     *RECORDINGS,
     *KERNELS,
     *LAYERS,
+    *RANKS,
     *RECURRENT,
     *DOWNLOADS,
     *STAGINGS,

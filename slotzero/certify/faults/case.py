@@ -19,9 +19,9 @@ from slotzero.engine.engine import Engine
 from slotzero.graph import Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 from slotzero.speculative.drafter import NUM_DRAFTS
-from slotzero.speculative.passes import NUM_CONFIRMED, NUM_TRIED
+from slotzero.speculative.passes import NUM_CONFIRMED, VERIFY_LEN
 
-COUNTS = ("new_length", NUM_DRAFTS, NUM_CONFIRMED, NUM_TRIED)
+COUNTS = ("new_length", NUM_DRAFTS, NUM_CONFIRMED, VERIFY_LEN)
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -172,6 +172,19 @@ class Case:
             return None
         index = torch.stack([differs.new_zeros(()), differs[-1]])
         return index, rows[index.flip(0)].clone()
+
+    @cached_property
+    def of_next_rank(self) -> Tensor | None:
+        """The values of this tensor on the next rank; None if all ranks have the same values. All
+        ranks must ask for it at the same time."""
+        ranks, held = self.engine.worker.ranks, self.entry.tensor
+        if not ranks.is_distributed:
+            return None
+        own = held.flatten().view(torch.uint8)
+        other = ranks.gather(own).view(ranks.size, -1)[(ranks.rank + 1) % ranks.size]
+        if not ranks.any(not torch.equal(own, other)):
+            return None
+        return other.view(held.dtype).view(held.shape)
 
     @cached_property
     def row_unlike_padding(self) -> int | None:

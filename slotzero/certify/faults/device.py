@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from slotzero.certify.faults.case import Case, Fault, always, swapped, swapped_item
@@ -20,7 +19,6 @@ from slotzero.certify.scenario import kind_of
 from slotzero.graph import GraphKey, Pieces, Runner, TensorKind
 from slotzero.graph.backend import Recording, StepFunction
 from slotzero.graph.cpu import CpuRecording
-from slotzero.models.blocks import expert_parallel
 from slotzero.models.layer import LayerStep
 from slotzero.speculative.assistant import AssistantDrafter
 from slotzero.speculative.passes import DRAFT, EXTEND
@@ -353,35 +351,7 @@ def _is_stood_in(case: Case) -> bool:
     return stands and bool(case.entry.through) and kind_of(case.runner) == DRAFT
 
 
-@dataclass(frozen=True)
-class GlobalCount(Fault):
-    """Each rank uses a wrong count of real tokens: that of the first rank, or with DP attention
-    that of all ranks."""
-
-    @contextmanager
-    def inject(self, case: Case) -> Iterator[None]:
-        right, runner, key = expert_parallel.share_of, case.runner, case.scenario.key
-        ranks = case.engine.worker.ranks
-
-        def wrong(slots: Tensor, share: int, rank: int) -> Tensor:
-            if not ranks.dp_attention:
-                return right(slots, share, 0)
-            place = torch.arange(len(slots), device=slots.device)
-            return slots.clamp_min(1) * (place < ranks.size * (slots > 0).sum())
-
-        with (
-            swapped(expert_parallel, "share_of", wrong),
-            recorded(runner, key, partial(runner.spec.function, key)),
-        ):
-            yield
-
-
-def _is_expert_parallel(case: Case) -> bool:
-    return case.engine.worker.ranks.expert_parallel and case.entry.per == "step"
-
-
 LAYERS: tuple[Fault, ...] = (
-    GlobalCount("global count of real tokens instead of the rank's", OUTPUT, _is_expert_parallel),
     RoutedPadding(
         "expert routing that counts padded rows", OUTPUT, lambda case: case.entry.per == "step"
     ),

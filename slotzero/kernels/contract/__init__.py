@@ -43,7 +43,7 @@ class Kernels(
         """
 
     @abstractmethod
-    def held(self) -> Mapping[str, Tensor]:
+    def workspace(self) -> Mapping[str, Tensor]:
         """Return by name the kernel set's own buffers that a captured graph uses. Every step leaves
         them unchanged."""
 

@@ -29,10 +29,10 @@ class SpeculationKernels(ABC):
         slots: Tensor,
         tables: DraftTables,
         tokens: Tokens,
-        num_tried: Tensor,  # [R]
+        verify_len: Tensor,  # [R]
     ) -> tuple[Rows, Tensor]:
         """Lay out the tokens to verify: the newest token of each slot and its valid drafts, as many
-        as W and the limit allow. `num_tried` is their number, 0 where the slot has no room for
+        as W and the limit allow. `verify_len` is their number, 0 where the slot has no room for
         another token -> the rows, and [T]: the length after each token."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class SpeculationKernels(ABC):
     def accept(
         self,
         slots: Tensor,
-        num_tried: Tensor,  # [R], from locate_drafts
+        verify_len: Tensor,  # [R], from locate_drafts
         sampled: Tensor,  # [R, W]: the token sampled after each token
         tables: DraftTables,
         num_confirmed: Tensor,  # [R]
@@ -127,7 +127,7 @@ class SpeculationKernels(ABC):
     def accept_tree(
         self,
         slots: Tensor,
-        num_tried: Tensor,
+        verify_len: Tensor,
         sampled: Tensor,  # [R, W]: the token sampled after each node
         parents: Tensor,
         branches: Branches,

@@ -129,7 +129,7 @@ class TritonKernels(Kernels):
                     "run the model with --backend cpu"
                 )
 
-    def held(self) -> Mapping[str, Tensor]:
+    def workspace(self) -> Mapping[str, Tensor]:
         return {"arrivals": linear_tma.arrivals()}
 
     def packed_shape(self, out_features: int, in_features: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def _lay_out(
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
 def _locate_drafts_kernel(
-    slots, length, limit, num_drafts, drafted_at, token_slots, positions, num_tried, after,
+    slots, length, limit, num_drafts, drafted_at, token_slots, positions, verify_len, after,
     row_slots, row_starts, row_counts, row_ends, num_tokens, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def _locate_drafts_kernel(
     )  # fmt: skip
     is_owned = (is_real & (slot > 0)).to(tl.int32)
     tl.store(after + token, tl.where(is_real, start + place, 0) + is_owned, mask=inside)
-    tl.store(num_tried + row, count, mask=inside & (place == 0))
+    tl.store(verify_len + row, count, mask=inside & (place == 0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
@@ -96,14 +96,14 @@ def locate_drafts(
     slots: Tensor,
     tables: DraftTables,
     tokens: Tokens,
-    num_tried: Tensor,  # [R]
+    verify_len: Tensor,  # [R]
 ) -> tuple[Rows, Tensor]:
     num, width = _shape(slots, tokens)
     after, rows = torch.empty_like(tokens.positions), new_rows(slots, width)
     launch(
         _locate_drafts_kernel, (triton.cdiv(num, ITEMS),),
         slots, tables.length, tables.limit, tables.num_drafts, tables.drafted_at,
-        *tokens, num_tried, after, rows.slots, rows.starts, rows.counts, rows.ends, num, width,
+        *tokens, verify_len, after, rows.slots, rows.starts, rows.counts, rows.ends, num, width,
         BLOCK=ITEMS, num_warps=1,
     )  # fmt: skip
     return rows, after
@@ -143,7 +143,7 @@ def aligned(num: int, size: int, like: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows", "sampled_stride", "token_stride"])
 def _accept_kernel(
-    slots, num_tried, sampled, tokens, length, num_confirmed,
+    slots, verify_len, sampled, tokens, length, num_confirmed,
     num_rows, sampled_stride, token_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def _accept_kernel(
     place = tl.arange(0, WIDTH)[None, :]
     wait_for_writer(PDL)
     slot = tl.load(slots + row, mask=row < num_rows, other=0).to(tl.int64)
-    count = tl.load(num_tried + row, mask=row < num_rows, other=0)
+    count = tl.load(verify_len + row, mask=row < num_rows, other=0)
     start = tl.load(length + slot)
     at = tokens + (slot * token_stride + start + 1)[:, None] + place
     is_draft = place < count[:, None] - 1
@@ -240,7 +240,7 @@ def _load_features_kernel(
 
 def accept(
     slots: Tensor,
-    num_tried: Tensor,  # [R], from locate_drafts
+    verify_len: Tensor,  # [R], from locate_drafts
     sampled: Tensor,  # [R, W]: the token sampled after each token
     tables: DraftTables,
     num_confirmed: Tensor,  # [R]
@@ -248,7 +248,7 @@ def accept(
     num_rows, width = sampled.shape
     launch(
         _accept_kernel, (triton.cdiv(num_rows, ACCEPTED_ROWS),),
-        slots, num_tried, sampled, tables.tokens, tables.length, num_confirmed,
+        slots, verify_len, sampled, tables.tokens, tables.length, num_confirmed,
         num_rows, sampled.stride(0), tables.tokens.stride(0),
         ROWS=ACCEPTED_ROWS, WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
     )  # fmt: skip

@@ -68,7 +68,7 @@ def _branch_kernel(
     do_not_specialize=["width", "sampled_stride", "parent_stride", "token_stride", "path_stride"]
 )
 def _accept_tree_kernel(
-    slots, num_tried, sampled, parents, seen, tokens, length, num_confirmed, path,
+    slots, verify_len, sampled, parents, seen, tokens, length, num_confirmed, path,
     width, sampled_stride, parent_stride, token_stride, path_stride,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _accept_tree_kernel(
     may_follow(PDL)
     row, place = tl.program_id(0), tl.arange(0, WIDTH)
     wait_for_writer(PDL)
-    slot, count = tl.load(slots + row).to(tl.int64), tl.load(num_tried + row)
+    slot, count = tl.load(slots + row).to(tl.int64), tl.load(verify_len + row)
     start = tl.load(length + slot)
     is_tried = place < count
     its_tokens = tokens + slot * token_stride + start
@@ -144,7 +144,7 @@ def tree_branches(rows: Rows, tokens: Tokens, parents: Tensor) -> Branches:
 
 def accept_tree(
     slots: Tensor,
-    num_tried: Tensor,
+    verify_len: Tensor,
     sampled: Tensor,  # [R, W]: the token sampled after each node
     parents: Tensor,
     branches: Branches,
@@ -155,7 +155,7 @@ def accept_tree(
     num_rows, width = sampled.shape
     launch(
         _accept_tree_kernel, (num_rows,),
-        slots, num_tried, sampled, parents, branches.seen, tables.tokens, tables.length,
+        slots, verify_len, sampled, parents, branches.seen, tables.tokens, tables.length,
         num_confirmed, path,
         width, sampled.stride(0), parents.stride(0), tables.tokens.stride(0), path.stride(0),
         WIDTH=triton.next_power_of_2(width), num_warps=1, **overlap(),
