@@ -134,6 +134,10 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Do nothing: no operation of this set is compiled at its first use."""
 
+    @property
+    def has_float8_kv(self) -> bool:
+        return True
+
     def refuse(self, heads: Heads) -> None:
         """Do nothing: every shape is supported."""
 

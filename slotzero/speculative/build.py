@@ -18,6 +18,7 @@ from slotzero.kernels.types import PagedKv
 from slotzero.models.blocks.attention import Attention, KvGroup
 from slotzero.models.blocks.block import BlockContext
 from slotzero.models.blocks.dense_mlp import DenseMlp
+from slotzero.models.cache_scales import read_cache_scales, read_mtp_scales
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig, with_group
 from slotzero.models.decoder import Decoder
@@ -53,6 +54,8 @@ class Prepared:
     shares_prefixes: bool = True
     """Whether cached prefixes can be shared. Not with several layers that take turns: those after
     the first also compute positions before the end of a prefix."""
+    read_cache_scales: Callable[[], Mapping[str, Tensor]] = dict
+    """Reads the scales of an FP8 KV cache that the checkpoint has, by group."""
 
     def drafter(
         self,
@@ -145,6 +148,7 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
             "mtp", config, layer, layers, routing, kernels, registry, tables, pending, kv[GROUP]
         ),
         shares_prefixes=num == 1,
+        read_cache_scales=lambda: {GROUP: read_mtp_scales(target.config, target.checkpoint)},
     )
 
 
@@ -271,6 +275,7 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
         lambda tables, pending, kv: ModelDrafter(
             decoder, kernels, tables, pending, {group.name: kv[group.name] for group in groups}
         ),
+        read_cache_scales=lambda: read_cache_scales(config, checkpoint),
     )
 
 

@@ -18,6 +18,11 @@ from slotzero.kernels.types import (
 
 
 class AttentionKernels(ABC):
+    @property
+    @abstractmethod
+    def has_float8_kv(self) -> bool:
+        """Whether attention over a KV cache in FP8 works on this machine."""
+
     @abstractmethod
     def refuse(self, heads: Heads) -> None:
         """Raise UnsupportedModelError if no kernel of this set supports the shape."""

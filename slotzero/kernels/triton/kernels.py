@@ -112,6 +112,10 @@ class TritonKernels(Kernels):
     def __init__(self) -> None:
         self.choices = Choices()
 
+    @property
+    def has_float8_kv(self) -> bool:
+        return INTERPRETED or torch.cuda.get_device_capability() >= (8, 9)
+
     def refuse(self, heads: Heads) -> None:
         is_large = max(heads.head_dim, heads.value_dim) > 256
         group = heads.num_heads // heads.num_kv_heads
