@@ -110,4 +110,3 @@ def _attention_of(layer: DecoderLayer) -> Attention | MlaAttention:
     mixer = layer.mixer.attention if isinstance(layer.mixer, ParallelMixers) else layer.mixer
     assert isinstance(mixer, Attention | MlaAttention)
     return mixer
-

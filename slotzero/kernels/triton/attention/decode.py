@@ -19,6 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.attention_plans import DecodePlan
+from slotzero.kernels.triton.attention.float8 import (
+    as_query,
+    as_stored,
+    load_kv_scales,
+    numbers,
+)
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
 from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
@@ -138,6 +144,7 @@ def apply_softcap(score, SOFTCAP: tl.constexpr):
 @triton.jit
 def attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
     """Add one tile of keys to the running softmax, in base 2."""
+    a, b, v = numbers(a, qa.dtype), numbers(b, qa.dtype), numbers(v, qa.dtype)
     score = tl.dot(qa, a, input_precision="ieee")
     score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(known[None, :], score, float("-inf"))
@@ -151,22 +158,26 @@ def attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.con
 
 @triton.jit
 def attend_own(
-    qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
-    total, acc,
+    qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, k_scale, v_scale,
+    eps, scale, total, acc,
     SINKS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
     STORES: tl.constexpr,
 ):  # fmt: skip
-    """Begin the softmax with the newest position and the sink -> peak, total, acc; store the KV."""
+    """Begin the softmax with the newest position, as it is stored, and the sink -> peak, total,
+    acc; store the KV."""
     half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
     in_half = half[None, :] < DIM // 2
     if NORM_VALUES:
         own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
     if STORES:
         ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+        ka, kb = as_stored(ka, k_scale, kv_pages), as_stored(kb, k_scale, kv_pages)
+        own_v = as_stored(own_v, v_scale, v_pages)
         tl.store(kv_pages + place + half[None, :], ka, mask=in_half)
         tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=in_half)
         tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
+    ka, kb, own_v = numbers(ka, qa.dtype), numbers(kb, qa.dtype), numbers(own_v, qa.dtype)
     product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
     peak = apply_softcap(tl.sum(product, axis=1) * scale, SOFTCAP)
     total += 1.0
@@ -181,7 +192,7 @@ def attend_own(
 
 @triton.jit
 def merge_chunks(
-    partial, peak_of, total_of, out, kv_head, first, count, dim,
+    partial, peak_of, total_of, out, kv_head, first, count, dim, v_scale,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
@@ -206,13 +217,13 @@ def merge_chunks(
         total = total * old + tl.sum(its_total * new, axis=1)
         acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
         peak = new_peak
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * VALUE_DIM + dim[None, :], result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -253,6 +264,7 @@ def _decode_kernel(
         by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
+    k_scale, v_scale = load_kv_scales(kv_scales)
     sink = 0.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
@@ -285,15 +297,16 @@ def _decode_kernel(
         return
 
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
-    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    qa, qb = as_query(qa, kv_pages), as_query(qb, kv_pages)
+    scale *= k_scale * (LOG2E if SOFTCAP is None else 1.0 / SOFTCAP)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
     if is_last:
         peak, total, acc = attend_own(
-            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
-            total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF, WIDTH, NORM, NORM_VALUES,
-            STORES,
+            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, k_scale,
+            v_scale, eps, scale, total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF,
+            WIDTH, NORM, NORM_VALUES, STORES,
         )  # fmt: skip
 
     begin_loop = begin
@@ -318,7 +331,8 @@ def _decode_kernel(
         )
 
     if count == 1:
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
+        tl.store(out_at, result, mask=inside)
         return
 
     flat = chunk * HEADS + head
@@ -331,7 +345,7 @@ def _decode_kernel(
         tl.debug_barrier()
         merge_chunks(
             partial, peak_of, total_of, out + row64 * HEADS * VALUE_DIM, kv_head, first, count, dim,
-            HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
+            v_scale, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
         )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from slotzero.kernels.triton.attention.decode import (
     merge_chunks,
     norm_and_rotate,
 )
+from slotzero.kernels.triton.attention.float8 import as_query, load_kv_scales
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -161,7 +162,7 @@ def _load_tile(
 @triton.jit
 def _begin_row(
     qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, table, row, slot, newest,
-    from_start, kv_head, qkv_stride, eps, scale,
+    from_start, kv_head, k_scale, v_scale, qkv_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
@@ -187,6 +188,7 @@ def _begin_row(
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    qa, qb = as_query(qa, kv_pages), as_query(qb, kv_pages)
     # Slot 0 gets a key with weight 1 and value 0, so that its result is zeros.
     peak = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, float("-inf"), 0.0)
     total = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, 0.0, 1.0)
@@ -205,9 +207,9 @@ def _begin_row(
         if sinks is not None:
             sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
         peak, total, acc = attend_own(
-            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
-            total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF, WIDTH, NORM, NORM_VALUES,
-            STORES,
+            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, k_scale,
+            v_scale, eps, scale, total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF,
+            WIDTH, NORM, NORM_VALUES, STORES,
         )  # fmt: skip
     return qa, qb, peak, total, acc
 
@@ -227,7 +229,7 @@ def _store_sums(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _stream_k_kernel(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out,
     row_of, begin_of, tile_of, slot_of, newest_of, first_of, count_of, done,
     partial, peak_of, total_of,
     qkv_stride, values_at, table_stride, eps, scale,
@@ -256,9 +258,10 @@ def _stream_k_kernel(
     inside = (g < group_size)[:, None] & (dim < VALUE_DIM)[None, :]
     # values_at is DIM, but not a constant for the compiler: see decode.py.
     v_pages, first_row, is_new = kv_pages + values_at, row, row >= 0
-    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
-    qa = tl.zeros([GROUP, HALF], qkv.dtype.element_ty)
-    qb = tl.zeros([GROUP, HALF], qkv.dtype.element_ty)
+    k_scale, v_scale = load_kv_scales(kv_scales)
+    scale *= k_scale * (LOG2E if SOFTCAP is None else 1.0 / SOFTCAP)
+    qa = as_query(tl.zeros([GROUP, HALF], qkv.dtype.element_ty), kv_pages)
+    qb = qa
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
@@ -286,13 +289,13 @@ def _stream_k_kernel(
             wait_for_writer(PDL)  # after the first tiles, which earlier steps have written
             qa, qb, peak, total, acc = _begin_row(
                 qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, its_table, its_row,
-                its_slot, its_newest, from_start, kv_head, qkv_stride, eps, scale,
+                its_slot, its_newest, from_start, kv_head, k_scale, v_scale, qkv_stride, eps, scale,
                 HEADS, KV_HEADS, DIM, VALUE_DIM, SOFTCAP, PAGE, GROUP, HALF, WIDTH, NORM,
                 NORM_VALUES, STORES,
             )  # fmt: skip
         peak, total, acc = attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP)
         if is_end & from_start:
-            result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
+            result = (acc * (1.0 / total * v_scale)[:, None]).to(out.dtype.element_ty)
             out_row = out + its_row.to(tl.int64) * (HEADS * VALUE_DIM)
             out_at = out_row + head[:, None] * VALUE_DIM + dim[None, :]
             tl.store(out_at, result, mask=inside)
@@ -318,7 +321,7 @@ def _stream_k_kernel(
                 out_row = out + its * (HEADS * VALUE_DIM)
                 merge_chunks(
                     partial, peak_of, total_of, out_row, kv_head, tl.load(first_of + its), count,
-                    dim, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
+                    dim, v_scale, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
                 )  # fmt: skip
 
 

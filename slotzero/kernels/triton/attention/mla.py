@@ -33,6 +33,7 @@ from torch import Tensor
 
 from slotzero.kernels.attention_plans import AttentionPlan, MlaPlan
 from slotzero.kernels.triton.attention import mla_prefill
+from slotzero.kernels.triton.attention.float8 import as_query, load_kv_scales, numbers
 from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
@@ -67,7 +68,7 @@ class MlaTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["table_stride", "span", "parts"])
 def _attend_kernel(
-    query, kv_pages, page_table, out, token_slots, starts, firsts, sizes,
+    query, kv_pages, page_table, kv_scales, out, token_slots, starts, firsts, sizes,
     row_of, slot_of, begin_of, end_of, first_of, count_of, partial, peak_of, total_of,
     bases, bits_seen, sums, table_stride, span, parts, scale,
     HEADS: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
@@ -120,9 +121,11 @@ def _attend_kernel(
             return
 
     q_at = query + (token * HEADS + pair)[:, None] * (ROPE_DIM + LATENT)
-    q_rope = _load_rows(q_at, rope, real, ROPE_DIM)
-    q_low = _load_rows(q_at + ROPE_DIM, low, real, LATENT)
-    q_high = _load_rows(q_at + ROPE_DIM, high, real, LATENT)
+    q_rope = as_query(_load_rows(q_at, rope, real, ROPE_DIM), kv_pages)
+    q_low = as_query(_load_rows(q_at + ROPE_DIM, low, real, LATENT), kv_pages)
+    q_high = as_query(_load_rows(q_at + ROPE_DIM, high, real, LATENT), kv_pages)
+    k_scale, v_scale = load_kv_scales(kv_scales, MLA=True)
+    scale *= k_scale
 
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     totals = tl.zeros([PAIRS, KEYS], tl.float32)  # summed at the end: sums across warps are slow
@@ -147,9 +150,9 @@ def _attend_kernel(
             page = tl.load(table + key // PAGE, mask=key < end, other=0)
         at = (page * PAGE + key % PAGE).to(tl.int64)
         stored = kv_pages + (at * (ROPE_DIM + LATENT))[:, None]
-        k_rope = _load_rows(stored, rope, known, ROPE_DIM)
-        k_low = _load_rows(stored + ROPE_DIM, low, known, LATENT)
-        k_high = _load_rows(stored + ROPE_DIM, high, known, LATENT)
+        k_rope = numbers(_load_rows(stored, rope, known, ROPE_DIM), q_rope.dtype)
+        k_low = numbers(_load_rows(stored + ROPE_DIM, low, known, LATENT), q_low.dtype)
+        k_high = numbers(_load_rows(stored + ROPE_DIM, high, known, LATENT), q_high.dtype)
         score = tl.dot(q_rope, k_rope.T, input_precision="ieee")
         score = tl.dot(q_low, k_low.T, score, input_precision="ieee")
         if PAIRS > 16:
@@ -176,8 +179,8 @@ def _attend_kernel(
     total = tl.sum(totals, axis=1)
     if count == 1:
         flat = token * HEADS + pair
-        acc_low = tl.where(real[:, None], acc_low / total[:, None], 0.0)
-        acc_high = tl.where(real[:, None], acc_high / total[:, None], 0.0)
+        acc_low = tl.where(real[:, None], acc_low / total[:, None] * v_scale, 0.0)
+        acc_high = tl.where(real[:, None], acc_high / total[:, None] * v_scale, 0.0)
         _store_pairs(out, flat, low, acc_low, inside, LATENT)
         _store_pairs(out, flat, high, acc_high, inside, LATENT)
         if sums is not None:
@@ -231,8 +234,8 @@ def _partial_of(chunk, first, row):
 
 @triton.jit(do_not_specialize=["span", "groups"])
 def _merge_kernel(
-    out, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of, total_of, sums,
-    span, groups,
+    out, kv_scales, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of,
+    total_of, sums, span, groups,
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -249,6 +252,7 @@ def _merge_kernel(
     if firsts is not None:
         token, size = tl.load(firsts + row).to(tl.int64), tl.load(sizes + row)
     lane, dim = tl.arange(0, BATCH), tl.arange(0, WIDTH)
+    _, v_scale = load_kv_scales(kv_scales, MLA=True)
     its = _partial_of(first, first, row) * (span * HEADS)
     partial, peak_of, total_of = partial + its * LATENT, peak_of + its, total_of + its
     begin, end = group * PAIRS, tl.minimum((group + 1) * PAIRS, size * HEADS)
@@ -276,7 +280,7 @@ def _merge_kernel(
             total = total * old + tl.sum(its_total * new, axis=1)
             acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
             peak = new_peak
-        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        result = (acc / tl.where(real, total, 1.0)[:, None] * v_scale).to(out.dtype.element_ty)
         out_at = out + (token * HEADS + pair)[:, None] * LATENT + dim[None, :]
         tl.store(out_at, result, mask=(pair < end)[:, None] & (dim < LATENT)[None, :])
         if sums is not None:
@@ -341,7 +345,7 @@ def attend(
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
-        seen, plan.slots, plan.firsts, plan.sizes, plan.row, plan.first, plan.num,
+        seen, kv.scales, plan.slots, plan.firsts, plan.sizes, plan.row, plan.first, plan.num,
         plan.partial, plan.peak, plan.total, sums, pairs // num_heads, groups,
         HEADS=num_heads, LATENT=latent, WIDTH=width, PAIRS=MERGED_PAIRS, TILE=MERGED_TILE,
         BATCH=MERGED_CHUNKS, num_warps=4, **overlap(),

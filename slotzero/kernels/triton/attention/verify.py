@@ -32,6 +32,12 @@ from slotzero.kernels.triton.attention.decode import (
     norm_values,
     plan_kernel,
 )
+from slotzero.kernels.triton.attention.float8 import (
+    as_query,
+    as_stored,
+    load_kv_scales,
+    numbers,
+)
 from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
 from slotzero.kernels.triton.launch import (
     launch,
@@ -87,6 +93,7 @@ def _attend_keys(
 ):  # fmt: skip
     """Add one tile of keys before `past` to the running softmax, as in decode.py. Each pair sees
     the keys that `seen` and its branch allow."""
+    a, b, v = numbers(a, qa.dtype), numbers(b, qa.dtype), numbers(v, qa.dtype)
     score = tl.dot(qa, a, input_precision="ieee")
     score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(seen, score, float("-inf"))
@@ -109,6 +116,7 @@ def _attend_keys(
 @triton.jit
 def _merge(
     partial, peak_of, total_of, out, row, kv_head, first, count, begin, end, num_real, dim,
+    v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SPAN: tl.constexpr,
     MERGED: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +147,7 @@ def _merge(
             total = total * old + tl.sum(its_total * new, axis=1)
             acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
             peak = new_peak
-        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        result = (acc / tl.where(real, total, 1.0)[:, None] * v_scale).to(out.dtype.element_ty)
         out_at = out + ((row * SPAN + place) * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
         inside = (place < end)[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out_at, result, mask=inside)
@@ -147,7 +155,7 @@ def _merge(
 
 @triton.jit(do_not_specialize=["table_stride", "starts"])
 def _verify_kernel(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out, starts, token_slots,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out, starts, token_slots,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     bases, bits_seen, stands, qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -205,6 +213,7 @@ def _verify_kernel(
         by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
+    k_scale, v_scale = load_kv_scales(kv_scales)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     acc = tl.zeros([PAIRS, WIDTH], tl.float32)
@@ -235,12 +244,15 @@ def _verify_kernel(
         own_c, own_s = load_angles(cos, sin, own_token, is_own, half, DIM)
 
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
-    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    qa, qb = as_query(qa, kv_pages), as_query(qb, kv_pages)
+    scale *= k_scale * (LOG2E if SOFTCAP is None else 1.0 / SOFTCAP)
     if is_last:
         if NORM_VALUES:
             own_v = norm_values(own_v, eps, VALUE_DIM)
         if STORES:
             ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
+            ka, kb = as_stored(ka, k_scale, kv_pages), as_stored(kb, k_scale, kv_pages)
+            own_v = as_stored(own_v, v_scale, v_pages)
             is_mine = own < tl.where(part == 0, num_real, 0)  # to store
             stored_half = is_mine[:, None] & (half < DIM // 2)[None, :]
             tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=stored_half)
@@ -283,7 +295,7 @@ def _verify_kernel(
         )  # fmt: skip
 
     if count == 1:
-        result = tl.where(real[:, None], acc / total[:, None], 0.0)
+        result = tl.where(real[:, None], acc / total[:, None] * v_scale, 0.0)
         tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
         return
 
@@ -299,7 +311,7 @@ def _verify_kernel(
         tl.debug_barrier()
         _merge(
             partial, peak_of, total_of, out, row64, kv_head, first, count,
-            first_place, last_place, num_real, dim,
+            first_place, last_place, num_real, dim, v_scale,
             HEADS, KV_HEADS, VALUE_DIM, SPAN, MERGED, WIDTH, BATCH,
         )  # fmt: skip
 
