@@ -168,7 +168,7 @@ class _Builder:
         config, registry, kernels = self._config, self._registry, self._kernels
         for group in self._model.groups:
             for heads in group.shapes:
-                kernels.refuse(heads)
+                kernels.refuse(heads, self._kv_dtype is CODES)
         for name, tensor in kernels.held().items():
             registry.constant(name, tensor)
         weights = self._weights()
@@ -191,6 +191,7 @@ class _Builder:
                 registry,
                 kernels,
                 self._dtype,
+                self._kv_dtype is CODES,
                 self._progress,
             )
             drafter = prepare_drafter(config, target)

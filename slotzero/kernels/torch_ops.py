@@ -138,7 +138,7 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def has_float8_kv(self) -> bool:
         return True
 
-    def refuse(self, heads: Heads) -> None:
+    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
         """Do nothing: every shape is supported."""
 
     def held(self) -> Mapping[str, Tensor]:

@@ -81,6 +81,7 @@ class DraftTarget:
     registry: Registry
     kernels: Kernels
     dtype: torch.dtype
+    float8_kv: bool
     progress: Progress
 
     @property
@@ -157,7 +158,7 @@ def _assistant(name: str, load_format: str, target: DraftTarget) -> Prepared:
     registry, kernels = target.registry, target.kernels
     config = fit_assistant(checkpoint, target.config)
     for group in config.model.groups:
-        kernels.refuse(group.reader_heads)
+        kernels.refuse(group.reader_heads, target.float8_kv)
     weights = load_assistant(
         config, target.config, checkpoint, registry, kernels, target.dtype, target.progress,
         target.ranks,
@@ -181,7 +182,7 @@ def _eagle(settings: EngineConfig, target: DraftTarget) -> Prepared:
     else:
         config = parse_eagle(checkpoint, target.config, wanted)
     registry, kernels = target.registry, target.kernels
-    kernels.refuse(config.group.heads)
+    kernels.refuse(config.group.heads, target.float8_kv)
     weights = load_head(
         config, checkpoint, target.vocabulary, registry, kernels, target.dtype,
         settings.weights_seed,
@@ -247,7 +248,7 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
     groups = config.groups
     for group in groups:
         for heads in group.shapes:
-            kernels.refuse(heads)
+            kernels.refuse(heads, target.float8_kv)
         if group.rope.depends_on_prompt:
             raise UnsupportedModelError(
                 f"{checkpoint.name}: a draft model with dynamic rope scaling is not implemented"

@@ -24,8 +24,9 @@ class AttentionKernels(ABC):
         """Whether attention over a KV cache in FP8 works on this machine."""
 
     @abstractmethod
-    def refuse(self, heads: Heads) -> None:
-        """Raise UnsupportedModelError if no kernel of this set supports the shape."""
+    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
+        """Raise UnsupportedModelError if no kernel of this set supports the shape, or none supports
+        it with a KV cache in FP8."""
 
     @abstractmethod
     def plan(

@@ -33,7 +33,13 @@ from torch import Tensor
 
 from slotzero.kernels.attention_plans import AttentionPlan, MlaPlan
 from slotzero.kernels.triton.attention import mla_prefill
-from slotzero.kernels.triton.attention.float8 import as_query, load_kv_scales, numbers
+from slotzero.kernels.triton.attention.float8 import (
+    as_query,
+    load_kv_scales,
+    numbers,
+    split_pairs,
+    values_in,
+)
 from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
@@ -94,8 +100,7 @@ def _attend_kernel(
             wait_for_writer(PDL)
             return
     pair, rope = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, ROPE_BLOCK)
-    low = tl.arange(0, WIDTH // 2)  # of the latent, which is taken in two halves: see below
-    high = WIDTH // 2 + low
+    low, high = _halves(kv_pages, WIDTH)  # of the latent, which is taken in two halves: see below
     place = pair // HEADS  # index of the token in its row
     inside = place < size
     real = tl.load(token_slots + token + place, mask=inside, other=0) > 0
@@ -151,8 +156,7 @@ def _attend_kernel(
         at = (page * PAGE + key % PAGE).to(tl.int64)
         stored = kv_pages + (at * (ROPE_DIM + LATENT))[:, None]
         k_rope = numbers(_load_rows(stored, rope, known, ROPE_DIM), q_rope.dtype)
-        k_low = numbers(_load_rows(stored + ROPE_DIM, low, known, LATENT), q_low.dtype)
-        k_high = numbers(_load_rows(stored + ROPE_DIM, high, known, LATENT), q_high.dtype)
+        k_low, k_high = _load_latents(kv_pages, at, known, q_low.dtype, ROPE_DIM, LATENT, WIDTH)
         score = tl.dot(q_rope, k_rope.T, input_precision="ieee")
         score = tl.dot(q_low, k_low.T, score, input_precision="ieee")
         if PAIRS > 16:
@@ -215,7 +219,34 @@ def _copied(pages, NUM: tl.constexpr):
 @triton.jit
 def _load_rows(at, dim, known, SIZE: tl.constexpr):
     """Load [rows, dim]: zeros past SIZE, and for rows that are not known."""
-    return tl.load(at + dim[None, :], mask=known[:, None] & (dim < SIZE)[None, :], other=0.0)
+    return tl.load(at + dim[None, :], mask=known[:, None] & (dim < SIZE)[None, :], other=0)
+
+
+@triton.jit
+def _halves(kv_pages, WIDTH: tl.constexpr):
+    """Return the dimensions in each half of a latent: of codes, which are read in pairs, the even
+    and the odd ones."""
+    half = tl.arange(0, WIDTH // 2)
+    if kv_pages.dtype.element_ty == tl.uint8:
+        return 2 * half, 2 * half + 1
+    else:  # noqa: RET505
+        return half, WIDTH // 2 + half
+
+
+@triton.jit
+def _load_latents(
+    kv_pages, row, known, DTYPE: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Load the latents of stored rows in two halves; zeros if not known."""
+    half = tl.arange(0, WIDTH // 2)
+    if kv_pages.dtype.element_ty == tl.uint8:
+        pairs = values_in(kv_pages, ROPE_DIM) + (row * ((ROPE_DIM + LATENT) // 2))[:, None]
+        return split_pairs(_load_rows(pairs, half, known, LATENT // 2), DTYPE)
+    else:  # noqa: RET505
+        at = kv_pages + ROPE_DIM + (row * (ROPE_DIM + LATENT))[:, None]
+        low = _load_rows(at, half, known, LATENT)
+        return low, _load_rows(at, WIDTH // 2 + half, known, LATENT)
 
 
 @triton.jit

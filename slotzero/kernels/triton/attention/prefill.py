@@ -174,13 +174,9 @@ def _rope_store_kernel(
         side = is_v.to(tl.int64) * (dim - KV_HEADS * stored)
         target = kv_pages + at + side + (head - HEADS) * stored + pair
         k_scale, v_scale = load_kv_scales(kv_scales)
-        by = tl.where(is_v, v_scale, k_scale)
-        first_out, second_out = (
-            as_stored(first_out, by, kv_pages),
-            as_stored(second_out, by, kv_pages),
-        )
-        tl.store(target, first_out, mask=inside & (head >= HEADS))
-        tl.store(target + apart, second_out, mask=inside & (head >= HEADS))
+        by, is_stored = tl.where(is_v, v_scale, k_scale), inside & (head >= HEADS)
+        tl.store(target, as_stored(first_out, by, kv_pages), mask=is_stored)
+        tl.store(target + apart, as_stored(second_out, by, kv_pages), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_blocks"])
