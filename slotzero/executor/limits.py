@@ -64,6 +64,13 @@ class Limits:
         return pools
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens for which there are pages: of the groups without a window, if there are any."""
+        whole = [name for name, window in self.windows.items() if window is None]
+        groups = whole or self.windows
+        return min(self.num_pages[name] - 1 for name in groups) * self.page_size
+
+    @property
     def max_width(self) -> int:
         return self.widths[-1]
 
