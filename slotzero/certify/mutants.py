@@ -21,6 +21,7 @@ from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for
 from slotzero.distributed.ranks import Ranks
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError, SlotzeroError
+from slotzero.executor.build import KV_SCALES
 from slotzero.graph import GraphKey, Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
@@ -74,12 +75,14 @@ def mutate(
 
 def tensors_of(runner: Runner) -> list[Entry]:
     """Return the tensors that a runner can see. A few constants represent all, since one rule and
-    one check cover them; codes and scales of quantised weights are among them."""
+    one check cover them; codes and scales of quantised weights are among them, and the scales of
+    the KV cache."""
     entries = [e for e in runner.entries() if e.tensor.numel()]
     constants = [e for e in entries if e.kind is TensorKind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
     for field in ("codes", "scales"):
         kept.update([e.name for e in constants if e.name.endswith(f".{field}")][:1])
+    kept.update(e.name for e in constants if e.name.startswith(KV_SCALES))
     return [e for e in entries if e.kind is not TensorKind.CONSTANT or e.name in kept]
 
 

@@ -339,4 +339,10 @@ def _kv_pages(registry: Registry, shape: GroupShape, num_pages: int) -> torch.Te
         raise CapacityError(
             f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
         ) from error
-    return registry.table(f"kv_{shape.name}", pages, axis=1, through=page_table(shape.name))
+    return registry.table(
+        f"kv_{shape.name}",
+        pages,
+        axis=1,
+        through=page_table(shape.name),
+        is_float8=shape.dtype is CODES,
+    )
