@@ -16,6 +16,7 @@ DEFAULT_MODEL = "smollm2"
 BACKENDS = ("auto", "eager", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+KV_CACHE_DTYPES = ("auto", "fp8")
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
 DRAFTERS = ("eagle", "eagle3", "mtp", "ngram", "draft")
 MAX_STEPS = 15
@@ -46,8 +47,12 @@ class EngineConfig:
     of calls without parameters: auto takes them from the model's generation_config.json, none uses
     the engine's defaults. The commands chat and generate have their own defaults."""
     dtype: str = "auto"
-    """Data type of unquantised weights, activations and KV cache: auto is the checkpoint's dtype on
-    a GPU (float16 for a large GGUF file), and float32 on a CPU."""
+    """Data type of unquantised weights and activations: auto is the checkpoint's dtype on a GPU
+    (float16 for a large GGUF file), and float32 on a CPU."""
+    kv_cache_dtype: str = "auto"
+    """Data type of the KV cache: fp8 (e4m3, with the checkpoint's scales or none) holds twice as
+    many tokens as 16 bits; auto is fp8 if the checkpoint's config asks for it, else the same as
+    dtype. A drafter's KV has the same type."""
     backend: str = "auto"
     """How steps run: cuda (CUDA graphs), cpu (compiled code), eager (nothing is recorded), or auto
     for the fastest one that this machine supports."""
@@ -156,6 +161,11 @@ class EngineConfig:
         for name, ok, rule in (
             ("backend", self.backend in BACKENDS, f"must be one of {', '.join(BACKENDS)}"),
             ("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}"),
+            (
+                "kv_cache_dtype",
+                self.kv_cache_dtype in KV_CACHE_DTYPES,
+                f"must be one of {', '.join(KV_CACHE_DTYPES)}",
+            ),
             ("load_format", self.load_format in LOAD_FORMATS, "must be auto or dummy"),
             (
                 "quantization",

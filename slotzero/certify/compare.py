@@ -9,6 +9,10 @@ from torch import Tensor
 from slotzero.certify.scenario import Outcome, Tables, owned_rows
 from slotzero.graph import Runner, TensorKind
 from slotzero.graph.registry import Entry
+from slotzero.kernels.float8_kv import from_codes
+
+FLOAT8_STEP = 2**-3
+"""How far a number of e4m3 may be from the next one, relative to the larger of the two."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,18 @@ def differences(
             if source in got.tensors:
                 slots = _with_equal(runner.registry.entry(source), shared, got, expected)
             ours, theirs = (_part(entry, slots, o, expected.tensors) for o in (got, expected))
-            found = first_difference(ours, theirs, bound)
+            if entry.is_float8 and bound:
+                found = first_difference(_numbers(ours), _numbers(theirs), bound + FLOAT8_STEP)
+            else:
+                found = first_difference(ours, theirs, bound)
             if found is not None:
                 index, a, b = found
                 row = _row(entry, index, slots, got)
                 yield Mismatch(entry.name, row, a, b)
+
+
+def _numbers(codes: Tensor) -> Tensor:
+    return from_codes(codes, torch.ones((), device=codes.device))
 
 
 def _row(entry: Entry, index: int, slots: Sequence[int], got: Outcome) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from slotzero.certify.checksum import row_checksums
 from slotzero.certify.compare import extent, first_difference
 from slotzero.certify.reach import unused_tails
-from slotzero.certify.scenario import MUTABLE, Outcome, others_of, owned_rows
+from slotzero.certify.scenario import MUTABLE, Outcome, others_of, owned_rows, poison_of
 from slotzero.graph import GraphKey, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
@@ -165,7 +165,7 @@ class StepMemory:
         return Patch(entry, rows, mask, self._poison_of(entry))
 
     def _poison_of(self, entry: Entry) -> float:
-        return torch.nan if entry.tensor.is_floating_point() else self._indices[entry.name]
+        return poison_of(entry, self._indices[entry.name])
 
 
 def _who_runs(runner: Runner) -> tuple[tuple[int, ...], list[int]]:

@@ -21,6 +21,7 @@ from slotzero.certify.scenarios import bounds_of, counts_of, scenario_for
 from slotzero.distributed.ranks import Ranks
 from slotzero.engine.engine import Engine
 from slotzero.errors import ContractError, RecordingError, SlotzeroError
+from slotzero.executor.build import KV_SCALES
 from slotzero.graph import GraphKey, Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
@@ -74,14 +75,16 @@ def mutate(
 
 def tensors_of(runner: Runner) -> list[Entry]:
     """Return the tensors that a runner can see. A few constants represent all, since one rule and
-    one check cover them. Among them are codes of a quantised weight, and the scales of one weight
-    for each name of a linear layer: some are column-parallel and some row-parallel."""
+    one check cover them. Among them are codes of a quantised weight, the scales of one weight for
+    each name of a linear layer (some are column-parallel and some row-parallel), and the scales of
+    the KV cache."""
     entries = [e for e in runner.entries() if e.tensor.numel()]
     constants = [e for e in entries if e.kind is TensorKind.CONSTANT]
     kept = {constants[i].name for i in (0, len(constants) // 2, -2, -1)} if constants else set()
     kept.update([e.name for e in constants if e.name.endswith(".codes")][:1])
     scales = [e.name for e in reversed(constants) if e.name.endswith(".scales")]
     kept.update({tuple(name.split(".")[2:]): name for name in scales}.values())
+    kept.update(e.name for e in constants if e.name.startswith(KV_SCALES))
     return [e for e in entries if e.kind is not TensorKind.CONSTANT or e.name in kept]
 
 

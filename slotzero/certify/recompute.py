@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slotzero.executor.build import KV_SCALES
 from slotzero.executor.worker import Worker
 from slotzero.graph.backend import PlainPieces
+from slotzero.kernels.float8_kv import CODES
 from slotzero.kernels.types import Normed, PagedKv, Rows, Tokens
 from slotzero.kernels.types_recurrent import States
 from slotzero.models.decoder import DecoderBatch
@@ -166,7 +168,9 @@ class Recomputation:
         num_layers, _, page_size, *shape = like.shape
         num_pages = -(-len(self._text) // page_size)
         pages = like.new_zeros(num_layers, num_pages + 1, page_size, *shape)
-        return PagedKv(pages, self._int32([[0] * num_pages, [*range(1, num_pages + 1)]]))
+        page_table = self._int32([[0] * num_pages, [*range(1, num_pages + 1)]])
+        scales = self._worker.registry[f"{KV_SCALES}_{group}"] if pages.dtype is CODES else None
+        return PagedKv(pages, page_table, scales)
 
     def _int32(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self._device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from slotzero.graph import GraphKey, Registry, Runner, TensorKind
 from slotzero.graph.registry import Entry
 
+FLOAT8_NAN = 0xFF
 MUTABLE = (TensorKind.TABLE, TensorKind.PUBLISHED, TensorKind.DERIVED, TensorKind.OUTPUT)
 WRITTEN = (TensorKind.DERIVED, TensorKind.OUTPUT)
 Rows = Sequence[int]
@@ -142,7 +143,7 @@ class Trial:
             self.registry.publish(name, [published[name][row] for row in rows])
 
     def _poison(self, entry: Entry) -> None:
-        poison = torch.nan if entry.tensor.is_floating_point() else self.scenario.idle_slot
+        poison = poison_of(entry, self.scenario.idle_slot)
         if entry.kind is not TensorKind.TABLE:
             entry.tensor.fill_(poison)
             return
@@ -154,6 +155,13 @@ class Trial:
         for masks in (self.scenario.unused, self.scenario.fresh):
             if entry.name in masks:
                 by_row.masked_fill_(masks[entry.name], poison)
+
+
+def poison_of(entry: Entry, index: int) -> float:
+    """Return what shows in every result that it reaches: NaN, or for indices, a wrong one."""
+    if entry.is_float8:
+        return FLOAT8_NAN
+    return torch.nan if entry.tensor.is_floating_point() else index
 
 
 def kind_of(runner: Runner) -> str:

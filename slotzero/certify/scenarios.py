@@ -26,6 +26,7 @@ from slotzero.certify.synthetic_requests import (
 from slotzero.engine.engine import Engine
 from slotzero.graph import GraphKey, Ladder, Runner
 from slotzero.graph.registry import Entry
+from slotzero.kernels.float8_kv import to_codes
 from slotzero.pools.states import SNAPSHOT_ROWS, SNAPSHOTS, STATES
 from slotzero.runners.passes import COUNTS, SLOTS
 from slotzero.speculative.drafter import FEATURES, SPECULATION_TABLES
@@ -37,6 +38,11 @@ _RELATIVE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-2}
 to its dtype a few times; n independent roundings by eps / 2 add up to about sqrt(n) * eps / 2. The
 16-bit bounds are ten such roundings, enough for a hundred layers, and they are relative to the
 largest value of a row, which is several times the typical one. float32 allows for long sums too."""
+
+
+_FLOAT8 = 5e-2
+"""The same with a KV cache in FP8, where another rounding can give the neighbouring code, which is
+up to an eighth away. A result is a mean of many values, of which few get another code."""
 
 
 class Mask(NamedTuple):
@@ -66,6 +72,8 @@ def bounds_of(engine: Engine) -> Bounds:
     in the collective's buffer.
     """
     rounding = _RELATIVE[engine.limits.dtype]
+    if engine.limits.kv_cache_dtype == "fp8":
+        rounding = max(rounding, _FLOAT8)
     if engine.worker.kernels.is_batch_invariant and engine.rank_group.ranks.size <= 2:
         return Bounds(replay=0.0, size=0.0, neighbours=0.0)
     return Bounds(replay=0.0, size=rounding, neighbours=rounding)
@@ -180,8 +188,10 @@ def _fill(
                 places = torch.tensor([*written], device=kv.device)
                 storing[pages, layer] = torch.isin(position, places)
             shape = (len(kv), *position.shape, *kv.shape[3:])
-            noise = torch.randn(shape, generator=generator, device=kv.device).to(kv.dtype)
-            kv[:, pages] = noise * stored[pages].movedim(1, 0)[..., None, None]
+            noise = torch.randn(shape, generator=generator, device=kv.device)
+            noise *= stored[pages].movedim(1, 0)[..., None, None]
+            is_float8 = registry.entry(f"kv_{name}").is_float8
+            kv[:, pages] = to_codes(noise, noise.new_ones(())) if is_float8 else noise.to(kv.dtype)
         masks[f"kv_{name}"] = Mask(*(mask[..., None, None] for mask in (stored, storing)))
     return masks
 

@@ -8,11 +8,11 @@
 All tensors that CUDA graphs read are registered in this process, never after the first capture.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from slotzero.config import EngineConfig
 from slotzero.errors import CapacityError
@@ -22,6 +22,7 @@ from slotzero.executor.limits import (
     captured_prefill_sizes,
     choose_backend,
     choose_dtype,
+    choose_kv_dtype,
     eager_prefill_sizes,
     group_shapes,
     resolve_limits,
@@ -34,8 +35,10 @@ from slotzero.executor.worker import Worker
 from slotzero.graph import Ladder, Registry, Runner
 from slotzero.graph.backend import Backend, EagerBackend, backend_for
 from slotzero.kernels.contract import Kernels, kernels_for
+from slotzero.kernels.float8_kv import CODES, no_scales
 from slotzero.kernels.types import PagedKv
 from slotzero.kernels.types_recurrent import States
+from slotzero.models.cache_scales import read_cache_scales
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import FULL, ModelConfig
 from slotzero.models.decoder import Decoder
@@ -52,7 +55,8 @@ from slotzero.speculative.build import DraftTarget, Prepared, prepare_drafter
 from slotzero.speculative.drafter import Drafter
 from slotzero.speculative.speculation import SpeculativeRunners, speculation_tables
 
-_log = logging.getLogger("slotzero")
+KV_SCALES = "kv_scales"
+"""Name in the registry of the scales of a KV group, before the group's name."""
 
 
 def build_worker(
@@ -102,20 +106,14 @@ class _Builder:
         parsed = parse_config(checkpoint.config)
         self._whole = unpack_if_faster(parsed, config.quantization, self._device, self._dtype)
         self._model = self._whole.shard(self._ranks)
-        stored = parsed.quantization.stored
-        if stored is not None and stored.kv_cache_scheme:
-            _log.warning(
-                "%s asks for an FP8 KV cache, which is not implemented: its KV cache is %s",
-                checkpoint.name,
-                str(self._dtype).removeprefix("torch."),
-            )
         self._registry = Registry(self._device)
         self._kernels: Kernels = kernels_for(self._device)
+        self._kv_dtype = choose_kv_dtype(config.kv_cache_dtype, parsed, self._kernels, self._dtype)
 
     def worker(self) -> Worker:
         loaded = self._load()
         groups = (*self._model.groups, *(loaded.drafter.groups if loaded.drafter else ()))
-        shapes = group_shapes(groups, self._config.page_size, self._dtype)
+        shapes = group_shapes(groups, self._config.page_size, self._kv_dtype)
         states = state_shape(loaded.decoder.config, self._device, self._dtype)
         limits = resolve_limits(
             self._config,
@@ -170,7 +168,7 @@ class _Builder:
         config, registry, kernels = self._config, self._registry, self._kernels
         for group in self._model.groups:
             for heads in group.shapes:
-                kernels.refuse(heads)
+                kernels.refuse(heads, self._kv_dtype is CODES)
         for name, tensor in kernels.workspace().items():
             registry.constant(name, tensor)
         weights = self._weights()
@@ -193,6 +191,7 @@ class _Builder:
                 registry,
                 kernels,
                 self._dtype,
+                self._kv_dtype is CODES,
                 self._progress,
             )
             drafter = prepare_drafter(config, target)
@@ -225,10 +224,12 @@ class _Builder:
             [page_table(shape.name) for shape in shapes],
             (*more, *snapshot_tables(interval, limits.max_model_len)),
         )
+        scales = self._kv_scales(loaded, shapes)
         kv = {
             shape.name: PagedKv(
                 _kv_pages(registry, shape, limits.num_pages[shape.name]),
                 tables[page_table(shape.name)],
+                scales.get(shape.name),
             )
             for shape in shapes
         }
@@ -241,6 +242,22 @@ class _Builder:
             width = limits.max_width
             drafter = loaded.drafter.drafter(loaded.decoder, registry, tables, kv, width)
         return _Memory(tables, kv, state_rows, drafter)
+
+    def _kv_scales(self, loaded: _Loaded, shapes: Sequence[GroupShape]) -> dict[str, Tensor]:
+        """Register the scales [layers, 2] of each group; none if pages hold numbers."""
+        if self._kv_dtype is not CODES:
+            return {}
+        read: dict[str, Tensor] = {}
+        if self._config.load_format != "dummy":
+            read |= read_cache_scales(self._model, self._checkpoint)
+            read |= loaded.drafter.read_cache_scales() if loaded.drafter else {}
+        return {
+            s.name: self._registry.constant(
+                f"{KV_SCALES}_{s.name}",
+                read.get(s.name, no_scales(s.num_layers)).to(self._device),
+            )
+            for s in shapes
+        }
 
     @property
     def _deadline(self) -> float | None:
@@ -322,4 +339,10 @@ def _kv_pages(registry: Registry, shape: GroupShape, num_pages: int) -> torch.Te
         raise CapacityError(
             f"{num_pages} KV pages do not fit into memory: lower --kv-cache-memory"
         ) from error
-    return registry.table(f"kv_{shape.name}", pages, axis=1, through=page_table(shape.name))
+    return registry.table(
+        f"kv_{shape.name}",
+        pages,
+        axis=1,
+        through=page_table(shape.name),
+        is_float8=shape.dtype is CODES,
+    )

@@ -4,6 +4,7 @@ Settings that the user left open are resolved here, from the model and from the 
 after loading its weights. This module allocates nothing.
 """
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from slotzero.config import DTYPES, EngineConfig
 from slotzero.distributed.ranks import Ranks
 from slotzero.errors import ConfigError
 from slotzero.graph import Ladder
+from slotzero.kernels.contract import Kernels
+from slotzero.kernels.float8_kv import CODES
 from slotzero.models.blocks.attention import KvGroup
 from slotzero.models.config import ModelConfig
 from slotzero.pools.budget import Demand, GroupShape, free_bytes, split
@@ -22,6 +25,8 @@ from slotzero.pools.pages import KvPool, PagePool, reach
 from slotzero.pools.states import StateShape
 from slotzero.speculative.drafter import MOST_PENDING
 from slotzero.tree_shape import places_ahead
+
+_log = logging.getLogger("slotzero")
 
 MAX_CAPTURED_TOKENS = 8192  # in a prefill; with more, computation hides the launches anyway
 FEW_ROWS = 8  # a captured prefill has this number of rows, or max_num_seqs
@@ -35,6 +40,7 @@ class Limits:
     device: str
     backend: str
     dtype: str
+    kv_cache_dtype: str
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -56,6 +62,13 @@ class Limits:
             rows = PagePool(self.num_snapshots)
             pools.append(KvPool(rows, interval=self.snapshot_interval))
         return pools
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens for which there are pages: of the groups without a window, if there are any."""
+        whole = [name for name, window in self.windows.items() if window is None]
+        groups = whole or self.windows
+        return min(self.num_pages[name] - 1 for name in groups) * self.page_size
 
     @property
     def max_width(self) -> int:
@@ -124,6 +137,27 @@ def choose_dtype(wanted: str, device: torch.device, config: Mapping[str, Any]) -
         wanted = stored if stored in DTYPES else "bfloat16"
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def choose_kv_dtype(
+    wanted: str, model: ModelConfig, kernels: Kernels, dtype: torch.dtype
+) -> torch.dtype:
+    """Return the dtype of KV pages; codes of FP8 are bytes."""
+    stored = model.quantization.stored
+    if wanted == "auto" and (stored is None or not stored.kv_cache_scheme):
+        return dtype
+    if kernels.has_float8_kv:
+        return CODES
+    if wanted == "auto":
+        _log.warning(
+            "the model's config asks for an FP8 KV cache, which this GPU does not support: the KV "
+            "cache is %s",
+            _name_of(dtype),
+        )
+        return dtype
+    raise ConfigError(
+        f"kv_cache_dtype={wanted}: this GPU has no FP8 (compute capability 8.9 is needed); drop it"
+    )
 
 
 def unpack_if_faster(
@@ -196,7 +230,8 @@ def resolve_limits(
     return Limits(
         device=str(device),
         backend=backend,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=_name_of(dtype),
+        kv_cache_dtype=_name_of(shapes[0].dtype) if shapes else _name_of(dtype),
         max_model_len=length,
         max_num_seqs=batch.rows,
         max_num_batched_tokens=batch.tokens,
@@ -209,6 +244,10 @@ def resolve_limits(
         num_snapshots=num_snapshots,
         snapshot_interval=config.snapshot_interval if num_snapshots else 0,
     )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return "fp8" if dtype is CODES else str(dtype).removeprefix("torch.")
 
 
 def _largest_batch(config: EngineConfig, device: torch.device) -> _Batch:

@@ -40,6 +40,8 @@ class Entry:
     per: str = "row"
     """For a derived or output tensor: one entry per "row", per "token", or for the "step" as a
     whole."""
+    is_float8: bool = False
+    """For bytes: they are codes of numbers in e4m3."""
     chosen_from: str = ""
     """The tensor that it was chosen from: if that differs by rounding, this may differ entirely."""
 
@@ -65,13 +67,26 @@ class Registry:
     # One method per kind.
 
     def table(
-        self, name: str, tensor: Tensor, *, axis: int = 0, through: str = "", chosen_from: str = ""
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        axis: int = 0,
+        through: str = "",
+        is_float8: bool = False,
+        chosen_from: str = "",
     ) -> Tensor:
         """Register a pool's memory as a table; no slot owns row 0."""
         tensor = self._on_device(name, tensor)
         return self._add(
             Entry(
-                name, TensorKind.TABLE, tensor, axis=axis, through=through, chosen_from=chosen_from
+                name,
+                TensorKind.TABLE,
+                tensor,
+                axis=axis,
+                through=through,
+                is_float8=is_float8,
+                chosen_from=chosen_from,
             )
         )
 

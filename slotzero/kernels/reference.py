@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slotzero.kernels.attention_plans import TorchPlan
+from slotzero.kernels.float8_kv import from_codes, to_codes, value_scale
 from slotzero.kernels.quantized import dequantise, embed_rows, select_expert, unpack_rows
 from slotzero.kernels.torch_ops import TorchKernels
 from slotzero.kernels.types import Heads, PagedKv, Tokens
@@ -60,6 +61,8 @@ class ReferenceKernels(TorchKernels):
         real = slots > 0  # a data-dependent shape: this reference is for eager use only
         slots, positions = slots[real], positions[real]
         pages = kv.page_table[slots, positions // page_size]
+        if kv.scales is not None:
+            k, v = to_codes(k, kv.scales[0]), to_codes(v, kv.scales[1])
         kv.pages[pages, positions % page_size] = torch.cat((k, v), dim=-1)[real]
 
     def attend(
@@ -80,7 +83,7 @@ class ReferenceKernels(TorchKernels):
                 else:
                     base, bits, stands = (int(part[t]) for part in branches)
                     seen = _branch(position, base, bits, stands, heads)
-                stored = PagedKv(kv.pages, kv.page_table[slots[t]])
+                stored = kv._replace(page_table=kv.page_table[slots[t]])
                 parts[t] = self._attend_one(q[t], sinks, stored, seen.to(q.device), heads)
         return torch.stack(parts)
 
@@ -97,13 +100,18 @@ class ReferenceKernels(TorchKernels):
         stored = kv.pages[kv.page_table[seen // page_size], seen % page_size]
         stored = stored.repeat_interleave(heads.num_heads // heads.num_kv_heads, dim=1)
         k, v = stored[..., : heads.head_dim], stored[..., -heads.value_dim :]  # [context, heads, .]
+        dtype = q.dtype
+        if kv.scales is not None:  # numbers that no 16-bit type holds exactly
+            q = q.float()
+            k = from_codes(k, kv.scales[0])
+            v = from_codes(v, value_scale(kv.scales, heads))
         scores = torch.einsum("hd,chd->hc", q, k).float() * heads.scale
         if heads.softcap is not None:
             scores = heads.softcap * (scores / heads.softcap).tanh()
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None].float()), dim=-1)
         weights = scores.softmax(-1)[:, : len(seen)].to(v.dtype)
-        return torch.einsum("hc,chd->hd", weights, v)
+        return torch.einsum("hc,chd->hd", weights, v).to(dtype)
 
     def sample(
         self,

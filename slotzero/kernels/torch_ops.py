@@ -134,7 +134,11 @@ class TorchKernels(TorchSpeculation, TorchRecurrent, Kernels):
     def prepare(self, rehearse: Callable[[], None]) -> None:
         """Do nothing: no operation of this set is compiled at its first use."""
 
-    def refuse(self, heads: Heads) -> None:
+    @property
+    def has_float8_kv(self) -> bool:
+        return True
+
+    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
         """Do nothing: every shape is supported."""
 
     def workspace(self) -> Mapping[str, Tensor]:

@@ -134,10 +134,16 @@ class Heads:
 
 
 class PagedKv(NamedTuple):
-    """The KV cache of one layer."""
+    """The KV cache of one layer, or, with an axis of layers first, of all layers of a group."""
 
     pages: Tensor  # [pages, page_size, kv_heads, row_size]: each key followed by its value
     page_table: Tensor  # [slots + 1, pages_per_slot]
+    scales: Tensor | None = None  # [2] float32, of keys and of values
+    """None: pages hold numbers. Otherwise they hold codes of e4m3 as uint8; see float8_kv.py."""
+
+    def of_layer(self, index: int) -> "PagedKv":
+        scales = None if self.scales is None else self.scales[index]
+        return PagedKv(self.pages[index], self.page_table, scales)
 
 
 class QkNorms(NamedTuple):

@@ -196,9 +196,8 @@ class Decoder:
         """Return the inputs of layer `i`'s mixer."""
 
         def attention(group: KvGroup) -> AttentionInputs:
-            pages, page_table = memory.kv[group.name]
             angles, plan = groups[group.name]
-            return AttentionInputs(angles, PagedKv(pages[group.owner_of(i)], page_table), plan)
+            return AttentionInputs(angles, memory.kv[group.name].of_layer(group.owner_of(i)), plan)
 
         def recurrent() -> RecurrentStep:
             assert self.config.recurrent is not None

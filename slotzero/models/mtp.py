@@ -84,6 +84,12 @@ def _stacks(config: ModelConfig, index: int) -> LayerStacks:
     return layer_stacks(layers, config.quantization)
 
 
+def mtp_layer_prefix(config: ModelConfig, index: int) -> str:
+    """Return what the names of the `index`th MTP layer's tensors begin with."""
+    prefix: str = _names(config, index)["layer"]
+    return prefix
+
+
 def _names(config: ModelConfig, index: int) -> dict[str, Any]:
     assert config.mtp is not None
     numbers = {"layer": config.num_layers + index, "index": index}

@@ -206,9 +206,9 @@ def _refuse_unexpected(
     """Raise on missing tensors, and on extra ones: ignoring a tensor could change results.
 
     Tensors of MTP layers are allowed: the drafter reads them. So are the scales of an 8-bit KV
-    cache beside quantised weights: a cache in 16 bits has no use for them.
+    cache: cache_scales.py reads them, and a cache in 16 bits has no use for them.
     """
-    ignored = _IGNORED_SUFFIXES + (CACHE_SCALES if config.quantization.stored else ())
+    ignored = _IGNORED_SUFFIXES + CACHE_SCALES
     expected, optional = expected_names(model_params(config, ALONE), config.quantization)
     names = set(checkpoint.names())
     missing = sorted(expected - names)

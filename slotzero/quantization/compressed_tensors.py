@@ -48,8 +48,8 @@ class CompressedTensorsMethod(Method):
     def parse(cls, config: Mapping[str, Any]) -> Self:
         given = settings_of(config)
         _refuse_unimplemented(given)
-        groups = given.get("config_groups")
-        if not isinstance(groups, Mapping) or not groups:
+        groups, has_cache = given.get("config_groups"), has_float8_cache(given)
+        if not isinstance(groups, Mapping) or not (groups or has_cache):
             raise refuse_field("config_groups", groups, "a mapping of groups")
         return cls(
             tuple(
@@ -57,7 +57,7 @@ class CompressedTensorsMethod(Method):
                 for name, group in groups.items()
             ),
             names_of(given, "ignore"),
-            has_float8_cache(given),
+            has_cache,
         )
 
     def format_of(self, module: str) -> WeightFormat | None:

@@ -89,6 +89,7 @@ class Fp8Layout(Layout):
 class Fp8Method(Method):
     layout: Fp8Layout
     ignored: tuple[str, ...] = ()
+    kv_cache_scheme: bool = False
 
     name = "fp8"
 
@@ -100,14 +101,18 @@ class Fp8Method(Method):
             raise refuse_field("activation_scheme", scheme, "dynamic or static")
         if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise refuse_field("fmt", given["fmt"], "e4m3")
-        block = given.get("weight_block_size")
+        block, cache = given.get("weight_block_size"), given.get("kv_cache_scheme")
+        if cache not in (None, "static"):
+            raise refuse_field("kv_cache_scheme", cache, "static")
+        has_cache = cache is not None
         ignored = names_of(given, "modules_to_not_convert") + names_of(given, "ignored_layers")
         if block is None:
-            return cls(Fp8Layout("float8_static" if scheme == "static" else "float8_row"), ignored)
+            layout = Fp8Layout("float8_static" if scheme == "static" else "float8_row")
+            return cls(layout, ignored, has_cache)
         if scheme == "static":
             raise refuse_field("activation_scheme", scheme, "dynamic, where weights are in blocks")
         size = block_of(block, "weight_block_size")
-        return cls(Fp8Layout("float8_group", size, scale="weight_scale_inv"), ignored)
+        return cls(Fp8Layout("float8_group", size, scale="weight_scale_inv"), ignored, has_cache)
 
     def format_of(self, module: str) -> WeightFormat | None:
         if not is_layer_linear(module) or matches(module, self.ignored):

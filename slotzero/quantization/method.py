@@ -226,9 +226,16 @@ def has_float8_cache(given: Mapping[str, Any]) -> bool:
     scheme = given.get("kv_cache_scheme")
     if scheme is None:
         return False
-    known = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    known = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    }
     if not isinstance(scheme, Mapping) or any(scheme.get(k, v) != v for k, v in known.items()):
-        raise refuse_field("kv_cache_scheme", scheme, "8-bit float with one scale per tensor")
+        implemented = "8-bit float with one static scale per tensor"
+        raise refuse_field("kv_cache_scheme", scheme, implemented)
     return True
 
 

@@ -1,6 +1,7 @@
 """FP8 weights of NVIDIA's Model Optimizer: one scale for a weight and one for its input.
 
-It writes quant_method "modelopt" for each of its formats; quant_algo tells them apart.
+It writes quant_method "modelopt" for each of its formats; quant_algo tells them apart. A checkpoint
+may also have plain weights, and ask for nothing but a KV cache in FP8.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ LAYOUT = Fp8Layout("float8_static")
 @dataclass(frozen=True)
 class ModelOptMethod(Method):
     ignored: tuple[str, ...] = ()
+    has_weights: bool = True
+    """Weights are in FP8."""
     kv_cache_scheme: bool = False
     """The KV cache is to be kept in float8."""
 
@@ -40,17 +43,19 @@ class ModelOptMethod(Method):
         if isinstance(inner, Mapping):
             given = inner
         algorithm, cache = given.get("quant_algo"), given.get("kv_cache_quant_algo")
-        if algorithm != "FP8":
-            raise refuse_field("quant_algo", algorithm, "FP8")
         if cache not in (None, "FP8"):
             raise refuse_field("kv_cache_quant_algo", cache, "FP8")
+        has_cache = cache == "FP8" or has_float8_cache(given)
+        if algorithm != "FP8" and not (algorithm is None and has_cache):
+            raise refuse_field("quant_algo", algorithm, "FP8")
         return cls(
             names_of(given, "ignore") + names_of(given, "exclude_modules"),
-            cache == "FP8" or has_float8_cache(given),
+            algorithm is not None,
+            has_cache,
         )
 
     def format_of(self, module: str) -> WeightFormat | None:
-        if not is_layer_linear(module) or matches(module, self.ignored):
+        if not self.has_weights or not is_layer_linear(module) or matches(module, self.ignored):
             return None
         return LAYOUT.format
 

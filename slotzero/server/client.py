@@ -371,7 +371,13 @@ class EngineClient:
                 self._changes.notify()
             case EngineReady():
                 self.info, self.failure, self.progress = message.info, "", None
-                _log.info("%s is ready", self.name)
+                kv = message.info["kv_cache"]
+                _log.info(
+                    "%s is ready: KV cache in %s for %d tokens",
+                    self.name,
+                    kv["dtype"],
+                    kv["tokens"],
+                )
                 self._enter("ready")
             case Failed():
                 self._last_report = message

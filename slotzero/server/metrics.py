@@ -68,6 +68,10 @@ METRICS = (
         " count as free.",
     ),
     Metric(
+        "slotzero_kv_cache_tokens", "gauge", ("engine", "dtype"),
+        "Tokens for which the KV cache has room, with the data type of their keys and values.",
+    ),
+    Metric(
         "slotzero_prefix_cache_queries_total", "counter", ("engine",),
         "Prompt tokens that were looked up in the prefix cache.",
     ),
@@ -351,6 +355,7 @@ def _values(engine: Watched, totals: "_Totals") -> dict[str, Values]:
         "slotzero_kv_cache_usage_perc": {
             (): stats.pages_used / stats.pages if stats and stats.pages else 0
         },
+        "slotzero_kv_cache_tokens": _kv_tokens(info),
         "slotzero_recording_seconds": {(): info["recording_seconds"] if info else 0},
         "slotzero_certified": _by_name(certified(info, stats)),
         "slotzero_engine_up": {(): engine.state == "ready"},
@@ -398,6 +403,10 @@ def _counters(stats: Stats) -> dict[tuple[str, Labels], float]:
     return {
         (name, labels): value for name, values in found.items() for labels, value in values.items()
     }
+
+
+def _kv_tokens(info: Mapping[str, Any] | None) -> Values:
+    return {(info["kv_cache"]["dtype"],): info["kv_cache"]["tokens"]} if info else {}
 
 
 def _width(stats: Stats | None) -> Values:

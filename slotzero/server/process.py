@@ -313,6 +313,10 @@ def info_of(engine: "Engine", seconds: float, sanitize: str) -> dict[str, Any]:
         "limits": asdict(engine.limits),
         "num_schedulers": len(engine.schedulers),
         "kv": engine.worker.kv,
+        "kv_cache": {
+            "dtype": engine.limits.kv_cache_dtype,
+            "tokens": engine.limits.num_kv_tokens,
+        },
         "eos_token_ids": list(engine.eos_token_ids),
         "vocab_size": engine.worker.vocab_size,
         "sizes": {

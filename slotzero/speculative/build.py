@@ -18,6 +18,7 @@ from slotzero.kernels.types import PagedKv
 from slotzero.models.blocks.attention import Attention, KvGroup
 from slotzero.models.blocks.block import BlockContext
 from slotzero.models.blocks.dense_mlp import DenseMlp
+from slotzero.models.cache_scales import read_cache_scales, read_mtp_scales
 from slotzero.models.checkpoint import Checkpoint
 from slotzero.models.config import ModelConfig, with_group
 from slotzero.models.decoder import Decoder
@@ -53,6 +54,8 @@ class Prepared:
     shares_prefixes: bool = True
     """Whether cached prefixes can be shared. Not with several layers that take turns: those after
     the first also compute positions before the end of a prefix."""
+    read_cache_scales: Callable[[], Mapping[str, Tensor]] = dict
+    """Reads the scales of an FP8 KV cache that the checkpoint has, by group."""
 
     def drafter(
         self,
@@ -78,6 +81,7 @@ class DraftTarget:
     registry: Registry
     kernels: Kernels
     dtype: torch.dtype
+    float8_kv: bool
     progress: Progress
 
     @property
@@ -145,6 +149,7 @@ def _mtp(settings: EngineConfig, target: DraftTarget) -> Prepared:
             "mtp", config, layer, layers, routing, kernels, registry, tables, pending, kv[GROUP]
         ),
         shares_prefixes=num == 1,
+        read_cache_scales=lambda: {GROUP: read_mtp_scales(target.config, target.checkpoint)},
     )
 
 
@@ -153,7 +158,7 @@ def _assistant(name: str, load_format: str, target: DraftTarget) -> Prepared:
     registry, kernels = target.registry, target.kernels
     config = fit_assistant(checkpoint, target.config)
     for group in config.model.groups:
-        kernels.refuse(group.reader_heads)
+        kernels.refuse(group.reader_heads, target.float8_kv)
     weights = load_assistant(
         config, target.config, checkpoint, registry, kernels, target.dtype, target.progress,
         target.ranks,
@@ -177,7 +182,7 @@ def _eagle(settings: EngineConfig, target: DraftTarget) -> Prepared:
     else:
         config = parse_eagle(checkpoint, target.config, wanted)
     registry, kernels = target.registry, target.kernels
-    kernels.refuse(config.group.heads)
+    kernels.refuse(config.group.heads, target.float8_kv)
     weights = load_head(
         config, checkpoint, target.vocabulary, registry, kernels, target.dtype,
         settings.weights_seed,
@@ -243,7 +248,7 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
     groups = config.groups
     for group in groups:
         for heads in group.shapes:
-            kernels.refuse(heads)
+            kernels.refuse(heads, target.float8_kv)
         if group.rope.depends_on_prompt:
             raise UnsupportedModelError(
                 f"{checkpoint.name}: a draft model with dynamic rope scaling is not implemented"
@@ -271,6 +276,7 @@ def _draft_model(settings: EngineConfig, target: DraftTarget) -> Prepared:
         lambda tables, pending, kv: ModelDrafter(
             decoder, kernels, tables, pending, {group.name: kv[group.name] for group in groups}
         ),
+        read_cache_scales=lambda: read_cache_scales(config, checkpoint),
     )
 
 

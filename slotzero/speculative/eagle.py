@@ -146,7 +146,7 @@ class EagleDrafter(LogitsDrafter):
         angles = kernels.rope_angles(
             standing(tokens, branches), self._frequency, rope.attention_factor
         )
-        kv, starts = PagedKv(self._kv.pages[layer], self._kv.page_table), self._expert_starts
+        kv, starts = self._kv.of_layer(layer), self._expert_starts
         moe = None if starts is None else MoeInputs(tokens.slots, starts)
         step = LayerStep(hidden, normed, AttentionInputs(angles, kv, plan), moe, None)
         made: tuple[Tensor, Normed] = pieces(

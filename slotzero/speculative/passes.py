@@ -157,7 +157,7 @@ class SpeculativePasses:
                 self._draft_tables, num_confirmed, path,
             )  # fmt: skip
             for name in self._groups:
-                kernels.move_kv(slots, length, num_confirmed, path, PagedKv(*self._kv[name]))
+                kernels.move_kv(slots, length, num_confirmed, path, self._kv[name])
         kernels.store_features(slots, num_confirmed, features, self._drafter.pending, path)
         if self._states is not None and trail is not None:
             shape = self._decoder.scan_of(self._states)

@@ -285,7 +285,11 @@ class FakeReplica:
         self._changes = fleet.changes
         self.state = state
         self.failure, self.exit_code, self.progress = "", 0, None
-        self.info: Mapping[str, Any] = {"limits": {"max_num_seqs": 4}, "num_schedulers": 1}
+        self.info: Mapping[str, Any] = {
+            "limits": {"max_num_seqs": 4},
+            "kv_cache": {"dtype": "float32", "tokens": 4096},
+            "num_schedulers": 1,
+        }
         self.stats: Stats | None = None
         self.generation = 0
         self.is_draining = False

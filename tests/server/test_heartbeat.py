@@ -246,7 +246,7 @@ def say(monkeypatch: pytest.MonkeyPatch, *messages: Any) -> None:
 
 
 def test_a_loop_that_hangs_in_a_living_process_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    say(monkeypatch, EngineReady({}), Beat(301.0))
+    say(monkeypatch, EngineReady({"kv_cache": {"dtype": "float32", "tokens": 4096}}), Beat(301.0))
 
     async def live() -> None:
         client = EngineClient(

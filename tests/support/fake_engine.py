@@ -83,6 +83,7 @@ class FakeClient:
         self.progress: Loading | None = None
         self.info: Mapping[str, Any] = {
             "limits": {"max_model_len": MAX_LEN},
+            "kv_cache": {"dtype": "float32", "tokens": 4096},
             "eos_token_ids": [EOS],
             "vocab_size": 259,
             "sizes": {"decode": [{"key": "decode[8]", "backend": "cpu", "seconds": 0.1, "bytes": 1,

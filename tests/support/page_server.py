@@ -79,6 +79,7 @@ def fake_info(has_gpu: bool) -> dict[str, Any]:
             "num_pages": {"full": 2049}, "windows": {"full": None}, "page_size": 16,
             "enable_prefix_caching": True,
         },
+        "kv_cache": {"dtype": "fp8" if has_gpu else "float32", "tokens": 32768},
         "eos_token_ids": [2],
         "vocab_size": 49152,
         "sizes": {"decode": decode, "prefill": prefill},

@@ -18,9 +18,15 @@ from slotzero.kernels.types import (
 
 
 class AttentionKernels(ABC):
+    @property
     @abstractmethod
-    def refuse(self, heads: Heads) -> None:
-        """Raise UnsupportedModelError if no kernel of this set supports the shape."""
+    def has_float8_kv(self) -> bool:
+        """Whether attention over a KV cache in FP8 works on this machine."""
+
+    @abstractmethod
+    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
+        """Raise UnsupportedModelError if no kernel of this set supports the shape, or none supports
+        it with a KV cache in FP8."""
 
     @abstractmethod
     def plan(

@@ -5,6 +5,9 @@
 // those in the tree whose bit is set. A token of slot 0 writes no KV and gets zeros. Keys are read
 // in blocks that begin at multiples of a constant, so each token's arithmetic is the same alone
 // (decode) and among others of its prompt (prefill).
+//
+// With scales, pages hold codes of e4m3. A block is decoded once for all queries of a run; the scale
+// of keys is part of the softmax scale, and that of values is applied to the result.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -16,6 +19,7 @@
 #include <optional>
 #include <vector>
 
+#include "float8.h"
 #include "simd.h"
 
 using torch::stable::Tensor;
@@ -68,6 +72,38 @@ struct Shape {
   int64_t stride;  // from a key to the next one of its head
   float scale, softcap;  // softcap 0: none
 };
+
+// A layer's KV pages: numbers, or codes with a scale of keys and one of values.
+struct Pages {
+  const float* numbers;
+  const uint8_t* codes;
+  float key_scale, value_scale;
+
+  // Returns rows of one head as numbers: the first at `from`, `stride` to the next.
+  const float* rows(int64_t from, int count, int64_t size, int64_t stride, float* decoded) const {
+    if (numbers) return numbers + from;
+    const auto& number = float8_numbers();
+    for (int j = 0; j < count; ++j)
+      for (int64_t i = 0; i < size; ++i) decoded[j * size + i] = number[codes[from + j * stride + i]];
+    return decoded;
+  }
+};
+
+bool has_codes(const Tensor& kv_pages, const std::optional<Tensor>& scales) {
+  using torch::headeronly::ScalarType;
+  STD_TORCH_CHECK(kv_pages.scalar_type() == (scales ? ScalarType::Byte : ScalarType::Float),
+                  "kv_pages must be uint8 with scales, and float32 without");
+  STD_TORCH_CHECK(!scales || (scales->is_contiguous() && scales->numel() == 2 &&
+                              scales->scalar_type() == ScalarType::Float),
+                  "kv_scales must be two of float32");
+  return scales.has_value();
+}
+
+Pages pages_of(const Tensor& kv_pages, const std::optional<Tensor>& scales, bool is_mla) {
+  if (!has_codes(kv_pages, scales)) return {floats(kv_pages), nullptr, 1, 1};
+  const float* by = floats(*scales);
+  return {nullptr, static_cast<const uint8_t*>(kv_pages.data_ptr()), by[0], by[is_mla ? 0 : 1]};
+}
 
 // One head of one token: running maximum, sum and weighted values of a softmax.
 struct Query {
@@ -141,10 +177,11 @@ std::vector<Run> runs_of(const int32_t* slots, int64_t num_tokens) {
 // q [T, heads, D]; sinks [heads]; kv_pages [pages, page, kv_heads, row], where a row is a key and
 // then its value, or an MLA key that ends in its value (the latent); page_table [slots + 1, width];
 // out [T, heads, V]
-void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table, Tensor slots,
-            Tensor positions, std::optional<Tensor> bases, std::optional<Tensor> seen,
-            std::optional<Tensor> stands, double softmax_scale,
-            std::optional<int64_t> window, std::optional<double> softcap, Tensor out) {
+void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_table,
+            std::optional<Tensor> kv_scales, Tensor slots, Tensor positions,
+            std::optional<Tensor> bases, std::optional<Tensor> seen, std::optional<Tensor> stands,
+            double softmax_scale, std::optional<int64_t> window, std::optional<double> softcap,
+            Tensor out) {
   STD_TORCH_CHECK(q.is_contiguous() && kv_pages.is_contiguous() && page_table.is_contiguous() &&
                       out.is_contiguous() && (!sinks || sinks->is_contiguous()),
                   "attend: q, sinks, kv_pages, page_table and out must be contiguous");
@@ -163,12 +200,15 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
                                (*part)->scalar_type() ==
                                    (part == &seen ? ScalarType::Long : ScalarType::Int)),
                     "attend: of a tree's tensors each token has one: int32, and int64 if seen");
-  const Shape shape{head_dim, value_dim, pair - value_dim, kv_heads * pair,
-                    static_cast<float>(softmax_scale), static_cast<float>(softcap.value_or(0))};
+  const Pages pages = pages_of(kv_pages, kv_scales, pair == head_dim);
+  const int64_t stride = kv_heads * pair;
+  const Shape shape{head_dim, value_dim, pair - value_dim, pages.codes ? pair : stride,
+                    static_cast<float>(softmax_scale) * pages.key_scale,
+                    static_cast<float>(softcap.value_or(0))};
   constexpr int32_t ALL = std::numeric_limits<int32_t>::max();
   const auto most = static_cast<int32_t>(std::min<int64_t>(window.value_or(ALL), ALL));
   const int64_t width = page_table.size(1);
-  const float *qp = floats(q), *kvp = floats(kv_pages), *sp = sinks ? floats(*sinks) : nullptr;
+  const float *qp = floats(q), *sp = sinks ? floats(*sinks) : nullptr;
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
   const int32_t* base_of = bases ? ints(*bases) : nullptr;
   const int32_t* stand_of = stands ? ints(*stands) : position_of;
@@ -186,6 +226,7 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     const Run run = runs[item / kv_heads];
     const int64_t kv_head = item % kv_heads;
     const int32_t slot = slot_of[run.begin];
+    std::vector<float> decoded(pages.codes ? block * pair : 0);
     std::vector<Query> queries;
     queries.reserve((run.end - run.begin) * group);
     int32_t first = ALL, last = 0;
@@ -207,7 +248,9 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
     }
     for (first -= first % block; first < last; first += block) {
       const int64_t page_id = table[slot * width + first / page];
-      const float* kv = kvp + ((page_id * page + first % page) * kv_heads + kv_head) * pair;
+      const int64_t from = ((page_id * page + first % page) * kv_heads + kv_head) * pair;
+      const int count = std::min<int>(block, last - first);
+      const float* kv = pages.rows(from, count, pair, stride, decoded.data());
       for (Query& query : queries) {
         if (first + block <= query.base)
           fold(query, kv, first, block, shape);
@@ -215,14 +258,18 @@ void attend(Tensor q, std::optional<Tensor> sinks, Tensor kv_pages, Tensor page_
           fold_branch(query, kv, first, block, shape);
       }
     }
-    for (Query& query : queries) scale(query.out, 1.0f / query.sum, value_dim);
+    for (Query& query : queries) scale(query.out, pages.value_scale / query.sum, value_dim);
   }
+}
+
+void store_codes(const float* from, int64_t size, float scale, uint8_t* to) {
+  for (int64_t i = 0; i < size; ++i) to[i] = float8_code(from[i] / scale);
 }
 
 // Stores k [T, kv_heads, D] and v [T, kv_heads, V] side by side at position `positions[t]` of slot
 // `slots[t]`; drops slot 0.
-void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slots,
-              Tensor positions) {
+void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table,
+              std::optional<Tensor> kv_scales, Tensor slots, Tensor positions) {
   STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && kv_pages.is_contiguous() &&
                       page_table.is_contiguous(),
                   "store_kv: k, v, kv_pages and page_table must be contiguous");
@@ -231,14 +278,23 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
   STD_TORCH_CHECK(kv_pages.size(2) == kv_heads && kv_pages.size(3) == pair,
                   "store_kv: kv_pages do not fit k and v");
   const int32_t *table = ints(page_table), *slot_of = ints(slots), *position_of = ints(positions);
-  auto* kvp = static_cast<float*>(kv_pages.data_ptr());
+  const float* scales = has_codes(kv_pages, kv_scales) ? floats(*kv_scales) : nullptr;
   for (int64_t t = 0; t < k.size(0); ++t) {
     if (slot_of[t] == 0) continue;
     const int64_t page_id = table[slot_of[t] * width + position_of[t] / page];
-    float* to = kvp + (page_id * page + position_of[t] % page) * kv_heads * pair;
-    for (int64_t head = 0; head < kv_heads; ++head, to += pair) {
-      std::copy_n(floats(k) + (t * kv_heads + head) * head_dim, head_dim, to);
-      std::copy_n(floats(v) + (t * kv_heads + head) * value_dim, value_dim, to + head_dim);
+    int64_t at = (page_id * page + position_of[t] % page) * kv_heads * pair;
+    for (int64_t head = 0; head < kv_heads; ++head, at += pair) {
+      const float* key = floats(k) + (t * kv_heads + head) * head_dim;
+      const float* value = floats(v) + (t * kv_heads + head) * value_dim;
+      if (scales) {
+        auto* to = static_cast<uint8_t*>(kv_pages.data_ptr()) + at;
+        store_codes(key, head_dim, scales[0], to);
+        store_codes(value, value_dim, scales[1], to + head_dim);
+      } else {
+        auto* to = static_cast<float*>(kv_pages.data_ptr()) + at;
+        std::copy_n(key, head_dim, to);
+        std::copy_n(value, value_dim, to + head_dim);
+      }
     }
   }
 }
@@ -247,12 +303,12 @@ void store_kv(Tensor k, Tensor v, Tensor kv_pages, Tensor page_table, Tensor slo
 
 STABLE_TORCH_LIBRARY_FRAGMENT(slotzero, m) {
   m.def(
-      "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, "
+      "attend(Tensor q, Tensor? sinks, Tensor kv_pages, Tensor page_table, Tensor? kv_scales, "
+      "Tensor slots, Tensor positions, Tensor? bases, Tensor? seen, Tensor? stands, "
       "float scale, int? window, float? softcap, Tensor(a!) out) -> ()");
   m.def(
-      "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor slots, "
-      "Tensor positions) -> ()");
+      "store_kv(Tensor k, Tensor v, Tensor(a!) kv_pages, Tensor page_table, Tensor? kv_scales, "
+      "Tensor slots, Tensor positions) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(slotzero, CPU, m) {
   m.impl("attend", TORCH_BOX(&attend));

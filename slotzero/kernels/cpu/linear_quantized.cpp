@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "float8.h"
 #include "product.h"
 
 using torch::stable::Tensor;
@@ -320,21 +321,6 @@ void quantized_grouped(Tensor x, Tensor codes, Tensor scales, std::optional<Tens
     case FLOAT8: return grouped_rows<FLOAT8>(xp, weight, stretches, experts, yp, M);
     case MXFP4: return grouped_rows<MXFP4>(xp, weight, stretches, experts, yp, M);
   }
-}
-
-// The nearest number of e4m3; of two equally near, the one with an even fraction.
-inline float nearest_float8(float x) {
-  const float size = std::min(std::fabs(x), 448.0f);
-  float near;
-  if (size < 0x1p-6f) {
-    near = std::nearbyint(size * 0x1p9f) * 0x1p-9f;
-  } else {
-    uint32_t bits;
-    std::memcpy(&bits, &size, sizeof bits);
-    bits = (bits + 0x7ffff + (bits >> 20 & 1)) & ~0xfffffu;
-    std::memcpy(&near, &bits, sizeof near);
-  }
-  return std::isnan(x) ? x : std::copysign(near, x);
 }
 
 // Rounds each group of x [M, K] to float8 under one scale: the given one, or the least that holds

@@ -106,7 +106,11 @@ class TritonKernels(Kernels):
         """Return the tuned choices of matrix products."""
         return self._products.choices
 
-    def refuse(self, heads: Heads) -> None:
+    @property
+    def has_float8_kv(self) -> bool:
+        return INTERPRETED or torch.cuda.get_device_capability() >= (8, 9)
+
+    def refuse(self, heads: Heads, float8_kv: bool = False) -> None:
         is_large = max(heads.head_dim, heads.value_dim) > 256
         group = heads.num_heads // heads.num_kv_heads
         limits: tuple[tuple[str, int, int], ...] = (
@@ -128,6 +132,11 @@ class TritonKernels(Kernels):
                     f"{name}: {value}, and the attention kernels for CUDA hold at most {most}; "
                     "run the model with --backend cpu"
                 )
+        if float8_kv and heads.value_dim % 2:
+            raise UnsupportedModelError(
+                f"value_dim: {heads.value_dim}, and the attention kernels for CUDA read an FP8 KV "
+                "cache in pairs of values; drop --kv-cache-dtype"
+            )
 
     def workspace(self) -> Mapping[str, Tensor]:
         return {"arrivals": linear_tma.arrivals()}

@@ -19,6 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.attention_plans import DecodePlan
+from slotzero.kernels.triton.attention.float8 import (
+    add_values,
+    as_query,
+    as_stored,
+    joined,
+    load_kv_scales,
+    load_values,
+    no_values,
+    numbers,
+    separated,
+    values_in,
+)
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
 from slotzero.kernels.triton.linear.activation import LOG2E, tanh
 from slotzero.kernels.types import Angles, Heads, PagedKv, QkNorms
@@ -113,17 +125,18 @@ def load_table(table, key, end, PAGE: tl.constexpr):
 
 @triton.jit
 def load_pages(
-    kv_pages, v_pages, page, kv_head, key, known, half, dim,
+    kv_pages, v_pages, page, kv_head, key, known, half,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Load keys in two halves, [half, keys] each, and values, [keys, dim]; zeros if not known."""
-    at = ((page * PAGE + key % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
-    key_at = kv_pages + at[None, :] + half[:, None]
+    """Load keys in two halves, [half, keys] each, and values; zeros if not known."""
+    size: tl.constexpr = DIM + VALUE_DIM
+    row = (page * PAGE + key % PAGE) * KV_HEADS + kv_head
+    key_at = kv_pages + (row * size)[None, :] + half[:, None]
     present = known[None, :] & (half < DIM // 2)[:, None]
     a = tl.load(key_at, mask=present, other=0.0)
     b = tl.load(key_at + DIM // 2, mask=present, other=0.0)
-    value_at = v_pages + at[:, None] + dim[None, :]
-    v = tl.load(value_at, mask=known[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
+    v = load_values(v_pages, row, tl.zeros_like(row), known, size, VALUE_DIM, WIDTH)
     return a, b, v
 
 
@@ -138,6 +151,7 @@ def apply_softcap(score, SOFTCAP: tl.constexpr):
 @triton.jit
 def attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.constexpr):
     """Add one tile of keys to the running softmax, in base 2."""
+    a, b = numbers(a, qa.dtype), numbers(b, qa.dtype)
     score = tl.dot(qa, a, input_precision="ieee")
     score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(known[None, :], score, float("-inf"))
@@ -145,43 +159,47 @@ def attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP: tl.con
     weight = tl.exp2(score - new_peak[:, None])
     shrink = tl.exp2(peak - new_peak)
     total = total * shrink + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    acc = add_values(acc, shrink, weight, v, qa.dtype)
     return new_peak, total, acc
 
 
 @triton.jit
 def attend_own(
-    qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
-    total, acc,
-    SINKS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr,
-    STORES: tl.constexpr,
+    qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, values_at, place, k_scale, v_scale,
+    eps, scale,
+    GROUP: tl.constexpr, SINKS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """Begin the softmax with the newest position and the sink -> peak, total, acc; store the KV."""
+    """Begin the softmax with the newest position, as it is stored, and the sink -> peak, total,
+    acc; store the KV."""
     half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
     in_half = half[None, :] < DIM // 2
     if NORM_VALUES:
         own_v = norm_values(own_v[None, :], eps, VALUE_DIM).reshape([WIDTH])
     if STORES:
         ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, c, s, eps, DIM, NORM)
+        ka, kb = as_stored(ka, k_scale, kv_pages), as_stored(kb, k_scale, kv_pages)
+        own_v = as_stored(own_v, v_scale, kv_pages)
         tl.store(kv_pages + place + half[None, :], ka, mask=in_half)
         tl.store(kv_pages + place + DIM // 2 + half[None, :], kb, mask=in_half)
-        tl.store(v_pages + place + dim, own_v, mask=dim < VALUE_DIM)
+        tl.store(kv_pages + place + values_at + dim, own_v, mask=dim < VALUE_DIM)
+    ka, kb, own_v = numbers(ka, qa.dtype), numbers(kb, qa.dtype), numbers(own_v, qa.dtype)
     product = qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32)
     peak = apply_softcap(tl.sum(product, axis=1) * scale, SOFTCAP)
-    total += 1.0
-    acc += own_v.to(tl.float32)[None, :]
+    total = tl.full([GROUP], 1.0, tl.float32)
+    acc = tl.zeros([GROUP, WIDTH], tl.float32) + own_v.to(tl.float32)[None, :]
     if SINKS:
         new_peak = tl.maximum(peak, sink)
         shrink = tl.exp2(peak - new_peak)
         total = total * shrink + tl.exp2(sink - new_peak)
         acc, peak = acc * shrink[:, None], new_peak
-    return peak, total, acc
+    return peak, total, separated(acc, kv_pages, GROUP, WIDTH)
 
 
 @triton.jit
 def merge_chunks(
-    partial, peak_of, total_of, out, kv_head, first, count, dim,
+    partial, peak_of, total_of, out, kv_head, first, count, dim, v_scale,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP_SIZE: tl.constexpr, MERGED: tl.constexpr,
     WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
@@ -206,13 +224,13 @@ def merge_chunks(
         total = total * old + tl.sum(its_total * new, axis=1)
         acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
         peak = new_peak
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * VALUE_DIM + dim[None, :], result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -234,7 +252,7 @@ def _decode_kernel(
     g, half, dim = tl.arange(0, GROUP), tl.arange(0, HALF), tl.arange(0, WIDTH)
     head = kv_head * group_size + g
     # values_at is DIM, but not a constant for the compiler, which would cost registers.
-    v_pages, table = kv_pages + values_at, page_table + slot * table_stride
+    v_pages, table = values_in(kv_pages, values_at), page_table + slot * table_stride
     stored = end - is_last.to(tl.int32)  # the newest position is not in the pages yet
 
     # Constants and keys stored by earlier steps are loaded before the query is known.
@@ -242,8 +260,8 @@ def _decode_kernel(
     page = load_table(table, key, stored, PAGE)
     if EARLY:
         a, b, v = load_pages(
-            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
-            KV_HEADS, DIM, VALUE_DIM, PAGE,
+            kv_pages, v_pages, page, kv_head, key, key < stored, half,
+            KV_HEADS, DIM, VALUE_DIM, PAGE, WIDTH,
         )  # fmt: skip
     newest = tl.maximum(end - 1, 0)
     new_page = tl.load(table + newest // PAGE).to(tl.int64)
@@ -253,6 +271,7 @@ def _decode_kernel(
         by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
+    k_scale, v_scale = load_kv_scales(kv_scales)
     sink = 0.0
     if sinks is not None:
         sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
@@ -269,7 +288,7 @@ def _decode_kernel(
         k_at = qkv + row64 * qkv_stride + (HEADS + kv_head) * DIM
     ka = tl.load(k_at + half[None, :], mask=in_half, other=0.0)
     kb = tl.load(k_at + DIM // 2 + half[None, :], mask=in_half, other=0.0)
-    v_at = v_pages + place
+    v_at = kv_pages + place + values_at
     if STORES:
         v_at = qkv + row64 * qkv_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_v = tl.load(v_at + dim, mask=dim < VALUE_DIM, other=0.0)
@@ -285,15 +304,16 @@ def _decode_kernel(
         return
 
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
-    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    qa, qb = as_query(qa, kv_pages), as_query(qb, kv_pages)
+    scale *= k_scale * (LOG2E if SOFTCAP is None else 1.0 / SOFTCAP)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    acc = no_values(kv_pages, GROUP, WIDTH)
     if is_last:
         peak, total, acc = attend_own(
-            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
-            total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF, WIDTH, NORM, NORM_VALUES,
-            STORES,
+            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, values_at, place,
+            k_scale, v_scale, eps, scale, GROUP, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF,
+            WIDTH, NORM, NORM_VALUES, STORES,
         )  # fmt: skip
 
     begin_loop = begin
@@ -308,8 +328,8 @@ def _decode_kernel(
         if EARLY:  # the compiler pipelines this form better in short loops
             page = load_table(table, key, stored, PAGE)
         a, b, v = load_pages(
-            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
-            KV_HEADS, DIM, VALUE_DIM, PAGE,
+            kv_pages, v_pages, page, kv_head, key, key < stored, half,
+            KV_HEADS, DIM, VALUE_DIM, PAGE, WIDTH,
         )  # fmt: skip
         if not EARLY:
             page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead
@@ -317,8 +337,10 @@ def _decode_kernel(
             qa, qb, a, b, v, key < stored, scale, peak, total, acc, SOFTCAP
         )
 
+    acc = joined(acc, GROUP, WIDTH)
     if count == 1:
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+        result = (acc / total[:, None] * v_scale).to(out.dtype.element_ty)
+        tl.store(out_at, result, mask=inside)
         return
 
     flat = chunk * HEADS + head
@@ -331,7 +353,7 @@ def _decode_kernel(
         tl.debug_barrier()
         merge_chunks(
             partial, peak_of, total_of, out + row64 * HEADS * VALUE_DIM, kv_head, first, count, dim,
-            HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
+            v_scale, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
         )  # fmt: skip
 
 

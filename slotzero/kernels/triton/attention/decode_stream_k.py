@@ -29,6 +29,14 @@ from slotzero.kernels.triton.attention.decode import (
     merge_chunks,
     norm_and_rotate,
 )
+from slotzero.kernels.triton.attention.float8 import (
+    as_query,
+    joined,
+    load_kv_scales,
+    load_values,
+    no_values,
+    values_in,
+)
 from slotzero.kernels.triton.launch import (
     launch,
     may_follow,
@@ -131,11 +139,11 @@ def _load_four(table, begin, end, KEYS: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    kv_pages, v_pages, table, p0, p1, p2, p3, begin, known, end, kv_head, half, dim,
+    kv_pages, v_pages, table, p0, p1, p2, p3, begin, known, end, kv_head, half,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Load keys in two halves, [half, keys] each, and values, [keys, dim]; zeros if not known."""
+    """Load keys in two halves, [half, keys] each, and values; zeros if not known."""
     key = tl.arange(0, KEYS)
     size: tl.constexpr = DIM + VALUE_DIM
     if KEYS <= 4 * PAGE:
@@ -148,20 +156,19 @@ def _load_tile(
     if PAGE > KEYS:
         start += begin % PAGE
     # Few values differ from tile to tile; the rest is computed once.
-    at, beside = (start * KV_HEADS + kv_head) * size, key % PAGE * (KV_HEADS * size)
-    key_at = kv_pages + at[None, :] + (beside[None, :] + half[:, None])
+    row, beside = start * KV_HEADS + kv_head, key % PAGE * KV_HEADS
+    key_at = kv_pages + (row * size)[None, :] + ((beside * size)[None, :] + half[:, None])
     present = known[None, :] & (half < DIM // 2)[:, None]
     a = tl.load(key_at, mask=present, other=0.0)
     b = tl.load(key_at + DIM // 2, mask=present, other=0.0)
-    value_at = v_pages + at[:, None] + (beside[:, None] + dim[None, :])
-    v = tl.load(value_at, mask=known[:, None] & (dim < VALUE_DIM)[None, :], other=0.0)
+    v = load_values(v_pages, row, beside, known, size, VALUE_DIM, WIDTH)
     return a, b, v
 
 
 @triton.jit
 def _begin_row(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, table, row, slot, newest,
-    from_start, kv_head, qkv_stride, eps, scale,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, values_at, table, row, slot, newest,
+    from_start, kv_head, k_scale, v_scale, qkv_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
@@ -187,14 +194,15 @@ def _begin_row(
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
+    qa, qb = as_query(qa, kv_pages), as_query(qb, kv_pages)
     # Slot 0 gets a key with weight 1 and value 0, so that its result is zeros.
     peak = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, float("-inf"), 0.0)
     total = tl.zeros([GROUP], tl.float32) + tl.where(slot > 0, 0.0, 1.0)
-    acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    acc = no_values(kv_pages, GROUP, WIDTH)
     if from_start & (slot > 0):
         page = tl.load(table + newest // PAGE).to(tl.int64)
         place = ((page * PAGE + newest % PAGE) * KV_HEADS + kv_head) * (DIM + VALUE_DIM)
-        k_at, v_at = kv_pages + place, v_pages + place
+        k_at, v_at = kv_pages + place, kv_pages + place + values_at
         if STORES:
             k_at, v_at = mine + (HEADS + kv_head) * DIM, mine + (HEADS + KV_HEADS) * DIM
             v_at += kv_head * VALUE_DIM
@@ -205,9 +213,9 @@ def _begin_row(
         if sinks is not None:
             sink = tl.load(sinks + head, mask=g < group_size, other=0.0).to(tl.float32) * LOG2E
         peak, total, acc = attend_own(
-            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, v_pages, place, eps, scale,
-            total, acc, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF, WIDTH, NORM, NORM_VALUES,
-            STORES,
+            qa, qb, ka, kb, own_v, by_ka, by_kb, c, s, sink, kv_pages, values_at, place,
+            k_scale, v_scale, eps, scale, GROUP, sinks is not None, DIM, VALUE_DIM, SOFTCAP, HALF,
+            WIDTH, NORM, NORM_VALUES, STORES,
         )  # fmt: skip
     return qa, qb, peak, total, acc
 
@@ -227,7 +235,7 @@ def _store_sums(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _stream_k_kernel(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out,
     row_of, begin_of, tile_of, slot_of, newest_of, first_of, count_of, done,
     partial, peak_of, total_of,
     qkv_stride, values_at, table_stride, eps, scale,
@@ -255,13 +263,14 @@ def _stream_k_kernel(
     head = kv_head * group_size + g
     inside = (g < group_size)[:, None] & (dim < VALUE_DIM)[None, :]
     # values_at is DIM, but not a constant for the compiler: see decode.py.
-    v_pages, first_row, is_new = kv_pages + values_at, row, row >= 0
-    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
-    qa = tl.zeros([GROUP, HALF], qkv.dtype.element_ty)
-    qb = tl.zeros([GROUP, HALF], qkv.dtype.element_ty)
+    v_pages, first_row, is_new = values_in(kv_pages, values_at), row, row >= 0
+    k_scale, v_scale = load_kv_scales(kv_scales)
+    scale *= k_scale * (LOG2E if SOFTCAP is None else 1.0 / SOFTCAP)
+    qa = as_query(tl.zeros([GROUP, HALF], qkv.dtype.element_ty), kv_pages)
+    qb = qa
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    acc = no_values(kv_pages, GROUP, WIDTH)
     # The launch sets the stages: set here, the loads of page numbers would become blocking copies.
     for i in range(tile, end_tile):
         key = begin + tl.arange(0, KEYS)
@@ -269,8 +278,8 @@ def _stream_k_kernel(
         if WINDOW is not None:
             known &= key > newest - WINDOW
         a, b, v = _load_tile(
-            kv_pages, v_pages, table, p0, p1, p2, p3, begin, known, newest, kv_head, half, dim,
-            KV_HEADS, DIM, VALUE_DIM, PAGE, KEYS,
+            kv_pages, v_pages, table, p0, p1, p2, p3, begin, known, newest, kv_head, half,
+            KV_HEADS, DIM, VALUE_DIM, PAGE, KEYS, WIDTH,
         )  # fmt: skip
         # Everything that the loads of the next tile need, one tile ahead.
         its_row, its_slot, its_newest, its_table = row, slot, newest, table
@@ -285,22 +294,24 @@ def _stream_k_kernel(
         if is_new:
             wait_for_writer(PDL)  # after the first tiles, which earlier steps have written
             qa, qb, peak, total, acc = _begin_row(
-                qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, v_pages, its_table, its_row,
-                its_slot, its_newest, from_start, kv_head, qkv_stride, eps, scale,
+                qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, values_at, its_table, its_row,
+                its_slot, its_newest, from_start, kv_head, k_scale, v_scale, qkv_stride, eps, scale,
                 HEADS, KV_HEADS, DIM, VALUE_DIM, SOFTCAP, PAGE, GROUP, HALF, WIDTH, NORM,
                 NORM_VALUES, STORES,
             )  # fmt: skip
         peak, total, acc = attend_keys(qa, qb, a, b, v, known, scale, peak, total, acc, SOFTCAP)
         if is_end & from_start:
-            result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
+            result = joined(acc, GROUP, WIDTH) * (1.0 / total * v_scale)[:, None]
+            result = result.to(out.dtype.element_ty)
             out_row = out + its_row.to(tl.int64) * (HEADS * VALUE_DIM)
             out_at = out_row + head[:, None] * VALUE_DIM + dim[None, :]
             tl.store(out_at, result, mask=inside)
         elif is_end | (i == end_tile - 1):
             flat = (its_row + share) * HEADS + head
             _store_sums(
-                partial + flat[:, None] * VALUE_DIM, acc, g < group_size, VALUE_DIM, GROUP, WIDTH
-            )
+                partial + flat[:, None] * VALUE_DIM, joined(acc, GROUP, WIDTH), g < group_size,
+                VALUE_DIM, GROUP, WIDTH,
+            )  # fmt: skip
             tl.store(peak_of + flat, peak, mask=g < group_size)
             tl.store(total_of + flat, total, mask=g < group_size)
         from_start |= is_end
@@ -318,7 +329,7 @@ def _stream_k_kernel(
                 out_row = out + its * (HEADS * VALUE_DIM)
                 merge_chunks(
                     partial, peak_of, total_of, out_row, kv_head, tl.load(first_of + its), count,
-                    dim, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
+                    dim, v_scale, HEADS, VALUE_DIM, group_size, MERGED, WIDTH, BATCH,
                 )  # fmt: skip
 
 
@@ -364,6 +375,7 @@ def attend(
     width = max(32, triton.next_power_of_2(value_dim))
     shape = shape_for(heads)
     warps = min(8, shape.warps * (4 if qkv.dtype.itemsize > 2 else 1))
+    stages = shape.stages + (kv.scales is not None)  # in FP8 two tiles have the bytes of one
     launch(
         _stream_k_kernel, (kv_heads, len(plan.row)),
         qkv, *norms, sinks, *angles, *kv, out, *plan,
@@ -373,7 +385,7 @@ def attend(
         MERGED=group, BATCH=max(1, min(16, 2048 * warps // (group * width))),
         HALF=max(16, triton.next_power_of_2(dim // 2)), WIDTH=width, KEYS=shape.keys,
         NORM=norms.q is not None, NORM_VALUES=heads.norms_values and heads.stores,
-        STORES=heads.stores, num_warps=warps, num_stages=shape.stages, **overlap(),
+        STORES=heads.stores, num_warps=warps, num_stages=stages, **overlap(),
     )  # fmt: skip
     return out
 

@@ -33,6 +33,13 @@ from torch import Tensor
 
 from slotzero.kernels.attention_plans import AttentionPlan, MlaPlan
 from slotzero.kernels.triton.attention import mla_prefill
+from slotzero.kernels.triton.attention.float8 import (
+    as_query,
+    load_kv_scales,
+    numbers,
+    split_pairs,
+    values_in,
+)
 from slotzero.kernels.triton.attention.mla_plan import MAX_PAIRS
 from slotzero.kernels.triton.attention.mla_rows import store
 from slotzero.kernels.triton.attention.per_head import per_head
@@ -67,7 +74,7 @@ class MlaTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["table_stride", "span", "parts"])
 def _attend_kernel(
-    query, kv_pages, page_table, out, token_slots, starts, firsts, sizes,
+    query, kv_pages, page_table, kv_scales, out, token_slots, starts, firsts, sizes,
     row_of, slot_of, begin_of, end_of, first_of, count_of, partial, peak_of, total_of,
     bases, bits_seen, sums, table_stride, span, parts, scale,
     HEADS: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
@@ -93,8 +100,7 @@ def _attend_kernel(
             wait_for_writer(PDL)
             return
     pair, rope = part * PAIRS + tl.arange(0, PAIRS), tl.arange(0, ROPE_BLOCK)
-    low = tl.arange(0, WIDTH // 2)  # of the latent, which is taken in two halves: see below
-    high = WIDTH // 2 + low
+    low, high = _halves(kv_pages, WIDTH)  # of the latent, which is taken in two halves: see below
     place = pair // HEADS  # index of the token in its row
     inside = place < size
     real = tl.load(token_slots + token + place, mask=inside, other=0) > 0
@@ -120,9 +126,11 @@ def _attend_kernel(
             return
 
     q_at = query + (token * HEADS + pair)[:, None] * (ROPE_DIM + LATENT)
-    q_rope = _load_rows(q_at, rope, real, ROPE_DIM)
-    q_low = _load_rows(q_at + ROPE_DIM, low, real, LATENT)
-    q_high = _load_rows(q_at + ROPE_DIM, high, real, LATENT)
+    q_rope = as_query(_load_rows(q_at, rope, real, ROPE_DIM), kv_pages)
+    q_low = as_query(_load_rows(q_at + ROPE_DIM, low, real, LATENT), kv_pages)
+    q_high = as_query(_load_rows(q_at + ROPE_DIM, high, real, LATENT), kv_pages)
+    k_scale, v_scale = load_kv_scales(kv_scales, MLA=True)
+    scale *= k_scale
 
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     totals = tl.zeros([PAIRS, KEYS], tl.float32)  # summed at the end: sums across warps are slow
@@ -147,9 +155,8 @@ def _attend_kernel(
             page = tl.load(table + key // PAGE, mask=key < end, other=0)
         at = (page * PAGE + key % PAGE).to(tl.int64)
         stored = kv_pages + (at * (ROPE_DIM + LATENT))[:, None]
-        k_rope = _load_rows(stored, rope, known, ROPE_DIM)
-        k_low = _load_rows(stored + ROPE_DIM, low, known, LATENT)
-        k_high = _load_rows(stored + ROPE_DIM, high, known, LATENT)
+        k_rope = numbers(_load_rows(stored, rope, known, ROPE_DIM), q_rope.dtype)
+        k_low, k_high = _load_latents(kv_pages, at, known, q_low.dtype, ROPE_DIM, LATENT, WIDTH)
         score = tl.dot(q_rope, k_rope.T, input_precision="ieee")
         score = tl.dot(q_low, k_low.T, score, input_precision="ieee")
         if PAIRS > 16:
@@ -176,8 +183,8 @@ def _attend_kernel(
     total = tl.sum(totals, axis=1)
     if count == 1:
         flat = token * HEADS + pair
-        acc_low = tl.where(real[:, None], acc_low / total[:, None], 0.0)
-        acc_high = tl.where(real[:, None], acc_high / total[:, None], 0.0)
+        acc_low = tl.where(real[:, None], acc_low / total[:, None] * v_scale, 0.0)
+        acc_high = tl.where(real[:, None], acc_high / total[:, None] * v_scale, 0.0)
         _store_pairs(out, flat, low, acc_low, inside, LATENT)
         _store_pairs(out, flat, high, acc_high, inside, LATENT)
         if sums is not None:
@@ -212,7 +219,34 @@ def _copied(pages, NUM: tl.constexpr):
 @triton.jit
 def _load_rows(at, dim, known, SIZE: tl.constexpr):
     """Load [rows, dim]: zeros past SIZE, and for rows that are not known."""
-    return tl.load(at + dim[None, :], mask=known[:, None] & (dim < SIZE)[None, :], other=0.0)
+    return tl.load(at + dim[None, :], mask=known[:, None] & (dim < SIZE)[None, :], other=0)
+
+
+@triton.jit
+def _halves(kv_pages, WIDTH: tl.constexpr):
+    """Return the dimensions in each half of a latent: of codes, which are read in pairs, the even
+    and the odd ones."""
+    half = tl.arange(0, WIDTH // 2)
+    if kv_pages.dtype.element_ty == tl.uint8:
+        return 2 * half, 2 * half + 1
+    else:  # noqa: RET505
+        return half, WIDTH // 2 + half
+
+
+@triton.jit
+def _load_latents(
+    kv_pages, row, known, DTYPE: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Load the latents of stored rows in two halves; zeros if not known."""
+    half = tl.arange(0, WIDTH // 2)
+    if kv_pages.dtype.element_ty == tl.uint8:
+        pairs = values_in(kv_pages, ROPE_DIM) + (row * ((ROPE_DIM + LATENT) // 2))[:, None]
+        return split_pairs(_load_rows(pairs, half, known, LATENT // 2), DTYPE)
+    else:  # noqa: RET505
+        at = kv_pages + ROPE_DIM + (row * (ROPE_DIM + LATENT))[:, None]
+        low = _load_rows(at, half, known, LATENT)
+        return low, _load_rows(at, WIDTH // 2 + half, known, LATENT)
 
 
 @triton.jit
@@ -231,8 +265,8 @@ def _partial_of(chunk, first, row):
 
 @triton.jit(do_not_specialize=["span", "groups"])
 def _merge_kernel(
-    out, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of, total_of, sums,
-    span, groups,
+    out, kv_scales, token_slots, firsts, sizes, row_of, first_of, count_of, partial, peak_of,
+    total_of, sums, span, groups,
     HEADS: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -249,6 +283,7 @@ def _merge_kernel(
     if firsts is not None:
         token, size = tl.load(firsts + row).to(tl.int64), tl.load(sizes + row)
     lane, dim = tl.arange(0, BATCH), tl.arange(0, WIDTH)
+    _, v_scale = load_kv_scales(kv_scales, MLA=True)
     its = _partial_of(first, first, row) * (span * HEADS)
     partial, peak_of, total_of = partial + its * LATENT, peak_of + its, total_of + its
     begin, end = group * PAIRS, tl.minimum((group + 1) * PAIRS, size * HEADS)
@@ -276,7 +311,7 @@ def _merge_kernel(
             total = total * old + tl.sum(its_total * new, axis=1)
             acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
             peak = new_peak
-        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        result = (acc / tl.where(real, total, 1.0)[:, None] * v_scale).to(out.dtype.element_ty)
         out_at = out + (token * HEADS + pair)[:, None] * LATENT + dim[None, :]
         tl.store(out_at, result, mask=(pair < end)[:, None] & (dim < LATENT)[None, :])
         if sums is not None:
@@ -341,7 +376,7 @@ def attend(
     )  # fmt: skip
     launch(
         _merge_kernel, (num_chunks * groups,),
-        seen, plan.slots, plan.firsts, plan.sizes, plan.row, plan.first, plan.num,
+        seen, kv.scales, plan.slots, plan.firsts, plan.sizes, plan.row, plan.first, plan.num,
         plan.partial, plan.peak, plan.total, sums, pairs // num_heads, groups,
         HEADS=num_heads, LATENT=latent, WIDTH=width, PAIRS=MERGED_PAIRS, TILE=MERGED_TILE,
         BATCH=MERGED_CHUNKS, num_warps=4, **overlap(),

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.triton.attention.decode import norm_and_rotate
+from slotzero.kernels.triton.attention.float8 import as_read, as_stored, load_kv_scales
 from slotzero.kernels.triton.attention.per_head import cut_for, multiply_head, per_head
 from slotzero.kernels.triton.attention.verify import load_angles, load_halves
 from slotzero.kernels.triton.launch import launch, may_follow, overlap, wait_for_writer
-from slotzero.kernels.triton.linear.elementwise import norm_part
+from slotzero.kernels.triton.linear.elementwise import load_part
 from slotzero.kernels.types import Angles, Heads, MlaWeights, PagedKv, Tokens
 
 HEADS_PER_PROGRAM = 16  # query heads
@@ -23,7 +24,7 @@ HEADS_PER_PROGRAM = 16  # query heads
 
 @triton.jit(do_not_specialize=["table_stride", "tokens", "products", "column_blocks"])
 def _store_kernel(
-    q, k, k_norm, up_k, cos, sin, kv_pages, page_table, slots, positions, query, own,
+    q, k, k_norm, up_k, cos, sin, kv_pages, page_table, kv_scales, slots, positions, query, own,
     q_stride, k_stride, up_head, up_inner, up_column, table_stride, eps, tokens, products,
     column_blocks,
     HEADS: tl.constexpr, NOPE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENT: tl.constexpr,
@@ -68,19 +69,26 @@ def _store_kernel(
         source = k + token * k_stride
         a, b = load_halves(source + one, ROPE_DIM // 2, one == 0, half, ROPE_DIM)
         a, b = norm_and_rotate(a, b, 1.0, 1.0, c, s, eps, ROPE_DIM, False)
-        _store_halves(stored, a, b, half, ROPE_DIM)
-        norm_part(source + ROPE_DIM, k_norm, stored + ROPE_DIM, eps, LATENT, WIDTH)
+        latent = load_part(source + ROPE_DIM, k_norm, eps, LATENT, WIDTH)
+        scale, _ = load_kv_scales(kv_scales, MLA=True)
+        a, b = as_stored(a, scale, kv_pages), as_stored(b, scale, kv_pages)
+        latent = as_stored(latent, scale, kv_pages)
+        _store_row(stored, a, b, latent, half, ROPE_DIM, LATENT, WIDTH)
         if own is not None:
-            own += token * size
-            _store_halves(own, a, b, half, ROPE_DIM)
-            norm_part(source + ROPE_DIM, k_norm, own + ROPE_DIM, eps, LATENT, WIDTH)
+            dtype: tl.constexpr = own.dtype.element_ty
+            a, b = as_read(a, scale, dtype), as_read(b, scale, dtype)
+            latent = as_read(latent, scale, dtype)
+            _store_row(own + token * size, a, b, latent, half, ROPE_DIM, LATENT, WIDTH)
 
 
 @triton.jit
-def _store_halves(target, a, b, half, DIM: tl.constexpr):
-    inside = (half < DIM // 2)[None, :]
+def _store_row(
+    target, a, b, latent, half, DIM: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    inside, column = (half < DIM // 2)[None, :], tl.arange(0, WIDTH)
     tl.store(target + half[None, :], a, mask=inside)
     tl.store(target + DIM // 2 + half[None, :], b, mask=inside)
+    tl.store(target + DIM + column, latent, mask=column < LATENT)
 
 
 def store(

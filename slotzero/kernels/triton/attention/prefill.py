@@ -28,6 +28,12 @@ import triton.language as tl
 from torch import Tensor
 
 from slotzero.kernels.attention_plans import PrefillPlan
+from slotzero.kernels.triton.attention.float8 import (
+    as_query,
+    as_stored,
+    load_kv_scales,
+    numbers,
+)
 from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
 from slotzero.kernels.triton.launch import (
     launch,
@@ -102,7 +108,7 @@ def block_tokens(group: int) -> int:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _rope_store_kernel(
-    qkv, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, slots, positions, q,
+    qkv, q_norm, k_norm, eps, cos, sin, kv_pages, page_table, kv_scales, slots, positions, q,
     qkv_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, NORM: tl.constexpr, NORM_VALUES: tl.constexpr, STORES: tl.constexpr,
@@ -167,8 +173,10 @@ def _rope_store_kernel(
         # Heads count on from keys to values; a product, since a choice would hide the alignment.
         side = is_v.to(tl.int64) * (dim - KV_HEADS * stored)
         target = kv_pages + at + side + (head - HEADS) * stored + pair
-        tl.store(target, first_out, mask=inside & (head >= HEADS))
-        tl.store(target + apart, second_out, mask=inside & (head >= HEADS))
+        k_scale, v_scale = load_kv_scales(kv_scales)
+        by, is_stored = tl.where(is_v, v_scale, k_scale), inside & (head >= HEADS)
+        tl.store(target, as_stored(first_out, by, kv_pages), mask=is_stored)
+        tl.store(target + apart, as_stored(second_out, by, kv_pages), mask=is_stored)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_blocks"])
@@ -229,7 +237,7 @@ def _plan_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _attend_kernel(
-    q, sinks, kv_pages, page_table, blocks, slots, bases, seen, stands, out, scale,
+    q, sinks, kv_pages, page_table, kv_scales, blocks, slots, bases, seen, stands, out, scale,
     table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
@@ -279,7 +287,9 @@ def _attend_kernel(
     at = ((offset * HEADS + row % group) * DIM)[:, None] + dim[None, :]
     inside = real[:, None] & (dim < DIM)[None, :]
     q += token * (HEADS * DIM) + kv_head * (group * DIM)
-    query = tl.load(q + at, mask=inside, other=0.0)  # [rows, dim]
+    query = as_query(tl.load(q + at, mask=inside, other=0.0), kv_pages)  # [rows, dim]
+    k_scale, v_scale = load_kv_scales(kv_scales)
+    scale *= k_scale
 
     k_pages = kv_pages + kv_head * stored
     v_pages = k_pages + DIM
@@ -300,9 +310,11 @@ def _attend_kernel(
             known = known & sees(key, last_base, any_bits)
         present = known[:, None] & (dim < DIM)[None, :]
         keys = tl.load(k_pages + (source[:, None] + dim[None, :]), mask=present, other=0.0)
+        keys = numbers(keys, query.dtype)
         present = known[:, None] & (value_dim < VALUE_DIM)[None, :]
         values = v_pages + (source[:, None] + value_dim[None, :])
         values = tl.load(values, mask=present, other=0.0)  # [keys, value_dim]
+        values = numbers(values, query.dtype)
         # The pages of the next tile are known one tile ahead, so that its loads can run ahead.
         page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < length, other=0)
         score = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
@@ -331,7 +343,7 @@ def _attend_kernel(
     at = ((offset * HEADS + row % group) * VALUE_DIM)[:, None] + value_dim[None, :]
     inside = (offset < size)[:, None] & (value_dim < VALUE_DIM)[None, :]
     out += token * (HEADS * VALUE_DIM) + kv_head * (group * VALUE_DIM)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result = acc / tl.where(total > 0, total, 1.0)[:, None] * v_scale
     result = tl.where(real[:, None], result, 0.0)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 

@@ -32,6 +32,17 @@ from slotzero.kernels.triton.attention.decode import (
     norm_values,
     plan_kernel,
 )
+from slotzero.kernels.triton.attention.float8 import (
+    add_values,
+    as_query,
+    as_stored,
+    in_pairs,
+    joined,
+    load_kv_scales,
+    no_values,
+    numbers,
+    values_in,
+)
 from slotzero.kernels.triton.attention.tree_mask import load_branches, sees, union_of
 from slotzero.kernels.triton.launch import (
     launch,
@@ -87,6 +98,7 @@ def _attend_keys(
 ):  # fmt: skip
     """Add one tile of keys before `past` to the running softmax, as in decode.py. Each pair sees
     the keys that `seen` and its branch allow."""
+    a, b = numbers(a, qa.dtype), numbers(b, qa.dtype)
     score = tl.dot(qa, a, input_precision="ieee")
     score = apply_softcap(tl.dot(qb, b, score, input_precision="ieee") * scale, SOFTCAP)
     score = tl.where(seen, score, float("-inf"))
@@ -102,13 +114,14 @@ def _attend_keys(
     weight = tl.exp2(score - level[:, None])
     shrink = tl.exp2(peak - level)
     total = total * shrink + tl.sum(weight, axis=1)
-    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    acc = add_values(acc, shrink, weight, v, qa.dtype)
     return new_peak, total, acc
 
 
 @triton.jit
 def _merge(
     partial, peak_of, total_of, out, row, kv_head, first, count, begin, end, num_real, dim,
+    v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SPAN: tl.constexpr,
     MERGED: tl.constexpr, WIDTH: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +152,7 @@ def _merge(
             total = total * old + tl.sum(its_total * new, axis=1)
             acc = acc * old[:, None] + tl.sum(its_acc * new[:, :, None], axis=1)
             peak = new_peak
-        result = (acc / tl.where(real, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        result = (acc / tl.where(real, total, 1.0)[:, None] * v_scale).to(out.dtype.element_ty)
         out_at = out + ((row * SPAN + place) * HEADS + head)[:, None] * VALUE_DIM + dim[None, :]
         inside = (place < end)[:, None] & (dim < VALUE_DIM)[None, :]
         tl.store(out_at, result, mask=inside)
@@ -147,7 +160,7 @@ def _merge(
 
 @triton.jit(do_not_specialize=["table_stride", "starts"])
 def _verify_kernel(
-    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, out, starts, token_slots,
+    qkv, q_norm, k_norm, sinks, cos, sin, kv_pages, page_table, kv_scales, out, starts, token_slots,
     row_of, slot_of, begin_of, end_of, first_of, count_of, done, partial, peak_of, total_of,
     bases, bits_seen, stands, qkv_stride, values_at, table_stride, eps, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -173,7 +186,7 @@ def _verify_kernel(
     half, dim = tl.arange(0, HALF), tl.arange(0, WIDTH)
     place, head = pair // group, kv_head * group + pair % group  # place: index in the row
     # values_at is DIM, but not a constant for the compiler, which would cost registers.
-    v_pages, table = kv_pages + values_at, page_table + slot * table_stride
+    v_pages, table = values_in(kv_pages, values_at), page_table + slot * table_stride
     stored = end - is_last.to(tl.int32)  # the first token's own key is not in the pages
 
     # Constants and keys stored by earlier steps are loaded before the query is known.
@@ -181,8 +194,8 @@ def _verify_kernel(
     page = load_table(table, key, stored, PAGE)
     if EARLY:
         a, b, v = load_pages(
-            kv_pages, v_pages, page, kv_head, key, key < stored, half, dim,
-            KV_HEADS, DIM, VALUE_DIM, PAGE,
+            kv_pages, v_pages, page, kv_head, key, key < stored, half,
+            KV_HEADS, DIM, VALUE_DIM, PAGE, WIDTH,
         )  # fmt: skip
     start, row64 = tl.load(starts + row), row.to(tl.int64)
     their_slots = tl.load(token_slots + row64 * SPAN + own, mask=own < SPAN, other=0)
@@ -205,9 +218,10 @@ def _verify_kernel(
         by_qa, by_qb = load_norm(q_norm, half, DIM)
         if STORES:
             by_ka, by_kb = load_norm(k_norm, half, DIM)
+    k_scale, v_scale = load_kv_scales(kv_scales)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
-    acc = tl.zeros([PAIRS, WIDTH], tl.float32)
+    acc = no_values(kv_pages, PAIRS, WIDTH)
     if sinks is not None:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2E
         peak, total = tl.where(is_last, sink, peak), tl.where(is_last, 1.0, total)
@@ -225,7 +239,7 @@ def _verify_kernel(
     if STORES:
         k_at = qkv + own_token * qkv_stride + (HEADS + kv_head) * DIM
     ka, kb = load_halves(k_at, DIM // 2, is_own, half, DIM)
-    v_at = v_pages + at
+    v_at = kv_pages + at + values_at
     if STORES:
         v_at = qkv + own_token * qkv_stride + (HEADS + KV_HEADS) * DIM + kv_head * VALUE_DIM
     own_inside = is_own[:, None] & (dim < VALUE_DIM)[None, :]
@@ -235,24 +249,29 @@ def _verify_kernel(
         own_c, own_s = load_angles(cos, sin, own_token, is_own, half, DIM)
 
     qa, qb = norm_and_rotate(qa, qb, by_qa, by_qb, c, s, eps, DIM, NORM)
-    scale *= LOG2E if SOFTCAP is None else 1.0 / SOFTCAP
+    qa, qb = as_query(qa, kv_pages), as_query(qb, kv_pages)
+    scale *= k_scale * (LOG2E if SOFTCAP is None else 1.0 / SOFTCAP)
     if is_last:
         if NORM_VALUES:
             own_v = norm_values(own_v, eps, VALUE_DIM)
         if STORES:
             ka, kb = norm_and_rotate(ka, kb, by_ka, by_kb, own_c, own_s, eps, DIM, NORM)
+            new_a, new_b = as_stored(ka, k_scale, kv_pages), as_stored(kb, k_scale, kv_pages)
+            new_v = as_stored(own_v, v_scale, kv_pages)
             is_mine = own < tl.where(part == 0, num_real, 0)  # to store
             stored_half = is_mine[:, None] & (half < DIM // 2)[None, :]
-            tl.store(kv_pages + at[:, None] + half[None, :], ka, mask=stored_half)
-            tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], kb, mask=stored_half)
+            tl.store(kv_pages + at[:, None] + half[None, :], new_a, mask=stored_half)
+            tl.store(kv_pages + at[:, None] + DIM // 2 + half[None, :], new_b, mask=stored_half)
             mine = is_mine[:, None] & (dim < VALUE_DIM)[None, :]
-            tl.store(v_pages + at[:, None] + dim[None, :], own_v, mask=mine)
+            tl.store(kv_pages + values_at + at[:, None] + dim[None, :], new_v, mask=mine)
+        else:
+            new_a, new_b, new_v = ka, kb, own_v
         seen = _in_window(start + own, start + num_real, stand, WINDOW)
         if tree is None:
             seen = seen & (own[None, :] <= place[:, None])
         peak, total, acc = _attend_keys(
-            qa, qb, ka.T, kb.T, own_v, seen, start + own, start + OWN, tree, scale,
-            peak, total, acc, WINDOW, SOFTCAP,
+            qa, qb, new_a.T, new_b.T, in_pairs(new_v, OWN, WIDTH), seen, start + own, start + OWN,
+            tree, scale, peak, total, acc, WINDOW, SOFTCAP,
         )  # fmt: skip
 
     begin_loop = begin
@@ -272,8 +291,9 @@ def _verify_kernel(
         if tree is not None:
             known = known & sees(key, last_base, any_bits)
         a, b, v = load_pages(
-            kv_pages, v_pages, page, kv_head, key, known, half, dim, KV_HEADS, DIM, VALUE_DIM, PAGE
-        )
+            kv_pages, v_pages, page, kv_head, key, known, half,
+            KV_HEADS, DIM, VALUE_DIM, PAGE, WIDTH,
+        )  # fmt: skip
         if not EARLY:
             page = load_table(table, key + KEYS, stored, PAGE)  # one tile ahead
         seen = _in_window(key, stored, stand, WINDOW)
@@ -282,8 +302,9 @@ def _verify_kernel(
             peak, total, acc, WINDOW, SOFTCAP,
         )  # fmt: skip
 
+    acc = joined(acc, PAIRS, WIDTH)
     if count == 1:
-        result = tl.where(real[:, None], acc / total[:, None], 0.0)
+        result = tl.where(real[:, None], acc / total[:, None] * v_scale, 0.0)
         tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
         return
 
@@ -299,7 +320,7 @@ def _verify_kernel(
         tl.debug_barrier()
         _merge(
             partial, peak_of, total_of, out, row64, kv_head, first, count,
-            first_place, last_place, num_real, dim,
+            first_place, last_place, num_real, dim, v_scale,
             HEADS, KV_HEADS, VALUE_DIM, SPAN, MERGED, WIDTH, BATCH,
         )  # fmt: skip
 

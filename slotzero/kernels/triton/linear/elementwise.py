@@ -162,12 +162,19 @@ def _norm_heads_kernel(
 def norm_part(source, norm, target, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Copy a row under its RMSNorm; without one, unchanged."""
     column = tl.arange(0, BLOCK)
+    tl.store(target + column, load_part(source, norm, eps, SIZE, BLOCK), mask=column < SIZE)
+
+
+@triton.jit
+def load_part(source, norm, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load a row under its RMSNorm; without one, unchanged."""
+    column = tl.arange(0, BLOCK)
     inside = column < SIZE
     value = tl.load(source + column, mask=inside, other=0.0)
     if norm is not None:
         by = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
         value = (_scaled(value.to(tl.float32), SIZE, eps, value.dtype) * by).to(value.dtype)
-    tl.store(target + column, value, mask=inside)
+    return value
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, late: bool) -> Normed:

@@ -8,7 +8,8 @@ from slotzero.kernels import quantized
 from slotzero.kernels.triton.launch import INTERPRETED
 
 MAX, SMALLEST = tl.constexpr(quantized.FLOAT8_MAX), tl.constexpr(quantized.SMALLEST_SCALE)
-ROUNDS_UP = tl.constexpr(INTERPRETED)  # the interpreter rounds halves up, a card to even
+ROUNDS_UP = tl.constexpr(INTERPRETED)  # the interpreter rounds halves up, and has no NaN
+NOT_A_NUMBER = tl.constexpr(0x7F)
 
 
 @triton.jit
@@ -19,6 +20,8 @@ def to_float8(x):
         exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 121)
         large = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
         x = (x + large) - large
+        codes = tl.where(x == x, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True), NOT_A_NUMBER)
+        return codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     return x.to(tl.float8e4nv)
 
 
