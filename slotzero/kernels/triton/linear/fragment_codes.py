@@ -1,0 +1,348 @@
+"""The inner loop of products with weights in fragments (`fragments.py`).
+
+A warp loads words of the weight several steps ahead, decodes them, and multiplies by matrix units,
+without an exchange of values between lanes: each tensor is loaded in a shape that the compiler lays
+out over lanes as the matrix units expect, after it has been reshaped. Rows are loaded by each warp
+that needs them.
+
+Numbers are multiplied as they are decoded, which is exact; the sum over a group is scaled. Offsets
+are multiplied by the sum of the group's rows, which matrix units compute too.
+
+Words are decoded by PTX (`fragment_ptx.py`) or, in the interpreter and to float32, by plain
+arithmetic.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from slotzero.kernels.triton.launch import wait_for_writer
+
+
+@triton.jit
+def _load_words(
+    codes, block, depth, end, PART: tl.constexpr, PARTS: tl.constexpr, DEPTHS: tl.constexpr,
+    SLICES: tl.constexpr,
+):  # fmt: skip
+    """Load one part of the blocks at a depth: [32, SLICES, BLOCKS, 2, 4]. The lanes come first,
+    because the compiler assigns threads in that order."""
+    lane = tl.arange(0, 32)[:, None, None, None, None]
+    its = depth + tl.arange(0, SLICES)[None, :, None, None, None]
+    u = tl.arange(0, 2)[None, None, None, :, None]
+    word = tl.arange(0, 4)[None, None, None, None, :]
+    at = codes + ((block * DEPTHS + its) * PARTS + PART) * 256 + u * 128 + lane * 4 + word
+    return tl.load(at, mask=its < end, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _load_step(
+    codes, block, depth, end, PARTS: tl.constexpr, DEPTHS: tl.constexpr, SLICES: tl.constexpr
+):
+    words = ()
+    for part in tl.static_range(PARTS):
+        words += (_load_words(codes, block, depth, end, part, PARTS, DEPTHS, SLICES),)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def _load_pairs(
+    scales, block, depth, end, PER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr,
+    SLICES: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a step, those of two rows in a word: [4, 8, SLICES, BLOCKS, CUT], or
+    without the last axis for one per block. The four lanes of a row load the same."""
+    row = tl.arange(0, 8)[None, :, None, None] & 7  # so that a lane has one row, not neighbours
+    its = depth + tl.arange(0, SLICES)[None, None, :, None]
+    at = scales + ((block * GROUPS + its // PER) * 8 + row) * CUT
+    at += tl.arange(0, 4)[:, None, None, None] * 0
+    known = its < end
+    if CUT == 1:
+        return tl.load(at, mask=known, other=0)
+    else:  # noqa: RET505
+        cut = tl.arange(0, CUT)[None, None, None, None, :]
+        return tl.load(at[:, :, :, :, None] + cut, mask=known[:, :, :, :, None], other=0)
+
+
+@triton.jit
+def _pick(pairs, I: tl.constexpr, CUT: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
+    if CUT == 1:
+        return pairs
+    elif CUT == 2:  # noqa: RET505
+        low, high = tl.split(pairs)
+        return low if I == 0 else high
+    else:
+        even, odd = tl.split(tl.reshape(pairs, [4, 8, SLICES, BLOCKS, 2, 2]))
+        low, high = tl.split(even if I % 2 == 0 else odd)
+        return low if I < 2 else high
+
+
+@triton.jit
+def as_float(bits, SCALES: tl.constexpr):
+    """Return the low bits of words as float32. Bytes are exponents; no power of two is zero."""
+    if SCALES == tl.float32:  # noqa: SIM300
+        return bits.to(tl.int32).to(tl.float32, bitcast=True)
+    elif SCALES == tl.float16:  # noqa: RET505, SIM300
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif SCALES == tl.bfloat16:  # noqa: SIM300
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        power = bits.to(tl.int32) & 255
+        return tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _spread(
+    pairs, SCALES: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return the scale of each sum, in the shape of the sums."""
+    bits: tl.constexpr = SCALES.primitive_bitwidth
+    both = tl.join(as_float(pairs, SCALES), as_float(pairs >> bits, SCALES))
+    features: tl.constexpr = BLOCKS * 16
+    ordered = tl.permute(both, (2, 3, 4, 1, 0))  # [slices, blocks, 2, 8, 4]
+    each = tl.reshape(ordered, [SLICES, features, 1, 4, 1])
+    each = tl.broadcast_to(each, [SLICES, features, ROWS // 8, 4, 2])
+    if SLICES == 1:
+        return tl.reshape(each, [features, ROWS])
+    else:  # noqa: RET505
+        return tl.reshape(each, [SLICES, features, ROWS])
+
+
+@triton.jit
+def plain(half, I: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the numbers of the I-th codes of half words."""
+    if CODES == "uint4":
+        return ((half >> 4 * I & 15) - ZERO).to(tl.float32).to(DTYPE)
+    elif CODES == "uint8":  # noqa: RET505
+        return (((half >> 8 * I & 255) ^ 128) - ZERO).to(tl.float32).to(DTYPE)
+    else:
+        tl.static_assert(CODES == "mxfp4")
+        if I < 3:
+            size, sign = half >> 6 - 3 * I & 7, half >> 15 - 3 * I & 1
+        else:
+            size = (half >> 11 & 1) | (half >> 10 & 1) << 1 | (half >> 13 & 1) << 2
+            sign = half >> 14 & 1
+        return ((sign << 31 | size << 22).to(tl.float32, bitcast=True) * 2.0**126).to(DTYPE)
+
+
+@triton.jit
+def _operand(low, high, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return numbers of one chunk as an operand: [SLICES, features, 32]."""
+    joined = tl.reshape(tl.join(low, high), [8, 4, SLICES, BLOCKS, 2, 2, 2, 2])
+    if SLICES == 1:
+        return tl.reshape(tl.permute(joined, (2, 3, 6, 0, 4, 5, 1, 7)), [BLOCKS * 16, 32])
+    else:  # noqa: RET505
+        return tl.reshape(tl.permute(joined, (2, 3, 6, 0, 5, 1, 4, 7)), [SLICES, BLOCKS * 16, 32])
+
+
+@triton.jit
+def _decode(
+    words, CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, DTYPE: tl.constexpr,
+    SLICES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return the operands of the chunks that the words hold."""
+    made = ()
+    if DECODER is None:
+        low, high = words & 0xFFFF, words >> 16 & 0xFFFF
+        for i in tl.static_range(2 if CODES == "uint8" else 4):
+            first, second = plain(low, i, CODES, ZERO, DTYPE), plain(high, i, CODES, ZERO, DTYPE)
+            made += (_operand(first, second, SLICES, BLOCKS),)  # type: ignore[assignment]
+    elif CODES == "uint8":
+        a, b, c, d = tl.inline_asm_elementwise(
+            DECODER, "=h,=h,=h,=h,r", [words], (DTYPE, DTYPE, DTYPE, DTYPE), True, 1
+        )
+        made += (_operand(a, b, SLICES, BLOCKS), _operand(c, d, SLICES, BLOCKS))  # type: ignore[assignment]
+    else:
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            DECODER, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words],
+            (DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE), True, 1,
+        )  # fmt: skip
+        made += (_operand(a, b, SLICES, BLOCKS), _operand(c, d, SLICES, BLOCKS))  # type: ignore[assignment]
+        made += (_operand(e, f, SLICES, BLOCKS), _operand(g, h, SLICES, BLOCKS))  # type: ignore[assignment]
+    return made
+
+
+@triton.jit
+def _load_rows(
+    x_at, known, depth, end, INNER: tl.constexpr, SLICES: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Load the chunks of a step, each [8, SLICES, rows / 8, 32]."""
+    its = depth + tl.arange(0, SLICES)[None, :, None, None]
+    k = tl.arange(0, 32)[None, None, None, :]
+    chunks = ()
+    for chunk in tl.static_range(4):
+        mask = known & (its < end)
+        if INNER % 128 > 0:
+            mask = mask & (its * 128 + chunk * 32 + k < INNER)
+        value = tl.load(x_at + depth * 128 + chunk * 32, mask=mask, other=0.0)
+        chunks += (value.to(DTYPE),)  # type: ignore[assignment]
+    return chunks
+
+
+@triton.jit
+def _arrange(
+    value, SLICES: tl.constexpr, ROWS: tl.constexpr, SAME_WIDTH: tl.constexpr
+):
+    """Return a chunk of the rows as an operand [SLICES, 32, ROWS], in the order of `_operand`; with
+    SAME_WIDTH, in that which the compiler expects beside numbers that are not decoded."""
+    split = tl.reshape(value, [8, SLICES, ROWS // 8, 4, 2, 2, 2])
+    if SLICES == 1:
+        return tl.reshape(tl.permute(split, (1, 4, 5, 3, 6, 2, 0)), [32, ROWS])
+    elif SAME_WIDTH:  # noqa: RET505
+        return tl.reshape(tl.permute(split, (1, 4, 5, 3, 6, 2, 0)), [SLICES, 32, ROWS])
+    else:
+        return tl.reshape(tl.permute(split, (1, 5, 3, 4, 6, 2, 0)), [SLICES, 32, ROWS])
+
+
+@triton.jit
+def _beside(a, b, c, d, FEATURES: tl.constexpr):
+    """Return four chunks of the weight as one operand [FEATURES, 128]."""
+    joined = tl.join(tl.join(a, b), tl.join(c, d))  # [features, 32, 2, 2]
+    return tl.reshape(tl.permute(joined, (0, 3, 2, 1)), [FEATURES, 128])
+
+
+@triton.jit
+def _below(a, b, c, d, ROWS: tl.constexpr):
+    """Return four chunks of the rows as one operand [128, ROWS]."""
+    joined = tl.join(tl.join(a, b), tl.join(c, d))  # [32, rows, 2, 2]
+    return tl.reshape(tl.permute(joined, (3, 2, 0, 1)), [128, ROWS])
+
+
+@triton.jit
+def _totals(
+    chunks, acc, FIRST: tl.constexpr, LAST: tl.constexpr, SLICES: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add sums of chunks of the rows to acc, whose features are all equal."""
+    if SLICES == 1:
+        ones = tl.full([BLOCKS * 16, 32], 1.0, DTYPE)
+        for i in tl.static_range(FIRST, LAST):
+            value = _arrange(chunks[i], SLICES, ROWS, True)
+            acc = tl.dot(ones, value, acc, input_precision=PRECISION)
+    else:
+        ones = tl.full([SLICES, BLOCKS * 16, 32], 1.0, DTYPE)
+        for i in tl.static_range(FIRST, LAST):
+            value = _arrange(chunks[i], SLICES, ROWS, True)
+            acc = tl.dot(ones, value, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _zeros(SLICES: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+    if SLICES == 1:
+        return tl.zeros([FEATURES, ROWS], tl.float32)
+    else:  # noqa: RET505
+        return tl.zeros([SLICES, FEATURES, ROWS], tl.float32)
+
+
+@triton.jit
+def multiply(
+    x, codes, scales, offsets, source, known, first, apart, blocks, begin, end, x_stride,
+    INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
+    CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, SCALES: tl.constexpr,
+    BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
+    AHEAD: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows `source` of x, [8, 1, ROWS / 8, 1], by blocks of a weight -> [features, ROWS]
+    in float32.
+
+    With HALVES, half of the blocks begin at `first`, and the others are `apart` from these; each
+    half has `blocks` at most. Blocks at depths from begin to end are multiplied, SLICES at a time,
+    each of which has its own warp. The weight is loaded AHEAD steps ahead of its use.
+    """
+    parts: tl.constexpr = 2 if CODES == "uint8" else 1
+    depths: tl.constexpr = (INNER + 127) // 128
+    features: tl.constexpr = BLOCKS * 16
+    each: tl.constexpr = BLOCKS // HALVES
+    scaled_late: tl.constexpr = GROUPS == 1
+    block = tl.arange(0, BLOCKS)
+    block = tl.minimum(first + block % each, blocks - 1) + block // each * apart
+    block = block.to(tl.int64)
+    wide = tl.reshape(block, [1, 1, BLOCKS, 1, 1])
+    beside = tl.reshape(block, [1, 1, 1, BLOCKS])
+
+    words, pairs, shifts = (), (), ()
+    for a in tl.static_range(AHEAD):
+        at = begin + a * SLICES
+        words += (_load_step(codes, wide, at, end, parts, depths, SLICES),)  # type: ignore[assignment]
+        if not scaled_late:
+            pairs += (_load_pairs(scales, beside, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
+            if offsets is not None:
+                shifts += (_load_pairs(offsets, beside, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
+    if scaled_late:
+        pairs += (_load_pairs(scales, beside, 0, SLICES, depths, 1, 1, SLICES),)  # type: ignore[assignment]
+        if offsets is not None:
+            shifts += (_load_pairs(offsets, beside, 0, SLICES, depths, 1, 1, SLICES),)  # type: ignore[assignment]
+    wait_for_writer(PDL)
+
+    lane = tl.arange(0, 32)[None, None, None, :]
+    its = tl.arange(0, SLICES)[None, :, None, None] * 128
+    x_at = x + source.to(tl.int64) * x_stride + its + lane
+    value = _load_rows(x_at, known, begin, end, INNER, SLICES, DTYPE)
+    acc = _zeros(SLICES, features, ROWS)
+    total = acc
+    for step in range(begin, end, SLICES * AHEAD):
+        next_words, next_pairs, next_shifts = (), (), ()
+        for a in tl.static_range(AHEAD):
+            at = step + a * SLICES
+            next_value = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, DTYPE)
+            w = ()
+            for part in tl.static_range(parts):
+                w += _decode(words[a][part], CODES, ZERO, DECODER, DTYPE, SLICES, BLOCKS)
+            for cut in tl.static_range(CUT):
+                run: tl.constexpr = 4 // CUT
+                low: tl.constexpr = cut * run
+                if scaled_late:
+                    sums = acc
+                else:
+                    sums = _zeros(SLICES, features, ROWS)
+                if SLICES == 1 and run == 4:
+                    v = (
+                        _arrange(value[0], SLICES, ROWS, False),
+                        _arrange(value[1], SLICES, ROWS, False),
+                        _arrange(value[2], SLICES, ROWS, False),
+                        _arrange(value[3], SLICES, ROWS, False),
+                    )
+                    left = _beside(w[0], w[1], w[2], w[3], features)
+                    right = _below(v[0], v[1], v[2], v[3], ROWS)
+                    sums = tl.dot(left, right, sums, input_precision=PRECISION)
+                else:
+                    for i in tl.static_range(low, low + run):
+                        v = _arrange(value[i], SLICES, ROWS, False)
+                        sums = tl.dot(w[i], v, sums, input_precision=PRECISION)
+                if scaled_late:
+                    acc = sums
+                    if offsets is not None:
+                        total = _totals(
+                            value, total, 0, 4, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
+                        )
+                else:
+                    scale = _pick(pairs[a], cut, CUT, SLICES, BLOCKS)
+                    acc += sums * _spread(scale, SCALES, SLICES, BLOCKS, ROWS)
+                    if offsets is not None:
+                        sums = _zeros(SLICES, features, ROWS)
+                        sums = _totals(
+                            value, sums, low, low + run, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
+                        )
+                        shift = _pick(shifts[a], cut, CUT, SLICES, BLOCKS)
+                        acc += sums * _spread(shift, tl.float32, SLICES, BLOCKS, ROWS)
+            after = at + SLICES * AHEAD
+            next_words += (_load_step(codes, wide, after, end, parts, depths, SLICES),)  # type: ignore[assignment]
+            if not scaled_late:
+                loaded = _load_pairs(scales, beside, after, end, PER, GROUPS, CUT, SLICES)
+                next_pairs += (loaded,)  # type: ignore[assignment]
+                if offsets is not None:
+                    loaded = _load_pairs(offsets, beside, after, end, PER, GROUPS, CUT, SLICES)
+                    next_shifts += (loaded,)  # type: ignore[assignment]
+            value = next_value
+        words = next_words
+        if not scaled_late:
+            pairs, shifts = next_pairs, next_shifts
+    if scaled_late:
+        acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)
+        if offsets is not None:
+            acc += total * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)
+    if SLICES == 1:
+        return acc
+    else:  # noqa: RET505
+        return tl.sum(acc, axis=0)
+
