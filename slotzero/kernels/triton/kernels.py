@@ -19,6 +19,7 @@ from slotzero.kernels.attention_plans import (
     VerifyPlan,
 )
 from slotzero.kernels.contract import Kernels
+from slotzero.kernels.quantized import QuantizedRows, pack_rows
 from slotzero.kernels.triton import embed, write_back
 from slotzero.kernels.triton.attention import (
     decode,
@@ -29,7 +30,13 @@ from slotzero.kernels.triton.attention import (
     verify,
 )
 from slotzero.kernels.triton.launch import INTERPRETED, card_name, compiling_ahead, is_compiling
-from slotzero.kernels.triton.linear import elementwise, library, linear_quantized, linear_tma
+from slotzero.kernels.triton.linear import (
+    elementwise,
+    fragments,
+    library,
+    linear_quantized,
+    linear_tma,
+)
 from slotzero.kernels.triton.linear.elementwise import apply_norm
 from slotzero.kernels.triton.linear.linear import linear, linear_add
 from slotzero.kernels.triton.linear.tiles import (
@@ -64,7 +71,13 @@ from slotzero.kernels.types import (
     Rows,
     Tokens,
 )
-from slotzero.kernels.weights import DenseWeight, JoinedWeight, LinearWeight, QuantizedWeight
+from slotzero.kernels.weights import (
+    DenseWeight,
+    JoinedWeight,
+    LinearWeight,
+    QuantizedWeight,
+    WeightFormat,
+)
 
 MAX_DIM = 512  # largest head that the attention tiles hold
 MAX_GROUP, MAX_LARGE_GROUP = 128, 16  # query heads per KV head; for head sizes above 256
@@ -143,6 +156,16 @@ class TritonKernels(Kernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
+
+    def quantized_shapes(
+        self, out_features: int, in_features: int, format: WeightFormat
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        if fragments.takes(format):
+            return fragments.shapes(out_features, in_features, format)
+        return format.shapes(out_features, in_features)
+
+    def pack_quantized(self, rows: QuantizedRows, format: WeightFormat) -> dict[str, Tensor]:
+        return fragments.pack(rows, format) if fragments.takes(format) else pack_rows(rows, format)
 
     def prepare(self, rehearse: Callable[[], None]) -> None:
         with compiling_ahead():

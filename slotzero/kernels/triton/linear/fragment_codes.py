@@ -18,6 +18,9 @@ import triton.language as tl
 
 from slotzero.kernels.triton.launch import wait_for_writer
 
+TWO_PAIRS, FOUR_PAIRS = tl.constexpr("=h,=h,=h,=h,r"), tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+FOUR, EIGHT = tl.constexpr((tl.int16,) * 4), tl.constexpr((tl.int16,) * 8)
+
 
 @triton.jit
 def _load_words(
@@ -125,9 +128,10 @@ def plain(half, I: tl.constexpr, CODES: tl.constexpr, ZERO: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _operand(low, high, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return numbers of one chunk as an operand: [SLICES, features, 32]."""
-    joined = tl.reshape(tl.join(low, high), [8, 4, SLICES, BLOCKS, 2, 2, 2, 2])
+def _operand(low, high, DTYPE: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the bits of numbers of one chunk as an operand: [SLICES, features, 32]."""
+    joined = tl.join(low, high).to(DTYPE, bitcast=True)
+    joined = tl.reshape(joined, [8, 4, SLICES, BLOCKS, 2, 2, 2, 2])
     if SLICES == 1:
         return tl.reshape(tl.permute(joined, (2, 3, 6, 0, 4, 5, 1, 7)), [BLOCKS * 16, 32])
     else:  # noqa: RET505
@@ -135,9 +139,8 @@ def _operand(low, high, SLICES: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _decode(
-    words, CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, DTYPE: tl.constexpr,
-    SLICES: tl.constexpr, BLOCKS: tl.constexpr,
+def _decode(words, CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr,
+    DTYPE: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return the operands of the chunks that the words hold."""
     made = ()
@@ -145,19 +148,15 @@ def _decode(
         low, high = words & 0xFFFF, words >> 16 & 0xFFFF
         for i in tl.static_range(2 if CODES == "uint8" else 4):
             first, second = plain(low, i, CODES, ZERO, DTYPE), plain(high, i, CODES, ZERO, DTYPE)
-            made += (_operand(first, second, SLICES, BLOCKS),)  # type: ignore[assignment]
+            made += (_operand(first, second, DTYPE, SLICES, BLOCKS),)  # type: ignore[assignment]
     elif CODES == "uint8":
-        a, b, c, d = tl.inline_asm_elementwise(
-            DECODER, "=h,=h,=h,=h,r", [words], (DTYPE, DTYPE, DTYPE, DTYPE), True, 1
-        )
-        made += (_operand(a, b, SLICES, BLOCKS), _operand(c, d, SLICES, BLOCKS))  # type: ignore[assignment]
+        bits = tl.inline_asm_elementwise(DECODER, TWO_PAIRS, [words], FOUR, True, 1)
+        for i in tl.static_range(2):
+            made += (_operand(bits[2 * i], bits[2 * i + 1], DTYPE, SLICES, BLOCKS),)  # type: ignore[assignment]
     else:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            DECODER, "=h,=h,=h,=h,=h,=h,=h,=h,r", [words],
-            (DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE, DTYPE), True, 1,
-        )  # fmt: skip
-        made += (_operand(a, b, SLICES, BLOCKS), _operand(c, d, SLICES, BLOCKS))  # type: ignore[assignment]
-        made += (_operand(e, f, SLICES, BLOCKS), _operand(g, h, SLICES, BLOCKS))  # type: ignore[assignment]
+        bits = tl.inline_asm_elementwise(DECODER, FOUR_PAIRS, [words], EIGHT, True, 1)
+        for i in tl.static_range(4):
+            made += (_operand(bits[2 * i], bits[2 * i + 1], DTYPE, SLICES, BLOCKS),)  # type: ignore[assignment]
     return made
 
 
@@ -208,30 +207,69 @@ def _below(a, b, c, d, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _totals(
-    chunks, acc, FIRST: tl.constexpr, LAST: tl.constexpr, SLICES: tl.constexpr,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+def _dot(
+    w, chunks, acc, FIRST: tl.constexpr, RUN: tl.constexpr, SLICES: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add sums of chunks of the rows to acc, whose features are all equal."""
-    if SLICES == 1:
-        ones = tl.full([BLOCKS * 16, 32], 1.0, DTYPE)
-        for i in tl.static_range(FIRST, LAST):
-            value = _arrange(chunks[i], SLICES, ROWS, True)
-            acc = tl.dot(ones, value, acc, input_precision=PRECISION)
+    """Add the product of RUN chunks to acc. Of warps that share their rows, which go through shared
+    memory, all chunks are multiplied at once."""
+    if SLICES == 1 and RUN == 4:
+        a, b = _arrange(chunks[0], 1, ROWS, False), _arrange(chunks[1], 1, ROWS, False)
+        c, d = _arrange(chunks[2], 1, ROWS, False), _arrange(chunks[3], 1, ROWS, False)
+        left = _beside(w[0], w[1], w[2], w[3], BLOCKS * 16)
+        acc = tl.dot(left, _below(a, b, c, d, ROWS), acc, input_precision=PRECISION)
     else:
-        ones = tl.full([SLICES, BLOCKS * 16, 32], 1.0, DTYPE)
-        for i in tl.static_range(FIRST, LAST):
-            value = _arrange(chunks[i], SLICES, ROWS, True)
-            acc = tl.dot(ones, value, acc, input_precision=PRECISION)
+        for i in tl.static_range(FIRST, FIRST + RUN):
+            value = _arrange(chunks[i], SLICES, ROWS, False)
+            acc = tl.dot(w[i], value, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def _zeros(SLICES: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr):
+def _add_totals(
+    chunks, acc, FIRST: tl.constexpr, RUN: tl.constexpr, SLICES: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of RUN chunks of the rows to acc, for each feature the same."""
     if SLICES == 1:
-        return tl.zeros([FEATURES, ROWS], tl.float32)
+        ones = tl.full([BLOCKS * 16, 32], 1.0, DTYPE)
+    else:
+        ones = tl.full([SLICES, BLOCKS * 16, 32], 1.0, DTYPE)
+    for i in tl.static_range(FIRST, FIRST + RUN):
+        value = _arrange(chunks[i], SLICES, ROWS, True)
+        acc = tl.dot(ones, value, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _zeros(SLICES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    if SLICES == 1:
+        return tl.zeros([BLOCKS * 16, ROWS], tl.float32)
     else:  # noqa: RET505
-        return tl.zeros([SLICES, FEATURES, ROWS], tl.float32)
+        return tl.zeros([SLICES, BLOCKS * 16, ROWS], tl.float32)
+
+
+@triton.jit
+def _multiply_groups(
+    acc, w, chunks, pairs, shifts, CUT: tl.constexpr, SCALES: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr, SLICES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the product of a step, whose CUT groups have a scale each, to acc."""
+    run: tl.constexpr = 4 // CUT
+    for cut in tl.static_range(CUT):
+        sums = _zeros(SLICES, BLOCKS, ROWS)
+        sums = _dot(w, chunks, sums, cut * run, run, SLICES, BLOCKS, ROWS, PRECISION)
+        scale = _pick(pairs, cut, CUT, SLICES, BLOCKS)
+        acc += sums * _spread(scale, SCALES, SLICES, BLOCKS, ROWS)
+        if HAS_OFFSETS:
+            totals = _zeros(SLICES, BLOCKS, ROWS)
+            totals = _add_totals(
+                chunks, totals, cut * run, run, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
+            )
+            shift = _pick(shifts, cut, CUT, SLICES, BLOCKS)
+            acc += totals * _spread(shift, tl.float32, SLICES, BLOCKS, ROWS)
+    return acc
 
 
 @triton.jit
@@ -251,98 +289,69 @@ def multiply(
     """
     parts: tl.constexpr = 2 if CODES == "uint8" else 1
     depths: tl.constexpr = (INNER + 127) // 128
-    features: tl.constexpr = BLOCKS * 16
     each: tl.constexpr = BLOCKS // HALVES
-    scaled_late: tl.constexpr = GROUPS == 1
+    has_offsets: tl.constexpr = offsets is not None
+    late: tl.constexpr = GROUPS == 1  # whole rows are scaled at the end
     block = tl.arange(0, BLOCKS)
     block = tl.minimum(first + block % each, blocks - 1) + block // each * apart
     block = block.to(tl.int64)
-    wide = tl.reshape(block, [1, 1, BLOCKS, 1, 1])
-    beside = tl.reshape(block, [1, 1, 1, BLOCKS])
+    wide, narrow = block[None, None, :, None, None], block[None, None, None, :]
 
     words, pairs, shifts = (), (), ()
     for a in tl.static_range(AHEAD):
         at = begin + a * SLICES
         words += (_load_step(codes, wide, at, end, parts, depths, SLICES),)  # type: ignore[assignment]
-        if not scaled_late:
-            pairs += (_load_pairs(scales, beside, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
-            if offsets is not None:
-                shifts += (_load_pairs(offsets, beside, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
-    if scaled_late:
-        pairs += (_load_pairs(scales, beside, 0, SLICES, depths, 1, 1, SLICES),)  # type: ignore[assignment]
-        if offsets is not None:
-            shifts += (_load_pairs(offsets, beside, 0, SLICES, depths, 1, 1, SLICES),)  # type: ignore[assignment]
+        if not late:
+            pairs += (_load_pairs(scales, narrow, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
+            if has_offsets:
+                shifts += (_load_pairs(offsets, narrow, at, end, PER, GROUPS, CUT, SLICES),)  # type: ignore[assignment]
+    if late:
+        pairs += (_load_pairs(scales, narrow, 0, SLICES, SLICES, 1, 1, SLICES),)  # type: ignore[assignment]
+        if has_offsets:
+            shifts += (_load_pairs(offsets, narrow, 0, SLICES, SLICES, 1, 1, SLICES),)  # type: ignore[assignment]
     wait_for_writer(PDL)
 
-    lane = tl.arange(0, 32)[None, None, None, :]
-    its = tl.arange(0, SLICES)[None, :, None, None] * 128
-    x_at = x + source.to(tl.int64) * x_stride + its + lane
-    value = _load_rows(x_at, known, begin, end, INNER, SLICES, DTYPE)
-    acc = _zeros(SLICES, features, ROWS)
-    total = acc
-    for step in range(begin, end, SLICES * AHEAD):
+    k = tl.arange(0, SLICES)[None, :, None, None] * 128 + tl.arange(0, 32)[None, None, None, :]
+    x_at = x + source.to(tl.int64) * x_stride + k
+    chunks = _load_rows(x_at, known, begin, end, INNER, SLICES, DTYPE)
+    acc = _zeros(SLICES, BLOCKS, ROWS)
+    totals = acc
+    for step in tl.range(begin, end, SLICES * AHEAD, num_stages=1):
         next_words, next_pairs, next_shifts = (), (), ()
         for a in tl.static_range(AHEAD):
             at = step + a * SLICES
-            next_value = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, DTYPE)
+            next_chunks = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, DTYPE)
             w = ()
             for part in tl.static_range(parts):
                 w += _decode(words[a][part], CODES, ZERO, DECODER, DTYPE, SLICES, BLOCKS)
-            for cut in tl.static_range(CUT):
-                run: tl.constexpr = 4 // CUT
-                low: tl.constexpr = cut * run
-                if scaled_late:
-                    sums = acc
-                else:
-                    sums = _zeros(SLICES, features, ROWS)
-                if SLICES == 1 and run == 4:
-                    v = (
-                        _arrange(value[0], SLICES, ROWS, False),
-                        _arrange(value[1], SLICES, ROWS, False),
-                        _arrange(value[2], SLICES, ROWS, False),
-                        _arrange(value[3], SLICES, ROWS, False),
+            if late:
+                acc = _dot(w, chunks, acc, 0, 4, SLICES, BLOCKS, ROWS, PRECISION)
+                if has_offsets:
+                    totals = _add_totals(
+                        chunks, totals, 0, 4, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
                     )
-                    left = _beside(w[0], w[1], w[2], w[3], features)
-                    right = _below(v[0], v[1], v[2], v[3], ROWS)
-                    sums = tl.dot(left, right, sums, input_precision=PRECISION)
-                else:
-                    for i in tl.static_range(low, low + run):
-                        v = _arrange(value[i], SLICES, ROWS, False)
-                        sums = tl.dot(w[i], v, sums, input_precision=PRECISION)
-                if scaled_late:
-                    acc = sums
-                    if offsets is not None:
-                        total = _totals(
-                            value, total, 0, 4, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
-                        )
-                else:
-                    scale = _pick(pairs[a], cut, CUT, SLICES, BLOCKS)
-                    acc += sums * _spread(scale, SCALES, SLICES, BLOCKS, ROWS)
-                    if offsets is not None:
-                        sums = _zeros(SLICES, features, ROWS)
-                        sums = _totals(
-                            value, sums, low, low + run, SLICES, BLOCKS, ROWS, DTYPE, PRECISION
-                        )
-                        shift = _pick(shifts[a], cut, CUT, SLICES, BLOCKS)
-                        acc += sums * _spread(shift, tl.float32, SLICES, BLOCKS, ROWS)
+            else:
+                acc = _multiply_groups(
+                    acc, w, chunks, pairs[a], shifts[a] if has_offsets else None,
+                    CUT, SCALES, has_offsets, SLICES, BLOCKS, ROWS, DTYPE, PRECISION,
+                )  # fmt: skip
             after = at + SLICES * AHEAD
             next_words += (_load_step(codes, wide, after, end, parts, depths, SLICES),)  # type: ignore[assignment]
-            if not scaled_late:
-                loaded = _load_pairs(scales, beside, after, end, PER, GROUPS, CUT, SLICES)
+            if not late:
+                loaded = _load_pairs(scales, narrow, after, end, PER, GROUPS, CUT, SLICES)
                 next_pairs += (loaded,)  # type: ignore[assignment]
-                if offsets is not None:
-                    loaded = _load_pairs(offsets, beside, after, end, PER, GROUPS, CUT, SLICES)
+                if has_offsets:
+                    loaded = _load_pairs(offsets, narrow, after, end, PER, GROUPS, CUT, SLICES)
                     next_shifts += (loaded,)  # type: ignore[assignment]
-            value = next_value
+            chunks = next_chunks
         words = next_words
-        if not scaled_late:
+        if not late:
             pairs, shifts = next_pairs, next_shifts
-    if scaled_late:
+    if late:
         acc *= _spread(pairs[0], SCALES, SLICES, BLOCKS, ROWS)
-        if offsets is not None:
-            acc += total * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)
+        if has_offsets:
+            acc += totals * _spread(shifts[0], tl.float32, SLICES, BLOCKS, ROWS)
     if SLICES == 1:
         return acc
     else:  # noqa: RET505
         return tl.sum(acc, axis=0)
-

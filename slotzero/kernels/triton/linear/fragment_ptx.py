@@ -36,7 +36,7 @@ def decoder(format: WeightFormat, dtype: torch.dtype) -> str | None:
     lines = [f"mov.b32 w, ${2 * len(steps)};", f"mov.b32 one, {_twice(ONE[dtype])};"]
     for i, step in enumerate(steps):
         lines += [*step, f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;"]
-    return "\n".join(["{", ".reg .b32 w, a, b, one;", *lines, "}"])
+    return "\n".join(["{", ".reg .b32 w, a, b, c, one;", *lines, "}"])
 
 
 def _uint4(i: int, zero: int, dtype: torch.dtype) -> list[str]:
@@ -82,15 +82,13 @@ def _mxfp4(i: int, dtype: torch.dtype) -> list[str]:
             "shl.b32 b, b, 3;",
             f"lop3.b32 a, a, {_twice(SIGNS)}, b, {OR};",
         ]
-    return [
-        *lines,
-        f"mov.b32 b, {_twice(BIG[dtype])};",
-        f"fma.rn.{KIND[dtype]} a, a, b, {_twice(SIGNS)};",
-    ]
+    minus_zero = f"mov.b32 c, {_twice(SIGNS)};"  # keeps the sign of a zero
+    lines += [f"mov.b32 b, {_twice(BIG[dtype])};", minus_zero]
+    return [*lines, f"fma.rn.{KIND[dtype]} a, a, b, c;"]
 
 
 def _add(bits: int, dtype: torch.dtype) -> str:
-    return f"fma.rn.{KIND[dtype]} a, a, one, {_twice(bits)};"
+    return f"mov.b32 c, {_twice(bits)}; fma.rn.{KIND[dtype]} a, a, one, c;"
 
 
 def _twice(bits: int) -> str:

@@ -151,11 +151,6 @@ def _unpack_kernel(
     tl.store(at, numbers.to(out.dtype.element_ty), mask=inside & (k < INNER))
 
 
-def takes_gated(weight: QuantizedWeight) -> bool:
-    """Return whether gates and values begin with a block each."""
-    return weight.out_features % (2 * fragments.FEATURES) == 0
-
-
 def product(
     x: Normed,
     weight: QuantizedWeight,

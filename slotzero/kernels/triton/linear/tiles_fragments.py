@@ -49,3 +49,12 @@ def tile_for(rows: int, features: int, in_features: int) -> FragmentTile:
     shares = max(1, min(num_processors() // programs, MOST_SHARES, depths // 4))
     share = -(-depths // shares)
     return FragmentTile(size, each, 1, 2, 8, -(-depths // share))
+
+
+@functools.cache
+def expert_tile(rows: int, in_features: int) -> FragmentTile:
+    """Return the tile for a block of so many rows of an expert."""
+    if rows <= SLICED_ROWS:
+        slices = 4 if -(-in_features // DEPTH) >= 16 else 2
+        return FragmentTile(rows, 2, slices, 2, slices)
+    return FragmentTile(rows, 8, 1, 2, 8)
