@@ -291,7 +291,7 @@ def multiply(
     depths: tl.constexpr = (INNER + 127) // 128
     each: tl.constexpr = BLOCKS // HALVES
     has_offsets: tl.constexpr = offsets is not None
-    late: tl.constexpr = GROUPS == 1  # whole rows are scaled at the end
+    late: tl.constexpr = GROUPS * CUT == 1  # whole rows are scaled at the end
     block = tl.arange(0, BLOCKS)
     block = tl.minimum(first + block % each, blocks - 1) + block // each * apart
     block = block.to(tl.int64)
