@@ -81,7 +81,8 @@ def _pick(pairs, I: tl.constexpr, CUT: tl.constexpr, SLICES: tl.constexpr, BLOCK
 
 @triton.jit
 def as_float(bits, SCALES: tl.constexpr):
-    """Return the low bits of words as float32. Bytes are exponents; no power of two is zero."""
+    """Return the low bits of words as float32. Bytes are exponents. The least of them, 2^-127, is
+    returned as zero: no float32 that is not subnormal comes of it."""
     if SCALES == tl.float32:  # noqa: SIM300
         return bits.to(tl.int32).to(tl.float32, bitcast=True)
     elif SCALES == tl.float16:  # noqa: RET505, SIM300
@@ -89,8 +90,7 @@ def as_float(bits, SCALES: tl.constexpr):
     elif SCALES == tl.bfloat16:  # noqa: SIM300
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        power = bits.to(tl.int32) & 255
-        return tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
+        return ((bits.to(tl.int32) & 255) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -278,14 +278,16 @@ def multiply(
     INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
     CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, SCALES: tl.constexpr,
     BLOCKS: tl.constexpr, HALVES: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr,
-    AHEAD: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows `source` of x, [8, 1, ROWS / 8, 1], by blocks of a weight -> [features, ROWS]
     in float32.
 
     With HALVES, half of the blocks begin at `first`, and the others are `apart` from these; each
     half has `blocks` at most. Blocks at depths from begin to end are multiplied, SLICES at a time,
-    each of which has its own warp. The weight is loaded AHEAD steps ahead of its use.
+    each of which has its own warp. The weight is loaded AHEAD steps ahead of its use. Rows are
+    loaded one step ahead or, if warps share them, copied to shared memory in STAGES.
     """
     parts: tl.constexpr = 2 if CODES == "uint8" else 1
     depths: tl.constexpr = (INNER + 127) // 128
@@ -313,14 +315,18 @@ def multiply(
 
     k = tl.arange(0, SLICES)[None, :, None, None] * 128 + tl.arange(0, 32)[None, None, None, :]
     x_at = x + source.to(tl.int64) * x_stride + k
-    chunks = _load_rows(x_at, known, begin, end, INNER, SLICES, DTYPE)
+    if SLICES > 1:
+        chunks = _load_rows(x_at, known, begin, end, INNER, SLICES, DTYPE)
     acc = _zeros(SLICES, BLOCKS, ROWS)
     totals = acc
-    for step in tl.range(begin, end, SLICES * AHEAD, num_stages=1):
+    for step in tl.range(begin, end, SLICES * AHEAD, num_stages=STAGES):
         next_words, next_pairs, next_shifts = (), (), ()
         for a in tl.static_range(AHEAD):
             at = step + a * SLICES
-            next_chunks = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, DTYPE)
+            if SLICES == 1:
+                chunks = _load_rows(x_at, known, at, end, INNER, SLICES, DTYPE)
+            else:
+                next_chunks = _load_rows(x_at, known, at + SLICES, end, INNER, SLICES, DTYPE)
             w = ()
             for part in tl.static_range(parts):
                 w += _decode(words[a][part], CODES, ZERO, DECODER, DTYPE, SLICES, BLOCKS)
@@ -343,7 +349,8 @@ def multiply(
                 if has_offsets:
                     loaded = _load_pairs(offsets, narrow, after, end, PER, GROUPS, CUT, SLICES)
                     next_shifts += (loaded,)  # type: ignore[assignment]
-            chunks = next_chunks
+            if SLICES > 1:
+                chunks = next_chunks
         words = next_words
         if not late:
             pairs, shifts = next_pairs, next_shifts

@@ -53,8 +53,8 @@ def _product_kernel(
     INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
     CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, SCALES: tl.constexpr,
     BLOCKS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, SHARE: tl.constexpr,
-    SHARES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    SHARE: tl.constexpr, SHARES: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile, or one share of it. A tile with an activation has as many gates as
     values."""
@@ -73,7 +73,7 @@ def _product_kernel(
     acc = multiply(
         x, codes, scales, offsets, source, source < rows, part * each, blocks, blocks, begin, end,
         x_stride, INNER, GROUPS, CUT, PER, CODES, ZERO, DECODER, SCALES,
-        BLOCKS, halves, SLICES, ROWS, AHEAD, DTYPE, PRECISION, PDL,
+        BLOCKS, halves, SLICES, ROWS, AHEAD, STAGES, DTYPE, PRECISION, PDL,
     )  # fmt: skip
     if SHARES > 1:
         lane, row = tl.arange(0, features)[:, None], tl.arange(0, ROWS)[None, :]
@@ -142,7 +142,11 @@ def _unpack_kernel(
         group = 0
     at = ((block * GROUPS + group) * 8 + low) * CUT + chunk * CUT // 4
     bits: tl.constexpr = SCALES.primitive_bitwidth
-    numbers *= as_float(tl.load(scales + at, mask=inside, other=0) >> high * bits, SCALES)
+    scale = tl.load(scales + at, mask=inside, other=0) >> high * bits
+    if SCALES == tl.uint8:  # noqa: SIM300
+        numbers = tl.where(scale & 255 == 0, numbers * 2.0**-127, numbers * as_float(scale, SCALES))
+    else:
+        numbers *= as_float(scale, SCALES)
     if offsets is not None:
         shift = tl.load(offsets + at, mask=inside, other=0) >> high * 32
         numbers += as_float(shift, tl.float32)
@@ -210,8 +214,9 @@ def constants(x: Tensor, weight: QuantizedWeight, tile: FragmentTile) -> dict[st
     """Return the keyword arguments that every kernel with `multiply` in it has."""
     return {
         **_sizes(weight), "DECODER": decoder(weight.format, x.dtype), "BLOCKS": tile.blocks,
-        "SLICES": tile.slices, "ROWS": tile.rows, "AHEAD": tile.ahead, "DTYPE": DTYPES[x.dtype],
-        "PRECISION": "ieee" if x.dtype is torch.float32 else None, "num_warps": tile.num_warps,
+        "SLICES": tile.slices, "ROWS": tile.rows, "AHEAD": tile.ahead, "STAGES": tile.stages,
+        "DTYPE": DTYPES[x.dtype],
+        "PRECISION": "ieee" if x.dtype is torch.float32 else None, "num_warps": tile.num_warps, "maxnreg": tile.registers,
     }  # fmt: skip
 
 

@@ -27,9 +27,15 @@ class FragmentTile:
     ahead: int
     num_warps: int
     shares: int = 1
+    stages: int = 1  # in which rows are copied to shared memory, if warps share them
+    registers: int | None = None  # of a thread at most, so that more programs run at once
 
     def __str__(self) -> str:
         shares = f", {self.shares} shares" if self.shares > 1 else ""
+        if self.stages > 1:
+            shares += f", {self.stages} stages"
+        if self.registers is not None:
+            shares += f", {self.registers} registers"
         how = f"{self.ahead} of {self.slices} slices, {self.num_warps} warps"
         return f"{self.blocks} blocks for {self.rows}, {how}{shares}"
 
@@ -48,7 +54,7 @@ def tile_for(rows: int, features: int, in_features: int) -> FragmentTile:
     programs = -(-rows // size) * -(-blocks // each)
     shares = max(1, min(num_processors() // programs, MOST_SHARES, depths // 4))
     share = -(-depths // shares)
-    return FragmentTile(size, each, 1, 2, 8, -(-depths // share))
+    return FragmentTile(size, each, 1, 1, 8, -(-depths // share), stages=2)
 
 
 @functools.cache
@@ -57,4 +63,4 @@ def expert_tile(rows: int, in_features: int) -> FragmentTile:
     if rows <= SLICED_ROWS:
         slices = 4 if -(-in_features // DEPTH) >= 16 else 2
         return FragmentTile(rows, 2, slices, 2, slices)
-    return FragmentTile(rows, 8, 1, 2, 8)
+    return FragmentTile(rows, 8, 1, 1, 8, stages=2)

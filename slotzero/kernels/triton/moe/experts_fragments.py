@@ -23,7 +23,7 @@ def _product_kernel(
     INNER: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, PER: tl.constexpr,
     CODES: tl.constexpr, ZERO: tl.constexpr, DECODER: tl.constexpr, SCALES: tl.constexpr,
     BLOCKS: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     BY_TOKEN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of rows by its expert's weight. By token, x has one row per token, which
@@ -55,7 +55,7 @@ def _product_kernel(
         x, codes + before * (depths * parts * 256), scales + before * (GROUPS * CUT * 8),
         its_offsets, source, row < size, part * each, apart, apart, 0, depths, x_stride,
         INNER, GROUPS, CUT, PER, CODES, ZERO, DECODER, SCALES,
-        BLOCKS, halves, SLICES, ROWS, AHEAD, DTYPE, PRECISION, False,
+        BLOCKS, halves, SLICES, ROWS, AHEAD, STAGES, DTYPE, PRECISION, False,
     )  # fmt: skip
     n = part * (each * 16) + tl.arange(0, each * 16)
     result = tl.trans(acc)
